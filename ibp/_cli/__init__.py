@@ -1,4 +1,6 @@
-"""The command line, a module for each command, with a function run(arguments) that does the work and returns the exit
-status. The modules import each other by relative names, and those of commands are imported when they run, because ibp
-and torch take seconds. ibp_command.py, beside the package, loads this folder without importing ibp, so that help is
-shown at once."""
+"""The command line. There is a module for each command, whose function run(arguments) does the work and returns the
+exit status.
+
+The module of a command is imported only when the command runs, because importing ibp and torch takes seconds.
+ibp_command.py, which is beside the package, loads this folder without importing ibp, so that help is shown at once. For
+this reason, the modules of this folder import each other by relative names."""

@@ -1,4 +1,4 @@
-"""`ibp apply`: applies the deltas of a checkpoint from file to file, tensor by tensor."""
+"""`ibp apply`: makes the new version of a checkpoint from the old version and a delta, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _changes_in(path: str) -> ibp.deltas.CheckpointDelta:
-    """Returns the changes in a file, mapped. Raises ibp.ChecksumError if the file is damaged, and
-    ibp.FileFormatError if it does not hold changes."""
+    """Reads the changes in a file. Their tensors are mapped to the file. Raises ibp.ChecksumError if the file is
+    damaged, and ibp.FileFormatError if it does not hold changes."""
     with ibp.open(path, verify=True) as file:
         whole = {
             name: ibp.decompress(value) for name, value in file.items() if isinstance(value, ibp.codecs.WholeTensor)
@@ -53,12 +53,12 @@ def _changes_in(path: str) -> ibp.deltas.CheckpointDelta:
 
 
 def _new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
-    """Returns the checkpoint that changes make of another one. Deltas are applied on the device when tensors are read.
-    Files of a set stay files of their own; new tensors are in the last file.
+    """Returns the new version of a checkpoint as a source. Deltas are applied on the device, and only when a tensor is
+    read. If the old version is a set of files, the new version has the same files; new tensors are in the last one.
 
     Raises:
-        Failure: the old version does not have a tensor that is changed or removed, or the changes hold whole tensors
-            for which a delta would hold differences.
+        Failure: the old version does not have a tensor that is changed or removed. Or the changes hold a whole tensor
+            of the same dtype and shape as in the old version, where a delta would hold only the differences.
     """
     for name in changes.new:
         older, newer = base.tensors.get(name), changes[name]
@@ -80,7 +80,8 @@ def _new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torc
 
 
 def _changed(part: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
-    """Returns a file's tensors that stay or change."""
+    """Returns the new version of one file of a set, without new tensors: the tensors that stay as they are, and those
+    that have a delta."""
     tensors: dict[str, SourceTensor] = {}
     for name, tensor in part.tensors.items():
         change = changes.get(name)
@@ -111,8 +112,8 @@ def _whole(name: str, change: torch.Tensor | ibp.CompressedTensor) -> SourceTens
 def _made_tensor(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], torch.Tensor]
 ) -> SourceTensor:
-    """Returns a tensor that `make` makes on the CPU, as a whole, when its first bytes are read. It is freed when its
-    last bytes have been read."""
+    """Returns a tensor of a source whose content is made when it is first read. `make` returns the whole tensor, on the
+    CPU. It is freed when its last bytes have been read."""
     made: list[np.ndarray] = []
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""`ibp compress`."""
+"""`ibp compress`: compresses checkpoints and arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ibp.checkpoints._sources import local_path
 
 from . import output, work
 
-INTERRUPTED = 130  # the exit status of an interrupted run
+INTERRUPTED = 130  # The exit status of an interrupted run.
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _how_to_go_on(arguments: argparse.Namespace, num_files: int) -> str:
-    """Returns the message of an interrupted run. num_files: how many files the run has finished."""
+    """Returns the message of an interrupted run. num_files: the number of files that the run has finished."""
     command = shlex.join(["ibp", "compress", *arguments.inputs, "-o", arguments.output])
     if not num_files:
         return f"interrupted, and nothing was written: the same command begins anew: {command}"
@@ -61,8 +61,8 @@ def _how_to_go_on(arguments: argparse.Namespace, num_files: int) -> str:
 
 
 def _verified(path: str, arguments: argparse.Namespace) -> int:
-    """Verifies the written files against their checksums, and their tensors against the fingerprints. Returns the
-    bytes that were checked."""
+    """Compares the written files with their checksums, and their decoded tensors with the fingerprints. Returns the
+    number of bytes that were checked."""
     checked = 0
     for each in work.files_to_verify([path]):
         with local_path(each) as near, ibp.open(near) as file:

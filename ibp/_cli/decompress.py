@@ -1,4 +1,4 @@
-"""`ibp decompress`."""
+"""`ibp decompress`: writes the tensors of compressed files as they were."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from ibp.checkpoints._sources import open_sources
 from . import output, work
 
 SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"
-_BLOCK_BYTES = 16 << 20
-# Returns the bytes that a delta takes, for (old, new) tensors of one name, shape and dtype.
+_BLOCK_BYTES = 16 << 20  # Tensors are read and compared in blocks of this size.
+# A function of (old tensor, new tensor), of the same name, shape and dtype. Returns the size in bytes of their delta.
 _Weighing = Callable[[SourceTensor, SourceTensor], int]
 
 
@@ -109,21 +109,22 @@ def _parts(arguments: argparse.Namespace, found: list[Change], document: dict[st
 
 @dataclass(frozen=True)
 class Change:
-    """What happened to one tensor."""
+    """The difference between the old and the new version of one tensor."""
 
-    name: str  # the tensor's name
-    status: str  # "same"; "changed"; "new"; "removed"; or "replaced" by a tensor of another shape or dtype
-    dtype: torch.dtype  # dtype of the later tensor, or of the one that was removed
-    shape: tuple[int, ...]  # shape of the same tensor
-    # num_elements, num_bytes: of the same tensor.
+    name: str  # The tensor's name.
+    status: str  # "same"; "changed"; "new"; "removed"; or "replaced" by a tensor of another shape or dtype.
+    # The dtype, the shape, the number of elements and the size in bytes of the new version, or of the old version if
+    # the tensor was removed.
+    dtype: torch.dtype
+    shape: tuple[int, ...]
     num_elements: int
     num_bytes: int
-    changed: int  # how many elements have other bits: all elements of a new or replaced tensor
-    delta_bytes: int | None  # bytes that a delta takes for the tensor; None if no delta was asked for
+    changed: int  # Number of elements whose bits differ. In a new or replaced tensor, these are all elements.
+    delta_bytes: int | None  # Size in bytes that the tensor takes in a delta. None: deltas are not weighed.
 
     @property
     def share(self) -> float:
-        """The share of the elements that changed."""
+        """The fraction of the elements that changed."""
         return self.changed / self.num_elements if self.num_elements else 0.0
 
     def document(self) -> dict[str, Any]:
@@ -133,8 +134,8 @@ class Change:
 def _changes(
     base: Mapping[str, SourceTensor], new: Mapping[str, SourceTensor], names: Iterable[str], weigh: _Weighing | None
 ) -> Iterator[Change]:
-    """Yields what happened to each named tensor. weigh: called for the tensors that changed. None: no tensor is
-    weighed."""
+    """Compares the named tensors of two versions. Yields a `Change` for each. weigh: a function that returns the size
+    of a changed tensor's delta. None: deltas are not weighed."""
     for name in names:
         if name not in new:
             yield _whole(REMOVED, base[name], 0, 0)
@@ -157,8 +158,8 @@ def _count(tensor: SourceTensor) -> int:
 
 
 def _by_blocks(device: torch.device) -> _Weighing:
-    """Returns a function that weighs deltas block by block, so that tensors of any size need little memory. Blocks
-    are coded on the device."""
+    """Returns a function that makes the delta of a tensor block by block, on the device, and returns the size of all
+    blocks together. It needs little memory, whatever the size of the tensor."""
 
     def weigh(base: SourceTensor, new: SourceTensor) -> int:
         taken = 0
@@ -172,7 +173,8 @@ def _by_blocks(device: torch.device) -> _Weighing:
 
 
 def _by_tensors(device: torch.device, kept: dict[str, Any]) -> _Weighing:
-    """Returns a function that weighs the deltas of whole tensors, and keeps them by name."""
+    """Returns a function that makes the delta of a whole tensor on the device, stores it in `kept` under the tensor's
+    name, and returns its size."""
 
     def weigh(base: SourceTensor, new: SourceTensor) -> int:
         delta = ibp.deltas.make(new.tensor().to(device), base.tensor().to(device)).to("cpu")
@@ -189,14 +191,14 @@ def _blocks(base: SourceTensor, new: SourceTensor) -> Iterator[tuple[np.ndarray,
 
 
 def _differing(a: np.ndarray, b: np.ndarray, dtype: torch.dtype) -> int:
-    """Returns how many elements differ."""
+    """Returns the number of elements of a dtype whose bits differ in the two blocks of bytes."""
     words = np.dtype(f"u{min(dtype.itemsize, 8)}")
     unequal = a.view(words) != b.view(words)
-    if dtype.itemsize > words.itemsize:  # complex numbers of 16 bytes
+    if dtype.itemsize > words.itemsize:  # Complex numbers of 16 bytes are two words each.
         unequal = unequal.reshape(-1, dtype.itemsize // words.itemsize).any(1)
     return int(np.count_nonzero(unequal))
 
 
 def _tensor(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Returns bytes of a file as a tensor that may be written to."""
+    """Copies bytes of a file to a tensor of the given dtype."""
     return torch.from_numpy(np.array(data)).view(dtype)

@@ -1,6 +1,7 @@
 """`ibp doctor`: says what is installed, tests it, and measures what compression gains on this machine.
 
-The data is made; the savings of made weights are those of trained ones. Rates are GB/s (10^9) of original bytes.
+The data is synthetic; synthetic weights save as much as trained ones. Rates are GB/s (10^9 bytes per second) of
+original bytes.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ from ibp._machine.timing import Clock
 
 from . import output, work
 
-TEST_SECONDS = 2.0  # The self-test begins again with other data until this time is over.
-# How many times as fast something has to be to pay. Smaller differences are within the variation of measurements.
+TEST_SECONDS = 2.0  # The self-test is repeated with other data until this number of seconds has passed.
+# Compression pays if it makes something at least this many times as fast. Smaller differences are within the variation
+# of measurements.
 PAYS = 1.05
 _DRIVER = Path("/proc/driver/nvidia")
-_BUSY_LOAD = 0.5  # A higher load for each core of the CPU disturbs measurements.
-_BUSY_PERCENT = 10  # A GPU that has worked for more percent of the last second has other work.
-_MOST_SHOWN = 8  # More failed tests are not printed; --json has all of them.
-_ROW_BYTES = (128, 512, 2048)  # bytes of the rows whose speed-ups are measured; rates in GB/s are those of the last
-# The time for a kind of data is divided by this, and each measurement takes one part. There are fewer measurements; the
-# rest of the time goes to making tables.
+_BUSY_LOAD = 0.5  # If the CPU's load per core is higher than this, other work disturbs measurements.
+_BUSY_PERCENT = 10  # If the GPU was at work for more than this percentage of the last second, it has other work.
+_MOST_SHOWN = 8  # Largest number of failed tests that are printed. --json has all of them.
+# Row sizes in bytes for which speed-ups are measured. The rates of rows in GB/s are printed for the last size only.
+_ROW_BYTES = (128, 512, 2048)
+# The time for a kind of data is divided into 6 or 40 parts, and each measurement takes one part. There are fewer
+# measurements than parts; the rest of the time goes to making tables.
 _CPU_PARTS, _GPU_PARTS = 6, 40
 _KINDS = {
     "BF16 weights": torch.bfloat16,
@@ -48,7 +51,7 @@ _KINDS = {
     "BF16 half zeros": torch.bfloat16,
 }
 _TESTED_KINDS = {**_KINDS, "INT64 numbers": torch.int64, "UINT8 noise": torch.uint8}
-_TEST_BYTES = 48 << 10  # Bytes of a tensor of the self-test, so that a test takes some milliseconds.
+_TEST_BYTES = 48 << 10  # Size in bytes of a tensor of the self-test. A test then takes a few milliseconds.
 _CPU_COLUMNS = {
     "copy": "copy",
     "compress": "compress",
@@ -123,8 +126,8 @@ def why_no_gpu(device: torch.device) -> str | None:
 
 
 def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
-    """Returns what is installed and built, and how busy the machine is, by the first words of lines; and a sentence for
-    each sign that something else uses the machine."""
+    """Finds out what is installed and built, and how busy the machine is. Returns the facts as texts by name, and a
+    list with a sentence for each sign that something else uses the machine."""
     load, cores, busy = os.getloadavg()[0], os.cpu_count() or 1, []
     facts = {"Python": f"{platform.python_version()}, {platform.platform()}", **config(device)}
     facts["load"] = f"{load:.1f} on {output.show_count(cores, 'core')}"
@@ -151,8 +154,8 @@ def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
 
 
 def _ask(device: torch.device, of: str, *columns: str) -> list[list[str]]:
-    """Returns the lines of nvidia-smi's answer to a query about a GPU, as cells. Empty if nvidia-smi cannot be run or
-    fails."""
+    """Queries nvidia-smi about a GPU. Returns the lines of its answer, each as a list of one text for each column.
+    Returns no lines if nvidia-smi cannot be run or fails."""
     found: Any = torch.cuda.get_device_properties(device)
     query = f"--query-{of}={','.join(columns)}"
     command = ["nvidia-smi", f"--id=GPU-{found.uuid}", query, "--format=csv,noheader,nounits"]
@@ -168,8 +171,8 @@ def _ask(device: torch.device, of: str, *columns: str) -> list[list[str]]:
 
 
 def self_test(device: torch.device, seconds: float) -> tuple[int, list[str]]:
-    """Tests tables of every kind, scheme and layout, and a file, on a device. Begins again with other data until the
-    time is over, unless a test failed. Returns the number of tests, and a line for each that failed."""
+    """Tests tables of every kind of data, scheme and layout, and a file, on a device. Repeats all tests with other data
+    until the time is over, unless a test has failed. Returns the number of tests, and a line for each fault."""
     end = time.monotonic() + seconds
     failed: list[str] = []
     tests: dict[str, Callable[[int], Iterator[str]]] = {
@@ -182,14 +185,14 @@ def self_test(device: torch.device, seconds: float) -> tuple[int, list[str]]:
         for name, test in tests.items():
             try:
                 failed += [f"{name}: {wrong}" for wrong in test(seed)]
-            except Exception as error:  # whatever a call raises here is a fault
+            except Exception as error:  # Whatever a call raises here is a fault.
                 failed.append(f"{name}: {output.sentence(error)}")
         seed += 1
     return seed * len(tests), failed
 
 
 def _test_table(device: torch.device, kind: str, scheme: str, layout: str, seed: int) -> Iterator[str]:
-    """Yields what a table of a kind does wrong: calls whose results have other bits than the tensor."""
+    """Tests a table of one kind of data. Yields a sentence for each call whose result differs from the tensor."""
     whole = made(kind, _TEST_BYTES, seed).view(-1)
     width = (256, 33, 1000)[seed % 3]
     x = whole[: len(whole) // width * width].view(-1, width)
@@ -215,7 +218,7 @@ def _test_table(device: torch.device, kind: str, scheme: str, layout: str, seed:
 
 
 def _test_file(device: torch.device, seed: int) -> Iterator[str]:
-    """Yields what a file does wrong: tensors that come back with other bits, and damage that is not noticed."""
+    """Tests a file. Yields a sentence if its tensor comes back with other bits, and if damage is not noticed."""
     x = made("BF16 weights", _TEST_BYTES, seed)
     with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
         path = Path(folder) / "x.safetensors"
@@ -240,24 +243,26 @@ def _test_file(device: torch.device, seed: int) -> Iterator[str]:
 class Measured:
     """The measurements of one kind of data."""
 
-    kind: str  # the name of the kind
-    saved: float  # the share of the rows' bytes that is saved
-    lossless: bool  # whether every bit came back
-    gbps: dict[str, float]  # GB/s by name
-    # rows: by their bytes, how many times as fast as raw rows compressed ones come to the GPU. Empty without a GPU.
+    kind: str  # The name of the kind.
+    saved: float  # The fraction of the bytes that compression saves.
+    lossless: bool  # Whether every bit came back.
+    gbps: dict[str, float]  # Rates in GB/s, by the keys of _CPU_COLUMNS or _GPU_COLUMNS.
+    # For each row size in bytes: the rate at which the GPU fetches compressed rows, divided by that of raw rows. Empty
+    # without a GPU.
     rows: dict[int, float] = field(default_factory=dict)
-    whole: float | None = None  # the same of whole tensors; None without a GPU
-    uncertainty: float = 0.0  # the largest share by which a rate may be wrong, because its repetitions differ
+    whole: float | None = None  # The same for whole tensors. None without a GPU.
+    # The largest relative error that a rate may have, from the differences between repetitions of its measurement.
+    uncertainty: float = 0.0
 
 
 def made(kind: str, num_bytes: int, seed: int = 0) -> torch.Tensor:
-    """Returns data of one kind on the CPU, in rows of 2 KiB."""
+    """Makes data of one kind on the CPU: a tensor of two dimensions, with rows of 2 KiB."""
     dtype, generator = _TESTED_KINDS[kind], torch.Generator().manual_seed(seed)
     shape = (num_bytes // _ROW_BYTES[-1], _ROW_BYTES[-1] // dtype.itemsize)
     if not dtype.is_floating_point:
         return torch.randint(256, shape, generator=generator, dtype=dtype, device="cpu")
     values = 0.02 * torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-    if dtype is torch.float8_e4m3fn:  # checkpoints in FP8 have a scale for each row, so that its range is used
+    if dtype is torch.float8_e4m3fn:  # FP8 checkpoints have a scale for each row, so that rows use the whole range.
         values *= torch.finfo(dtype).max / values.abs().amax(1, keepdim=True)
     return (values.clamp_(min=0) if "zeros" in kind else values).to(dtype)
 
@@ -267,7 +272,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def measured_on_cpu(seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
-    """Measures every kind on the CPU. kinds: wraps the list of their names, to show progress."""
+    """Measures every kind of data on the CPU. kinds: a function that wraps the list of their names in a progress
+    bar."""
     clock = Clock(torch.device("cpu"), seconds / (_CPU_PARTS * len(_KINDS)))
     return [_on_cpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
 
@@ -296,13 +302,14 @@ def _on_cpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
 
 
 def code_again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
-    """Codes x with the codebook of its table, so that nothing is learned."""
+    """Compresses x with the codebook of its table, so that no time goes into learning a codebook."""
     how: Any = {"scheme": "raw"} if table.codebook is None else {"codebook": table.codebook}
     ibp.compress(x, **how, device="cpu", memory="host", layout="packed")
 
 
 def measured_with_gpu(device: torch.device, seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
-    """Measures every kind with a GPU, from pinned memory. kinds: wraps the list of their names, to show progress."""
+    """Measures how a GPU fetches every kind of data from pinned memory. kinds: a function that wraps the list of their
+    names in a progress bar."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         clock = Clock(device, seconds / (_GPU_PARTS * len(_KINDS)))
         found = [_with_gpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
@@ -340,8 +347,8 @@ def _with_gpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
 
 
 def verdict(found: Sequence[Measured], threads: int, no_gpu: str | None) -> str:
-    """Returns which data gains by compression on this machine, or that repetitions differ too much to tell.
-    no_gpu: why there are no measurements of a GPU; None if there are."""
+    """Returns the sentence that says which kinds of data gain by compression on this machine, or that repetitions
+    differ too much to tell. no_gpu: why no GPU was measured. None: a GPU was measured."""
     noise = max(measured.uncertainty for measured in found)
     warning = (
         f" Repetitions of a measurement differ so much that its rate may be off by {100 * noise:.0f} %: something else "
@@ -376,13 +383,14 @@ def verdict(found: Sequence[Measured], threads: int, no_gpu: str | None) -> str:
 
 
 def _sizes_that_pay(rows: dict[int, float]) -> str:
-    """Returns the bytes of rows that come faster, in brackets. "" if all do."""
+    """Returns a text in brackets with the row sizes at which compressed rows come faster. Returns "" if they do at all
+    sizes."""
     pay = [f"{row_bytes:,}" for row_bytes, speed in rows.items() if speed > PAYS]
     return "" if len(pay) == len(rows) else f" (of {' or '.join(pay)} bytes)"
 
 
 def _tables(link: ibp.calibration.Calibration | None, found: Sequence[Measured]) -> Iterator[output.Part]:
-    """Yields tables of what was measured, with a line without text after each."""
+    """Yields the tables of the measurements, with an empty line after each table."""
     if not found:
         return
     if link is not None:

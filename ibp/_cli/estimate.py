@@ -1,4 +1,4 @@
-"""`ibp estimate`."""
+"""`ibp estimate`: says what each scheme would save."""
 
 from __future__ import annotations
 

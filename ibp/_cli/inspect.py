@@ -1,4 +1,4 @@
-"""`ibp inspect`."""
+"""`ibp inspect`: prints the contents of files, and writes a plot and a page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ibp.checkpoints._sources import expand
 
 from . import output, work
 
-_BAR = 24  # width in characters
+_BAR = 24  # Width in characters of the longest bar.
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,9 +42,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_pictures(arguments: argparse.Namespace) -> int:
-    """Takes pictures that exist and are kept out of the arguments. If there is no matplotlib and a page is written, it
-    takes the plot out, too. Returns the exit status that follows: 2 in the latter case, otherwise 0. Raises Failure,
-    OSError or ImportError if a picture cannot be made."""
+    """Checks --plot and --html before the work begins, and sets those to None that are not to be written.
+
+    A picture that exists is not written if --keep is given. If matplotlib is not installed, the plot is not written;
+    then the exit status is 2 if a page is written, and otherwise ImportError is raised.
+
+    Returns:
+        The exit status of the command: 0 or 2.
+
+    Raises:
+        Failure, OSError, ImportError: a picture cannot be made.
+    """
     for option, suffix in (("plot", ".png"), ("html", ".html")):
         picture = getattr(arguments, option)
         if picture is None:
@@ -162,7 +170,8 @@ def _facts(tensor: TensorContents) -> list[list[str]]:
 
 
 def _bits(tensor: TensorContents) -> Iterator[list[str]]:
-    """Yields a line for each group of adjacent bits that are alike, from the most significant bit."""
+    """Yields a line of the table of bits for each run of adjacent bits with equal numbers, from the most significant
+    bit."""
     width = len(tensor.entropy)
     none = [0.0] * width
     uses = zip(tensor.entropy, tensor.left_out or none, tensor.ranked or none)

@@ -1,4 +1,5 @@
-"""The frame of the command line: finds the command, runs it, and turns errors into one line and an exit status."""
+"""The entry point of the command line: finds the command, runs it, and turns errors into one line and an exit
+status."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from typing import NoReturn
 from . import output
 from .parsing import make_parser
 
-# exit statuses other than 0, which means success
+# Exit statuses of commands that did not succeed. 0 means success.
 WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 1, 2, 130, 141, 143
-_OLD_WORDS = {"bench": "doctor"}  # commands of earlier versions, and what they are called now
+_OLD_WORDS = {"bench": "doctor"}  # Names of commands in earlier versions, and their present names.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line, or that of the process if none is given. Returns its exit status."""
+    """Runs a command line. Returns its exit status. argv: the words after the program's name. None: those of the
+    process."""
     try:
         arguments = _parsed(argv)
         with warnings.catch_warnings():
@@ -29,24 +31,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = _run(arguments)
         sys.stdout.flush()
         return status
-    except SystemExit as ended:  # raised by argparse, which has printed the reason
+    except SystemExit as ended:  # argparse raises this after it has printed the reason.
         return ended.code if isinstance(ended.code, int) else USAGE
     except KeyboardInterrupt:
         return _complain("ibp: interrupted", INTERRUPTED)
-    except BrokenPipeError:  # discard what is still buffered, also when the process ends
-        with contextlib.suppress(OSError, ValueError):  # stdout is not a file
+    except BrokenPipeError:  # Discard what is still buffered, also what is flushed when the process ends.
+        with contextlib.suppress(OSError, ValueError):  # These are raised if stdout is not a file.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
 
 
 def program() -> NoReturn:
-    """Runs `main` as a process. SIGTERM cleans up like Ctrl-C."""
+    """Runs `main`, and ends the process with its exit status. SIGTERM raises SystemExit, so that the command cleans up
+    as after Ctrl-C."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     sys.exit(main())
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the arguments. An argument that a command does not know is an error of that command."""
+    """Parses the command line. If a command does not know an argument, the error names that command, not only `ibp`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in _OLD_WORDS:
         old, words[0] = words[0], _OLD_WORDS[words[0]]
@@ -70,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (OSError, ValueError, TypeError, RuntimeError, MemoryError, ImportError) as error:
-        ibp = sys.modules.get("ibp")  # None if it cannot be imported
+        ibp = sys.modules.get("ibp")  # None if ibp could not be imported.
         of_damage = () if ibp is None else (ibp.ChecksumError, ibp.CorruptTableError, ibp.deltas.DeltaMismatchError)
         return _complain(f"{prefix}: {output.sentence(error)}", WRONG if isinstance(error, of_damage) else USAGE)
 

@@ -1,5 +1,6 @@
-"""Prints the results of commands: one JSON document, or sentences and tables as wide as the terminal. In pipes and
-files, tables are as wide as their longest names. Errors and bars go to stderr."""
+"""Prints the results of commands to stdout: one JSON document, or sentences and tables. On a terminal, these have the
+width of the terminal; in pipes and files, tables have the width that their content needs. Errors and progress bars go
+to stderr."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-_WIDTH = 80  # the width of sentences in pipes, and the least width of a terminal, because narrower terminals fold lines
-_UNLIMITED = 1 << 20  # the width of tables in pipes
-_GAP, _RULE = "  ", "\u2500"  # between columns, and under their names
+# The width of sentences in pipes. It is also used for narrower terminals, which fold the lines themselves.
+_WIDTH = 80
+_UNLIMITED = 1 << 20  # The width that tables in pipes may have.
+_GAP, _RULE = "  ", "\u2500"  # The text between columns, and the character of the line under their names.
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
-Table = Callable[[int], Iterator[str]]  # returns the lines of a table for a number of cells in a line
-Part = str | Table  # of a command's result: a sentence or a table
+Table = Callable[[int], Iterator[str]]  # A function that returns the lines of a table for a width in terminal cells.
+Part = str | Table  # A part of a command's result: a sentence or a table.
 
 
 class Failure(Exception):
@@ -30,7 +32,8 @@ class Failure(Exception):
 
 
 def report(arguments: argparse.Namespace, document: object, *parts: Part) -> None:
-    """Prints the result of a command: the document with --json, else the parts, which are sentences and tables."""
+    """Prints the result of a command: with --json the document, otherwise the parts, which are sentences and tables.
+    Prints nothing with --quiet, unless --json is given, too."""
     if arguments.json:
         json.dump(document, sys.stdout, indent=1, allow_nan=False)
         sys.stdout.write("\n")
@@ -49,13 +52,21 @@ def report(arguments: argparse.Namespace, document: object, *parts: Part) -> Non
 
 
 def warn(arguments: argparse.Namespace, sentence: str) -> None:
-    """Prints on stderr what went wrong while the command goes on, even with --quiet."""
+    """Prints a sentence on stderr about something that went wrong, although the command goes on. It is printed even
+    with --quiet."""
     print(f"ibp {arguments.command}: {one_line(sentence)}", file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Returns a table. Columns whose names begin with ">" are aligned to the right. If a line of the terminal is too
-    short, the first column is folded. Without names the table has no head."""
+    """Returns a table for `report`.
+
+    If the terminal is too narrow for the table, the texts of the first column are folded.
+
+    Args:
+        columns: the names of the columns. A column whose name begins with ">" is aligned to the right. If all names are
+            empty, the table has no head.
+        rows: the cells of each row.
+    """
     heads = [name.lstrip(">") for name in columns]
     cells = [heads, *([shown(str(value)) for value in row] for row in rows)]
 
@@ -78,14 +89,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 
 
 def _cells_of(text: str) -> int:
-    """Returns how many cells of a terminal a text takes. Wide characters take two, and combining characters none."""
+    """Returns the number of terminal cells that a text takes. Wide characters take two cells, and combining characters
+    take none."""
     if text.isascii():
         return len(text)
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in text)
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """Returns a text in lines of at most `width` cells."""
+    """Divides a text into lines of at most `width` terminal cells."""
     if _cells_of(text) <= width:
         return [text]
     found = [""]
@@ -97,8 +109,8 @@ def _folded(text: str, width: int) -> list[str]:
 
 
 def shown(name: str) -> str:
-    """Returns text of a file, such as a tensor's name, in a form that is safe for a terminal: control characters are
-    escaped."""
+    """Makes text from a file, such as a tensor's name, safe for a terminal: escapes control characters, and characters
+    that stdout cannot encode."""
     if name.isascii() and name.isprintable():
         return name
     are_safe = ((c, unicodedata.category(c)[0] not in "CZ" or c == " ") for c in name)
@@ -108,12 +120,12 @@ def shown(name: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Returns text in one line, without terminal colours."""
+    """Returns a text as one line, without the codes of terminal colours, and safe for a terminal."""
     return shown(" ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split()))
 
 
 def sentence(error: BaseException) -> str:
-    """Returns the message of an exception, in one line."""
+    """Returns the message of an exception as one line."""
     if isinstance(error, OSError) and error.strerror:
         of = "" if error.filename is None else f"{error.filename}: "
         return one_line(f"{of}{error.strerror}")
@@ -123,13 +135,14 @@ def sentence(error: BaseException) -> str:
 
 
 def show_bars(arguments: argparse.Namespace) -> bool:
-    """Returns whether progress bars are shown on stderr: on a terminal, unless the user does not want them."""
+    """Returns whether to show progress bars: if stderr is a terminal, and neither --quiet nor --no-progress is
+    given."""
     return not (arguments.quiet or arguments.no_progress) and sys.stderr.isatty()
 
 
 def show_size(num_bytes: float) -> str:
-    """Returns a size such as "1,023 bytes" or "4.2 MiB", with one digit behind the point if there are fewer than
-    three before."""
+    """Returns a size as text, such as "1,023 bytes", "4.2 MiB" or "420 MiB". From 1 KiB on, sizes have one digit after
+    the point if there are one or two digits before the point."""
     if abs(num_bytes) < 1024:
         return show_count(int(num_bytes), "byte")
     unit = 0
@@ -139,15 +152,15 @@ def show_size(num_bytes: float) -> str:
 
 
 def show_share(share: float) -> str:
-    """Returns a share in percent: "33.4 %"."""
+    """Returns a fraction as a percentage: "33.4 %"."""
     return f"{100 * share + 0.0:.1f} %" if abs(share) >= 0.0005 else "0.0 %"
 
 
 def show_saved(savings: float) -> str:
-    """Returns by which share a checkpoint got smaller or larger: "33.4 % saved", "2.1 % more"."""
+    """Returns a text that says by how much a checkpoint got smaller or larger: "33.4 % saved", "2.1 % more"."""
     return f"{show_share(savings)} saved" if savings >= 0 else f"{show_share(-savings)} more"
 
 
 def show_count(number: int, noun: str) -> str:
-    """Returns a number with its noun: "1 tensor", "1,234 tensors"."""
+    """Returns a number with its noun, in the plural unless the number is 1: "1 tensor", "1,234 tensors"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -17,7 +17,8 @@ _WIDTH = 80
 _MOST_THREADS = 1024
 _UNITS = ("", "K", "M", "G", "T")
 _ONE_INPUT = "a file, a directory, an index, a URL, or -"
-SUFFIXES = {"safetensors": ".safetensors", "npy": ".npy", "npz": ".npz", "torch": ".pt"}  # by the formats of decompress
+# The suffix of files in each format of `ibp decompress --format`.
+SUFFIXES = {"safetensors": ".safetensors", "npy": ".npy", "npz": ".npz", "torch": ".pt"}
 
 _DESCRIPTION = """\
 Lossless compression of tensors.
@@ -36,7 +37,7 @@ ibp COMMAND --help says more about a command."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors in one line, and looks the same in every version of Python."""
+    """A parser that reports an error in one line, and whose help is the same in every version of Python."""
 
     def __init__(self, **options: Any) -> None:
         if sys.version_info >= (3, 14):
@@ -60,10 +61,10 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)
         if isinstance(action, argparse._SubParsersAction):
-            self._action_max_length += self._indent_increment  # makes room for the list of commands
+            self._action_max_length += self._indent_increment  # The names in the list of commands are indented more.
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Returns "-o, --output OUT", as in Python 3.13."""
+        """Returns the text for an option in the help in the form of Python 3.13: "-o, --output OUT"."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
@@ -71,8 +72,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def size(text: str) -> int:
-    """Returns the bytes of "5G", "512MiB", "1.5GB" or "4096". Units are powers of 1024; if they end in B without i,
-    powers of 1000."""
+    """Converts a size such as "5G", "512MiB", "1.5GB" or "4096" to a number of bytes. Units are powers of 1024; units
+    that end in B without i, such as GB, are powers of 1000."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B|)", text.strip(), re.IGNORECASE | re.ASCII)
     if not found or (found[3].lower() == "ib" and not found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; wanted a number of bytes like 4096, 512M or 5G")
@@ -162,7 +163,7 @@ def _add_force(parser: argparse.ArgumentParser) -> None:
 
 # ---- commands ----
 
-_Commands = argparse._SubParsersAction  # the class of the object that makes the parsers of commands
+_Commands = argparse._SubParsersAction  # The class of the object to which the parsers of the commands are added.
 
 
 def make_parser() -> Parser:
@@ -178,7 +179,7 @@ def make_parser() -> Parser:
 
 
 def version() -> str:
-    """Returns the version of this library, from its installed header."""
+    """Returns the version of this library. It is read from the installed header, so ibp is not imported."""
     header = Path(__file__).parent.parent / "include" / "ibp.h"
     found = re.search(r'#define IBP_VERSION "([^"]+)"', header.read_text(encoding="utf-8"))
     assert found is not None

@@ -1,4 +1,4 @@
-"""`ibp verify`."""
+"""`ibp verify`: compares files with their checksums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the command reports on one file."""
+    """Verifies one file. Returns what the command reports about it."""
     told: dict[str, Any] = {"path": path, "status": GOOD, "bytes": 0, "tensors": 0, "tables": 0}
     told.update(error=None, damaged=[], suspect=[])
     if work.has_other_format(path):
@@ -43,8 +43,8 @@ def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _damage(file: ibp.File, content: bool) -> dict[str, list[str]]:
-    """Returns the names of damaged tensors, and of tensors that may be damaged because they share a block with
-    damaged bytes. A table that decodes to what was compressed is in neither list."""
+    """Returns the names of the damaged tensors in a file, and of the "suspect" ones, which may be damaged because they
+    lie in a block with damaged bytes. A table whose decoded content has its fingerprint is in neither list."""
     found: dict[str, list[str]] = {"damaged": [], "suspect": []}
     for name in file:
         try:
@@ -57,7 +57,8 @@ def _damage(file: ibp.File, content: bool) -> dict[str, list[str]]:
 
 
 def _is_what_it_was(file: ibp.File, name: str) -> bool | None:
-    """Returns whether a tensor has its fingerprint, or None if the file has no fingerprint of it."""
+    """Returns whether the decoded content of a table has the fingerprint in the file. Returns None if the file has no
+    fingerprint for it."""
     if name not in file.tables or file.fields(name).content is None:
         return None
     try:

@@ -1,5 +1,5 @@
-"""What commands share while they work: device, threads, bars, inputs and outputs. "-" as an input is stdin, and "-" as
-an output is stdout."""
+"""Helpers of the commands: the device, the number of threads, progress bars, inputs and outputs. "-" as an input is
+stdin, and "-" as an output is stdout."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
-    """Returns the device of --device, else the current GPU if there is one, else the CPU. Raises ValueError or
-    Failure if there is no such device."""
+    """Returns the device that --device names. Without --device, returns the current GPU, or the CPU if there is no GPU.
+    Raises ValueError or Failure if there is no such device."""
     device = memory.usual(arguments.device)
     if device.type == "cuda" and device.index >= torch.cuda.device_count():
         raise output.Failure(f"device is {arguments.device!r}, but there are {torch.cuda.device_count()} GPUs")
@@ -37,7 +37,7 @@ def device_of(arguments: argparse.Namespace) -> torch.device:
 
 @contextlib.contextmanager
 def threads(jobs: int | None) -> Iterator[None]:
-    """Makes torch use `jobs` threads of the CPU inside the context. None: the number is not changed."""
+    """Makes torch use `jobs` threads on the CPU inside the context. None: the number of threads stays as it is."""
     before = torch.get_num_threads()
     torch.set_num_threads(jobs or before)
     try:
@@ -47,7 +47,7 @@ def threads(jobs: int | None) -> Iterator[None]:
 
 
 def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterable[T]:
-    """Returns the items, with a bar on stderr if bars are shown."""
+    """Returns an iterable of the items that also shows a progress bar on stderr, if bars are shown."""
     return tqdm(items, desc=what, leave=False, disable=not output.show_bars(arguments))
 
 
@@ -73,7 +73,8 @@ def local(paths: Sequence[str]) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def written(target: str, suffix: str) -> Iterator[str]:
-    """Yields a path to write to. For "-" it is a temporary file, which is copied to stdout when the work is done."""
+    """Yields a path to write to. If the target is "-", the path is that of a temporary file, which is copied to stdout
+    at the end of the block. suffix: the suffix of the temporary file."""
     if target != STREAM:
         yield target
         return
@@ -89,8 +90,12 @@ def written(target: str, suffix: str) -> Iterator[str]:
 
 
 def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None = None) -> bool:
-    """Returns whether to write the output: not if it exists and is to be kept. Raises Failure if it exists and no
-    option says what to do with it. to_coded: whether directories are compressed or decompressed. None: neither."""
+    """Returns whether to write the output. It is not written if it exists and --keep is given. Raises Failure if it
+    exists and neither --force nor --keep is given.
+
+    Args:
+        to_coded: whether the command compresses (True) or decompresses (False) directories. None: it does neither.
+    """
     if target == STREAM and arguments.json:
         raise output.Failure("--json and -o - both write to stdout; wanted one of them")
     if target == STREAM or arguments.force:
@@ -102,7 +107,8 @@ def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None 
         there = _model_files.already_there(
             target, _model_files.CODED_WEIGHTS if to_coded else paths.WEIGHTS, conversion
         )
-    if there is None or (to_coded and unfinished_files(target)):  # the call goes on, or reports what exists
+    # If an interrupted run has left files, `compress` goes on from there, or reports what exists.
+    if there is None or (to_coded and unfinished_files(target)):
         return True
     if arguments.keep:
         if not arguments.quiet:
@@ -112,12 +118,12 @@ def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None 
 
 
 def output_of(arguments: argparse.Namespace, given: Sequence[str]) -> str:
-    """Returns the output for these inputs, with a slash if a directory becomes a directory."""
+    """Returns the path of the output for these inputs. It ends in a slash if a directory becomes a directory."""
     return arguments.output if arguments.output == STREAM else paths.output_of(list(given), arguments.output)
 
 
 def unfinished_files(target: str) -> int:
-    """Returns how many files of a set an interrupted run has finished, which the next run reuses."""
+    """Returns the number of files of a set that an interrupted run has finished and the next run will reuse."""
     if is_url(target):
         return 0
     return len(
@@ -126,26 +132,28 @@ def unfinished_files(target: str) -> int:
 
 
 def has_other_format(path: str) -> bool:
-    """Returns whether a file is one of tensors, but not a safetensors file. It looks at the file's bytes, or, for a
-    URL, at the suffix."""
+    """Returns whether a file holds tensors, but is not a safetensors file. Looks at the bytes of a local file, and at
+    the suffix of a URL."""
     if is_url(path):
         return paths.format_of_name(path) not in (None, "safetensors")
     if not os.path.isfile(path) or path.endswith(INDEX_SUFFIX):
         return False
     try:
         return _sources.format_of(path) != "safetensors"
-    except _sources.SourceFormatError:  # ibp.open reports the fault
+    except _sources.SourceFormatError:  # `ibp.open` will report the fault.
         return False
 
 
 def files_to_verify(paths: Sequence[str]) -> list[str]:
-    """Returns the paths to verify: the inputs, and for a directory each of its files of safetensors."""
+    """Returns the paths to verify: the inputs, but for a directory with several safetensors files the paths of these
+    files."""
     found = _sources.expand(paths)
     return [file for path in found for file in (_model_files.files_to_verify(path) if os.path.isdir(path) else [path])]
 
 
 def report_files(arguments: argparse.Namespace, document: dict[str, Any], files: list[str], *more: str) -> None:
-    """Reports the files that were written, local or at URLs, and further sentences, unless the files went to stdout."""
+    """Reports the written files, which are local or at URLs, and further sentences. Reports nothing if the output went
+    to stdout."""
     if arguments.output == STREAM:
         return
     sizes = [size_of(file) for file in files]
@@ -154,7 +162,7 @@ def report_files(arguments: argparse.Namespace, document: dict[str, Any], files:
 
 
 def size_of(path: str) -> int:
-    """Returns the bytes of a file that was written, here or at a URL."""
+    """Returns the size in bytes of a file that was written, locally or at a URL."""
     if not is_url(path):
         return os.path.getsize(path_text(path))
     filesystem, remote = file_system(path)
@@ -162,6 +170,6 @@ def size_of(path: str) -> int:
 
 
 def chosen(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Returns the names that --include and --exclude leave. Raises ValueError if a pattern of --include matches no
+    """Returns the names that --include and --exclude select. Raises ValueError if a pattern of --include matches no
     name."""
     return _source.chosen(names, arguments.include or None, arguments.exclude)

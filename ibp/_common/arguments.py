@@ -10,11 +10,11 @@ from typing import SupportsFloat, SupportsIndex
 
 
 def whole_number(name: str, value: SupportsIndex, least: int | None = None, most: int | None = None) -> int:
-    """Returns the argument as an int; numpy's integers and tensors of one integer are also accepted.
+    """Converts an argument to an int. Accepts integers of Python and of numpy, and tensors of one integer.
 
     Raises:
-        TypeError: it is a bool, a float or not a number.
-        ValueError: it is not in [least, most], if these are given.
+        TypeError: the value is a bool, a float or not a number.
+        ValueError: the value is less than `least` or more than `most`. None: there is no such bound.
     """
     try:
         if isinstance(value, bool):
@@ -29,15 +29,16 @@ def whole_number(name: str, value: SupportsIndex, least: int | None = None, most
 
 
 def number(name: str, value: SupportsFloat) -> float:
-    """Returns the argument as a float; ints and numpy's numbers are also accepted. Raises TypeError if it is a bool
-    or not a real number."""
+    """Converts an argument to a float. Accepts floats and ints of Python and numbers of numpy. Raises TypeError if the
+    value is a bool or not a real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {_shown(value)}; wanted a float")
     return float(value)
 
 
 def near(value: object, known: Iterable[str]) -> str:
-    """Returns the end of a sentence about an unknown name: the known names with a similar spelling."""
+    """Returns the end of an error message about an unknown name, which proposes known names with a similar spelling.
+    Returns "" if there are no such names."""
     found = difflib.get_close_matches(str(value).lower(), known)
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 

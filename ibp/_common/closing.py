@@ -9,7 +9,8 @@ _Self = TypeVar("_Self", bound="Closing")
 
 
 class Closing(ABC):
-    """An object with a `close()` method, as a context manager that calls it.
+    """Base of classes with a method `close()`. Makes their objects context managers, which call `close()` at the end of
+    a `with` block.
 
     Example:
         >>> class Attached(ibp.adapters.Closing):

@@ -1,7 +1,7 @@
 """Refuses conversions of modules, such as `module.half()` and `module.to("cuda")`, before they change anything.
 
-A module or a tensor that refuses some conversions has a method `check_conversion(convert)`, which raises. convert is
-the function that torch would apply to each tensor.
+A module or a tensor that refuses some conversions has a method `check_conversion(convert)`, which raises an error if it
+refuses. convert is the function that torch would apply to each tensor.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from typing import Any
 
 import torch
 
-_APPLY = "_apply"  # the method of torch.nn.Module by which torch converts a module
+_APPLY = "_apply"  # The method of torch.nn.Module by which torch converts a module.
 
 
 def check_conversion(module: torch.nn.Module, convert: Callable) -> None:
-    """Raises the error of the first part of a module that refuses a conversion."""
+    """Raises an error if a module, or a submodule or tensor in it, refuses a conversion."""
     for part in _refusing(module):
         part.check_conversion(convert)
 
 
 def guard_conversions(model: torch.nn.Module) -> None:
-    """Makes a model, and every module in it, check the parts below before it converts the first one. torch goes depth
-    first, and would otherwise leave some of the modules converted. Modules without parts that refuse get torch's method
-    back.
+    """Makes a model, and every module in it, check all submodules and tensors in it before it converts the first one.
+    Otherwise torch, which converts depth first, would leave some of them converted when another one refuses. A module
+    that contains nothing that refuses gets torch's own method back.
 
-    A module around the model is not guarded, because torch does not tell the model that it was put there.
+    If the model later becomes a part of another module, that module is not guarded, because torch does not tell the
+    model.
     """
     for module in model.modules():
         if next(_refusing(module), None) is not None:
@@ -35,7 +36,7 @@ def guard_conversions(model: torch.nn.Module) -> None:
 
 
 class _GuardedApply:
-    """Replaces the method of a module that converts it."""
+    """Replaces the method `_apply` of one module: checks first, and then calls the method of the module's class."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module: Any = module
@@ -46,7 +47,7 @@ class _GuardedApply:
 
 
 def _refusing(module: torch.nn.Module) -> Iterator[Any]:
-    """Yields the parts of a module that refuse conversions."""
+    """Yields the module itself, submodules, parameters and buffers, as far as they may refuse conversions."""
     for part in module.modules():
         for held in (part, *part._parameters.values(), *part._buffers.values()):
             if hasattr(type(held), "check_conversion"):

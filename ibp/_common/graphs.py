@@ -1,4 +1,5 @@
-"""Keeps functions out of the graphs of torch's compiler, tracers and transforms, and names what these cannot record."""
+"""Keeps functions out of the graphs of torch's compiler, and makes the errors for tracers and transforms that cannot
+record the operations."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ _OUTSIDE = "ibp runs it outside of graphs: compile the code around it, or withou
 
 
 def cannot_record(tracer: str, operation: str = "") -> RuntimeError:
-    """Returns the error of a tracer that would leave a table's rows, or what is written to tensors, out of its graph.
+    """Returns the error to raise under a tracer whose graph would leave out a table's rows or writes to given tensors.
 
     Args:
-        tracer: the name under which users know it.
-        operation: the operation that it met. "": it met a module.
+        tracer: the name under which users know the tracer.
+        operation: the operation that is being traced. "": a function or a module.
     """
     here = f" (here ibp::{operation})" if operation else ""
     return RuntimeError(
@@ -33,7 +34,7 @@ _NOT_EXPORTED = f"{_OUTSIDE}. {cannot_record('torch.export')}"
 
 
 def cannot_map(operation: str = "") -> RuntimeError:
-    """Returns the error of torch.vmap, which has no rule for operations that write to tensors."""
+    """Returns the error to raise inside torch.vmap, which cannot map operations that write to given tensors."""
     here = f" (here ibp::{operation})" if operation else ""
     return RuntimeError(
         f"torch.vmap cannot map ibp's operations{here}: call them without torch.vmap, with all ids or vectors at once"
@@ -41,8 +42,8 @@ def cannot_map(operation: str = "") -> RuntimeError:
 
 
 def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Returns a function that compiled code calls without compiling it: torch.compile's graph ends before it.
-    torch.export, whose graph cannot end, raises."""
+    """Wraps a function so that torch.compile does not compile it: the graph ends before the call. torch.export, whose
+    graph cannot end, raises."""
 
     @functools.wraps(function)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
@@ -53,8 +54,8 @@ def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _
             else:
                 raise cannot_record("torch.export")
         if not made:
-            # If nothing is compiling, do not load torch's compiler. Loading takes seconds, and a process that is forked
-            # while another thread loads a module would wait for that module for ever.
+            # Do not load torch's compiler unless something is compiling. Loading takes seconds, and if another thread
+            # forked the process meanwhile, the child would wait for ever for the module that is being loaded.
             if "torch._dynamo" not in sys.modules:
                 return function(*args, **kwargs)
             if torch.compiler.is_dynamo_compiling():

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed, in the form that collective calls of this package use."""
+"""Helpers for collective calls over a process group of torch.distributed: `RankGroup`, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankGroup:
     Attributes:
         process_group: the group. None: the default group.
         rank, size: the rank of this process in the group, and the size of the group.
-        device: where tensors are exchanged: the current CUDA device for NCCL, else the CPU.
+        device: the device of tensors that the ranks exchange: the current CUDA device for NCCL, otherwise the CPU.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -37,8 +37,8 @@ class RankGroup:
                 "torch.distributed is not initialised: call torch.distributed.init_process_group first, in each "
                 "process that torchrun has started"
             )
-        # The default group is not held: if it is kept alive beyond destroy_process_group, gloo aborts at the end of a
-        # program.
+        # No reference to the default group is kept: if the group outlived destroy_process_group, gloo would abort at
+        # the end of the program.
         self.process_group = None if group is dist.group.WORLD else group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
@@ -47,11 +47,11 @@ class RankGroup:
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Returns what work() returns on each rank, by rank. These must be values that `wire.written` takes. A
-        collective call.
+        """Calls work() on each rank. Returns the results of all ranks, in the order of the ranks. Results must be
+        values that `wire.written` takes. A collective call.
 
-        If work() raises on one rank, the call raises on all: there the exception itself, on other ranks a RuntimeError
-        with its message. what: the name of the work in messages.
+        If work() raises on one rank, the call raises on all ranks: on that rank the exception itself, and on the others
+        a RuntimeError with its message. what: the name of the work in error messages.
 
         Raises:
             RuntimeError: work() has raised on another rank, or a rank does not take part, because it ended or the
@@ -79,15 +79,15 @@ class RankGroup:
         return values
 
     def on_all(self, what: str, work: Callable[[], _Result]) -> _Result:
-        """Returns what work() returns on this rank, once it has returned on all ranks, as in `together`. Other ranks
-        are not told the result."""
+        """Calls work() on each rank, and waits until it has returned on all ranks. Returns the result of this rank,
+        which is not sent to the others. Errors are raised as by `together`. A collective call."""
         made: list[_Result] = []
         self.together(what, lambda: made.append(work()))
         return made[0]
 
     def from_rank(self, src: int, what: str, work: Callable[[], Any]) -> Any:
-        """Returns what work() returns on rank src, on all ranks, as in `together`. Raises ValueError if src is not a
-        rank, or if ranks give different ones."""
+        """Calls work() on rank src. Returns its result on all ranks. Errors are raised as by `together`. A collective
+        call. Raises ValueError if src is not a rank, or if ranks give different values of src."""
 
         def offer() -> tuple[dict[str, int], Any]:
             if not 0 <= src < self.size:
@@ -99,7 +99,8 @@ class RankGroup:
         return offers[src][1]
 
     def gather(self, content: bytes) -> list[bytes]:
-        """Returns the bytes of each rank, by rank. Each rank must give at least one byte. A collective call."""
+        """Sends bytes from each rank to all ranks. Returns the bytes of all ranks, in the order of the ranks. Each rank
+        must give at least one byte. A collective call."""
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         sizes = torch.cat(self.gathered(torch.tensor([mine.numel()], dtype=torch.int64, device=self.device))).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
@@ -107,8 +108,9 @@ class RankGroup:
         return [part[:size].cpu().numpy().tobytes() for part, size in zip(self.gathered(padded), sizes)]
 
     def gathered(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Returns a tensor of each rank, all of one shape and dtype, on the group's device. They are exchanged as
-        bytes, because not every backend has every dtype."""
+        """Sends a tensor from each rank to all ranks. Returns the tensors of all ranks, in the order of the ranks. They
+        must be on the group's device and have the same shape and dtype. They travel as bytes, because not every backend
+        supports every dtype. A collective call."""
         data = part.contiguous().view(torch.uint8)
         parts = [torch.empty_like(data) for _ in range(self.size)]
         with all_taking_part():
@@ -116,8 +118,8 @@ class RankGroup:
         return [found.view(part.dtype) for found in parts]
 
     def counts(self, sent: list[int]) -> list[int]:
-        """Sends a number from each rank to each: sent[r] goes to rank r. Returns the numbers that the ranks sent
-        here, by rank."""
+        """Sends a number from each rank to each rank: sent[r] goes to rank r. Returns the numbers that this rank has
+        received, in the order of the ranks. A collective call."""
         mine = torch.tensor(sent, dtype=torch.int64, device=self.device)
         received = torch.empty_like(mine)
         with all_taking_part():
@@ -125,8 +127,15 @@ class RankGroup:
         return received.tolist()
 
     def exchange(self, sent: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> torch.Tensor:
-        """Sends parts of a 1-D tensor on the group's device: send_counts[r] elements go to rank r, one part after
-        the other. Returns what the ranks sent here, in the same order."""
+        """Sends a part of a 1-D tensor on the group's device to each rank. A collective call.
+
+        Args:
+            sent: the parts, one after the other. The part for rank r has send_counts[r] elements.
+            receive_counts: the number of elements that come from each rank.
+
+        Returns:
+            The elements that this rank has received, in the order of the ranks.
+        """
         received = torch.empty(sum(receive_counts), dtype=sent.dtype, device=self.device)
         with all_taking_part():
             dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.process_group)
@@ -135,7 +144,7 @@ class RankGroup:
 
 @contextlib.contextmanager
 def all_taking_part() -> Iterator[None]:
-    """Explains errors of torch.distributed."""
+    """Replaces an error of torch.distributed by one that explains it: some rank has not taken part in the call."""
     try:
         yield
     except RuntimeError as error:
@@ -146,7 +155,7 @@ def all_taking_part() -> Iterator[None]:
 
 
 def machine() -> str:
-    """Returns a text that identifies this machine since its last start."""
+    """Returns a text that identifies this machine. It changes when the machine starts again."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -154,7 +163,7 @@ def machine() -> str:
 
 
 def check_one_machine(what: str, machines: list[str]) -> None:
-    """Raises ValueError unless the ranks are on one machine. machines: what `machine` returns on each rank."""
+    """Raises ValueError unless all ranks are on one machine. machines: the results of `machine` on all ranks."""
     others = [rank for rank, name in enumerate(machines) if name != machines[0]]
     if others:
         raise ValueError(
@@ -164,8 +173,8 @@ def check_one_machine(what: str, machines: list[str]) -> None:
 
 
 def same_on_all(what: str, given: list[dict[str, Any]]) -> None:
-    """Raises ValueError, with the argument's name, if ranks give an argument differently. given: the arguments of
-    each rank."""
+    """Raises ValueError, with the name of the argument, if ranks were given different values of an argument. given: for
+    each rank, its arguments by name."""
     for name, first in given[0].items():
         for rank, other in enumerate(given):
             if other[name] != first:

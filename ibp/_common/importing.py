@@ -10,8 +10,8 @@ from types import ModuleType
 
 
 def after_import(name: str, work: Callable[[], object]) -> None:
-    """Calls work() when the module of a name has been imported: now, if it is imported already, else right after its
-    import."""
+    """Calls work() once the module with the given name is imported: now if it is imported already, otherwise right
+    after its import."""
     if name in sys.modules:
         work()
     else:
@@ -19,7 +19,8 @@ def after_import(name: str, work: Callable[[], object]) -> None:
 
 
 class _Finder:
-    """Finds one module with the finders behind it, and calls work when that module has been executed."""
+    """A finder in sys.meta_path for one module. It lets the other finders find the module, and calls work() when the
+    module has been executed."""
 
     def __init__(self, name: str, work: Callable[[], object]) -> None:
         self._name, self._work, self._is_asking = name, work, False
@@ -41,7 +42,8 @@ class _Finder:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            if module.__name__ == self._name and self in sys.meta_path:  # an archive's modules share a loader
+            # The loader may also load other modules: all modules of an archive share a loader.
+            if module.__name__ == self._name and self in sys.meta_path:
                 sys.meta_path.remove(self)
                 self._work()
 

@@ -1,4 +1,5 @@
-"""Checks for functions that change a model in place: of their argument, and of the use of what they return."""
+"""Checks for functions that change a model in place. One checks the argument; the other is a base class for the
+returned object, which raises if the caller uses that object as the model."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ import torch
 
 
 class NotTheModel:
-    """The base of what such a function returns. A caller that takes it for the model is told where the model is.
+    """Base of the classes of objects that functions return which change a model in place. If the caller uses such an
+    object as the model, an error says that the model itself has changed.
 
     Attributes:
-        changed_by: name of the call that returned it.
+        changed_by: the name of the function that returned the object.
     """
 
     changed_by: str
@@ -22,7 +24,7 @@ class NotTheModel:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_"):  # attributes that Python, pickle and copy ask of any object
+            if name.startswith("_"):  # Python, pickle and copy look for such attributes in any object.
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             raise AttributeError(self._sentence(f"has no attribute {name!r}"))
 
@@ -34,7 +36,8 @@ class NotTheModel:
 
 
 def check_model(model: Any, hint: str = "") -> None:
-    """Raises TypeError unless `model` is a model. hint: says which models are accepted."""
+    """Raises TypeError unless `model` is a torch.nn.Module. hint: a text for the error that says which models are
+    accepted."""
     if isinstance(model, NotTheModel):
         raise TypeError(model._sentence("is no torch.nn.Module"))
     if not isinstance(model, torch.nn.Module):

@@ -1,4 +1,5 @@
-"""Lends memory of a GPU to another process, by CUDA IPC as torch sends tensors, described by plain values."""
+"""Lends memory of a GPU to another process by CUDA IPC, in the same way as torch sends tensors, but describes the
+memory by plain values, which need no pickle."""
 
 from __future__ import annotations
 
@@ -7,20 +8,28 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-_CLASS, _STORAGE, _DEVICE = 0, 4, 6  # places among the arguments of rebuild_cuda_tensor
+_CLASS, _STORAGE, _DEVICE = 0, 4, 6  # Positions among the arguments of rebuild_cuda_tensor.
 _CLASSES = torch.Tensor, torch.storage.TypedStorage
 
 
 def lent(tensor: torch.Tensor) -> tuple:
-    """Returns plain values with which one other process opens a CUDA tensor, once. The tensor is kept until then."""
+    """Returns plain values that describe a CUDA tensor. One other process can pass them to `opened`, once. The memory
+    is kept until then."""
     arguments = reduce_tensor(tensor.detach())[1]
     assert (arguments[_CLASS], arguments[_STORAGE]) == _CLASSES
     return (*arguments[_CLASS + 1 : _STORAGE], *arguments[_STORAGE + 1 :])
 
 
 def opened(how: Any, device: int | None = None) -> torch.Tensor:
-    """Opens the tensor that another process has lent, on the device with this number here. None: on the lender's
-    device. Raises ValueError if how is not what `lent` returns."""
+    """Opens a tensor that another process has lent.
+
+    Args:
+        how: what `lent` has returned in that process.
+        device: the number that the tensor's device has in this process. None: the same as in the other process.
+
+    Raises:
+        ValueError: how is not what `lent` returns.
+    """
     arguments = list(how) if isinstance(how, tuple) else []
     for place, kind in zip((_CLASS, _STORAGE), _CLASSES):
         arguments.insert(place, kind)

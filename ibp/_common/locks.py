@@ -1,11 +1,12 @@
-"""Locks of objects that are used on both sides of a fork.
+"""Locks of objects that both the parent and the child use after a fork.
 
-A child process has only the thread that forked it. A lock that another thread held would stay held there for good, and
-what it guards may be half changed: with a new lock the child could read a row whose slot another thread was filling.
-Therefore the thread that forks takes all locks first, so that each object is between two calls in both processes.
+A child process has only the thread that forked it. A lock that another thread held at the fork would stay held in the
+child for good. A new lock would not help, because the data that the lock guards may be half changed: the child could
+read a row whose slot another thread was filling. Therefore the thread that forks first takes all locks. Then no other
+thread is in the middle of a call on such an object.
 
-The thread waits `PATIENCE_S` seconds for locks, because their holders may in turn wait for it. Then it forks anyway,
-and a lock that is still held raises RuntimeError in the child.
+The thread waits at most `PATIENCE_S` seconds for the locks, because the thread that holds a lock may itself wait for
+the thread that forks. Then it forks anyway, and a lock that is still held raises RuntimeError in the child.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 PATIENCE_S = 10.0
-_FIRST_WAIT_S = 0.05  # threads rarely hold a lock for longer
+_FIRST_WAIT_S = 0.05  # Seconds that the first attempt waits. Threads rarely hold a lock for longer.
 
 
 class ForkLock(type(threading.RLock())):  # type: ignore[misc]
-    """A `threading.RLock` that no other thread holds in a process that was just forked."""
+    """A `threading.RLock` that the forking thread takes before a fork and releases after it, in both processes."""
 
     def __init__(self) -> None:
         _locks[id(self)] = self
 
 
 class _LeftLock(ForkLock):
-    """A lock whose holder stayed in the parent process."""
+    """A lock in a child process that was held at the fork by a thread that exists only in the parent."""
 
     def acquire(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(
@@ -40,16 +41,16 @@ class _LeftLock(ForkLock):
     __enter__ = acquire
 
 
-# by id, in the order in which they were made
+# All locks by id, in the order in which they were made.
 _locks: weakref.WeakValueDictionary[int, ForkLock] = weakref.WeakValueDictionary()
-_taken: list[ForkLock] = []  # the locks that the thread which forks has taken
+_taken: list[ForkLock] = []  # The locks that the forking thread has taken.
 
 
 def _before_fork() -> None:
     end, wait_s = time.monotonic() + PATIENCE_S, _FIRST_WAIT_S
     missed = _take(_all_locks(), wait_s)
     while missed and time.monotonic() < end:
-        _give_back()  # another thread may hold one of them and wait for another one
+        _give_back()  # The holder of a missed lock may be waiting for one of these locks.
         wait_s = min(2 * wait_s, end - time.monotonic())
         missed = _take([*missed, *_all_locks()], wait_s)
 
@@ -68,8 +69,8 @@ def _all_locks() -> list[ForkLock]:
 
 
 def _take(locks: Iterable[ForkLock], wait_s: float) -> list[ForkLock]:
-    """Acquires locks in order, and waits at most wait_s seconds for all of them. Returns the locks that it could not
-    take."""
+    """Acquires locks in order, and waits at most wait_s seconds altogether. Returns the locks that it could not
+    acquire."""
     end, missed = time.monotonic() + wait_s, []
     for lock in locks:
         if lock.acquire(timeout=max(0.0, end - time.monotonic())):

@@ -1,4 +1,5 @@
-"""Makes tensors that are kept plain, in whichever mode of torch a call is."""
+"""`outside_of_modes`, in which the library makes tensors that it keeps, so that they are plain tensors in whichever
+mode of torch a call is made."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ import torch
 
 
 def is_transformed() -> bool:
-    """Returns whether functions of torch.func, such as `grad` and `vmap`, are computing."""
+    """Returns whether the call is inside a transform of torch.func, such as `grad` or `vmap`."""
     return torch._C._are_functorch_transforms_active()
 
 
 @contextlib.contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Makes operations compute plain tensors, as outside of all modes. Otherwise they could be tensors of a
-    transform of torch.func, which end with it, of inference mode, or of a mode that takes operations itself, such as
-    FakeTensorMode. While torch.compile traces the code, the block has no effect."""
+    """Makes operations in the block return plain tensors, as outside of all modes.
+
+    Otherwise they could return tensors of a transform of torch.func, which cannot be used after the transform; tensors
+    of inference mode; or tensors of a mode that handles operations itself, such as FakeTensorMode. While torch.compile
+    traces the code, the block has no effect."""
     if torch.compiler.is_dynamo_compiling():
         yield
         return
@@ -25,5 +28,7 @@ def outside_of_modes() -> Iterator[None]:
         if is_transformed() or torch._C._len_torch_dispatch_stack():
             with torch._C._DisableFuncTorch(), torch._C._DisableTorchDispatch():
                 yield
-        else:  # an interrupt before the end of a block would leave dispatch disabled for as long as its traceback lives
+        # Without need, dispatch is not disabled: an interrupt before the end of such a block would leave it disabled
+        # for as long as the traceback lives.
+        else:
             yield

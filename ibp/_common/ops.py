@@ -1,18 +1,18 @@
 """The torch operations of ibp: their schemas, fake implementations for tracing, and the library that implements them.
 
-Each operation is documented at its function in csrc/bindings/torch_*ops.cpp, and `times_matrix` in this file; arguments
-that many of them share (table, codebook, codec, ids, fault, max_sms) are documented in csrc/bindings/torch_tables.h.
-Unless an operation's documentation says otherwise:
+Each operation is documented at its function in csrc/bindings/torch_*ops.cpp; only `times_matrix` is documented here.
+Arguments that many operations share (table, codebook, codec, ids, fault, max_sms) are documented in
+csrc/bindings/torch_tables.h. Unless an operation's documentation says otherwise:
 
-- Tensors are flat and contiguous. All tensors of a call are on the CPU, or all on one CUDA device. Pinned host memory
-  is given as a tensor of the CUDA device (`_machine.memory.device_view`).
-- Memory that an operation writes is shared with no other argument.
-- Arguments that break these rules or contradict each other raise RuntimeError, whatever their values are. An operation
-  does not check the handles in `table` and `cache`, nor the addresses that it is given: those of streamers and stagers,
-  those in `buffers` and `addresses`, and those of deltas.
-- CPU implementations run on torch's intra-op threads if there is work for several. CUDA implementations run on the
-  current stream of their tensors' device, whichever device is current. If they write to given tensors, they allocate
-  nothing and do not synchronise; but `take.out` and products may take work memory from torch's allocator.
+- Tensors must be flat and contiguous. All tensors of a call must be on the CPU, or all on one CUDA device. Pass pinned
+  host memory as a tensor of the CUDA device (`_machine.memory.device_view`).
+- Memory that an operation writes must not be shared with another argument.
+- An operation raises RuntimeError if arguments break these rules or contradict each other. It does not check the
+  handles in `table` and `cache`, nor the addresses of streamers and stagers, those in `buffers` and `addresses`, and
+  those of deltas.
+- CPU implementations run on torch's intra-op threads if there is enough work for several threads. CUDA implementations
+  run on the current stream of their tensors' device, whichever device is current. If they write to given tensors, they
+  allocate nothing and do not synchronise; but `take.out` and products may take work memory from torch's allocator.
 """
 
 import os
@@ -24,14 +24,15 @@ from .. import _core
 from .graphs import cannot_map, cannot_record
 
 _lib = torch.library.Library("ibp", "FRAGMENT")
-_ON_THE_CPU = {"table", "cache", "host_bases", "host_slots", "host_ids"}  # arguments that are always on the CPU
+_ON_THE_CPU = {"table", "cache", "host_bases", "host_slots", "host_ids"}  # Arguments that are always on the CPU.
 
 
 def _define(schema, shaped=lambda *args, **options: None):
-    """Declares an operation with its fake implementation, and refuses tracers that cannot record it.
+    """Declares an operation with its fake implementation, and makes it raise under tracers that cannot record it.
 
     torch.jit.trace is refused because its graph leaves out writes to given memory. Operations that read `table` are
-    tagged so that inductor keeps them out of its CUDA graphs, which would replay them with the handle of the capture.
+    tagged, so that inductor keeps them out of its CUDA graphs; a replay would use the handle that was current at the
+    capture.
 
     Args:
         schema: the operation's name, arguments and results.
@@ -49,8 +50,8 @@ def _define(schema, shaped=lambda *args, **options: None):
         raise cannot_map(name)
 
     def fake(*args, **kwargs):
-        """Returns results without data, after it has checked the devices as the compiled operation does. Refuses
-        torch.export because a handle holds addresses, which mean nothing to the process that loads the program."""
+        """Checks the devices as the compiled operation does, and returns results without data. Refuses torch.export,
+        because a handle holds addresses, which mean nothing in the process that loads the exported program."""
         if torch.compiler.is_exporting():
             raise cannot_record("torch.export", name)
         given = dict(zip(called, args)) | kwargs
@@ -267,10 +268,10 @@ _define("set_cached(Tensor rows, Tensor lengths, int ways, bool dirty, Tensor(a!
 
 
 def _times_matrix(table, x, columns, dtype, worker):
-    """Returns x [vectors, rows] times the matrix [rows, columns] of dtype that `table` holds on the device `worker`.
-    The result has the dtype and device of x. The matrix is decoded for the duration of the call.
+    """Returns x [vectors, rows] times the matrix [rows, columns] in `table`. The result has the dtype and device of x.
 
-    Faults are not reported: this computes gradients of products whose forward pass has read the same rows.
+    The matrix has the given dtype. It is decoded on the device `worker` for the duration of the call. Faults are not
+    reported: this computes gradients of products whose forward pass has read the same rows.
     """
     matrix = torch.empty((x.shape[1], columns), dtype=dtype, device=worker)
     fault = torch.zeros(4, dtype=torch.int64, device=worker)
@@ -282,8 +283,9 @@ _lib.impl("times_matrix", _times_matrix, "CompositeExplicitAutograd")
 
 torch.ops.load_library(str(Path(__file__).parent.parent / "_lib" / "libibp_torch.so"))
 
-# A forked child has none of its parent's threads. torch replaces its thread pool when the child first uses it, which
-# fails if several threads do so at once ("Invalid thread pool!"). So the child does it while it has only one thread.
+# A forked child has none of its parent's other threads. torch replaces its thread pool when the child first uses the
+# pool, which fails if several threads do so at once ("Invalid thread pool!"). This makes the child use the pool right
+# after the fork, while it has only one thread.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 

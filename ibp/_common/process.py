@@ -6,8 +6,8 @@ from typing import NoReturn
 
 
 class OfThisProcess:
-    """Base of classes whose objects hold memory, streams or locks of this process. Pickling an object raises
-    TypeError, which says what to do instead. Copying it also raises, unless its class has a `__deepcopy__`.
+    """Base of classes whose objects hold memory, streams or locks of this process. Pickling an object raises a
+    TypeError that says what to do instead. Copying an object also raises, unless its class has a `__deepcopy__`.
 
     Example:
         >>> import copy

@@ -13,8 +13,8 @@ from .closing import Closing
 
 
 class _Bar(_tqdm.tqdm):
-    """tqdm's bar with a lock that belongs to this process alone. tqdm's own lock is shared with forked processes: a
-    process that is killed while it holds the lock would stop all others for good."""
+    """tqdm's bar with a lock of this process alone. tqdm's own lock is shared with forked processes. If one of them
+    were killed while it holds the lock, the others would wait for the lock for ever."""
 
     _lock = threading.RLock()
 
@@ -23,8 +23,8 @@ os.register_at_fork(after_in_child=lambda: _Bar.set_lock(threading.RLock()))
 
 
 class _Hidden(Closing):
-    """A bar that is not shown. It takes no lock. tqdm's hidden bar does take one: an interrupt in a thread that
-    holds it would stop all other threads."""
+    """A bar that is not shown. It takes no lock, unlike tqdm's hidden bar, where an interrupt in a thread that holds
+    the lock would make all other threads wait for ever."""
 
     def __init__(self, iterable: Iterable[Any] | None) -> None:
         self._iterable = iterable
@@ -43,5 +43,5 @@ Bar = _Bar | _Hidden
 
 
 def tqdm(iterable: Iterable[Any] | None = None, *, disable: bool = False, **options: Any) -> Bar:
-    """Returns a bar of tqdm, with the arguments of its class of the same name."""
+    """Returns a progress bar. The arguments are those of tqdm's class `tqdm`."""
     return _Hidden(iterable) if disable else _Bar(iterable, **options)

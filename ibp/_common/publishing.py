@@ -1,4 +1,4 @@
-"""Sets what packages show of themselves, wherever their files are."""
+"""Makes the public names of a package appear as its own, in whichever file they are defined."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 def published(package: str) -> Callable[[], list[str]]:
-    """Sets `__module__` of the classes in a package's `__all__` to the package, for pickle and for readers. Returns the
-    package's `__dir__`, which lists the names of `__all__`."""
+    """Sets `__module__` of all classes in a package's `__all__` to the name of the package, for pickle and for readers.
+    Returns a function to use as the package's `__dir__`, which lists the names of `__all__`."""
     module = vars(sys.modules[package])
     for name in module["__all__"]:
         if isinstance(value := module.get(name), type):

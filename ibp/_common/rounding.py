@@ -1,4 +1,4 @@
-"""Rounds numbers of bytes to whole units."""
+"""Rounds numbers up to multiples of a unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts sequences into parts, and works on items before they are asked for."""
+"""Cuts sequences into parts, and processes items ahead of the caller."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ Result = TypeVar("Result")
 
 
 def cut(items: Iterable[Item], size_of: Callable[[Item], int], most: int | None) -> list[list[Item]]:
-    """Returns the items in parts, in order. Each part has as many items as have `most` bytes together, but at least
-    one. None: all items are in one part, which may be empty."""
+    """Divides items into parts, in order. Returns one empty part if there are no items.
+
+    Args:
+        size_of: returns the size of an item in bytes.
+        most: the largest size in bytes of a part that has several items. None: all items are in one part.
+    """
     parts: list[list[Item]] = [[]]
     used = 0
     for item in items:
@@ -27,7 +31,8 @@ def cut(items: Iterable[Item], size_of: Callable[[Item], int], most: int | None)
 
 
 def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
-    """Yields the items in order, each when the next one is also there. It keeps no item that the caller has had."""
+    """Yields the items in order. Before it yields an item, it takes the next one from the iterable. It keeps no
+    reference to an item that it has yielded."""
     coming: deque[Item] = deque()
     for item in items:
         coming.append(item)
@@ -39,8 +44,12 @@ def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
 def ahead(
     threads: Executor, work: Callable[[Item], Result], items: Iterable[Item], num_ahead: int
 ) -> Generator[Result, None, None]:
-    """Yields the results of `work` for each item, in order. num_ahead: number of further items that are submitted
-    before a result is yielded. If the generator ends early, no more items are begun."""
+    """Calls `work` for each item on threads, and yields the results in the order of the items. If the generator is
+    closed early, no more calls begin.
+
+    Args:
+        num_ahead: the number of further items that are submitted before a result is yielded.
+    """
     coming: deque[Future[Result]] = deque()
     try:
         for item in items:

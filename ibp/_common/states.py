@@ -1,4 +1,4 @@
-"""Makes the tensor for a state_dict() only once if several names of the state share it."""
+"""`SavedTensor`, by which a state_dict() makes a tensor only once if several names of the state share it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import torch
 
 
 class SavedTensor:
-    """A cache of the tensor that was last made for a state dict. It holds weak references to the dict and to the
-    tensor, so it keeps neither of them alive. Copies and pickles of it start empty."""
+    """A cache of the tensor that was last made for a state dict. It holds only weak references to the dict and to the
+    tensor, so it keeps neither of them alive. Copies and pickles of the cache start empty."""
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Any], weakref.ref[torch.Tensor]] | None = None
 
     def of(self, state: dict[str, Any], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns the tensor that was made for a state, or else make()."""
+        """Returns the tensor that was made for this state dict, if it still exists. Otherwise calls make(), and caches
+        and returns its result."""
         tensor = self._last[1]() if self._last is not None and self._last[0]() is state else None
         if tensor is None:
             tensor = make()
-            if isinstance(state, OrderedDict):  # the class that torch uses; a dict cannot have weak references
+            # torch uses OrderedDict. There are no weak references to a dict, so its tensors are not cached.
+            if isinstance(state, OrderedDict):
                 self._last = weakref.ref(state), weakref.ref(tensor)
         return tensor
 

@@ -8,23 +8,28 @@ from typing import Any
 
 
 def share_saved(num_bytes: int, stored_bytes: int) -> float:
-    """Returns 1 - stored_bytes / num_bytes; 0 if num_bytes is 0, and negative if more is stored than there was.
-    num_bytes, stored_bytes: size in bytes of the tensors before and after coding. The caller decides whether headers,
-    index and codebooks count."""
+    """Returns the fraction of the bytes that coding saves: 1 - stored_bytes / num_bytes, or 0 if num_bytes is 0. It is
+    negative if coding has made the tensors larger.
+
+    Args:
+        num_bytes, stored_bytes: size in bytes of the tensors before and after coding. The caller decides whether
+            headers, index and codebooks count.
+    """
     return 1 - stored_bytes / num_bytes if num_bytes else 0.0
 
 
 def shown_memory(nbytes: int, original_bytes: int) -> str:
-    """Returns the beginning of every `repr`: the memory that coded bytes take with everything that belongs to them,
-    and its share of the plain tensors' bytes. This differs from what the coded rows alone save.
+    """Returns the beginning of every `repr`: the size of all memory that coded tensors take, and its ratio to the size
+    of the plain tensors. The memory includes index and codebooks, so the ratio differs from what the coded rows alone
+    save.
 
     Example:
         >>> ibp.adapters.shown_memory(1500, 2000)
         'nbytes=1,500 (75.0% of 2,000)'
 
     Args:
-        nbytes: bytes of all memory that coded tensors take.
-        original_bytes: bytes of the plain tensors. 0: no share is shown.
+        nbytes: size in bytes of all memory that coded tensors take.
+        original_bytes: size in bytes of the plain tensors. 0: the ratio is not shown.
     """
     share = f" ({nbytes / original_bytes:.1%} of {original_bytes:,})" if original_bytes else ""
     return f"nbytes={nbytes:,}{share}"
@@ -40,8 +45,9 @@ class Saves:
 
 
 class Statistics:
-    """The base of what `stats()` returns: a frozen dataclass whose fields are counters, with fractions of them as
-    properties. It can be unpacked like a tuple of the counters."""
+    """Base of the classes of objects that `stats()` returns. Such a class is a frozen dataclass whose fields are
+    counters; its properties are fractions that follow from the counters. An object can be unpacked like a tuple of the
+    counters."""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns counters and fractions by name."""

@@ -1,16 +1,17 @@
-"""Writes files that appear under their names when they are whole. Every file of the library is written in this way.
+"""Writes files that appear under their names only when they are complete. The library writes all its files in this way.
 
-A file is written under a temporary name beside its path, and renamed. The temporary name is derived from the path's
-name. Its writer holds a lock on it, which the system releases when the writer's process ends, in whatever way.
-Therefore the next writer of the same path can distinguish a file that is being written from one that a killed process
-has left, and removes the latter.
+A file is written under a temporary name in the directory of its path, and renamed at the end. The temporary name is
+derived from the path's name. The writer holds a lock on the temporary file, which the system releases when the writer's
+process ends, in whatever way. Therefore the next writer of the same path can distinguish a temporary file that is being
+written from one that a killed process has left, and removes the latter.
 
 The result depends on what is at the path:
 
 - A regular file is replaced, and its permissions are kept. If a symbolic link leads to a regular file, the link is
   replaced.
 - A device, a pipe, a socket and a directory are refused, also if a symbolic link leads to one.
-- A new file gets the permissions that all files have from which it is made; without such files, 0666 minus the umask.
+- If there is nothing, the new file gets those permissions that all its source files have (`like`). If it has no source
+  files, it gets 0666 minus the umask.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a directory",
 }
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of file systems that have no locks
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors if there is no room, on the disk or for the user
-_NO_PARENT = (errno.ENOENT, errno.ENOTDIR)
-_NEW_MODE = 0o666  # minus the umask, like any new file
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Errors of file systems that do not support locks.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # Errors if the disk is full or a limit of the user is reached.
+_NO_PARENT = (errno.ENOENT, errno.ENOTDIR)  # Errors if the directory of the path does not exist.
+_NEW_MODE = 0o666  # The system subtracts the umask.
 
 
 def check_replaceable(path: Path) -> None:
-    """Raises OSError unless a path is a regular file, a symbolic link to one or to nothing, or nothing."""
+    """Raises OSError unless a path is a regular file, is a symbolic link to a regular file or to nothing, or does not
+    exist."""
     with contextlib.suppress(FileNotFoundError):
         leads_out = path.is_symlink() and os.readlink(path).startswith("/proc/")  # like /dev/stdout
         kind = stat.S_IFMT(path.stat().st_mode)
@@ -55,26 +57,28 @@ def check_replaceable(path: Path) -> None:
 
 
 class NewFile:
-    """A file that gets its name when it is whole: call `commit`, and in any case `discard`.
+    """A file that gets its name when it is complete. When all is written, call `commit`; after that, or after an error,
+    call `discard`.
 
-    An interrupt at any moment leaves no file behind and no descriptor open. Objects hold the descriptors from the
-    system call on, so that a file which no `finally` sees is discarded with its object.
+    An interrupt at any moment leaves no file behind and no descriptor open. A descriptor belongs to an object as soon
+    as the system call returns, so a file is discarded together with its object even if an interrupt comes before the
+    caller's `try` block.
 
     Args:
         path: path of the file.
-        like: files from which it is made, whose permissions it gets if it is new.
-        alone: whether to refuse if another call is writing this path. Otherwise the file of the last of several calls
-            stays.
+        like: the source files. A new file gets those permissions that all of them have.
+        alone: whether to raise if another call is writing this path. If not, several calls may write the path at the
+            same time, and the file of the last one to finish stays.
         replace: whether to replace an existing file.
 
     Attributes:
         file: the file object to write to.
 
     Raises:
-        BlockingIOError: with `alone`, another call is writing this path.
-        FileExistsError: a file exists, and is not to be replaced.
-        OSError: what exists is not a regular file, or the file cannot be made. The message names the file, or its
-            directory if that is missing.
+        BlockingIOError: `alone` is set, and another call is writing this path.
+        FileExistsError: a file exists, and `replace` is not set.
+        OSError: what is at the path is not a regular file, or the file cannot be made. The message names the file, or
+            its directory if that is missing.
     """
 
     file: io.FileIO | None = None
@@ -89,15 +93,16 @@ class NewFile:
         self._temporary = path.parent / f".ibp-{name}.tmp"
         try:
             self.file = self._opened(alone)
-            if not replace and os.path.lexists(path):  # another call may have made it before this one had the lock
+            # Another call may have made the file before this call had the lock.
+            if not replace and os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, "a file is there already", str(path))
         except BaseException:
             self.discard()
             raise
 
     def _opened(self, alone: bool) -> io.FileIO:
-        """Opens the temporary file. It is named after the path and locked, or, if this is not possible, has a random
-        name."""
+        """Opens the temporary file. Its name is derived from the path, and it is locked. If another call has the lock,
+        or if there are no locks, the file gets a random name instead."""
         assert self._temporary is not None
         mode = 0o600 | (_NEW_MODE if self._mode is None else self._mode)
         try:
@@ -124,7 +129,8 @@ class NewFile:
             raise type(error)(error.errno, error.strerror, str(self._path)) from None
 
     def commit(self) -> None:
-        """Renames the file to its final name, after `os.fsync` has put its content on disk."""
+        """Gives the file its permissions and its final name, and waits until the name is on disk. The caller must first
+        call `os.fsync` on the file."""
         assert self.file is not None and self._temporary is not None
         if self._mode is not None and self._mode != stat.S_IMODE(os.fstat(self.file.fileno()).st_mode):
             os.fchmod(self.file.fileno(), self._mode)
@@ -133,18 +139,19 @@ class NewFile:
         sync_directory(self._path.parent)
 
     def discard(self) -> None:
-        """Removes the temporary file, if it exists, and closes it."""
+        """Removes the temporary file, if it exists, and closes it. After `commit`, it only closes the file."""
         if self.file is not None:
             if self._temporary is not None:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._temporary)
                 self._temporary = None
-            if not self.file.closed:  # an earlier call may have been interrupted after it closed the file
-                with contextlib.suppress(OSError):  # a process that was forked meanwhile also has the descriptor
+            if not self.file.closed:  # An earlier call may have been interrupted after it closed the file.
+                # Closing would not release the lock if a process that was forked meanwhile also has the descriptor.
+                with contextlib.suppress(OSError):
                     fcntl.flock(self.file, fcntl.LOCK_UN)
                 self.file.close()
             self.file = None
-        elif self._temporary is not None:  # interrupted when it is not known whether the file was made
+        elif self._temporary is not None:  # `_opened` was interrupted: the file may have been made.
             with contextlib.suppress(OSError):
                 _remove_unless_locked(self._temporary)
             self._temporary = None
@@ -154,8 +161,8 @@ class NewFile:
 
 
 def _kept_mode(path: Path, like: Iterable[str | os.PathLike[str]]) -> int | None:
-    """Returns the permissions of the file at a path, else those that all of other files have, or None if there are
-    no files."""
+    """Returns the permissions of the file at a path. If there is none, returns those that all files in `like` have, or
+    None if `like` is empty."""
     with contextlib.suppress(FileNotFoundError):
         return stat.S_IMODE(path.stat().st_mode) & 0o777
     modes = [stat.S_IMODE(os.stat(each).st_mode) & 0o777 for each in like]
@@ -163,14 +170,14 @@ def _kept_mode(path: Path, like: Iterable[str | os.PathLike[str]]) -> int | None
 
 
 def _new_file(path: Path, mode: int) -> io.FileIO:
-    """Creates a file that does not exist yet. No line of Python runs between the system call and the object that closes
-    it."""
+    """Creates a file that does not exist yet. No line of Python runs between the system call and the creation of the
+    object that closes the file, so an interrupt cannot leave the descriptor open."""
     return io.FileIO(path, "x+", opener=functools.partial(os.open, mode=mode))
 
 
 def _locked_file(path: Path, mode: int) -> io.FileIO:
-    """Returns a new file that is locked, in place of one that a killed process left. Raises BlockingIOError if a
-    process is writing it."""
+    """Creates and locks a file. If a killed process left a file there, removes it first. Raises BlockingIOError if
+    another call is writing the file there."""
     while True:
         try:
             file = _new_file(path, mode)
@@ -185,11 +192,11 @@ def _locked_file(path: Path, mode: int) -> io.FileIO:
         except BaseException:
             file.close()
             raise
-        file.close()  # another process removed it before it was locked
+        file.close()  # Another process removed the file before it was locked. Try again.
 
 
 def _remove_unless_locked(path: Path) -> None:
-    """Removes a temporary file, if it exists. Raises BlockingIOError if a process that is writing it has the lock."""
+    """Removes a temporary file, if it exists. Raises BlockingIOError if another call is writing it and has the lock."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise OSError(f"{path} is no regular file; wanted it removed")
@@ -197,7 +204,7 @@ def _remove_unless_locked(path: Path) -> None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                # without locks, nobody goes on writing under the name derived from the path
+                # Without locks, writers use random names, so nobody is writing the file under this name.
                 if error.errno not in NO_LOCKS:
                     raise
             if os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):
@@ -206,7 +213,8 @@ def _remove_unless_locked(path: Path) -> None:
 
 @contextlib.contextmanager
 def errors_of(path: Path, num_bytes: int) -> Iterator[None]:
-    """Adds the file's name to an OSError that names no file, and, for a full disk, how many bytes it needs at least."""
+    """Adds the path to an OSError that names no file and, if the disk is full, the number of bytes that the file needs
+    at least."""
     try:
         yield
     except OSError as error:
@@ -219,7 +227,7 @@ def errors_of(path: Path, num_bytes: int) -> Iterator[None]:
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names in a directory are on disk."""
+    """Waits until the entries of a directory are on disk."""
     _core.sync_directory(os.fsencode(path))
 
 
@@ -232,9 +240,13 @@ def replaced(
     alone: bool = False,
     replace: bool = True,
 ) -> Iterator[IO[bytes]]:
-    """Yields a temporary file beside `path`. If the context is left normally, it gets that name when it is whole and
-    on disk; otherwise it is removed. An OSError names `path`, and for a full disk num_bytes, the bytes that are
-    written. like, alone, replace: as in `NewFile`."""
+    """Yields a temporary file to write to. When the block ends normally, the file is put on disk and renamed to `path`;
+    if the block raises, the file is removed.
+
+    Args:
+        num_bytes: the number of bytes that the caller writes. It appears in the error if the disk is full.
+        like, alone, replace: as in `NewFile`.
+    """
     new = NewFile(path, like=like, alone=alone, replace=replace)
     try:
         assert new.file is not None
@@ -248,6 +260,6 @@ def replaced(
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file that appears under its name when it is whole and on disk."""
+    """Writes data to a file that appears under its name only when it is complete and on disk."""
     with replaced(path, len(data)) as file:
         file.write(data)

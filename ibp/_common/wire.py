@@ -1,8 +1,9 @@
-"""Converts values to bytes for other processes, and back: JSON, followed by the bytes of tensors.
+"""Converts values to bytes for other processes, and back. A message is JSON, followed by the data of tensors and of
+bytes objects.
 
-Bytes of a peer are read as data: they can name only a few kinds of values, or a class that is registered here. The
-fields of named tuples are compared with their annotations; other classes check theirs. Nothing in the bytes is
-executed, unlike in a pickle.
+A message is read as data: it can name only a few kinds of values, and classes that are registered here. Nothing in it
+is executed, unlike in a pickle. The fields of named tuples are compared with their annotations; other classes check
+their fields themselves.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ import torch
 _Class = TypeVar("_Class", bound=type)
 _Record = TypeVar("_Record", bound=tuple[Any, ...])
 
-_LENGTH = struct.Struct("<Q")  # length of the JSON, before it
-_classes: dict[str, tuple[type, tuple[str, ...]]] = {}  # with the names of their constructors' arguments
+_LENGTH = struct.Struct("<Q")  # The length of the JSON in bytes, which precedes it.
+# The registered classes by name, each with the names of its constructor's arguments.
+_classes: dict[str, tuple[type, tuple[str, ...]]] = {}
 
 
 def sent(kind: _Class) -> _Class:
-    """Registers a class whose objects consist of the arguments of its constructor: named tuples, dataclasses and
-    codebooks. A peer chooses the values, so the constructors of dataclasses and codebooks must check their arguments
-    and raise ValueError or TypeError if they are wrong."""
+    """Registers a class, so that its objects can be sent: a named tuple, a dataclass or a class of codebooks. An object
+    is sent as the arguments of its constructor.
+
+    The sender chooses these values, so the constructors of dataclasses and codebooks must check their arguments and
+    raise ValueError or TypeError if they are wrong."""
     is_record = dataclasses.is_dataclass(kind)
     names = [field.name for field in dataclasses.fields(kind)] if is_record else kind._fields  # type: ignore[attr-defined]
     _classes[kind.__name__] = kind, tuple(names)
@@ -36,16 +40,16 @@ def sent(kind: _Class) -> _Class:
 
 
 def written(value: Any) -> bytes:
-    """Returns the bytes of None, numbers, text, bytes, dtypes, devices, dense tensors, objects of registered
-    classes, and lists, tuples and dicts of these. Raises TypeError if a value has another type."""
+    """Converts a value to bytes: None, a number, text, bytes, a dtype, a device, a dense tensor, an object of a
+    registered class, or a list, tuple or dict of such values. Raises TypeError if a value has another type."""
     parts: list[bytes] = []
     text = json.dumps(_form_of(value, parts)).encode()
     return b"".join((_LENGTH.pack(len(text)), text, *parts))
 
 
 def read(content: bytes) -> Any:
-    """Returns the value of such bytes. Tensors are on the CPU, in memory of their own. Raises ValueError if
-    `written` did not make the bytes."""
+    """Returns the value that `written` has converted to bytes. Tensors are on the CPU and do not share the memory of
+    the bytes. Raises ValueError if `written` did not make the bytes."""
     try:
         (length,) = _LENGTH.unpack_from(content)
         text = content[_LENGTH.size : _LENGTH.size + length]
@@ -62,7 +66,7 @@ def read(content: bytes) -> Any:
 
 
 def checked(record: _Record) -> _Record:
-    """Returns a named tuple. Raises ValueError if a field does not match its annotation."""
+    """Checks a named tuple and returns it. Raises ValueError if a field does not match its annotation."""
     for (name, hint), value in zip(_hints_of(type(record)).items(), record, strict=True):
         if not _is_of(value, hint):
             raise ValueError(f"{name} of a {type(record).__name__} is a {type(value).__name__}; wanted {hint}")
@@ -73,7 +77,8 @@ _hints_of = functools.cache(get_type_hints)
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    """Returns whether a value matches an annotation: a class, Any, a union, or a tuple, list or dict of these."""
+    """Returns whether a value matches an annotation. The annotation is a class, Any, a union, or a tuple, list or dict
+    of such annotations."""
     kind, parts = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -89,7 +94,8 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 
 def _form_of(value: Any, parts: list[bytes]) -> Any:
-    """Returns the form of a value in JSON: itself, or [kind, ...]. Bytes are added to the parts."""
+    """Returns what stands for a value in the JSON: the value itself, or a list [kind, ...]. The data of tensors and of
+    bytes objects is appended to parts."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value).__name__ in _classes and type(value) is _classes[type(value).__name__][0]:
@@ -130,7 +136,8 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 class _Reader:
-    """Reads the forms of values in order, and with them the bytes behind the JSON."""
+    """Converts what `_form_of` returns back to values. It must see the forms in their order, because each bytes object
+    or tensor takes the next bytes of the data that follows the JSON."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._position = data, 0

@@ -16,29 +16,28 @@ from .._rows.table import Table, handle_on
 from .calls import check_out, sms_of, target_of, worker_of
 from .ids import check_range, checked_ids, list_of_ids
 
-MODES = ("sum", "mean", "max")  # The position of a mode is its number in the operation.
+MODES = ("sum", "mean", "max")  # The operation takes the position of a mode in this tuple.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_KINDS = _DTYPES[:3]  # The dtypes of the kernel. The position of a dtype is its ibp_float_kind.
-_PLANES = 2  # The number of scheme "planes" in a codec.
+_KINDS = _DTYPES[:3]  # The dtypes that the kernel sums. The position of a dtype is its ibp_float_kind.
+_PLANES = 2  # The first number of a codec of scheme "planes".
 _MOST_ROW_BYTES = 8192  # The kernel sums rows of at most this many bytes.
-# Coded rows of at most this many bytes, if they are in device memory, are gathered and then reduced by torch's
-# function, which is faster for bags of several rows. With rows of 128 bytes in bags of 10 and of 50, the kernel sums
-# 167 and 177 GB/s of BF16 and 299 and 354 GB/s of FP32; torch's function, over gathered rows, sums 206 and 225 GB/s of
-# BF16 and 397 and 426 GB/s of FP32 (benchmarks/bags.py, an H200). Bags of one row become slower in this way: 103
-# instead of 167 GB/s.
+# Coded rows of at most 128 bytes in device memory are gathered and then reduced by torch's function, because this is
+# faster for bags of several rows. With rows of 128 bytes in bags of 10 and of 50, the kernel sums 167 and 177 GB/s of
+# BF16 and 299 and 354 GB/s of FP32; torch's function, over gathered rows, sums 206 and 225 GB/s of BF16 and 397 and 426
+# GB/s of FP32 (benchmarks/bags.py, an H200). Bags of one row are slower with torch's function: 103 instead of 167 GB/s.
 _SHORT_ROW_BYTES = 128
 
 
 class Bags(NamedTuple):
-    """The checked arguments of a call."""
+    """The checked arguments of a call of `embedding_bag`."""
 
-    ids: torch.Tensor  # int32 or int64 [K], contiguous
-    offsets: torch.Tensor | None  # the position of each bag's first id; None: every bag has bag_size ids
+    ids: torch.Tensor  # int32 or int64 [K], contiguous.
+    offsets: torch.Tensor | None  # The position of each bag's first id. None: every bag has bag_size ids.
     num_bags: int
     bag_size: int
     mode: str
-    weights: torch.Tensor | None  # [K], of the source's dtype
-    padding_idx: int | None  # in [0, N)
+    weights: torch.Tensor | None  # [K], of the source's dtype. None: rows are not weighted.
+    padding_idx: int | None  # An id in [0, N) that is ignored. None: no id is ignored.
 
     def to(self, device: torch.device) -> Bags:
         offsets = None if self.offsets is None else self.offsets.to(device)
@@ -64,8 +63,8 @@ def embedding_bag(
     torch.nn.functional.embedding_bag(ids, x, offsets, ...) on the same device, where x is the tensor that was
     compressed.
 
-    Bad ids are handled as by `ibp.index_select`. On the CPU they raise IndexError at once. On a GPU their rows are
-    zeros, and the next call on the table, `table.check()`, or this call if check=True, raises.
+    Bad ids are handled as by `ibp.index_select`. On the CPU they raise IndexError at once. On a GPU their rows count as
+    zeros, and the error is raised by the next call on the table, by `table.check()`, or by this call if check=True.
 
     Example:
         >>> x, ids = torch.randn(1000, 1024), torch.tensor([[1, 2, 3], [4, 5, 5]])
@@ -77,13 +76,13 @@ def embedding_bag(
         source: a table [N, D] of float32, float16, bfloat16 or float64, or an `ibp.RowCache` over one.
         ids: int32 or int64 [K], or [B, L]: B bags of L ids each.
         offsets: integers [B] for ids [K]: the position in ids of each bag's first id, in ascending order, beginning
-            with 0. If two offsets are equal, the first of these bags has no ids, and its result is zeros. None for ids
-            [B, L].
+            with 0. If two consecutive offsets are equal, the first of the two bags has no ids, and its result is zeros.
+            None: ids is [B, L].
         mode: "sum", "mean" or "max".
         per_sample_weights: tensor of the shape of ids and the dtype of the table. Each row is multiplied by its weight.
             Only mode "sum" supports weights. The result is differentiable with respect to them.
         padding_idx: an id that is ignored in every bag. A negative id counts from the end. None: no id is ignored.
-        include_last_offset: whether offsets has B + 1 elements, the last of which is K.
+        include_last_offset: whether offsets has one more element at the end, which is K.
         device: the device of the result. None: the device of out, or otherwise of the ids.
         out: tensor [B, D] of the table's dtype to write to.
         check: whether to wait for the result and raise faults in this call.
@@ -163,7 +162,7 @@ def _check_weights(source: Rows, ids: torch.Tensor, mode: str, weights: torch.Te
 
 
 def _checked_offsets(offsets: torch.Tensor | np.ndarray | None, include_last_offset: bool) -> tuple[torch.Tensor, int]:
-    """Returns (offsets, contiguous; number of bags). There is one offset for each bag, or one more."""
+    """Checks offsets. Returns (contiguous offsets, number of bags)."""
     if offsets is None:
         raise ValueError("ids has one dimension: wanted offsets, which say where each bag begins in it")
     offsets = list_of_ids(offsets, "offsets")
@@ -173,7 +172,7 @@ def _checked_offsets(offsets: torch.Tensor | np.ndarray | None, include_last_off
 
 
 def checked_padding(padding_idx: int | None, num_items: int) -> int | None:
-    """Returns padding_idx, counted from the first item. Raises ValueError if there is no such item."""
+    """Returns padding_idx as an id in [0, num_items), or None. Raises ValueError if there is no such item."""
     if padding_idx is None:
         return None
     if not -num_items <= padding_idx < num_items:
@@ -202,9 +201,9 @@ def _check_offsets(bags: Bags) -> None:
 
 
 def _is_fused(source: Table | CachedRows, bags: Bags) -> bool:
-    """Returns whether the kernel takes these bags and is the fastest way. It is slower if gathered rows would be
-    fetched in the order of windows of the table, and for coded rows in device memory of at most _SHORT_ROW_BYTES
-    bytes."""
+    """Returns whether one kernel decodes and reduces these bags. It does if it takes them, unless `_pool_gathered` is
+    faster: for so many ids that `index_select` would choose path "bucketed", and for coded rows in device memory of at
+    most _SHORT_ROW_BYTES bytes."""
     table, device = _table_of(source), bags.ids.device
     is_near = table.device.type == "cuda" or isinstance(source, CachedRows)
     if is_near and table.codebook is not None and table.row_bytes <= _SHORT_ROW_BYTES:
@@ -228,8 +227,8 @@ def _table_of(source: Table | CachedRows) -> Table:
 def _found(
     source: Table | CachedRows, ids: torch.Tensor
 ) -> Iterator[tuple[Handle, torch.Tensor | None, Sequence[torch.Tensor]]]:
-    """Yields (handle of the table, entries of the rows, slabs), as `CachedRows.found` does. A table has no entries and
-    no slabs."""
+    """Yields (handle of the table, entries of the rows, slabs), as `CachedRows.found` does. If the source is a table,
+    the entries are None and there are no slabs."""
     if isinstance(source, CachedRows):
         with source.found(ids) as found:
             yield found
@@ -238,7 +237,7 @@ def _found(
 
 
 def _sums_rows_of(table: Table) -> bool:
-    """Returns whether the kernel decodes rows of a table (ibp_cuda_sum_bags in ibp_linear.h)."""
+    """Returns whether the kernel (ibp_cuda_sum_bags in ibp_linear.h) can decode and sum rows of a table."""
     if table.dtype not in _KINDS or table.geometry.item_bytes != table.row_bytes or table.row_bytes > _MOST_ROW_BYTES:
         return False
     if table.codebook is None:
@@ -250,7 +249,7 @@ def _sums_rows_of(table: Table) -> bool:
 def _sum_bags(
     source: Table | CachedRows, bags: Bags, out: torch.Tensor | None, check: bool, max_sms: int | None
 ) -> torch.Tensor:
-    """Sums bags by one kernel, on the GPU of the ids."""
+    """Computes `embedding_bag` by one kernel, on the GPU of the ids."""
     table, device = _table_of(source), bags.ids.device
     mode, kind, padding = MODES.index(bags.mode), _KINDS.index(table.dtype), bags.padding_idx
     weights = None if bags.weights is None else bags.weights.detach().contiguous()
@@ -285,7 +284,7 @@ def _sum_bags(
 
 
 def _pool_gathered(source: Rows, bags: Bags, check: bool, max_sms: int | None) -> torch.Tensor:
-    """Gathers the rows of the bags, and returns the result of torch's own function over them."""
+    """Computes `embedding_bag` by torch's own function, over gathered rows."""
     gather = _gather_all if bags.ids.is_cuda or torch.compiler.is_compiling() else _gather_unique
     rows, places, padding = gather(source, bags, check, max_sms)
     offsets, includes_last = bags.offsets, False
@@ -311,10 +310,10 @@ def _gather_unique(
     source: Rows, bags: Bags, check: bool, max_sms: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """Gathers every row of the bags once. Returns (rows, position of each id's row among them, position of the row of
-    padding_idx).
+    padding_idx among them or None).
 
-    If padding_idx is given, its row is gathered even if no id needs it: torch's function for the CPU gives other bits
-    with a padding_idx than without one, whether or not an id is padding."""
+    If padding_idx is given, its row is gathered even if no id needs it: on the CPU, torch's function gives different
+    bits with a padding_idx than without one, even if no id is padding."""
     ids = bags.ids
     if bags.padding_idx is not None:
         ids = torch.cat((ids, ids.new_tensor([bags.padding_idx])))
@@ -329,8 +328,8 @@ def _gather_unique(
 def _gather_all(
     source: Rows, bags: Bags, check: bool, max_sms: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """Gathers a row for each id, without synchronising. Returns the same as `_gather_unique`. Ids that are padding
-    point to a row of zeros behind the others."""
+    """Gathers a row for each id, without synchronising. Returns the same kinds of values as `_gather_unique`. Ids that
+    are padding have the position of an additional last row, which is zeros."""
     ids, num_ids = bags.ids, bags.ids.numel()
     rows = torch.empty(num_ids + 1, source.shape[1], dtype=source.dtype, device=ids.device)
     source.index_select(ids, out=rows[:num_ids], check=check, max_sms=max_sms)

@@ -15,10 +15,10 @@ from .._machine import memory
 from .._rows.table import Table
 
 CPU = torch.device("cpu")
-# Dtypes of tensors that can be conjugated or negated views: complex tensors, and imaginary parts of these.
+# Dtypes of tensors that can be conjugated or negated views: complex dtypes, and the dtypes of their imaginary parts.
 _VIEWED = {torch.complex32, torch.complex64, torch.complex128, torch.float16, torch.float32, torch.float64}
-# The orders in which `take` fetches items on a GPU (enum Way of csrc/bindings/torch_take_ops.cpp): the order that the
-# table's plan chooses, the order given, or the order of windows of the table.
+# The orders in which `take` fetches items on a GPU (enum Way of csrc/bindings/torch_take_ops.cpp). IN_ORDER is the
+# order of the ids, BUCKETED the order of windows of the table, and with PLANNED the table's plan chooses one of them.
 PLANNED, IN_ORDER, BUCKETED = 0, 1, 2
 
 
@@ -36,8 +36,8 @@ def check_path(path: str, paths: Collection[str]) -> None:
 
 
 def check_out(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Raises TypeError or ValueError unless out is a tensor that a result of this shape and dtype can be written to.
-    out may have several dimensions in place of the first one."""
+    """Raises TypeError or ValueError unless a result of this shape and dtype can be written to out. In place of the
+    first dimension, out may have several dimensions with the same product."""
     if type(out) is not torch.Tensor or out.dtype != dtype or out.shape != shape or out.requires_grad:
         _check_unusual(out, shape, dtype)
     if dtype in _VIEWED and not torch.compiler.is_compiling() and (out.is_conj() or out.is_neg()):
@@ -56,8 +56,8 @@ def _check_unusual(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
 
 
 def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Returns whether a shape is [..., *item], where wanted is [items, *item] and the product of the dimensions `...`
-    is `items`."""
+    """Returns whether a shape is the wanted shape with its first dimension replaced by several dimensions of the same
+    product."""
     num_outer = len(shape) - len(wanted) + 1
     if num_outer < 2 or not wanted or tuple(shape[num_outer:]) != tuple(wanted[1:]):
         return False
@@ -65,14 +65,15 @@ def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 
 def refusal(error: RuntimeError) -> RuntimeError:
-    """Returns the error of an operation in the class in which torch's own functions raise it: torch.OutOfMemoryError if
-    a GPU did not have the memory for a result."""
+    """Converts the error of an operation to the class that torch's own functions raise: torch.OutOfMemoryError if a GPU
+    did not have the memory for a result. Returns other errors as they are."""
     is_memory = "out of memory" in str(error) and torch.cuda.is_initialized()
     return torch.OutOfMemoryError(str(error)) if is_memory else error
 
 
 def target_of(device: torch.device | str | int | None, out: torch.Tensor | None, default: torch.device) -> torch.device:
-    """Returns the device of a result. default: the device if neither `device` nor `out` is given."""
+    """Returns the device of a result: `device`, the device of `out`, or `default` if the caller gives neither. Raises
+    ValueError if `device` and `out` contradict each other."""
     if out is None:
         return memory.canonical(default if device is None else device)
     if not isinstance(out, torch.Tensor):
@@ -85,15 +86,15 @@ def target_of(device: torch.device | str | int | None, out: torch.Tensor | None,
 
 
 def worker_of(table: Table, target: torch.device) -> torch.device:
-    """Returns the device that decodes, unless the path of a call says otherwise: the target if it can read the table,
-    and otherwise the table's own device."""
+    """Returns the device that decodes, unless the call names another path: the target if it can read the table, and
+    otherwise the device of the table's memory."""
     if table._is_pinned and (target.type == "cpu" or table._serves(target)):
         return target
     return table.slots.device if table.slots.is_cuda else CPU
 
 
 def sms_of(max_sms: int | None) -> int:
-    """Returns max_sms as the operations take it, where 0 stands for all."""
+    """Checks max_sms. Returns it as the operations take it: 0 stands for all multiprocessors."""
     if max_sms is None:
         return 0
     if isinstance(max_sms, bool) or not hasattr(max_sms, "__index__"):

@@ -1,5 +1,5 @@
-"""Lists the escaped weights of a matrix, which its digits do not represent. They are listed once, so that the kernel
-that multiplies does not have to look for them."""
+"""Lists the escaped weights of a matrix: those that its digits do not represent. The list is made once, so that the
+kernel that multiplies does not have to look for escapes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .._rows.table import Table, handle_on
 from .._schemes import PlanesCodebook
 from .streaming import decode_items, decompress
 
-# A regular row has at most 64 escapes, or at most one in 128 columns. To add the products of this many escapes takes
-# about as long as to decode the row.
+# A regular row has at most 64 escapes, or at most one in 128 columns. With this number of escapes, adding their
+# products takes about as long as decoding the row.
 MOST_OF_A_ROW, COLUMNS_AN_ESCAPE = 64, 128
 _LEAST_ROWS = 16  # The kernel takes matrices of at least this many rows.
 COLUMN_UNIT = 32  # The kernel takes rows whose number of columns is a multiple of this.
-# An element of BF16 is coded as its sign and mantissa, which stay as they are, and a digit of four bits for the
-# exponent.
+# An element of BF16 is coded as a residual, its sign and mantissa unchanged, and a digit of four bits for its exponent.
 _RESIDUAL_BITS, _EXPONENT_BITS = 8, 8
 _NUM_SYMBOLS = 15  # A digit of four bits stands for one of 15 exponents; digit 15 is an escape.
-LEAST_REGULAR = 31 / 32  # If a smaller share of the rows is regular, the whole matrix is decoded in every call.
-_CHUNK_ELEMENTS = 1 << 24  # Elements that are searched for escapes at once. They take about seven bytes each.
+LEAST_REGULAR = 31 / 32  # If a smaller fraction of the rows is regular, the whole matrix is decoded in every call.
+# Number of elements that are searched for escapes at once. The search takes about seven bytes of memory per element.
+_CHUNK_ELEMENTS = 1 << 24
 
 
 class Escapes(NamedTuple):
@@ -34,12 +34,12 @@ class Escapes(NamedTuple):
     Attributes:
         slots: the table's slots, as a torch.nn.Parameter, because torch.compile(mode="reduce-overhead") copies all
             other tensors to the memory of its graphs in every call.
-        below: uint8 [2 + first_symbol]. Only its size matters: it says the exponent of digit 0. Compiled code would
-            treat a number on a module as a constant and compile again for each value, and it does the same for sizes of
-            0 and 1.
+        below: uint8 [2 + first_symbol], where first_symbol is the exponent that digit 0 stands for. Only the size
+            matters. The number is passed as a size because torch.compile treats numbers on modules as constants, and
+            compiles again for each value. It does the same for sizes 0 and 1, hence the 2.
         starts: int32 [N + 1], the position of each row's first entry.
-        entries: int32 [escapes, 2], ordered by row and column. An entry is the column of the weight, and a word with
-            the bits of the weight in the low half and the bits that digit 15 decodes to in the high half.
+        entries: int32 [escapes, 2], ordered by row and column. An entry has the column of the weight, and a word whose
+            low half has the bits of the weight and whose high half has the bits to which its digit, 15, decodes.
         rows: int64 [rows], the numbers of the irregular rows, which torch multiplies. A row is irregular if it is
             stored raw or is a default row, or if it has more than `MOST_OF_A_ROW` escapes that are also more than one
             in `COLUMNS_AN_ESCAPE` columns.
@@ -59,15 +59,17 @@ class Escapes(NamedTuple):
 
 
 def prepare(table: Table) -> None:
-    """See `CompressedTensor.prepare_linear`."""
+    """Lists a table's escapes in advance: the implementation of `CompressedTensor.prepare_linear`."""
     handle_on(table, table.device)
     if table.is_cuda:
         escapes_of(table)
 
 
 def escapes_of(table: Table) -> Escapes | None:
-    """Returns the escapes of a table on a GPU, and lists them first if necessary. Returns None if the kernel does not
-    take the table, or if the escapes cannot be listed now because a graph is being captured or code is being
+    """Returns the escapes of a table on a GPU, and lists them first if necessary.
+
+    Returns None if the kernel does not take the table, or if too many of its rows are irregular. Also returns None if
+    the escapes are not listed yet and cannot be listed now, because a graph is being captured or code is being
     compiled."""
     held: tuple[Any, Escapes | None] | None = table._escapes
     if torch.compiler.is_compiling():
@@ -75,7 +77,7 @@ def escapes_of(table: Table) -> Escapes | None:
             return held[1]
         from torch._dynamo.comptime import comptime
 
-        comptime(_warn_of_decoding)  # It warns while the code is compiled, not when the code runs.
+        comptime(_warn_of_decoding)  # Warns while the code is compiled, not when the code runs.
         return None
     state = _state(table)
     is_captured = is_capturing(table.device)
@@ -98,7 +100,7 @@ def escapes_of(table: Table) -> Escapes | None:
 
 def matrix_of(table: Any, device: torch.device, check: bool = False) -> torch.Tensor:
     """Returns the tensor of a matrix on a device, as `decompress` does. If the table is on that GPU and its escapes are
-    listed, a kernel decodes it that does not have to look for escapes."""
+    listed, it is decoded by a faster kernel, which does not have to look for escapes."""
     is_listed = isinstance(table, Table) and table._escapes is not None and table.device == device
     escapes = escapes_of(table) if is_listed and table.is_cuda else None
     if escapes is None:
@@ -126,7 +128,7 @@ def _state(table: Table) -> tuple:
 
 
 def takes(table: Table) -> bool:
-    """Returns whether the kernel multiplies a table's rows (ibp_cuda_linear in ibp_linear.h)."""
+    """Returns whether the kernel (ibp_cuda_linear in ibp_linear.h) can multiply by a table's rows."""
     if table.dtype != torch.bfloat16 or table._is_live or table.geometry.item_bytes != table.row_bytes:
         return False
     num_rows, columns = table.shape
@@ -136,7 +138,7 @@ def takes(table: Table) -> bool:
 
 
 def coded_row_bytes(columns: int) -> int:
-    """Returns the bytes of a row's residuals and digits, without its escapes."""
+    """Returns the size in bytes of a row's residuals and digits, without its escapes."""
     return columns // 2 * 3
 
 
@@ -153,7 +155,7 @@ def _gives_digits(codebook: Any) -> bool:
 
 
 def list_escapes(table: Table) -> Escapes | None:
-    """Lists the escapes of a table that the kernel takes. Returns None if too many rows are irregular. Raises
+    """Lists the escapes of a table for which `takes` returns True. Returns None if too many rows are irregular. Raises
     CorruptTableError if the table's bytes contradict each other."""
     assert isinstance(table.codebook, PlanesCodebook)
     first_symbol = table.codebook.first_symbol
@@ -171,8 +173,8 @@ def list_escapes(table: Table) -> Escapes | None:
 
 
 def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[torch.Tensor, ...]:
-    """Lists the escapes of the rows start to end - 1. Returns (number of escapes of each row, entries, numbers of the
-    irregular rows, their weights)."""
+    """Lists the escapes of the rows start to end - 1. Returns (number of listed escapes of each row, entries, numbers
+    of the irregular rows, weights of the irregular rows)."""
     weights = decode_items(table, start, end, check=True)
     bits, mantissa_bits = weights.view(torch.int16), _RESIDUAL_BITS - 1
     exponents = bits >> mantissa_bits & 2**_EXPONENT_BITS - 1

@@ -30,7 +30,7 @@ from .calls import (
 )
 from .ids import ID_DTYPES, check_range, checked_ids, flat_ids, refuse_mapped
 
-# How the operation `take` fetches items on each path. None: the path does not use `take`.
+# For each path, the order in which the operation `take` fetches items. None: the path does not use `take`.
 PATHS = {"gpu": IN_ORDER, "bucketed": BUCKETED, "cpu": None}
 _take, _take_out = torch.ops.ibp.take.default, torch.ops.ibp.take.out
 
@@ -52,20 +52,20 @@ def index_select(
     If the table is in pinned host memory or on a GPU, the GPU itself fetches and decodes the rows in one kernel on the
     current stream. If the table is in pageable memory, the CPU gathers the rows and they are copied. If ids and out are
     on the GPU, and the table is pinned or on that GPU, the call does not synchronise, and it allocates nothing except
-    what path "bucketed" needs. After one call outside a CUDA graph, it can then be captured in one.
+    what path "bucketed" needs. After one call outside a CUDA graph, such a call can be captured in one.
 
     CPU ids that are out of range raise IndexError at once. CUDA ids are checked by the kernel, without synchronising:
-    the item of a bad id is zeros, and the first bad id is raised by the next call on the table, by `table.check()`, or
-    by this call if check=True.
+    the item of a bad id is zeros, and the error for the first bad id is raised by the next call on the table, by
+    `table.check()`, or by this call if check=True.
 
     Inside torch.compile, also with fullgraph=True, the call works after one call outside, but not with check=True or
     path="cpu". There, CPU ids are checked in the same way as CUDA ids. A call with a list of tables ends the graph.
 
     One call can fetch items of several tables, such as a model's embeddings: item ids[k] of table[table_numbers[k]],
-    for every k. The ids are put in the order of the tables. The tables are taken in groups of up to 32. In a group,
-    tables with the same scheme, the same element size and similar row lengths share a launch; tables with rows above 2
-    KiB have a launch each. The call waits for table numbers that are on a GPU, but not for table numbers on the CPU. It
-    cannot be captured in a CUDA graph. Bad CUDA ids and corrupt rows are raised by the next call on their table.
+    for every k. The call sorts the ids by table, and takes the tables in groups of up to 32. In a group, tables with
+    the same scheme, the same element size and similar row lengths share a launch; each table with rows above 2 KiB has
+    its own launch. The call waits for table numbers that are on a GPU, but not for table numbers on the CPU. It cannot
+    be captured in a CUDA graph. Errors for bad CUDA ids and corrupt rows are raised by the next call on their table.
 
     Example:
         >>> x, ids = torch.randn(1000, 1024).bfloat16(), torch.tensor([3, 999, 3])
@@ -81,22 +81,24 @@ def index_select(
             and the same shape of items, each pinned or on the device of the ids.
         ids: integers [K] in [0, N), on the CPU or a GPU, in any order; they may be repeated, and K may be 0. A tensor
             (int32 and int64 are used directly, shorter integers are widened), a sequence of ints or a numpy array.
-        table_numbers: integers [K] in [0, T), which say what table each id belongs to. None: there is only one table.
-        device: the device of the result. None: the device of out, or otherwise of the ids. With a list of tables it has
-            to be the device of the ids.
-        out: tensor of the table's dtype to write to. Its shape is [K, ...], or has several dimensions, whose product is
-            K, in place of K. It may have any strides. If its items are contiguous, such as the items at one t of a
-            cache [B, H, T, D], they are written to it directly. With a list of tables it has to be contiguous.
+        table_numbers: integers [K] in [0, T): the position in the list of the table that each id belongs to. None:
+            there is only one table.
+        device: the device of the result. None: the device of out, or otherwise of the ids. With a list of tables, it
+            must be the device of the ids.
+        out: tensor of the table's dtype to write to. Its shape is [K, ...]; in place of K it may have several
+            dimensions, whose product is K. It may have any strides. If its items are contiguous, such as the items at
+            one t of a cache [B, H, T, D], they are written to it directly. With a list of tables, out must be
+            contiguous.
         check: whether to wait for the result and raise faults in this call.
         max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all; but path "bucketed" takes only
-            as many as decode rows as fast as the link brings them (at least 16 on an H200).
+            the number that decodes rows as fast as the link brings them (at least 16 on an H200).
         path: how items come from host memory to a GPU. All paths give the same bits. None chooses by the sizes.
             "gpu": the GPU fetches the items in the order of the ids.
-            "bucketed": the GPU first puts the ids in the order of windows of the table, and fetches the items in that
-                order. This is for many ids and a large table.
-            "cpu": the CPU gathers rows as they are stored, the copy engine moves them, and the GPU decodes them. This
-                is for ids on the CPU and a table that is large or not pinned. Items have to consist of whole rows. The
-                call returns when the CPU's part is done, and it cannot be captured in a CUDA graph.
+            "bucketed": the table is divided into windows. The GPU first sorts the ids by window, and fetches the items
+                in that order. This is for many ids and a large table.
+            "cpu": the CPU gathers the stored rows, the copy engine moves them, and the GPU decodes them. This is for
+                ids on the CPU and a table that is large or not pinned. Items must consist of whole rows. The call
+                returns when the CPU's part is done, and it cannot be captured in a CUDA graph.
 
     Returns:
         Tensor [K, ...]; out if it was given.
@@ -137,10 +139,10 @@ def select(
     path: str | None = None,
     from_end: int = 0,
 ) -> torch.Tensor:
-    """Returns `index_select` of one table.
+    """Computes `index_select` for one table.
 
     Args:
-        from_end: the table's number of items, if ids below 0 count from the end; out and path are then None. 0: ids
+        from_end: the table's number of items, if ids below 0 count from the end; out and path must then be None. 0: ids
             below 0 are out of range.
     """
     is_compiling = torch.compiler.is_compiling()
@@ -234,8 +236,8 @@ def _way_from_cpu(
     path: str | None,
     from_end: int,
 ) -> int | None:
-    """Returns how `take` fetches the items of CPU ids, or None if the CPU gathers their rows. Raises IndexError if an
-    id is out of range and a GPU takes part."""
+    """Chooses how items are fetched if the ids are on the CPU. Returns the order in which `take` fetches them, or None
+    if the CPU gathers their rows. Raises IndexError if an id is out of range and a GPU takes part in the call."""
     if worker.type == "cuda" or target.type == "cuda":
         check_range(ids, table.geometry.num_items, -from_end)
     if path is not None:
@@ -248,7 +250,7 @@ def _way_from_cpu(
 
 
 def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
-    """Returns whether the CPU gathers the items of many CPU ids for a GPU: whether it can, and whether it pays."""
+    """Returns whether the CPU gathers the items of many CPU ids for a GPU. It does if this is possible and pays."""
     if table.slots.is_cuda or (worker.type == "cuda" and not _stages(table, handle, ids.shape[0])):
         return False
     can_gather = host_gather.rows_at_once(table) > 0 and not is_capturing(target)
@@ -256,8 +258,8 @@ def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.de
 
 
 def _stages(table: Table, handle: Handle, num_ids: int) -> bool:
-    """Returns `plan.stages` for about num_ids ids. The number is rounded down to its first three bits, so that the
-    handle keeps only a few results."""
+    """Returns the result of `plan.stages` for about num_ids ids, and caches it in the handle. The number is rounded
+    down to its first three bits, so that the handle keeps only a few results."""
     rest = max(0, num_ids.bit_length() - 3)
     asked = num_ids >> rest << rest, torch.get_num_threads()
     if asked not in handle.staged:
@@ -275,7 +277,7 @@ def _select_by_cpu(
     sms: int,
     from_end: int,
 ) -> torch.Tensor:
-    """Returns `select` for CPU ids that are in range. The CPU gathers the rows, and the target GPU decodes them."""
+    """Computes `select` for CPU ids that are in range: the CPU gathers the rows, and the target GPU decodes them."""
     if from_end:
         ids = _from_start(ids, from_end)
     table._raise_pending(target)
@@ -292,13 +294,17 @@ def _select_by_cpu(
 
 
 def _from_start(ids: torch.Tensor, num_items: int) -> torch.Tensor:
-    """Returns the ids, with ids below 0 replaced by the ids that they count from the end of num_items items."""
+    """Returns the ids as int64. An id below 0 counts from the end and becomes id + num_items."""
     return torch.where(ids < 0, ids.long() + num_items, ids.long())
 
 
 def raise_for(table: Table, ids: torch.Tensor, handle: Handle, from_end: int = 0, **near: Any) -> None:
-    """Raises the error of a call on the CPU that `take` has refused, because an id or a row is bad. near: the arguments
-    `entries` and `slabs` of the operation, if rows come from a cache."""
+    """Raises the error for a call of `take` on the CPU that has failed because an id or a row is bad. It fetches the
+    items again to find out which.
+
+    Args:
+        near: the arguments `entries` and `slabs` of `gather_items`, if rows come from a cache.
+    """
     refuse_mapped(ids)
     check_range(ids, table.geometry.num_items, -from_end)
     if from_end:
@@ -320,7 +326,7 @@ def _select_of_many(
     max_sms: int | None,
     path: str | None,
 ) -> torch.Tensor:
-    """Returns item ids[k] of tables[table_numbers[k]], for every k."""
+    """Computes `index_select` for a list of tables: item ids[k] of tables[table_numbers[k]], for every k."""
     if not isinstance(tables, (list, tuple)):
         raise TypeError(f"table_numbers go with a list of tables; table is a {type(tables).__name__}")
     if table_numbers is None:
@@ -372,7 +378,8 @@ def _check_tables(tables: Sequence[Table], device: torch.device) -> None:
 
 
 def _check_many(tables: Sequence[Table], ids: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Raises IndexError for the first id that is out of range for its table. Ids on a GPU are not checked."""
+    """Raises IndexError for the first CPU id that is out of range for its table. Ids on a GPU are not checked here, but
+    by the kernel."""
     if ids.is_cuda:
         return
     sizes = torch.tensor([table.geometry.num_items for table in tables], dtype=torch.int64, device="cpu")[numbers.cpu()]
@@ -388,8 +395,12 @@ def _check_many(tables: Sequence[Table], ids: torch.Tensor, numbers: torch.Tenso
 def _take_of_many(
     tables: Sequence[Table], ids: torch.Tensor, order: torch.Tensor, starts: list[int], out: torch.Tensor, sms: int
 ) -> None:
-    """Writes items of several tables to out. The items of table t are ids[starts[t]:starts[t + 1]], and the same
-    elements of order are their positions in out."""
+    """Fetches items of several tables and writes them to out.
+
+    Args:
+        ids: the ids, sorted by table. Those of table t are ids[starts[t]:starts[t + 1]].
+        order: for each of these ids, the position of its item in out.
+    """
     used = [number for number in range(len(tables)) if starts[number] < starts[number + 1]]
     for number in used:
         tables[number]._raise_pending(out.device)
@@ -398,6 +409,6 @@ def _take_of_many(
     try:
         torch.ops.ibp.take_many.default(handles, ids, order.to(torch.int32), bounds, sms, out)
     except RuntimeError:
-        for number in used:  # The call for the table that has the bad id or row raises the error.
+        for number in used:  # One table has a bad id or row. The call for this table raises the error.
             some = slice(starts[number], starts[number + 1])
             out[order[some]] = select(tables[number], ids[some])

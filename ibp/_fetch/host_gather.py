@@ -1,9 +1,9 @@
-"""Fetches items with the CPU's help: threads of the CPU gather rows as they are stored, the copy engine moves them, and
-the GPU decodes them.
+"""Fetches items with the CPU's help: threads of the CPU gather the stored rows, the copy engine moves them, and the GPU
+decodes them.
 
-If a GPU itself fetches rows at random places of a large table, it can do so no faster than it can translate their
-addresses. CPU cores do not have this limit. If the table is pinned and has slots, the threads gather the slots, and the
-GPU, which has the table's index, reads the gathered slots in place of those in host memory. One operation does this
+If a GPU itself fetches rows at random addresses of a large table, the translation of addresses limits its speed. CPU
+cores do not have this limit. If the table is pinned and has slots, the threads gather the slots, and the GPU, which has
+the table's index, reads the gathered slots in place of those in host memory. One operation does this
 (csrc/cuda/stream/stage.cu). For other tables the threads make a selection: a table in packed layout (FORMAT.md section
 3) that holds only the selected items, which the GPU decodes like any other table.
 """
@@ -22,10 +22,11 @@ from .._rows.handle import Handle, Parts
 from .._rows.plan import spread_bytes
 from .._rows.table import OF_SELECTIONS, Table, handle_on
 
-# Size in bytes of a selection's rows and index in one chunk. The copy engine reaches its full rate with 4 MiB or more.
+# Size in bytes of one chunk: the rows and the index of a selection. The copy engine reaches its full rate with copies
+# of 4 MiB or more.
 CHUNK_BYTES = 8 << 20
-# While one chunk is gathered, another is copied and a third is decoded. Each has its bytes in pinned and in device
-# memory.
+# While one chunk is gathered, another is copied and a third is decoded. Each chunk has a buffer in pinned memory and a
+# buffer in device memory.
 NUM_CHUNKS = 3
 # Size in bytes of the ring for slots, in pinned memory and again in device memory. The core cuts it into twelve chunks.
 RING_BYTES = 24 << 20
@@ -33,8 +34,8 @@ _CPU = torch.device("cpu")
 
 
 def rows_at_once(table: Table) -> int:
-    """Returns how many rows are expected to fit one chunk. Returns 0 if items do not consist of whole rows, or if an
-    item may not fit."""
+    """Returns the number of rows that are expected to fit into one chunk. Returns 0 if items do not consist of whole
+    rows, or if an item may not fit."""
     geometry = table.geometry
     if geometry.item_bytes == 0 or geometry.item_bytes % geometry.row_bytes:
         return 0
@@ -46,8 +47,8 @@ def rows_at_once(table: Table) -> int:
 
 
 def parts_of(memory: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns views of a chunk's memory for a selection of at most num_rows rows: (bases, lengths, rows), which lie one
-    after the other."""
+    """Divides a chunk's memory into the parts of a selection of at most num_rows rows. Returns views of them: (bases,
+    lengths, rows)."""
     bases_bytes = -(-num_rows // _core.ROWS_PER_BASE) * 8
     lengths_end = bases_bytes + 2 * num_rows
     return (
@@ -60,11 +61,17 @@ def parts_of(memory: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.T
 def select(
     table: Table, ids: torch.Tensor, first: int, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> list[int]:
-    """Fills parts with a selection of the items ids[first:], as many as fit. Returns [number of items, bytes of their
-    rows]. At least one item is taken.
+    """Fills the parts of a chunk with a selection of the items ids[first:]. Takes the largest number of items that
+    fits, at least one.
+
+    Args:
+        parts: what `parts_of` returns for the chunk.
+
+    Returns:
+        [number of items, size of their rows in bytes].
 
     Raises:
-        IndexError, CorruptTableError: an id or a row is bad. The positions in messages count from ids[0].
+        IndexError, CorruptTableError: an id or a row is bad. Positions in error messages count from ids[0].
     """
     bases, lengths, rows = parts
     taken, fault = torch.empty(2, dtype=torch.int64, device="cpu"), new_record()
@@ -83,10 +90,10 @@ def decode(
     out: torch.Tensor,
     fault: torch.Tensor,
 ) -> None:
-    """Decodes a selection of num_items items, on the device that it is on, to the positions of out from `first` on.
+    """Decodes a selection of num_items items on its device, and writes them to out[first : first + num_items].
 
     Args:
-        order: int32 [positions of out] on the device: 0, 1, 2 and so on.
+        order: int32 on the device: 0, 1, 2 and so on, one number for each item of out.
     """
     bases, lengths, rows = selection
     geometry, none = table.geometry, rows[:0]
@@ -102,7 +109,8 @@ def decode(
 
 
 class _Stage:
-    """The rings of a device and the stager that gathers through them. Only one call may use it at a time."""
+    """The stager of a device, which gathers through two rings of buffers: one in pinned memory and one in device
+    memory. Only one call may use a stage at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.lock = ForkLock()
@@ -110,13 +118,13 @@ class _Stage:
             pinned = _memory.empty(RING_BYTES, _CPU, pin=True)
             near = torch.empty(RING_BYTES, dtype=torch.uint8, device=device)
         with torch.cuda.device(device):
-            # Queued work on this stream may still use the memory, if it belonged to another tensor before.
+            # If the memory belonged to another tensor before, queued work on this stream may still use it.
             torch.cuda.current_stream(device).synchronize()
             self.stager = _core.Stager(pinned.data_ptr(), near.data_ptr(), RING_BYTES, (pinned, near))
 
 
 def _gathers_slots(table: Table) -> bool:
-    """Returns whether the CPU gathers the slots of a table. Otherwise it makes selections."""
+    """Returns whether the CPU gathers the slots of a table. If not, it makes selections."""
     item_slots = table.geometry.item_bytes // table.row_bytes * table.slot_bytes
     return table.is_pinned() and 0 < item_slots <= RING_BYTES // 16
 
@@ -146,8 +154,8 @@ def _ring_of(device: torch.device) -> tuple[Ring, ForkLock]:
 
 
 def has_buffers(table: Table, device: torch.device) -> bool:
-    """Returns whether there are buffers to gather a table for a device. There are none if the system refuses to pin
-    them."""
+    """Makes the buffers for gathering a table for a device, if they do not exist yet. Returns False if the system
+    refuses to pin them."""
     if device not in _refused:
         try:
             _stage_of(device) if _gathers_slots(table) else _ring_of(device)
@@ -158,7 +166,7 @@ def has_buffers(table: Table, device: torch.device) -> bool:
 
 
 def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:
-    """Fetches items of a table in host memory to a CUDA device, in the order of the device's current stream.
+    """Fetches items of a table in host memory to a CUDA device. The device's current stream waits for them.
 
     The call returns when the last row is gathered. It waits for the GPU only if every chunk is still in use.
 
@@ -169,7 +177,7 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
     if not _gathers_slots(table):
         _fetch_selections(table, ids, device, max_sms, out)
         return
-    handle_on(table, _CPU)  # waits for a GPU that has changed the slots
+    handle_on(table, _CPU)  # Waits for a GPU that has changed the slots.
     stage, handle, fault = _stage_of(device), handle_on(table, device), table._faults.on(device)
     slots = table._settled("slots")  # The threads must not read slots that a GPU is still changing.
     with stage.lock:

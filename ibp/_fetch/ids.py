@@ -9,13 +9,13 @@ import torch
 
 from .._common.graphs import cannot_map
 
-ID_DTYPES = (torch.int64, torch.int32)  # Operations take ids of these dtypes.
+ID_DTYPES = (torch.int64, torch.int32)  # Operations take ids of these dtypes. Ids of shorter dtypes are widened.
 _WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 
 def tensor_of(values: Any, name: str) -> torch.Tensor:
-    """Returns a sequence or an array of ids, or a mask, as a CPU tensor. If there are no values, the dtype is int64.
-    Raises TypeError if the values do not form an array of integers."""
+    """Converts a sequence or an array of ids, or a mask, to a CPU tensor. If there are no values, its dtype is int64.
+    Raises TypeError if the values do not form an array."""
     if not isinstance(values, (list, tuple, range, np.ndarray, np.generic)):
         raise TypeError(
             f"{name} is a {type(values).__name__}; wanted an integer tensor, a sequence of ints or a numpy array"
@@ -29,7 +29,7 @@ def tensor_of(values: Any, name: str) -> torch.Tensor:
 
 
 def checked_ids(ids: Any, name: str = "ids") -> torch.Tensor:
-    """Returns ids as a tensor of int32 or int64. ids: a tensor, or what `tensor_of` takes. Raises TypeError if the ids
+    """Converts ids to a tensor of int32 or int64. ids: a tensor, or what `tensor_of` takes. Raises TypeError if the ids
     are not integers."""
     if isinstance(ids, torch.Tensor):
         refuse_mapped(ids)
@@ -49,7 +49,7 @@ def refuse_mapped(ids: torch.Tensor) -> None:
 
 
 def list_of_ids(ids: Any, name: str = "ids") -> torch.Tensor:
-    """Returns ids as `checked_ids` does. Raises ValueError unless they have one dimension."""
+    """Converts ids as `checked_ids` does. Raises ValueError unless the tensor has one dimension."""
     ids = checked_ids(ids, name)
     if ids.dim() != 1:
         raise ValueError(f"{name} has shape {list(ids.shape)}; wanted one dimension")
@@ -57,8 +57,8 @@ def list_of_ids(ids: Any, name: str = "ids") -> torch.Tensor:
 
 
 def flat_ids(ids: Any) -> torch.Tensor:
-    """Returns ids as `checked_ids` does, contiguous and with one dimension. A tensor of no dimension is one id. Raises
-    ValueError if there is more than one dimension."""
+    """Converts ids as `checked_ids` does, to a contiguous tensor of one dimension. A tensor of no dimension is one id.
+    Raises ValueError if there is more than one dimension."""
     ids = checked_ids(ids)
     if ids.dim() > 1:
         raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
@@ -66,8 +66,8 @@ def flat_ids(ids: Any) -> torch.Tensor:
 
 
 def check_range(ids: torch.Tensor, num_items: int, least: int = 0, name: str = "ids") -> None:
-    """Raises IndexError for the first id that is not in [least, num_items). The message says its position. ids: on the
-    CPU."""
+    """Raises IndexError if an id on the CPU is not in [least, num_items). The message gives the first such id and its
+    position."""
     if ids.numel() == 0:
         return
     low, high = torch.aminmax(ids)

@@ -41,10 +41,10 @@ def _of_many(table: Table, key: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _place_of_rows(key: tuple[Any, ...], num_dims: int) -> int | None:
-    """Returns the position in the key of the element that indexes dimension 0, or None if no element does, so that all
-    rows are wanted."""
+    """Returns the position in the key of the element that indexes dimension 0. Returns None if there is no such
+    element; the key then needs all rows."""
     for place, element in enumerate(key):
-        if element is Ellipsis:  # It stands for the dimensions that the other elements do not index.
+        if element is Ellipsis:  # An ellipsis stands for the dimensions that the other elements do not index.
             if sum(map(_dims_of, key)) < num_dims:
                 return None
         elif element is not None:
@@ -84,12 +84,12 @@ def _checked(element: Any) -> Any:
 
 
 def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Tensor, Any]:
-    """Decodes the rows that an index of dimension 0 needs. Returns (rows, the index that selects the result among
-    these rows).
+    """Decodes the rows that an index of dimension 0 needs. Returns (rows, index), where rows[index] is what the index
+    selects.
 
     Args:
-        is_alone: whether the key has no other element. If so, the rows that are returned may already be the result;
-            the returned index is then None or a full slice.
+        is_alone: whether the key has no other element. If so, the rows that are returned are already the result, and
+            the returned index is None or a full slice.
     """
     num_items = table.geometry.num_items
     if isinstance(index, int):

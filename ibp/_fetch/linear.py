@@ -28,7 +28,7 @@ MOST_OF_A_GROUP = 8  # Largest number of vectors in a group, for stacks of matri
 # Largest numbers of vectors (IBP_MOST_GROUPED) and of matrices of a stack (IBP_MOST_STACKED) for `group_vectors`.
 MOST_GROUPED, MOST_STACKED = 1024, 4096
 _multiply = torch.ops.ibp.linear.default
-_ROWS_OF_STACKS = 16  # The kernel takes stacks of matrices whose number of rows is a multiple of this.
+_ROWS_OF_STACKS = 16  # The kernel takes stacks of matrices if each matrix has a multiple of this number of rows.
 # Slots of rows with at least _LONG_COLUMNS columns have _SYMBOL_BYTES bytes for the row's escapes, so that decoding the
 # row does not read overflow. Most shorter rows have no escape.
 _SYMBOL_BYTES, _LONG_COLUMNS = 32, 1024
@@ -69,28 +69,28 @@ def linear(
     other cases, such as FP16 and FP32, torch's function multiplies by W, which is decoded on the device of x for the
     time of the call.
 
-    The kernel adds products in float. For up to 64 vectors, the order of the additions depends only on K, so that a
-    vector's result has the same bits for any number of vectors. Rows that torch multiplies (see below) are an
-    exception. The bits differ from those of torch's function, which also differ between shapes and GPUs.
+    The kernel adds products in float. For up to 64 vectors, the order of the additions depends only on K, so a vector's
+    result has the same bits whatever the number of vectors is. The results of rows that torch multiplies (see below)
+    are an exception. The bits differ from those of torch's function, which also differ between shapes and GPUs.
 
     With several tables, such as the query, key and value matrices of a model, one launch of the kernel multiplies by up
     to 4 of them, if no gradients are wanted. Short matrices then take as long as one matrix that has all their rows.
 
-    Gradients reach x and bias, also under autocast. Nothing is kept for them: backward decodes W again, for the time of
-    its product. Rows of the table must not change before that. Autograd keeps W until backward if transforms of
-    torch.func are active or if the source is not a table.
+    Gradients reach x and bias, also under autocast. W is not kept for them: backward decodes W again, for the time of
+    its product, and rows of the table must not change before that. There are two exceptions: if transforms of
+    torch.func are active, or if the source is not a table, autograd keeps the decoded W until backward.
 
     The kernel needs a list of the few escaped weights, which the table's digits do not represent. Modules of `ibp.nn`
     make this list when they take a table; call `table.prepare_linear()` to make it for a table of your own. With the
     list, calls do not synchronise, and they allocate only their result and, for more than 64 vectors, a workspace. They
     can be captured in a CUDA graph, or compiled with fullgraph=True and mode="reduce-overhead", from the first call on.
-    Without the list, the first call makes it. Graphs that are captured, and code that is compiled, before the list is
-    made decode W in every call, and a warning says so once. The list counts in the table's `nbytes`. It is made anew
-    after the table has changed; then compile and capture again.
+    Without the list, the first call makes it. A graph that is captured, or code that is compiled, before the list is
+    made decodes W in every call, and a warning says so once. The table's `nbytes` includes the list. After the table
+    has changed, the list is made anew; compile and capture again then.
 
-    A row is kept decoded beside the list, and torch multiplies by it, if it is stored raw, is a default row, or has
-    more escaped weights than both 64 and K / 128. If more than one row in 32 is such a row, all of W is decoded in
-    every call.
+    Some rows are kept decoded beside the list, and torch multiplies by them: rows that are stored raw, default rows,
+    and rows with more than 64 escaped weights that are also more than K / 128. If more than one row in 32 is such a
+    row, all of W is decoded in every call.
 
     Example:
         >>> x, weight = torch.randn(2, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()
@@ -156,8 +156,8 @@ def _one_for_each(name: str, given: Sequence[torch.Tensor | None] | None, tables
 
 
 def slot_bytes_for(columns: int, dtype: torch.dtype = torch.bfloat16) -> int | None:
-    """Returns `slot_bytes` for a table of rows in the form that the kernel multiplies. Slots of long rows have 32 bytes
-    for escapes. Returns None if the kernel does not take such rows. columns: elements of a row."""
+    """Returns the `slot_bytes` that a table needs for the kernel to multiply its rows. Slots of long rows have 32 bytes
+    for escapes. Returns None if the kernel does not take such rows. columns: the number of elements of a row."""
     if dtype != torch.bfloat16 or columns == 0 or columns % COLUMN_UNIT or 2 * columns > _core.MAX_ROW_BYTES:
         return None
     least = coded_row_bytes(columns) + (_SYMBOL_BYTES if columns >= _LONG_COLUMNS else 0)
@@ -171,7 +171,7 @@ def _product(
     out: torch.Tensor | None = None,
     check: bool = False,
 ) -> torch.Tensor:
-    """Returns the result of `linear` for one table. If the kernel multiplies, the result has no gradient."""
+    """Computes `linear` for one table. If the kernel multiplies, the result has no gradient."""
     if torch.is_autocast_enabled(x.device.type):
         x, bias = _as_autocast(x), None if bias is None else _as_autocast(bias)
     escapes = None
@@ -199,8 +199,8 @@ def _product(
 def _products(
     x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor] | None:
-    """Computes `linear` for several tables in one launch. Returns the results. Returns None if gradients are wanted, if
-    there is only one table, or if the kernel cannot multiply by all tables together."""
+    """Computes `linear` for several tables in one launch. Returns the results, or None if it computes nothing: if
+    gradients are wanted, if there is only one table, or if the kernel cannot multiply by all tables together."""
     if len(tables) == 1 or x.is_nested or any(wants_gradients(x, bias) for bias in biases):
         return None
     x, biases = _as_autocast(x), [None if bias is None else _as_autocast(bias) for bias in biases]
@@ -227,14 +227,15 @@ def _products(
 
 
 def _multiply_irregular(x: torch.Tensor, escapes: Escapes, bias: torch.Tensor | None, result: torch.Tensor) -> None:
-    """Writes the columns of the result that belong to irregular rows, which torch multiplies."""
+    """Multiplies x by the irregular rows of a table, by torch's function, and writes their columns of the result."""
     vectors = x.detach().reshape(-1, x.shape[-1])
     irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])
     result.view(len(vectors), -1).index_copy_(1, escapes.rows, irregular)
 
 
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:
-    """Returns x in the dtype in which torch's products take it while autocast is active; otherwise x itself."""
+    """Returns x in the dtype to which autocast would convert it for a product. Returns x itself if autocast is not
+    active."""
     kind = x.device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return x
@@ -279,14 +280,14 @@ def _are_near(x: torch.Tensor, table: Any, bias: torch.Tensor | None = None) -> 
 
 def _are_few(x: torch.Tensor, num_rows: int) -> bool:
     """Returns whether x has so few vectors that the kernel multiplies them faster than torch does after decoding the
-    weights. num_rows: of the matrix, or of all matrices together."""
+    weights. num_rows: the number of rows of the matrix, or of all matrices together."""
     num_vectors = x.numel() // x.shape[-1]
     return num_vectors <= MOST_VECTORS or num_vectors <= most_vectors(x.device, num_rows)
 
 
 def most_vectors(device: torch.device, num_rows: int) -> int:
     """Returns the largest number of vectors that a GPU multiplies by coded weights faster than by weights that have to
-    be decoded first. num_rows: of the matrix, or of all matrices together."""
+    be decoded first. num_rows: the number of rows of the matrix, or of all matrices together."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return MOST_VECTORS
     return min(MOST_90, max(LEAST_90, num_rows // 16))
@@ -308,9 +309,9 @@ def linear_groups(
     """Returns the products of groups of vectors, each group with one matrix of a stack, as
     `torch.nn.functional.linear` multiplies.
 
-    On a GPU, a kernel multiplies if `escapes_for_groups` returns escapes. It reads only the coded bytes of a matrix,
-    once for each of the matrix's groups, and the call does not synchronise. Otherwise the matrices of the groups are
-    decoded one after the other, and the call waits for groups that are on a GPU.
+    On a GPU, a kernel multiplies if `escapes_for_groups` returns escapes. The kernel reads only the coded bytes of a
+    matrix, once for each of the matrix's groups, and the call does not synchronise. Otherwise the matrices are decoded
+    one after the other; if `groups` is on a GPU, the call then waits for its values.
 
     Example:
         >>> x, stack = torch.randn(3, 64).bfloat16(), torch.randn(4, 32, 64).bfloat16()
@@ -328,7 +329,7 @@ def linear_groups(
         rows: the number of rows of each matrix.
         order: int64 [V] on the device of x, such as `group_vectors` returns: position v in the groups stands for vector
             order[v]. None: position v stands for vector v.
-        sharing: the number of consecutive vectors that are the same row of x. It is 1 if order is None.
+        sharing: each row of x stands for this number of consecutive vectors. It must be 1 if order is None.
         out: tensor [V, rows] of the table's dtype, contiguous and on the device of x, to write to.
 
     Returns:
@@ -338,8 +339,8 @@ def linear_groups(
     Raises:
         TypeError: an argument is of another type, groups is not int32, order is not int64, or out has another dtype.
         ValueError: shapes do not fit; groups, order or out is on another device than x; or out is not contiguous.
-        IndexError: a group, or a number in order, is out of range. The kernel does not raise: such a group ends the
-            list, and the results of such a number are undefined.
+        IndexError: a group, or a number in order, is out of range. The kernel does not raise this: for the kernel such
+            a group ends the list, and the results of such a number are undefined.
         CorruptTableError: as for `linear`.
     """
     check_table(table)
@@ -376,11 +377,11 @@ def multiply_groups(
     sharing: int,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiplies as `linear_groups`, by the kernel. The arguments are not checked.
+    """Computes `linear_groups` by the kernel, without checking the arguments, and writes the result to out.
 
     Args:
         escapes: the table's entry in the result of `escapes_for_groups`.
-        groups: contiguous, at least one.
+        groups: as in `linear_groups`, contiguous, with at least one group.
     """
     torch.ops.ibp.linear_groups.default(
         escapes.slots,
@@ -413,12 +414,12 @@ def _check_order(order: Any, sharing: int, num_vectors: int, device: torch.devic
 
 
 def escapes_for_groups(x: torch.Tensor, tables: Sequence[Table], rows: Sequence[int]) -> list[Escapes] | None:
-    """Returns the escapes of stacks of matrices that the kernel can multiply by vectors such as x. Returns None if it
-    cannot, for example because rows are irregular.
+    """Returns the escapes of each of several stacks of matrices, for products of vectors such as x. Returns None if the
+    kernel cannot multiply by one of the stacks, for example because it has irregular rows.
 
     Args:
         tables: the stacks.
-        rows: the number of rows of a matrix, for each stack.
+        rows: for each stack, the number of rows of each of its matrices.
     """
     if any(number % _ROWS_OF_STACKS for number in rows) or not all(_are_near(x, table) for table in tables):
         return None
@@ -449,8 +450,8 @@ def _multiply_one_by_one(
 
 
 def group_vectors(matrices: torch.Tensor, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the groups of vectors for `linear_groups`. On a GPU one short kernel makes them, and the call does not
-    synchronise.
+    """Divides vectors into groups of the same matrix, for `linear_groups`. On a GPU one short kernel does this, and the
+    call does not synchronise.
 
     Example:
         >>> group_vectors(torch.tensor([3, 1, 7, 1]), num_matrices=5)

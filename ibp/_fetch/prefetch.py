@@ -57,8 +57,8 @@ class Prefetch(OfThisProcess):
         return self._result
 
     def close(self) -> None:
-        """Releases the result. Later prefetches on the same stream begin after the work that is now queued on the
-        current stream, so that they may write to the same memory. A second call does nothing."""
+        """Releases the result. Later prefetches on the same stream wait for the work that is now queued on the current
+        stream, so they may write to the same memory. A second call does nothing."""
         if self._result is not None and self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._result.device))
         self._result = None
@@ -90,7 +90,7 @@ def prefetch(
     max_sms: int | None = None,
     path: str | None = None,
 ) -> Prefetch:
-    """See `CompressedTensor.prefetch`."""
+    """Starts a prefetch: the implementation of `CompressedTensor.prefetch`."""
     target = memory.canonical(_target(table, ids, device, out))
     if target.type != "cuda":
         return Prefetch(_fetch(table, ids, target, out, max_sms, path), None, out is None)

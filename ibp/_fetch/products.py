@@ -1,5 +1,5 @@
-"""Gradients of products with a table's matrix. backward decodes the matrix again, so that autograd does not have to
-keep it."""
+"""Gradients of products with a table's matrix. The backward pass decodes the matrix again, so autograd does not have to
+keep the decoded matrix."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 def differentiable(
     product: Product, x: torch.Tensor, table: Table | Any, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns product(x, table, bias) with gradients: x [..., K] times the transposed matrix [N, K] of a table, plus
-    bias [N].
+    """Returns product(x, table, bias), which is x [..., K] times the transposed matrix [N, K] of a table, plus bias
+    [N], with gradients of x and bias.
 
-    Autograd keeps the matrix until backward in two cases: if the source is not a table, because then nothing counts
-    changes of its rows; and inside transforms of torch.func, which do not support an autograd.Function of this kind.
+    Autograd keeps the decoded matrix until backward in two cases: if the source is not a table, because backward could
+    not find out whether its rows have changed; and inside transforms of torch.func, which do not support an
+    autograd.Function of this kind.
     """
     if not wants_gradients(x, bias) or not isinstance(table, Table) or is_transformed():
         return product(x, table, bias)
@@ -34,8 +35,8 @@ def wants_gradients(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 
 def is_transformed() -> bool:
-    """Returns whether forward-mode gradients are computed or transforms of torch.func are active. Neither can look
-    into a kernel."""
+    """Returns whether forward-mode gradients are being computed or transforms of torch.func are active. The kernels
+    support neither."""
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
@@ -65,7 +66,7 @@ def _times(x: torch.Tensor, table: Table) -> torch.Tensor:
     """Returns x [M, N] times the matrix [N, K] of a table."""
     if not torch.compiler.is_compiling():
         return x @ matrix_of(table, x.device).to(x.dtype)
-    # The operation decodes and multiplies at once. A compiler would move an operation that only decodes to the forward
-    # pass, and keep the decoded matrix until backward.
+    # One operation both decodes and multiplies. If an operation only decoded, a compiler would move it to the forward
+    # pass and keep the decoded matrix until backward.
     worker = worker_of(table, x.device)
     return torch.ops.ibp.times_matrix.default(handle_on(table, worker).table, x, table.shape[1], table.dtype, worker)

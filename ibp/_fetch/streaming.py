@@ -1,9 +1,9 @@
 """Decodes whole tensors: `decompress`.
 
-Stored bytes in pinned host memory come to a GPU on one of two paths: one kernel fetches and decodes them, or, if they
-are many, the copy engine brings them through a ring of buffers while earlier chunks are decoded (`TensorStream`, which
-`ibp.offload` uses, too). Several tables share one stream, and tables that a GPU decodes in its own memory share
-launches."""
+Stored bytes in pinned host memory come to a GPU on one of two paths. Either one kernel fetches and decodes them. Or, if
+there are enough of them, the copy engine brings them through a ring of buffers while earlier chunks are decoded
+(`TensorStream`, which `ibp.offload` uses, too). Several tables share one such stream. Tables that are in the memory of
+the GPU that decodes them share launches."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from .._rows.table import Table, handle_on
 from .._schemes.codebook import coder_rates
 from .calls import IN_ORDER, check_out, check_path, check_table, sms_of, target_of, worker_of
 
-# Number of SMs that decode a stream of tables. On one H200, 32 SMs keep up with the link for every dtype (FP8 needs 32,
-# BF16 needs 8). A model that computes for as long as its weights take to arrive becomes slower by 1 % with 32 SMs, and
-# by 4 % with 8: the fewer SMs decode, the longer a decoder that starts in a gap between two kernels delays the next
-# kernel.
+# Least number of SMs that decode a stream of tables. On one H200, 32 SMs keep up with the link for every dtype (FP8
+# needs 32, BF16 needs 8). If the computations of a model take as long as its weights take to arrive, decoding makes the
+# model slower by 1 % with 32 SMs, and by 4 % with 8. The reason: if a decoder starts in a gap between two kernels of
+# the model, the next kernel waits for it, and with fewer SMs it takes longer.
 STREAM_SMS = 32
-_RING_BYTES = 32 << 20  # Size in bytes of the staging buffers on the GPU, which are kept for a stream's next request.
+# Size in bytes of the ring of staging buffers on the GPU. The ring is kept for the next request on the same stream.
+_RING_BYTES = 32 << 20
 _decode_bytes = torch.ops.ibp.decode_bytes.default
 PATHS = ("copy", "gpu")
-# A stream gets this many times the SMs that decode at the rate of the copy engine, because chunks begin late and end
-# unevenly.
+# A stream gets 1.75 times the number of SMs that decode at the rate of the copy engine, because decoding a chunk begins
+# late, and its blocks end at different times.
 _SPARE_SMS = 1.75
 
 
@@ -75,14 +76,14 @@ def decompress(
     ring of staging buffers of 32 MiB. Meanwhile the GPU decodes the bytes there, on streams of its own, and the current
     stream waits for these streams. Less than 64 MiB is fetched by one kernel instead. If out is on the GPU, and the
     table is pinned or on that GPU, the call does not synchronise. It can then be captured in a CUDA graph after one
-    call outside the graph, and the graph keeps the ring. Inside torch.compile, which also needs one call outside it, a
-    kernel always fetches.
+    call outside the graph, and the graph keeps the ring. Code inside torch.compile also needs one call outside of it;
+    there, a kernel always fetches the bytes.
 
     If several tables in pinned host memory go to one GPU, they come as one stream through one ring. The copies for one
-    tensor run while the tensor before it is still being decoded, so that the link is busy from the first tensor to the
-    last, however small they are. Tables that a GPU decodes in its own memory share launches: among every 32 tables, one
-    launch decodes all that have the same scheme, the same element size and about the same length of rows, up to 2 KiB.
-    All arguments are checked before anything is written.
+    tensor run while the previous tensor is still being decoded, so the link is busy from the first tensor to the last,
+    however small they are. Tables in the memory of the GPU that decodes them share launches: among every 32 tables, one
+    launch decodes all that have the same scheme, the same element size and about the same row length, up to 2 KiB. All
+    arguments are checked before anything is written.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -144,7 +145,7 @@ def _decode_itself(
     max_sms: int | None,
     path: str | None,
 ) -> torch.Tensor:
-    """Returns the tensor of an object that is not a table and has a method `decompress`."""
+    """Returns the tensor of an object that is not a table, by its own method `decompress`."""
     if max_sms is not None or path is not None:
         raise ValueError(f"max_sms and path are for tables; an ibp.{type(source).__name__} has neither")
     result = source.decompress(device=device, out=out)
@@ -163,8 +164,8 @@ def decode_items(
     max_sms: int | None = None,
     path: str | None = None,
 ) -> torch.Tensor:
-    """Returns the items first_item to last_item - 1 of a table, in order. If last_item is None, returns the whole
-    tensor in its own shape."""
+    """Decodes the items first_item to last_item - 1 of a table, in order. If last_item is None, decodes the whole table
+    and returns it in its own shape. The other arguments are those of `decompress`."""
     if not isinstance(table, Table):
         check_table(table)
     is_compiling = torch.compiler.is_compiling()
@@ -218,11 +219,13 @@ def _decode(
     sms: int,
     stream: TensorStream | None,
 ) -> torch.Tensor:
-    """Decodes bytes [start, end) of a table's tensor on the worker device, and copies them to the target device.
+    """Decodes bytes [start, end) of a table's tensor on the worker device. Returns them as a tensor of the given shape
+    on the target device, or writes them to out.
 
     Args:
         handle: the table's handle for the worker.
-        stream: the stream through which the copy engine brings the stored bytes. None: a kernel reads them in place.
+        stream: the stream through which the copy engine brings the stored bytes. None: the worker reads them where they
+            are.
     """
     is_compiling, on_cpu = torch.compiler.is_compiling(), worker.type == "cpu"
     fault = new_record() if on_cpu and not is_compiling else handle.parts.fault
@@ -247,7 +250,7 @@ def _decode(
 
 
 def _stored_bytes(table: Table, num_bytes: int) -> int:
-    """Returns about how many bytes of slots and overflow hold num_bytes bytes of a table's tensor."""
+    """Returns the approximate size in bytes of the slots and overflow that hold num_bytes bytes of a table's tensor."""
     return (table.slots.numel() + table.overflow.numel()) * num_bytes // max(1, table.geometry.num_bytes)
 
 
@@ -255,10 +258,10 @@ def _stored_bytes(table: Table, num_bytes: int) -> int:
 
 
 def _copies(worker: torch.device, stored_bytes: int, sms: int, path: str | None) -> bool:
-    """Returns whether the copy engine brings rows over the link.
+    """Returns whether the copy engine brings rows over the link. Otherwise a kernel fetches them.
 
-    If the caller limits the number of SMs, a kernel fetches the rows instead: the caller probably has other kernels
-    that keep SMs busy for long, and every chunk of a stream would have to wait for SMs."""
+    If the caller limits the number of SMs and names no path, a kernel fetches the rows: the caller probably has other
+    kernels that keep SMs busy for long, and every chunk of a stream would have to wait for free SMs."""
     if path is not None or sms or torch.compiler.is_compiling():
         return path == "copy"
     return stored_bytes >= calibration.in_force(worker).least_streamed_bytes
@@ -281,7 +284,8 @@ def _refuse(path: str, table: Table, crosses: bool, target: torch.device) -> Non
 
 
 class _DecodeJob(NamedTuple):
-    """A table that is to be decoded on the worker device. The result goes to the target device."""
+    """A table to decode on the worker device. The result goes to `out` or, if it is None, to a new tensor on the target
+    device."""
 
     table: Table
     out: torch.Tensor | None
@@ -303,7 +307,7 @@ class _DecodeJob(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the table is not empty and a GPU decodes it directly into the result, which is contiguous."""
+        """Whether the table is not empty, and a GPU decodes it directly into a contiguous result in its memory."""
         if self.worker.type != "cuda" or self.worker != self.target or not self.table.original_bytes:
             return False
         is_direct = self.out is None or (self.out.shape == self.table.shape and self.out.is_contiguous())
@@ -311,8 +315,8 @@ class _DecodeJob(NamedTuple):
 
 
 def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str | None) -> list[torch.Tensor]:
-    """Decodes all jobs and returns their results. All work is queued before any result is waited for; only results
-    that go to the CPU are waited for. The tables that cross the link to one GPU share a stream."""
+    """Decodes all jobs and returns their results. Tables that cross the link to one GPU share a stream. The host waits
+    only for results that go to the CPU, and for all if check is set, and not before the work of all jobs is queued."""
     sms = sms_of(max_sms)
     if path is not None:
         check_path(path, PATHS)
@@ -355,9 +359,9 @@ def _decode_job(job: _DecodeJob, sms: int, stream: TensorStream | None) -> torch
 def _decode_together(
     jobs: list[_DecodeJob], streams: Sequence[TensorStream | None], sms: int
 ) -> dict[int, torch.Tensor]:
-    """Decodes the jobs that do not need a stream and whose results are contiguous on a GPU. Tables that the same kernel
-    decodes share launches. Returns the results by the numbers of their jobs. Jobs that are missing in it have not been
-    done."""
+    """Decodes the jobs that have no stream and whose results are contiguous on a GPU. Tables that the same kernel
+    decodes share launches. Returns the results in a dictionary, by the positions of their jobs. Jobs that are missing
+    from it have not been done."""
     groups: dict[torch.device, list[int]] = {}
     for number, (job, stream) in enumerate(zip(jobs, streams)):
         if stream is None and job.is_plain:
@@ -383,8 +387,12 @@ def _decode_together(
 
 
 def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:
-    """Returns how many SMs of a device decode num_bytes bytes of a table faster than the copy engine brings their
-    stored bytes."""
+    """Returns the number of SMs of a device that decode faster than the copy engine brings the stored bytes.
+
+    Args:
+        num_bytes: size in bytes of the part of the tensor that is decoded.
+        stored_bytes: size in bytes of that part as it is stored.
+    """
     machine = calibration.in_force(device)
     rates = machine.pairs if table.codebook is None else coder_rates(table.codebook, machine)
     brought_gbps = machine.copy_in_gbps * num_bytes / max(1, stored_bytes)
@@ -392,25 +400,26 @@ def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_
 
 
 def streamed_sms(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:
-    """Returns the number of SMs that decode a stream, unless the caller gives a number."""
+    """Returns the number of SMs that decode a stream if the caller does not limit it. The arguments are those of
+    `sms_at_link_rate`."""
     return max(STREAM_SMS, sms_at_link_rate(table, device, num_bytes, stored_bytes))
 
 
-# Streamers that are not in use, and the rings that they own. The key is (device, stream, whether a CUDA graph was being
-# captured): a ring must not be used on a stream other than its own, and the ring of a captured stream belongs to the
-# graph.
+# Streamers that are not in use, each with its ring, or with None if it has no ring. The key is (device, stream, whether
+# a CUDA graph was being captured), because a ring must be used only on its own stream, and the ring of a captured
+# stream belongs to the graph.
 _idle_streamers: dict[tuple[int, int, bool], list[tuple[_core.Streamer, torch.Tensor | None]]] = {}
 
 
 class TensorStream:
     """A stream of tables from pinned host memory to one GPU, one after the other, through a ring of staging buffers.
 
-    While a table is decoded, the copy engine already copies the next one, whatever the current stream is waiting for.
-    This also holds from one request to the next one on the same stream, because a ring of the usual size is kept for
-    the next request.
+    While a table is decoded, the copy engine already copies the next table, whatever the current stream is waiting for.
+    A ring of the usual size is kept for the next `TensorStream` on the same stream, so the copies for its first table
+    also begin while the last table of this one is decoded.
 
     Args:
-        device: the GPU. The current stream waits for every table. The ring's memory is allocated on this stream.
+        device: the GPU. Its current stream waits for every table, and the ring's memory is allocated on this stream.
         num_tables: the number of tables, so that the last one can end in small chunks. None: the number is not known.
         ring_bytes: size in bytes of the ring, which holds four chunks; also an attribute. None: 32 MiB. With a larger
             ring the copy engine pauses less often, and the host issues fewer calls.
@@ -442,17 +451,17 @@ class TensorStream:
 
         Args:
             worker: the GPU of the stream.
-            sms: the largest number of SMs that decode. 0: as many as keep up with the link.
+            sms: the largest number of SMs that decode. 0: the number that keeps up with the link.
             out: receives the bytes; contiguous, on the worker.
-            fault: the record in which faults are noted.
+            fault: the fault record to write to.
         """
         self.issue(self.prepare(table, start, end, worker, sms, out, fault))
 
     def prepare(
         self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
     ) -> tuple[Any, ...]:
-        """Returns the arguments of `issue`. They can be used again if the same bytes are to be decoded to the same
-        memory. Arguments as in `decode`."""
+        """Returns the argument of `issue`. The caller may use it again to decode the same bytes to the same memory. The
+        arguments are those of `decode`."""
         stored_bytes = _stored_bytes(table, end - start)
         return (
             (handle_on(table, worker).table, table.bases, start, end, self._streamer.address),
@@ -460,7 +469,7 @@ class TensorStream:
         )
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
-        """Queues the decoding that `prepare` has prepared."""
+        """Queues the decoding for which `prepare` has returned the argument."""
         self._num_done += 1
         begins = self._num_done == 1 and not self._continues
         ends, self._failed = self._num_done == self._num_tables, True
@@ -468,7 +477,7 @@ class TensorStream:
         self._failed = False
 
     def close(self) -> None:
-        """Returns the streamer and the ring to those that are not in use."""
+        """Keeps the streamer and the ring for the next `TensorStream`, unless work has failed."""
         if not self._failed:  # After a failure it is not known which bytes are still on their way through the ring.
             has_begun = self._num_done > 0 or self._continues
             self._idle.append((self._streamer, self._ring if self._keeps_ring and has_begun else None))

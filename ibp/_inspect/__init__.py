@@ -1,2 +1,2 @@
-"""What is in a file: bytes by part, bits by use, savings by tensor; as a report, a plot and a page. And what this
-installation is."""
+"""Reports on the content of files: the bytes of each part, the use of each bit, and the savings of each tensor; as
+data, as a plot and as a page. Also describes this installation."""

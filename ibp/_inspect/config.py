@@ -1,4 +1,4 @@
-"""What this installation is and can do: `show_config`, and the first lines of `ibp doctor`."""
+"""Describes this installation: `show_config`, and the first lines of `ibp doctor`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from .. import _core
 from .._fetch import gather, streaming
 from .._machine import calibration, memory
 
-_CPU_FEATURES = {1: "AVX2 and BMI2", 2: "AVX-512"}  # by the bits of enum ibp_cpu_feature
+_CPU_FEATURES = {1: "AVX2 and BMI2", 2: "AVX-512"}  # Names for the bits of enum ibp_cpu_feature.
 
 
 def show_config() -> None:
-    """Prints how ibp was built, what it runs on, and which paths rows can take to a GPU: for bug reports.
+    """Prints how ibp was built, on what machine it runs, and on which paths rows can come to a GPU. Use it in bug
+    reports.
 
     Example:
         >>> ibp.show_config()
@@ -27,8 +28,8 @@ def show_config() -> None:
 
 
 def config(device: torch.device) -> dict[str, str]:
-    """Returns what `show_config` prints, by the first word of a line. device: the device whose rates and paths are
-    listed."""
+    """Returns the lines that `show_config` prints: texts by the names at the beginning of the lines. device: the device
+    whose calibration and paths are listed."""
     features = _core.cpu_features()
     coders = [name for bit, name in _CPU_FEATURES.items() if features & bit] or ["plain C"]
     kernels = "not built (without nvcc, or with IBP_NO_CUDA=1)"

@@ -1,6 +1,5 @@
-"""Pictures of reports: a plot of the entropy of bits, how they are stored, and how much each tensor saves, which needs
-matplotlib; and a page of HTML, which needs no other file: page.html, page.css and page.js, with the data between
-them."""
+"""Makes pictures of reports. The plot, which needs matplotlib, shows the entropy of each bit, how bits are stored, and
+how much each tensor saves. The HTML page is a single file, made of page.html, page.css, page.js and the data."""
 
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ from .report import FileReport, TensorContents
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The same colours as on the page. No colour has two meanings in one plot.
+# The colours are those of the page. No colour has two meanings in one plot.
 USES = {"kept as it is": "#0072b2", "ranked symbol": "#e69f00", "left out": "#c9ced3"}
 _SCHEMES = {"planes": "#009e73", "ibp": "#cc79a7", "raw": "#8f2d00", "plain": "#8c6d46"}
 _OTHER_SCHEME = "#6b5fa8"
-_MOST_GROUPS = 4  # dtypes that are drawn: those with the most bytes
-_MOST_ROWS = 32  # the largest number of rows in a panel
-_LINE_LENGTH = 36  # characters of a name in a line; a name may take two lines
+_MOST_GROUPS = 4  # Largest number of dtypes that are drawn. Those with the most bytes are drawn.
+_MOST_ROWS = 32  # Largest number of rows in a panel.
+_LINE_LENGTH = 36  # Largest number of characters in a line of a name. A name may take two lines.
 _FONT = 9
 _LEGEND: dict[str, Any] = {"fontsize": _FONT, "handlelength": 1, "columnspacing": 1, "frameon": False}
-# Where the fields of a float begin, counted from the most significant bit.
+# For each dtype, the first bit of each field of a float, counted from the most significant bit.
 FIELDS = {
     "bfloat16": ((0, "sign"), (1, "exponent"), (9, "mantissa")),
     "float16": ((0, "sign"), (1, "exponent"), (6, "mantissa")),
@@ -47,7 +46,7 @@ FIELDS = {
 
 
 def draw(files: Sequence[FileReport]) -> bytes:
-    """Returns a PNG of the files' tensors.
+    """Draws the plot of the files' tensors. Returns a PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -70,13 +69,13 @@ def draw(files: Sequence[FileReport]) -> bytes:
     _draw_savings(figure.add_subplot(grid[-1, :]), rows, files)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # names may have any characters
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # Names may have any characters.
         figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
 
 
 def require_matplotlib() -> Any:
-    """Returns matplotlib, with its figures imported. Raises ImportError if it is not installed."""
+    """Imports matplotlib and matplotlib.figure. Returns matplotlib. Raises ImportError if it is not installed."""
     try:
         import matplotlib.figure
     except ImportError:
@@ -92,7 +91,7 @@ def plain(name: str, most: int) -> str:
 
 
 def _groups(reports: Sequence[TensorContents]) -> dict[str, list[TensorContents]]:
-    """Groups reports that have bits by dtype, those with the most bytes first."""
+    """Groups the reports that have entropies by dtype. Returns the groups with the most bytes, the largest first."""
     found: dict[str, list[TensorContents]] = {}
     for report in reports:
         if report.entropy:
@@ -104,8 +103,10 @@ def _groups(reports: Sequence[TensorContents]) -> dict[str, list[TensorContents]
 
 
 def _rows(reports: Sequence[TensorContents]) -> list[tuple[str, list[TensorContents]]]:
-    """Returns what has a row of its own. If there are few tensors, it is each tensor. Otherwise tensors whose names
-    differ only in numbers share a row; the rows with the most bytes are kept, and the others are joined."""
+    """Divides reports into the rows of a panel. Returns the name and the reports of each row.
+
+    If there are few tensors, each has a row. Otherwise tensors whose names differ only in numbers share a row. If there
+    are still too many rows, those with the fewest bytes are joined into one row, "others"."""
     if len(reports) <= _MOST_ROWS:
         return [(report.name, [report]) for report in reports]
     kinds: dict[str, list[TensorContents]] = {}
@@ -118,17 +119,17 @@ def _rows(reports: Sequence[TensorContents]) -> list[tuple[str, list[TensorConte
 
 
 def _bytes(reports: Sequence[TensorContents | FileReport]) -> tuple[int, int]:
-    """Returns the bytes before and after coding."""
+    """Returns the sizes in bytes before and after coding, summed over the reports."""
     return sum(report.original_bytes for report in reports), sum(report.stored_bytes for report in reports)
 
 
 def _labels(rows: Sequence[tuple[str, list[TensorContents]]]) -> list[str]:
-    """Returns the names of rows, in lines that end where words of a name end, and how many tensors each row has."""
+    """Returns the labels of rows: each name, in one or two lines, and the number of tensors if a row has several."""
     return ["\n".join(_lines(name)) + (f" ({len(own)} tensors)" if len(own) > 1 else "") for name, own in rows]
 
 
 def _lines(name: str) -> list[str]:
-    """Returns one or two lines of a name. They are split after the last dot, slash or underscore that leaves both
+    """Divides a name into one or two lines. It is split after the last dot, slash or underscore at which both lines are
     short enough."""
     shown = plain(name, 2 * _LINE_LENGTH - 8)
     if len(shown) <= _LINE_LENGTH:
@@ -162,7 +163,8 @@ def _draw_entropy(figure: Any, axes: Axes, dtype: str, rows: Sequence[tuple[str,
 
 
 def _mean(field: str, reports: Sequence[TensorContents]) -> np.ndarray:
-    """Returns a number for each bit, averaged by bytes."""
+    """Returns the mean of a field of the reports that has a number for each bit. Tensors are weighted by their
+    sizes."""
     width = len(reports[0].entropy)
     values = [getattr(report, field) or [0.0] * width for report in reports]
     mean: np.ndarray = np.average(values, axis=0, weights=[report.original_bytes for report in reports])
@@ -170,7 +172,7 @@ def _mean(field: str, reports: Sequence[TensorContents]) -> np.ndarray:
 
 
 def _mark_bits(axes: Axes, dtype: str, width: int) -> None:
-    """Names the bits, and separates the fields of a float."""
+    """Labels the bits on the x axis, and draws lines between the fields of a float."""
     step = 1 if width <= 8 else 2 if width <= 16 else 4 if width <= 32 else 8
     bits = [bit for bit in range(width) if (width - 1 - bit) % step == 0]
     axes.set_xticks(bits, [str(width - 1 - bit) for bit in bits], fontsize=_FONT)
@@ -197,8 +199,9 @@ def _draw_uses(axes: Axes, dtype: str, group: Sequence[TensorContents]) -> None:
 
 
 def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]], files: Sequence[FileReport]) -> None:
-    """Draws a bar for each row. If the row has several tensors, a line goes from the one that saves least to the one
-    that saves most. The title is about the files, headers included."""
+    """Draws a bar for the savings of each row. If a row has several tensors, a line reaches from the savings of the
+    tensor that saves least to those of the one that saves most. The title gives the savings of the files as a whole,
+    headers included."""
     drawn: set[str] = set()
     highest = lowest = 0.0
     for at, (_, own) in enumerate(rows):
@@ -231,7 +234,8 @@ def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]], 
 
 
 def make_page(files: Sequence[FileReport]) -> str:
-    """Returns the page. All text of the files is data in it: no name can become markup or code."""
+    """Returns the text of the HTML page. Text from the files is escaped or stored as JSON, so no name can become markup
+    or code."""
     title = ", ".join(file.path for file in files)
     style, script = (_resource(name) for name in ("page.css", "page.js"))
     parts = {
@@ -249,14 +253,14 @@ def _resource(name: str) -> str:
 
 
 def _inline(data: Any) -> str:
-    """Returns JSON that can be in a script element: it has no character that begins or ends markup."""
+    """Returns data as JSON that can stand in a script element: it has no character that begins or ends markup."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _data(files: Sequence[FileReport]) -> dict[str, Any]:
-    """Returns what page.js draws. Each codebook's description is there once; parts and fields of floats are there by
-    name."""
+    """Returns the data that page.js draws. The description of a codebook is stored once, and tensors refer to it by its
+    position in the list "codebooks"."""
     codebooks: dict[str, int] = {}
     return {
         "fields": {
@@ -270,7 +274,8 @@ def _data(files: Sequence[FileReport]) -> dict[str, Any]:
 
 
 def _tensor(report: TensorContents, codebooks: dict[str, int]) -> dict[str, Any]:
-    """Returns a report without most entries that are empty or zero."""
+    """Returns the data of one report. Values that are empty or zero are left out, except for some that page.js always
+    needs. codebooks: the position of each description of a codebook; a new description is added."""
     values = vars(report) | {
         "codebook": codebooks.setdefault(report.codebook, len(codebooks)) if report.codebook else None,
         "left_out": report.left_out if any(report.left_out) else [],

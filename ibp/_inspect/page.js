@@ -1,5 +1,5 @@
 "use strict";
-// Draws the data of the page. Text of the files goes into the page as text nodes and attributes only, never as markup.
+// Draws the data of the page. Text from the files becomes text nodes and attributes only, never markup.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const tensors = data.files.flatMap((file) =>
@@ -49,12 +49,12 @@ const PART_ORDER = [
   "positions",
 ];
 const USES = [["kept as it is", "kept"], ["ranked symbol", "ranked"], ["left out", "left"]];
-const MARGIN = 44; // of charts, for the labels on their left
+const MARGIN = 44; // Width in pixels of the margin to the left of a chart, for its labels.
 const MOST_KINDS = 24;
 let sorting = { column: null, down: false };
 let shown = [];
 let drawnWidth = 0;
-let current = -1; // of tensors; -1: all of them
+let current = -1; // The position in `tensors` of the tensor that is shown. -1: all of them.
 
 // ---- elements ----
 
@@ -76,7 +76,8 @@ function color(kind) {
   return `var(--${kind})`;
 }
 
-// A bar, a column or a strip; hint is what it shows under the mouse and to readers of the screen.
+// Draws a rectangle: a bar, a column or a strip. hint: the text that appears under the mouse and is read by screen
+// readers.
 function box(svg, kind, x, y, width, height, hint) {
   const made = drawn("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height) });
   made.style.fill = color(kind);
@@ -88,7 +89,7 @@ function label(svg, x, y, text, anchor = "start") {
   svg.append(drawn("text", { x, y, "text-anchor": anchor }, text));
 }
 
-// One unit is one pixel: text of a chart has the size of the page's.
+// Makes an empty chart. One unit is one pixel, so text in the chart is as large as it would be on the page.
 function chart(width, height, label) {
   return drawn("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
 }
@@ -103,7 +104,7 @@ function caption(text) {
   return element("p", { class: "soft" }, text);
 }
 
-// A name, which may break after its dots and slashes, and after underscores where its words are long.
+// Returns a name that may break after dots and slashes, and after the underscores of words of more than 20 characters.
 function broken(name) {
   const words = name.split(/(?<=[./])/).flatMap((word) => (word.length > 20 ? word.split(/(?<=_)/) : [word]));
   return words.flatMap((word, at) => (at ? [element("wbr"), word] : [word]));
@@ -198,7 +199,7 @@ function showHeads() {
   document.querySelector("#list thead tr").replaceChildren(...heads);
 }
 
-// ---- what one tensor, or all of them, consist of ----
+// ---- the details of one tensor, or of all tensors ----
 
 function showDetail() {
   const back = element("button", { type: "button", id: "back" }, "Back to the list");
@@ -241,7 +242,7 @@ function factList(facts) {
   return element("dl", {}, ...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
 }
 
-// The mean tensor of a group, weighted by bytes.
+// Returns the mean entropy and the mean uses of each bit over a group of tensors, weighted by their sizes.
 function mean(group) {
   const total = sum(group.map((t) => t.original_bytes)) || 1;
   const ofBit = (key, bit) => sum(group.map((t) => ((t[key] || [])[bit] || 0) * t.original_bytes)) / total;
@@ -313,7 +314,8 @@ function partsOf(parts) {
   return [element("h3", {}, "what the bytes are"), caption(said), svg, element("div", { class: "wide" }, table)];
 }
 
-// Tensors whose names differ in numbers only, the kinds with the most bytes first.
+// Groups tensors whose names differ only in numbers. Returns (name, tensors) of each group, the largest first. The
+// smallest groups are joined into "others".
 function kinds() {
   const found = new Map();
   for (const tensor of tensors.filter((t) => t.original_bytes)) {
@@ -415,7 +417,7 @@ function entriesOf(tensor) {
   return [element("h3", {}, title), caption(said), element("div", { class: "wide" }, table)];
 }
 
-// ---- going through it ----
+// ---- navigation ----
 
 function open(at) {
   location.hash = at < 0 ? "all" : `t${at}`;

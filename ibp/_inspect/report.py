@@ -1,5 +1,5 @@
-"""Reports of files and tensors: how large they are, of which parts they consist, and what their bits do. Files of ibp
-are reported as they are, other files of tensors with what compressing them would save."""
+"""Reports on files and tensors: their sizes, their parts, and how their bits are stored. Files of ibp are reported as
+they are. For other files of tensors, the reports estimate what compressing them would give."""
 
 from __future__ import annotations
 
@@ -31,71 +31,74 @@ from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from .splitting import bit_entropy, count_rows, element_bytes, rounded, scaled, split_table
 
-SAMPLE_BYTES = 1 << 20  # bytes of a tensor that are decoded and counted
-_RUNS = 32  # places of a tensor from which a sample is taken
+SAMPLE_BYTES = 1 << 20  # Size in bytes of the sample of a tensor that is decoded and counted.
+_RUNS = 32  # A sample consists of this number of runs of consecutive rows.
 
-_Read = Callable[[int, int], np.ndarray]  # returns bytes [start, end) of a tensor, uint8
-_Wanted = Callable[[str], bool]  # whether to look into a tensor with a name
+_Read = Callable[[int, int], np.ndarray]  # A function of (start, end): returns these bytes of a tensor, uint8.
+_Wanted = Callable[[str], bool]  # A function of a tensor's name: returns whether to report on the tensor.
 
 
 @dataclass(frozen=True)
 class TensorContents(Saves):
-    """The parts of which a tensor consists."""
+    """The report on one tensor."""
 
-    # name, dtype, shape: of the tensor; dtype has torch's name.
+    # The tensor's name, its dtype by torch's name for it, and its shape.
     name: str
     dtype: str
     shape: tuple[int, ...]
-    # "table": compressed in the file; "delta": a table of differences; "plain": as it is; "estimate": an ordinary
-    # tensor, and what compressing a sample of it tells about the whole; "unknown": this ibp cannot read it.
+    # "table": the file has it compressed; "delta": the file has a table of differences; "plain": the file has it as it
+    # is; "estimate": the file is not one of ibp, and the report is estimated by compressing a sample of the tensor;
+    # "unknown": this version of ibp cannot read it.
     kind: str
-    scheme: str  # "raw", "ibp", "planes", "plain", or the name of an external codec
-    original_bytes: int  # bytes of the tensor
-    # Bytes of everything that the file has, or would have, for it: rows, index, unused room and its share of the
-    # codebook.
+    scheme: str  # "raw", "ibp", "planes", "plain", or the name of an external codec.
+    original_bytes: int  # Size of the tensor in bytes.
+    # Size in bytes of all that the file has, or would have, for the tensor: rows, index, unused room, and a share of
+    # the codebook if several tensors have the same one.
     stored_bytes: int
-    # Bytes by part, which add up to stored_bytes. The parts of coded rows are exact if all rows were counted.
+    # The size of each part in bytes. The sum is stored_bytes. The sizes of the parts of coded rows are exact if all
+    # rows were counted; otherwise they are estimated from a sample.
     parts: dict[str, int]
-    # row_bytes, num_rows, raw_rows, default_rows: bytes of a row, the number of rows, and how many of them are stored
-    # raw, or as default rows without bytes.
+    # The size of a row in bytes, the number of rows, the number of rows that are stored raw, and the number of default
+    # rows, which take no bytes.
     row_bytes: int = 0
     num_rows: int = 0
     raw_rows: int = 0
     default_rows: int = 0
-    sampled_rows: int = 0  # how many rows were decoded and counted
-    clusters: int = 0  # the number of the table's codebooks; 0 without a codebook
-    codebook: str = ""  # a description of the codebook; "" without a codebook
-    # float [w]: the entropy, in bits, of each bit of an element, from the most significant bit. Empty if there are no
+    sampled_rows: int = 0  # Number of rows that were decoded and counted.
+    clusters: int = 0  # Number of the table's codebooks. 0: it has none.
+    codebook: str = ""  # A description of the codebook. "": there is no codebook.
+    # float [w]: the entropy, in bits, of each bit of an element, the most significant bit first. Empty if there are no
     # elements.
     entropy: list[float] = field(default_factory=list)
-    # left_out, ranked: float [w]: the share of the elements in which a bit is not stored, and in which it is part of a
-    # symbol.
+    # left_out, ranked: float [w], for each bit of an element: the fraction of the elements in which the bit is not
+    # stored, and the fraction in which it is part of a symbol. Both are empty if this is not known.
     left_out: list[float] = field(default_factory=list)
     ranked: list[float] = field(default_factory=list)
-    # How many rows have which stored bytes, in bins of equal width from 0 to row_bytes.
+    # A histogram of the stored sizes of rows: the number of rows in each of several bins of equal width from 0 to
+    # row_bytes.
     lengths: list[int] = field(default_factory=list)
-    # (name, meaning, share) of the codebook's most frequent entries.
+    # (name, meaning, share) of the codebook's most frequent entries, as in `Split`.
     entries: list[tuple[str, str, float]] = field(default_factory=list)
-    note: str = ""  # why the tensor could not be looked into; otherwise ""
+    note: str = ""  # Why the tensor could not be read. "": it was read.
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the parts of coded rows are known only from some of the rows."""
+        """Whether the parts of coded rows are estimated from some of the rows."""
         return self.sampled_rows < self.num_rows
 
 
 @dataclass(frozen=True)
 class FileReport(Saves):
-    """The contents of a file, or of a set of files."""
+    """The report on a file, or on a set of files."""
 
-    path: str  # the path as it was given
-    format: str  # "ibp", "safetensors", "npy", "npz" or "torch"
-    is_estimate: bool  # whether stored bytes are those that compressing would give
-    file_bytes: int  # bytes of the files
-    metadata: dict[str, str] = field(default_factory=dict)  # the user's metadata
-    tensors: list[TensorContents] = field(default_factory=list)  # the reports, in the file's order
-    # Bytes of the compressed files that belong to no tensor: headers, checksums, padding. 0 if only some of the tensors
-    # are reported.
+    path: str  # The path as the caller gave it.
+    format: str  # "ibp", "safetensors", "npy", "npz" or "torch".
+    is_estimate: bool  # Whether stored bytes are estimates of what compressing the file would give.
+    file_bytes: int  # Size in bytes of the files as they are.
+    metadata: dict[str, str] = field(default_factory=dict)  # The user's metadata.
+    tensors: list[TensorContents] = field(default_factory=list)  # The reports on the tensors, in the file's order.
+    # Number of bytes in the compressed files that belong to no tensor: headers, checksums, padding. 0 if only some of
+    # the tensors are reported.
     other_bytes: int = 0
 
     @property
@@ -104,12 +107,12 @@ class FileReport(Saves):
 
     @property
     def stored_bytes(self) -> int:
-        """Size in bytes of the compressed files, or, if only some of the tensors are reported, the stored bytes of
-        those tensors."""
+        """Size in bytes of the compressed files. If only some of the tensors are reported, the sum of the stored bytes
+        of these tensors."""
         return sum(tensor.stored_bytes for tensor in self.tensors) + self.other_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what JSON can hold."""
+        """Returns the report as a dictionary that JSON can hold."""
         names = ("file_bytes", "metadata", "original_bytes", "stored_bytes", "savings")
         return {
             "path": self.path,
@@ -126,16 +129,16 @@ class FileReport(Saves):
 def inspect_path(
     path: str | os.PathLike[str], *, wanted: _Wanted = lambda name: True, progress: bool = False
 ) -> FileReport:
-    """Looks into a file of tensors, or a set of files. It reads a few rows of each tensor.
+    """Makes the report on a file of tensors, or on a set of files. Reads only a sample of the rows of each tensor.
 
     Args:
         path: a file of ibp, or any other file that `ibp.checkpoints.compress` takes.
-        wanted: whether to look into a tensor with a name. Other tensors are left out.
+        wanted: returns whether to report on the tensor with a given name.
         progress: whether to show a progress bar.
 
     Raises:
         FileFormatError, SourceFormatError, OSError: the file cannot be read.
-        CorruptTableError: rows that were looked at are damaged.
+        CorruptTableError: rows of the sample are damaged.
     """
     path = os.fspath(path)
     if is_url(path):
@@ -150,8 +153,8 @@ def inspect_path(
 
 
 def _is_ibp(path: str) -> bool:
-    """Returns whether a file, or one of a set, is ibp's. If a file is not a safetensors file, `open_source` reports
-    what it is."""
+    """Returns whether ibp wrote a file, or one of the files of a set. Returns False if it is not a safetensors file;
+    `open_source` then finds out what it is."""
     try:
         return any(not read_header(file).is_plain for file in find_files(Path(path)).files.values())
     except (FileFormatError, FileNotFoundError):
@@ -163,7 +166,8 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
 
 
 def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
-    """Reports tensors as `ibp.checkpoints.compress` would code them: those of a kind share a codebook."""
+    """Makes the report on a file that is not ibp's: estimates how `ibp.checkpoints.compress` would code its tensors.
+    Tensors of the same kind share a codebook, as they do there."""
     codebooks = Codebooks(CheckpointLearning(Options()), list(source.tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
     for name in _bar(source.tensors, progress):
@@ -186,7 +190,7 @@ def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
 
 
 def _bytes_in_file(report: TensorContents) -> int:
-    """Returns the bytes that a file would have for a tensor, without its codebook."""
+    """Returns the size in bytes of a tensor in a compressed file, without its codebook."""
     if report.kind != "estimate":
         return report.stored_bytes
     return table_bytes(report.stored_bytes - report.parts.get("codebook", 0), report.num_rows)
@@ -201,7 +205,8 @@ def _of_ibp(file: File, wanted: _Wanted, progress: bool) -> FileReport:
 
 
 def _codebook_of(file: File, name: str) -> int:
-    """Returns a number that is different for different codebooks of a file; 0 if there is no codebook."""
+    """Returns a number that identifies the codebook of a tensor among those of the file. Returns 0 if the tensor has no
+    codebook, or cannot be read."""
     try:
         codebook = file.info(name).codebook
     except FileFormatError:
@@ -237,8 +242,8 @@ def _of_tensor(file: File, name: str, users: Counter[int]) -> TensorContents:
 
 
 def sample_runs(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Returns ranges [first, last) of the rows to look at, spread evenly over the table; all rows of a small table.
-    Each range begins at a multiple of 32 if the table has enough rows."""
+    """Returns the ranges [first, last) of the rows in a sample. They are spread evenly over the table; for a small
+    table there is one range with all rows. Each range begins at a multiple of 32 if the table has enough rows."""
     wanted = max(_RUNS, SAMPLE_BYTES // max(1, row_bytes))
     if num_rows <= wanted:
         return [(0, num_rows)] if num_rows else []
@@ -249,7 +254,7 @@ def sample_runs(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
 
 
 def read_rows(read: _Read, geometry: Geometry) -> np.ndarray:
-    """Returns a sample of the rows of a tensor, uint8 [n, row_bytes]. A short last row is extended with zeros."""
+    """Reads the rows of `sample_runs`. Returns them as uint8 [n, row_bytes]; a short last row is padded with zeros."""
     row_bytes, runs = geometry.row_bytes, sample_runs(geometry.num_rows, geometry.row_bytes)
     parts = [read(first * row_bytes, min(last * row_bytes, geometry.num_bytes)) for first, last in runs]
     missing = -sum(map(len, parts)) % row_bytes
@@ -262,8 +267,8 @@ def read_rows(read: _Read, geometry: Geometry) -> np.ndarray:
 def report_table(
     name: str, table: CompressedTensor, *, kind: str = "table", codebook_share: float = 1.0
 ) -> TensorContents:
-    """Returns the report of a table on any device. codebook_share: the share of the codebook's bytes that counts for
-    this table; less than 1 if other tables have the same codebook."""
+    """Returns the report on a table, which may be on any device. codebook_share: the fraction of the codebook's size
+    that counts for this table. It is less than 1 if other tables have the same codebook."""
     geometry, found = table.geometry, count_rows(table)
     rows = read_rows(lambda start, end: decoded_bytes(table, start, end, table.device).cpu().numpy(), geometry)
     runs = sample_runs(geometry.num_rows, geometry.row_bytes)
@@ -298,7 +303,8 @@ def report_table(
 
 
 def report_whole(name: str, whole: WholeTensor) -> TensorContents:
-    """Returns the report of a tensor of a general codec. It has no rows, and nothing is decoded."""
+    """Returns the report on a tensor that an external codec has compressed as a whole. Such a tensor has no rows.
+    Nothing is decoded."""
     parts = {"coded blocks": whole.stored_bytes, "index": whole.offsets.nbytes}
     return TensorContents(
         **_identity(name, Geometry(whole.shape, whole.dtype, 1), "table", whole.codec),
@@ -308,7 +314,7 @@ def report_whole(name: str, whole: WholeTensor) -> TensorContents:
 
 
 def report_plain(tensor: SourceTensor) -> TensorContents:
-    """Returns the report of a tensor that the file has as it is."""
+    """Returns the report on a tensor that is not compressed in the file."""
     geometry = Geometry.of(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
     rows = read_rows(tensor.read, geometry)
     return TensorContents(
@@ -323,8 +329,9 @@ def report_plain(tensor: SourceTensor) -> TensorContents:
 
 
 def report_estimate(tensor: SourceTensor, codebook: AnyCodebook, *, codebook_share: float = 1.0) -> TensorContents:
-    """Returns the report of what a tensor, which must not be empty, would be as a packed table. A table of a sample
-    of its rows is made, and its report is scaled to all rows."""
+    """Estimates the report on the packed table that a tensor would become. Compresses a sample of the tensor's rows,
+    and scales the report on that table to all rows. The tensor must not be empty. codebook_share: as in
+    `report_table`."""
     geometry = Geometry(torch.Size(tensor.shape), tensor.dtype, codebook.row_bytes)
     rows = read_rows(tensor.read, geometry)
     is_whole = len(rows) == geometry.num_rows

@@ -1,5 +1,6 @@
-"""Finds what the bytes and bits of tables are: how many rows are coded, and the parts of coded rows, which are counted
-from the rows and their codebook by the rules of FORMAT.md."""
+"""Finds out for what the bytes and bits of tables are used: the numbers of raw, default and coded rows, and the sizes
+of the parts of coded rows. The sizes are computed from the decoded rows and their codebook, by the rules of
+FORMAT.md."""
 
 from __future__ import annotations
 
@@ -16,41 +17,45 @@ from .._layout.geometry import Geometry, default_length, stored_sizes
 from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor
 
-_MOST_ENTRIES = 16  # entries of a codebook that a report lists
-_BINS = 32  # bins of the histogram of lengths
-_BLOCK_ROWS = 1 << 22  # rows whose lengths are counted at once
+_MOST_ENTRIES = 16  # Largest number of a codebook's entries that a report lists.
+_BINS = 32  # Number of bins in the histogram of row lengths.
+_BLOCK_ROWS = 1 << 22  # Number of rows whose lengths are counted at once.
 
 
 @dataclass
 class Split:
-    """The parts of which coded rows consist."""
+    """The sizes of the parts of coded rows, and how the bits of their elements are stored."""
 
-    parts: Counter[str]  # bytes of all rows by part
-    # left_out, ranked: float [w], for each bit of an element, from the most significant: the share of the elements in
-    # which it is not stored, and in which it is part of a symbol. In the other elements it is kept as it is.
+    parts: Counter[str]  # For each part, its size in bytes in all rows together.
+    # left_out, ranked: float [w], for each bit of an element, the most significant first: the fraction of the elements
+    # in which the bit is not stored, and the fraction in which it is part of a symbol. In the other elements it is
+    # stored unchanged.
     left_out: np.ndarray
     ranked: np.ndarray
-    # (name, meaning, share) of the codebook's entries, the most frequent first. The share is that of the coded symbols,
-    # or of the chunks of a row.
+    # (name, meaning, share) of the codebook's entries, the most frequent first. The share is the fraction of the coded
+    # symbols (scheme planes) or of a row's chunks (scheme ibp) that have the entry.
     entries: list[tuple[str, str, float]] = field(default_factory=list)
 
 
 def scaled(parts: Counter[str], total: int) -> dict[str, int]:
-    """Scales parts of some rows, or in another unit, to parts of all `total` bytes of coded rows."""
+    """Scales the sizes of parts so that their sum is `total`, the size in bytes of all coded rows. The given sizes may
+    be those of some of the rows, or in another unit."""
     counted = sum(parts.values())
     if not counted:
         return {"coded rows": total}
     found = {part: size * total // counted for part, size in parts.items()}
     largest = max(found, key=lambda part: found[part])
-    found[largest] += total - sum(found.values())  # corrects for rounding
+    found[largest] += total - sum(found.values())  # Corrects for rounding.
     return found
 
 
 def split_rows(rows: np.ndarray, codebook: AnyCodebook, element_bytes: int) -> Split:
-    """Returns the parts of the coded forms of rows.
+    """Computes the parts of rows as they are coded with a codebook.
 
-    rows: uint8 [n, row_bytes], n > 0, of one cluster, decoded. No row may be stored raw or be a default row.
-    element_bytes: bytes of an element whose bits are distinguished; scheme planes has its own.
+    Args:
+        rows: uint8 [n, row_bytes], n > 0, decoded rows of one cluster. No row may be stored raw or be a default row.
+        element_bytes: size in bytes of the elements whose bits are distinguished. Scheme planes ignores it and takes
+            the size in its codebook.
     """
     if isinstance(codebook, PlanesCodebook):
         return _split_planes(rows, codebook)
@@ -84,21 +89,23 @@ def _split_masks(rows: np.ndarray, codebook: Codebook, element_bytes: int) -> Sp
 
 
 def _chunks(rows: np.ndarray, size: int) -> np.ndarray:
-    """Returns uint [n, chunks] for rows uint8 [n, row_bytes], with the last chunk extended with zero bytes."""
+    """Returns the chunks of rows uint8 [n, row_bytes] as integers, uint [n, chunks]. The last chunk is padded with zero
+    bytes."""
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % size)))
     return np.ascontiguousarray(padded).view(f"<u{size}")
 
 
 def _left_out_by_masks(codebook: Codebook, agreeing: np.ndarray, element_bytes: int) -> np.ndarray:
-    """Returns the share of the elements in which each bit is left out. agreeing: for each chunk, the share of the
-    rows that agree."""
+    """Returns, for each bit of an element, the fraction of the elements in which the bit is not stored. agreeing: for
+    each chunk, the fraction of the rows that agree with its mask and value."""
     of_bytes = np.repeat(agreeing, codebook.chunk_bytes)[: codebook.row_bytes]
     bits = np.unpackbits(codebook.mask.numpy(), bitorder="little").reshape(-1, 8) * of_bytes[:, None]
     return bits.reshape(-1, 8 * element_bytes).mean(0)[::-1]
 
 
 def _pairs(codebook: Codebook, agreeing: np.ndarray) -> list[tuple[str, str, float]]:
-    """Returns the pairs of masks and values that most chunks have."""
+    """Returns the most frequent pairs of mask and value, as the `entries` of a `Split`. agreeing: as in
+    `_left_out_by_masks`."""
     index = codebook.index.numpy().astype(np.int64) if codebook.index.numel() else np.zeros(len(agreeing), np.int64)
     counts = np.bincount(index, minlength=len(codebook.palette))
     shares = np.bincount(index, agreeing, minlength=len(codebook.palette)) / np.maximum(counts, 1)
@@ -129,7 +136,8 @@ def _split_planes(rows: np.ndarray, codebook: PlanesCodebook) -> Split:
 
 
 def _split_listed(elements: np.ndarray, codebook: PlanesCodebook, parts: Counter[str]) -> np.ndarray:
-    """Counts headers, positions and signs. Returns which elements have values, bool [n, columns]."""
+    """Adds the sizes of headers, positions and signs to parts. Returns bool [n, columns]: which elements have a value
+    in the coded row."""
     columns = elements.shape[1]
     differs = elements ^ elements.dtype.type(codebook.default)
     if codebook.signed_default:
@@ -146,7 +154,7 @@ def _split_listed(elements: np.ndarray, codebook: PlanesCodebook, parts: Counter
 
 
 def _position_bytes(k: int, columns: int) -> int:
-    """Returns the bytes of the positions of k listed elements, in the shortest form."""
+    """Returns the size in bytes of the positions of k listed elements in a row, in their shortest form."""
     if k == 0:
         return 0
     sizes = [-(-columns // 8)]
@@ -156,7 +164,7 @@ def _position_bytes(k: int, columns: int) -> int:
 
 
 def _symbols(elements: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
-    """Returns the symbols of elements, in the elements' type."""
+    """Returns the symbols of elements, as integers of the same type."""
     kind, bits = elements.dtype.type, codebook.width - codebook.invariant_bits
     coded = elements >> kind(codebook.invariant_bits)
     if codebook.rotate and bits > 1:
@@ -167,7 +175,8 @@ def _symbols(elements: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
 
 
 def _entries(codebook: PlanesCodebook) -> np.ndarray:
-    """Returns the entries, uint64 [live columns or 1, E]."""
+    """Returns the symbols in the codebook, uint64 [columns, E]. There is one column if all columns have the same
+    entries; otherwise there is one for each live column."""
     if codebook.first_symbol is None:
         return codebook.entries.numpy().view(np.uint64)
     return np.array(
@@ -176,7 +185,8 @@ def _entries(codebook: PlanesCodebook) -> np.ndarray:
 
 
 def _ranks(symbols: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
-    """Returns the number of the first entry that equals each symbol, or E if no entry does: uint8 [n, columns]."""
+    """Returns uint8 [n, columns]: for each symbol the position of the first entry that equals it, or E if there is no
+    such entry."""
     entries, num_entries = _entries(codebook), codebook.num_entries
     ranks = np.full(symbols.shape, num_entries, np.uint8)
     for rank in range(num_entries)[::-1]:
@@ -185,7 +195,7 @@ def _ranks(symbols: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
 
 
 def _split_values(ranks: np.ndarray, coded: np.ndarray, codebook: PlanesCodebook, parts: Counter[str]) -> None:
-    """Counts residuals, digits and raw symbols of the elements that have values."""
+    """Adds the sizes of residuals, digits and raw symbols to parts. coded: which elements have a value."""
     left = coded.sum(1)
     parts["residuals"] += _field_bytes(left, codebook.residual_bits)
     first = 0
@@ -197,12 +207,13 @@ def _split_values(ranks: np.ndarray, coded: np.ndarray, codebook: PlanesCodebook
 
 
 def _field_bytes(counts: np.ndarray, bits: int) -> int:
-    """Returns the bytes of fields of `bits` bits. The fields of a row are together rounded up to whole bytes."""
+    """Returns the size in bytes of fields of `bits` bits each. The fields of a row are rounded up together to whole
+    bytes. counts: the number of fields of each row."""
     return int((-(-counts * bits // 8)).sum())
 
 
 def _uses(codebook: PlanesCodebook, stored: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (left out, ranked) of a `Split`. stored: the share of the elements that have a value."""
+    """Returns `left_out` and `ranked` of a `Split`. stored: the fraction of the elements that have a value."""
     coded_bits = codebook.width - codebook.invariant_bits
     left_out, ranked = np.full(codebook.width, 1 - stored), np.zeros(codebook.width)
     left_out[: codebook.invariant_bits] = 1
@@ -213,7 +224,7 @@ def _uses(codebook: PlanesCodebook, stored: float) -> tuple[np.ndarray, np.ndarr
 
 
 def _frequent(symbols: np.ndarray, codebook: PlanesCodebook) -> list[tuple[str, str, float]]:
-    """Returns the most frequent symbols, and the plane that each is in."""
+    """Returns the most frequent symbols and the plane of each, as the `entries` of a `Split`."""
     if codebook.symbol_bits == 0 or symbols.size == 0:
         return []
     distinct, counts = np.unique(symbols, return_counts=True)
@@ -241,8 +252,8 @@ def _named_by(symbol: np.generic, codebook: PlanesCodebook) -> str:
 
 
 class CountedRows(NamedTuple):
-    """How many rows of each kind a table has, how many bytes they take, and their distribution
-    (`TensorContents.lengths`)."""
+    """The numbers of a table's raw, default and coded rows, the sizes in bytes of its raw and its coded rows, and the
+    histogram of row sizes (`TensorContents.lengths`)."""
 
     raw_rows: int
     default_rows: int
@@ -261,7 +272,7 @@ def count_rows(table: CompressedTensor) -> CountedRows:
         counts[0] = geometry.num_rows
     default = default_length(geometry.row_bytes)
     raw_rows, default_rows = int(counts[0]), int(counts[default])
-    rest = geometry.num_rows * geometry.row_bytes - geometry.num_bytes  # bytes that a short last row does not have
+    rest = geometry.num_rows * geometry.row_bytes - geometry.num_bytes  # Bytes that a short last row lacks.
     is_short_raw = bool(rest) and (not len(lengths) or not lengths[-1])
     sizes = np.arange(len(counts))
     sizes[0], sizes[default] = geometry.row_bytes, 0
@@ -277,15 +288,20 @@ def count_rows(table: CompressedTensor) -> CountedRows:
 
 
 def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
-    """Returns the entries of the index for some rows, int64; zeros if the table has no index."""
+    """Returns the entries of some rows in the table's index, int64. They are zeros if the table has no index."""
     if not table.lengths.numel():
         return np.zeros(numbers.shape, np.int64)
     return table.lengths.cpu().numpy()[numbers].astype(np.int64)
 
 
 def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split | None:
-    """Returns the parts of those of some rows that are coded, or None if no row is. numbers: the numbers of the
-    rows."""
+    """Computes the parts of some rows of a table. Raw rows and default rows are left out; returns None if no others
+    are left.
+
+    Args:
+        rows: uint8 [n, row_bytes], the decoded rows.
+        numbers: [n], the positions of these rows in the table.
+    """
     lengths = _lengths(table, numbers)
     coded = (lengths != 0) & (lengths != default_length(table.row_bytes))
     rows, numbers = rows[coded], numbers[coded]
@@ -300,7 +316,7 @@ def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) 
     for cluster in np.unique(clusters):
         own = rows[clusters == cluster]
         splits.append((len(own), split_rows(own, table.codebook.codebooks[cluster], own_bytes)))
-    # The split of the rows of all clusters.
+    # Combine the splits of all clusters.
     num_rows = sum(count for count, _ in splits)
     parts = sum((split.parts for _, split in splits), Counter({"cluster numbers": num_rows}))
     left_out, ranked = (
@@ -311,8 +327,8 @@ def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) 
 
 
 def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
-    """Returns the first stored byte of each of some coded rows: the cluster's number, in scheme planes and in scheme
-    ibp."""
+    """Returns the first stored byte of each of some coded rows. In a table with clusters, this is the number of the
+    row's cluster, in both schemes."""
     if table.slot_bytes:
         return table.slots.cpu().numpy()[numbers * table.slot_bytes]
     overflow, bases = table.overflow.cpu().numpy(), table.bases.cpu().numpy()
@@ -326,8 +342,8 @@ def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
 
 
 def _with_powers(entries: list[tuple[str, str, float]], table: CompressedTensor) -> list[tuple[str, str, float]]:
-    """Returns the entries. If symbols are the exponents of floats, each has the power of two that its symbol stands
-    for."""
+    """Returns the entries. If symbols are the exponents of floats, adds to the meaning of each entry the power of two
+    for which its symbol stands."""
     codebook, dtype = table.codebook, table.dtype
     first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
     if not isinstance(first, PlanesCodebook) or not (dtype.is_floating_point or dtype.is_complex):
@@ -349,7 +365,7 @@ def _with_powers(entries: list[tuple[str, str, float]], table: CompressedTensor)
 
 
 def bit_entropy(rows: np.ndarray, element_bytes: int) -> list[float]:
-    """Returns Shannon's entropy of each bit of the elements of rows, in bits, from the most significant bit."""
+    """Returns the Shannon entropy of each bit of the elements in some rows, in bits, the most significant bit first."""
     if not rows.size or rows.shape[1] % element_bytes:
         return []
     p = np.unpackbits(rows.reshape(-1, element_bytes)[:, ::-1], axis=1).mean(0)
@@ -363,7 +379,7 @@ def rounded(values: np.ndarray) -> list[float]:
 
 
 def element_bytes(geometry: Geometry) -> int:
-    """Returns the bytes of the elements whose bits are distinguished: a part of a complex number, or what rows
-    consist of."""
+    """Returns the size in bytes of the elements whose bits are distinguished. This is the size of an element of the
+    tensor, or half of it for complex numbers, unless rows do not consist of whole elements."""
     own_bytes = geometry.dtype.itemsize // (2 if geometry.dtype.is_complex else 1)
     return math.gcd(own_bytes, geometry.row_bytes)

@@ -3,12 +3,12 @@
 ibp.distributed.share_table        puts a table in host memory that all processes of a machine read
 ibp.distributed.open_shared        opens a table that another process shares by `table.share()`
 ibp.distributed.ShardedTable       a table whose rows are spread over the ranks of a group
-ibp.distributed.broadcast_delta    sends what has changed in weights from one process to the others
+ibp.distributed.broadcast_delta    sends the changes of weights from one process to the others
 ibp.distributed.all_gather_into_tensor (or all_gather_single), all_to_all_single, broadcast, send, recv
-                                   do what they do in torch.distributed, and code tensors if that is faster
+                                   do the same as in torch.distributed, and code tensors if that is faster
 ibp.distributed.compress_all_gather
-                                   lets FSDP2 use such all-gathers
-ibp.distributed.Codec              a way to code tensors, for the argument `codec` of collectives
+                                   makes FSDP2 use such all-gathers
+ibp.distributed.Codec              describes how tensors are coded, for the argument `codec` of collectives
 ibp.distributed.measure_link       measures how fast a group's all-gathers are
 """
 

@@ -1,4 +1,5 @@
-"""The collectives: which messages each of them has, and how it moves them. How a coded call runs: `_exchange.py`."""
+"""The collective functions. There is a class for each of them, which says what messages a call has and how they move.
+`_exchange.py` describes the course of a coded call."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from ._links import Load, raw_all_gather
 from ._messages import Messages, Part, Status, spans_of
 from ._planning import CallOptions, Plan
 
-# Ranks may send different numbers of bytes in an all-to-all, so it is planned as if each sent this many (64 MiB).
+# Ranks may send different numbers of bytes in an all-to-all, so the call is planned as if each rank sent 64 MiB.
 _NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)
-# On GPUs an all-to-all has this many pieces. The number is fixed, because a rank does not know the messages of others.
+# Number of pieces of an all-to-all on GPUs. It is fixed, because a rank does not know how much other ranks exchange.
 _PIECES = 2
 
 
@@ -33,8 +34,8 @@ def all_gather_into_tensor(
     is faster.
 
     The bits of the result are the same as with torch. A tensor is divided into pieces: while one piece travels, the
-    next one is coded and the one before it decoded. If a tensor does not fit the messages of its codec, it is sent
-    again, raw. While a CUDA graph is being captured, tensors travel raw, by torch's own call.
+    next one is coded and the one before it is decoded. If rows of a tensor do not fit into the messages of its codec,
+    the tensor is sent again, raw. While a CUDA graph is being captured, tensors travel raw, by torch's own call.
 
     The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments and learn a codec
     from samples of their tensors. A group's first call with level="auto" also times a raw all-gather. Some later calls
@@ -49,14 +50,15 @@ def all_gather_into_tensor(
         tensor([0., 1.])
 
     Args:
-        output_tensor: a contiguous tensor with as many elements as the input tensors of all ranks together.
+        output_tensor: a contiguous tensor to write to. Its number of elements is that of input_tensor times the number
+            of ranks.
         input_tensor: a contiguous tensor of any dtype, on the CPU or a GPU. It has the same shape and dtype on all
             ranks, and may be this rank's part of output_tensor.
         group: a process group of torch.distributed. None: the default group.
-        async_op: return work at once. The result is there after the work's `wait()`. On a GPU `wait()` blocks the host
-            until all ranks have coded their tensors, and makes the current stream wait for the result. Ranks wait in
-            the order of their calls.
-        codec: how to code, the same on all ranks. None: the ranks learn it from their tensors.
+        async_op: whether to return work at once. The result is there after the work's `wait()`. On a GPU `wait()`
+            blocks the host until all ranks have coded their tensors, and makes the current stream wait for the result.
+            All ranks must wait in the order of their calls.
+        codec: how to code, the same on all ranks. None: the ranks learn a codec from their tensors.
         level: "auto": code at level "default" if that is faster at the measured rate of the link, else send raw bytes.
             "default" or "fast": code at this level (see `ibp.compress`), unless that saves nothing.
         name: calls of one name and dtype share a codec. Give tensors of another distribution another name.
@@ -75,7 +77,7 @@ all_gather_single = all_gather_into_tensor  # The name in torch 2.13.
 
 
 class AllGather(Collective):
-    """An all-gather. Rank k sends message k of each piece.
+    """An all-gather. Each piece has a message for each rank: rank k sends message k, and receives the others.
 
     Args:
         is_known_to_fit: see `Load`.
@@ -147,8 +149,8 @@ def broadcast(
         tensor(1.)
 
     Args:
-        tensor: a contiguous tensor, of the same shape and dtype on all ranks. The source sends it, and the other ranks
-            write it.
+        tensor: a contiguous tensor, of the same shape and dtype on all ranks. The source sends it, and on the other
+            ranks it is overwritten.
         src, group_src: the rank of the source among all ranks, or in the group. One of the two is given.
     """
     root = root_of(src, group_src, group)
@@ -156,7 +158,7 @@ def broadcast(
 
 
 class _Broadcast(OneTensor):
-    """A broadcast. root: the rank of the source in the group."""
+    """A broadcast. root: the rank of the source in the group, which sends the only message of each piece."""
 
     def __init__(self, tensor: torch.Tensor, root: int, group: dist.ProcessGroup | None, options: CallOptions) -> None:
         super().__init__("broadcast", tensor, group, options, root)
@@ -209,11 +211,12 @@ def all_to_all_single(
 
 
 class _AllToAll(Collective):
-    """An all-to-all. In a group of n ranks, messages 0 to n - 1 go to ranks 0 to n - 1, and messages n to 2n - 1 come
-    from them. There is no message from a rank to itself.
+    """An all-to-all. In a group of n ranks, message k of a piece goes to rank k, and message n + k comes from rank k. A
+    rank's messages to and from itself are empty.
 
-    Both ranks of a message know its size, and so whether it is coded. On GPUs a raw part moves from tensor to tensor,
-    together with the first piece of coded parts. On the CPU it is copied into a raw message.
+    The sender and the receiver of a message both know its size, and therefore whether it is coded. On GPUs a raw part
+    moves directly from the input to the output tensor, together with the first piece of the coded parts. On the CPU a
+    raw part is copied into a raw message.
 
     Args:
         splits: output_split_sizes and input_split_sizes.
@@ -228,7 +231,7 @@ class _AllToAll(Collective):
         options: CallOptions,
     ) -> None:
         super().__init__(group, options, "all_to_all_single", (input, output))
-        # A rank that sends little can be part of a large call, so the plan does not depend on a rank's own sizes.
+        # A rank that sends little can take part in a large call, so the plan must not depend on a rank's own sizes.
         self.kind, self.load = self.kind._replace(numel=0), _NOMINAL
         self._input, self._output, self._splits = input, output, splits
 
@@ -250,9 +253,9 @@ class _AllToAll(Collective):
         self._is_coded = [data.numel() >= max(1, plan.least) for data in self._parts]
         self._raw = [data[:0] if coded else data for data, coded in zip(self._parts, self._is_coded)]
         if self._on_gpu and not any(self._is_coded):
-            # Other ranks may send each other coded messages. An all-to-all of NCCL is a group of sends and receives
-            # between two ranks each, so this rank can leave out the all-to-alls in which it moves no bytes. Its raw
-            # parts move as bytes, because the other ranks send and receive them as bytes.
+            # This rank has no coded messages, but other ranks may send some to each other. An all-to-all of NCCL is a
+            # group of sends and receives between pairs of ranks, so this rank can leave out the all-to-alls in which it
+            # moves no bytes. Its raw parts move as bytes, because the other ranks send and receive them as bytes.
             to, back = ([data.numel() for data in parts] for parts in (sent, received))
             x, out = as_bytes(self._input), as_bytes(self._output)
             return dist.all_to_all_single(out, x, back, to, group=self.group, async_op=is_async)
@@ -293,7 +296,8 @@ class _AllToAll(Collective):
         return dist.all_to_all(rows[size:], rows[:size], group=self.group, async_op=True)
 
     def repair(self, status: Status) -> None:
-        """Sends each part again that has lost rows. Only the sender and the receiver of the part know it."""
+        """Sends each part that has lost rows again. Only the sender and the receiver of a part know that it has lost
+        rows, so only these two take part."""
         size, ops = self.state.size, []
         for k in (k for k, is_lost in enumerate(status.lost) if is_lost):
             function, peer = (dist.isend, k) if k < size else (dist.irecv, k - size)
@@ -303,7 +307,12 @@ class _AllToAll(Collective):
 
 
 def _check_splits(what: str, x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> None:
-    """Raises ValueError unless x can be divided into parts for `count` ranks. what: the name of x."""
+    """Raises ValueError unless x can be divided into parts for `count` ranks.
+
+    Args:
+        what: the name of x, for the error.
+        sizes: the number of items of dimension 0 for each rank. None: equal parts.
+    """
     items = x.shape[0] if x.dim() else 1
     if not sizes:
         if items % count:
@@ -313,20 +322,22 @@ def _check_splits(what: str, x: torch.Tensor, sizes: Sequence[int] | None, count
 
 
 def _parts(x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> list[torch.Tensor]:
-    """Returns the bytes of the parts for each rank, or from each rank, as views of x."""
+    """Returns the bytes of each rank's part of x, as views of x. The arguments are those of `_check_splits`."""
     items = max(1, x.shape[0] if x.dim() else 1)
     data = as_bytes(x)
     return list(data.split([data.numel() // items * n for n in sizes] if sizes else [data.numel() // count] * count))
 
 
 def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | None, what: str = "src") -> int:
-    """Returns a rank in the group, which is given as a rank among all ranks or as a rank in the group.
+    """Returns the rank in the group that a caller has named by one of two arguments.
 
     Args:
-        what: the argument's name, for the error.
+        src: the rank among all ranks, or None.
+        group_src: the rank in the group, or None.
+        what: the name of the argument src, for the error.
 
     Raises:
-        ValueError: both are given, or neither.
+        ValueError: both arguments are given, or neither.
     """
     if (src is None) == (group_src is None):
         raise ValueError(f"wanted one of {what} and group_{what}")

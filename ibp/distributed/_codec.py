@@ -17,23 +17,27 @@ from .._schemes.planes import check_level
 from .._tables.coded_rows import CodedRows
 
 ROW_BYTES = 4096  # A message cuts a tensor's bytes into rows of this size.
-# Overflow is 1.25 times as large as rows like those of the sample need it, plus this fraction of a message's raw bytes.
+# A message's overflow has 1.25 times the size that rows like the sampled ones need, plus this fraction of the message's
+# uncoded bytes.
 _SLACK = 1 / 256
-_LEAST_OVERFLOW = 4096  # Every message has this many bytes of overflow besides.
+_LEAST_OVERFLOW = 4096  # Number of bytes of overflow that every message has in addition.
 # Slots have the largest size at which slots and overflow together take at most this many times the fewest possible
 # bytes. The larger the slots, the fewer rows need overflow.
 _NEAR = 1.01
 _LEAST_SAVINGS = 0.02  # If a codec would save less than this fraction of the bytes, tensors travel raw.
-_LAYOUT = 2  # Version of messages. Raise it when the meaning of their bytes changes: ranks then refuse each other.
+# Version of the layout of messages. Raise it when the meaning of their bytes changes, so that ranks with different
+# versions of this package refuse each other's messages.
+_LAYOUT = 2
 
 
 @wire.sent
 @dataclass(frozen=True, eq=False)
 class Codec:
-    """A way to code tensors of one kind into messages. The size of a message follows from the size of the tensor.
+    """Describes how tensors of one kind are coded into messages. The size of a message follows from the size of the
+    tensor.
 
-    A message has a slot for each row of 4,096 bytes, and a bounded overflow for the bytes that do not fit their slots.
-    Ranks that exchange tensors need equal codecs.
+    A message has a slot for each row of 4,096 bytes, and an overflow of fixed size for the bytes that do not fit into
+    the slots. Ranks that exchange tensors need equal codecs.
 
     Example:
         >>> x = torch.randn(1000, 1024)
@@ -45,8 +49,8 @@ class Codec:
 
     Attributes:
         codebook: how rows are coded. It is for rows of 4,096 bytes.
-        slot_bytes: bytes of a row's slot, a multiple of 32 below 4,096.
-        overflow_bytes: bytes of overflow per row, 0 to 4,096.
+        slot_bytes: size of a row's slot in bytes, a multiple of 32 below 4,096.
+        overflow_bytes: mean size of the overflow per row in bytes, 0 to 4,096.
 
     Raises:
         TypeError, ValueError: an attribute is not as described.
@@ -105,28 +109,28 @@ class Codec:
 
 
 def rows_of(num_bytes: int) -> int:
-    """Returns the number of rows that num_bytes bytes make. The last row may be short."""
+    """Returns the number of rows into which num_bytes bytes are cut. The last row may be short."""
     return -(-num_bytes // ROW_BYTES)
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a contiguous tensor as a view, uint8 [n]."""
     x = x.detach() if x.requires_grad else x
-    if x.numel() == 1:  # Such a tensor is contiguous whatever its strides are, but `view` looks at them.
+    if x.numel() == 1:  # A tensor of one element is contiguous whatever its strides are, but `view` checks the strides.
         x = x.as_strided((1,), (1,))
     return (x if x.dim() == 1 else x.reshape(-1)).view(torch.uint8)
 
 
 def sample_of(x: torch.Tensor, num_rows: int = 512) -> torch.Tensor:
-    """Returns at most num_rows whole rows from all over x, uint8 [n, 4096] on the CPU."""
+    """Returns at most num_rows whole rows of 4,096 bytes from all over x, uint8 [n, 4096] on the CPU."""
     return _rows.sample(_rows.bytes_of(x), ROW_BYTES, num_rows).view(-1, ROW_BYTES).cpu()
 
 
 def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
-    """Returns a codec for tensors with such rows. None: it would save less than 2 % of the bytes.
+    """Learns a codec from sampled rows. Returns None if it would save less than 2 % of the bytes.
 
     Args:
-        rows: uint8 [n, 4096] on the CPU.
+        rows: uint8 [n, 4096] on the CPU, rows of the tensors that will be coded.
         dtype: the dtype of the tensors.
         level: "default" or "fast".
     """

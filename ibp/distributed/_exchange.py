@@ -1,15 +1,15 @@
-"""A call whose tensors travel coded, from beginning to end.
+"""The course of a collective call whose tensors travel coded.
 
-A tensor is divided into pieces: while one piece travels, the next one is coded and the one before it decoded. Each call
-takes these steps:
+A tensor is divided into pieces: while one piece travels, the next one is coded and the one before it is decoded. Each
+call takes these steps:
 
     step      where                    the host waits for                   who learns what
     --------  -----------------------  -----------------------------------  ------------------------------------------
-    plan      Collective.plan          all ranks: on the CPU, if a codec    rank 0 learns a codec from samples of all
-                                       is given; on GPUs also if the kind   ranks and tells it to them
-                                       of call is new or due to be checked
-              `call` of a pair         the call before, in this direction   the sender learns a codec, and the receiver
-              (_pairs.py)                                                   reads it in a note behind a raw tensor
+    plan      Collective.plan          all ranks: always on the CPU; on     rank 0 learns a codec from samples of all
+                                       GPUs if a codec is given, or if the  ranks and sends it to them
+                                       kind is new or due to be checked
+              `call` of a pair         the previous call in this direction  the sender learns a codec, and the receiver
+              (_pairs.py)                                                   reads it in a note after a raw tensor
     size      Collective.pieces,       nothing                              nobody: sizes of messages follow from the
               Messages                                                      codec and the sizes of tensors
     encode    CodedWork._start         nothing                              the sender: which messages lose rows
@@ -18,16 +18,17 @@ takes these steps:
     exchange  Collective.move          nothing                              nobody
     decode    CodedWork._finish        on the CPU: messages                 the receiver: from which messages rows are
                                                                             missing; on the CPU also the codecs
-    check     CodedWork._arrive        on a GPU: what ranks tell, so until  the host: what its device has learned
-                                       all of them have coded the tensor
+    check     CodedWork._arrive        on a GPU: what the ranks tell each   the host: what its device has learned
+                                       other once they have coded all rows
     repair    Collective.repair        torch's own call, if rows were lost  all ranks, at the next check of the kind by
                                                                             Collective.plan: they learn a codec anew
 
-Each piece takes encode, exchange and decode. Tell is taken once, just before the exchange of the last piece, and the
-other steps once a call.
+Encode, exchange and decode happen for each piece, the other steps once in a call. Tell comes just before the exchange
+of the last piece.
 
-A call that is given a status (by _fsdp.py) leaves out tell, check and repair. A rank raises that a message was damaged
-only after it has taken part in a repair, because other ranks do not know of the damage and wait for it.
+If the caller passes a status (_fsdp.py does), the call leaves out tell, check and repair. If a rank finds a message
+damaged while a repair is due, it takes part in the repair before it raises, because the other ranks do not know of the
+damage and would wait for this rank.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ else:
 # On GPUs, backends move tensors of these dtypes. All other tensors are moved as bytes.
 _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 _LEAST_BYTES = 1 << 20  # With level="auto", tensors of fewer bytes travel raw, because coding them never pays.
-_SAMPLED_ROWS = 512  # A codec is learned from about this many rows of all ranks together, at least 16 of each.
+_SAMPLED_ROWS = 512  # A codec is learned from about this many rows of all ranks together, at least 16 from each rank.
 _MOST_PLANS = 4096  # A group keeps at most this many plans.
-_NO_TIMEOUT = timedelta(0)  # Torch gives this to `wait` if the caller names no timeout.
+_NO_TIMEOUT = timedelta(0)  # Torch passes this to `wait` if the caller names no timeout.
 SENT_TWICE = (
     "a message had no room for all rows, and the tensor is sent again, raw: it differs from the tensors that its codec "
     "was learned from. ibp learns its own codecs anew after some such calls"
@@ -76,8 +77,8 @@ class ExchangePiece:
 
     Attributes:
         messages: the messages of the piece.
-        sent: parts that this rank codes into messages.
-        received: parts that arrive in messages.
+        sent: the parts of a tensor that this rank codes into messages.
+        received: the parts of a tensor that arrive in messages from other ranks.
     """
 
     messages: Messages
@@ -86,20 +87,21 @@ class ExchangePiece:
 
 
 class Collective(ABC):
-    """A call of a function of torch.distributed, whose tensors travel raw or coded. A subclass says how the function
-    moves bytes, and `call` makes the call.
+    """One call of a function of torch.distributed, whose tensors travel raw or coded. There is a subclass for each
+    function, which knows how the function moves bytes. `call` makes the call.
 
     Args:
         group: a process group of torch.distributed. None: the default group.
         options: how tensors are coded.
         what: the name of the function.
-        tensors: the tensors that the call reads and writes. The size and dtype of the first one tell the call's kind.
-        root: the rank in the group that has the data. -1: each rank has some.
+        tensors: the tensors that the call reads and writes. The size and dtype of the first tensor are part of the
+            call's kind.
+        root: the rank in the group that has the data. -1: each rank has some of it.
 
     Attributes:
-        load: the number of bytes that a rank codes, moves and decodes. Subclasses set it.
-        own: (to, from), the bytes that this rank sends to itself. They are copied while messages travel. None: there
-            are no such bytes. `coded` or `pieces` sets it.
+        load: the numbers of bytes that a rank codes, moves and decodes. Subclasses set it.
+        own: (destination, source) of the bytes that this rank sends to itself. They are copied while messages travel.
+            None: there are no such bytes. `coded` or `pieces` sets it.
 
     Raises:
         TypeError, ValueError: an argument is not a tensor, or the options are wrong.
@@ -140,7 +142,7 @@ class Collective(ABC):
 
     @abstractmethod
     def pieces(self, plan: Plan) -> list[ExchangePiece]:
-        """Returns the pieces of a coded call in order. There is at least one, and all have equally many messages."""
+        """Returns the pieces of a coded call in order: at least one, all with the same number of messages."""
 
     @abstractmethod
     def move(self, whole: torch.Tensor, each: Sequence[torch.Tensor]) -> Work | None:
@@ -148,7 +150,7 @@ class Collective(ABC):
         for. None: there is nothing to wait for.
 
         Args:
-            whole: the memory of all messages, one behind the other.
+            whole: the memory of all messages, one after the other.
             each: the memory of each message, as views of whole.
         """
 
@@ -158,13 +160,13 @@ class Collective(ABC):
         return self.move(status.all_rows, status.rows)
 
     def repair(self, status: Status) -> None:
-        """Makes the call again, raw, because rows were lost. All ranks that have to take part see in their statuses
+        """Sends the tensors again, raw, because rows were lost. Every rank that has to take part sees in its own status
         that rows were lost."""
         self.raw(False)
 
     def travels_raw(self) -> bool:
-        """Returns whether the call is raw for a reason that all ranks know by themselves: there is nothing to code or
-        too little, or a CUDA graph is captured."""
+        """Returns whether the call has to be raw for a reason that every rank can see without asking the others: there
+        is nothing to send, too little for coding to pay, or a CUDA graph is being captured."""
         num_bytes, x = self.load.coded, self.tensors[0]
         is_chosen = self.options.level == "auto" and self.options.codec is None
         if self.state.size == 1 or num_bytes == 0 or (is_chosen and num_bytes < _LEAST_BYTES):
@@ -175,8 +177,8 @@ class Collective(ABC):
         """Makes the call, raw or coded as the plan of its kind says.
 
         Returns:
-            Work if async_op is set. Also if the call is coded and the load is known to fit, because the host does not
-            wait for such calls. Else None, once the call is done.
+            Work if async_op is set, or if the call is coded and `load.is_known_to_fit` is set, because the host does
+            not wait for such calls. Otherwise None, once the call is done.
         """
         if self.state.plans.get(self.kind) is RAW or self.travels_raw():
             return self.raw(async_op)
@@ -186,15 +188,17 @@ class Collective(ABC):
         return self.coded(plan, async_op or self.load.is_known_to_fit)
 
     def coded(self, plan: Plan, is_async: bool, status: Status | None = None) -> Work | None:
-        """Makes a coded call. The arguments are those of `CodedWork`. Returns work if is_async is set, else None once
-        the call is done."""
+        """Makes a coded call. The arguments are those of `CodedWork`. Returns work if is_async is set. Otherwise waits
+        until the call is done and returns None."""
         with torch.no_grad():
             work = CodedWork(self, plan, is_async, status)
         return finished(work, is_async)
 
     def plan(self) -> Plan:
-        """Returns the plan of the call's kind. This is a collective call on the CPU, if a codec is given, because ranks
-        could mix codecs up, and if the kind is new or due to be checked."""
+        """Returns the plan of the call's kind, and makes it first if the kind is new or its codec has lost rows.
+
+        All ranks must call this together. They communicate in it on the CPU; if a codec is given, because ranks could
+        mix codecs up; if the kind is new or due to be checked; and if torch's debug level is DETAIL."""
         state, kind = self.state, self.kind
         known, is_detailed = state.plans.get(kind), dist.get_debug_level() == dist.DebugLevel.DETAIL
         if known is None or kind.device == "cpu" or kind.codec is not None or is_detailed:
@@ -209,14 +213,16 @@ class Collective(ABC):
                 return known
             state.forget(kind)
             num_calls = known.num_calls
-        if len(state.plans) >= _MOST_PLANS:  # This is so on all ranks at the same call.
+        if len(state.plans) >= _MOST_PLANS:  # All ranks have the same number of plans, so all clear them together.
             state.plans.clear()
         state.plans[kind] = plan = self._agreed(num_calls)
         return plan
 
     def _compare(self) -> None:
-        """Raises on all ranks unless they make the same call by the same plan. Without this check, gloo would end a
-        process that receives more bytes than it expects, and NCCL would wait for missing bytes."""
+        """Raises on all ranks unless all make the same call by the same plan. A collective call.
+
+        Without this check, gloo would end a process that receives more bytes than it expects, and NCCL would wait for
+        bytes that never come."""
         members, kind = RankGroup(self.group), self.kind
         try:
             self.check()
@@ -241,11 +247,11 @@ class Collective(ABC):
         raise RuntimeError(f"{kind.what}: the ranks have not made the same calls before this one")
 
     def _agreed(self, num_calls: int) -> Plan:
-        """Makes a plan for all ranks: rank 0 learns a codec from samples of all ranks and decides whether coding pays.
-        A collective call.
+        """Makes a plan that is the same on all ranks: rank 0 learns a codec from samples of all ranks and decides
+        whether coding pays. A collective call.
 
         Args:
-            num_calls: the number of calls of the kind so far.
+            num_calls: the number of calls of the kind so far, this one included.
         """
         members, kind, load, codec, x = RankGroup(self.group), self.kind, self.load, self.options.codec, self.tensors[0]
         link = self.state.measure(members) if kind.level == "auto" and codec is None else None
@@ -257,7 +263,8 @@ class Collective(ABC):
         is_due = learner.learned_at == 0 or learner.has_drifted
 
         def offer() -> tuple[Codec | None, int, int]:
-            """Returns the codec, the number of pieces (0: calls are raw), and the least bytes of a coded message."""
+            """Returns the codec, the number of pieces (0: calls are raw), and the number of bytes below which a message
+            is raw."""
             found = codec
             if codec is None and not learner.is_hopeless:
                 found = kind.learned(rows) if is_due or kind.level == "auto" else learner.found
@@ -275,14 +282,14 @@ class Collective(ABC):
         if is_due:
             learner.take(found)
         if num_pieces == 0:
-            # Calls whose plan is the object RAW skip `plan`, and so the comparison of the ranks' calls. On the CPU
-            # every call is compared, raw calls, too.
+            # `call` does not call `plan` if the plan is the object RAW, so the ranks do not compare such calls. On the
+            # CPU they compare every call, so raw calls have a plan object of their own there.
             return RAW if kind.device != "cpu" else Plan(None)
         return Plan(found, num_pieces, least, is_checked=codec is None, num_calls=num_calls)
 
 
 class OneTensor(Collective):
-    """A call in which one rank sends a tensor that others receive. Its pieces have one message each.
+    """A call in which one rank sends a tensor that one or more other ranks receive. Each piece has one message.
 
     Attributes:
         is_sent: whether this rank is the sender. Subclasses set it.
@@ -308,26 +315,28 @@ class OneTensor(Collective):
 class CodedWork(Work):
     """A coded call that is under way.
 
-    On a GPU, `wait()` blocks the host until it knows whether all rows had room; torch's own calls do not block it. If
-    rows had no room, `wait()` makes the call again, raw. So ranks have to wait in the order of their calls. The current
-    stream waits for the result, as in torch. On the CPU the result is there when `wait()` returns.
+    On a GPU, `wait()` blocks the host until it knows whether all rows had room in their messages; torch's own calls do
+    not block the host. If rows had no room, `wait()` makes the call again, raw. All ranks must therefore call `wait()`
+    in the order of their calls. `wait()` makes the current stream wait for the result, as in torch. On the CPU the
+    result is there when `wait()` returns.
     """
 
     def __init__(self, call: Collective, plan: Plan, is_async: bool, status: Status | None = None) -> None:
         """Starts the call.
 
         Args:
-            is_async: whether the caller waits later. If so, the call uses another stream than the current one on a GPU,
+            is_async: whether the caller waits later. If so, the call uses a stream other than the current one on a GPU,
                 and on the CPU the constructor does not wait for messages.
-            status: the status to write, if all rows are known to have room. The caller looks at it, and the host does
-                not wait. None: the call has a status of its own, and `wait()` looks at it.
+            status: the status to write, if all rows are known to have room. The caller looks at it later, and `wait()`
+                does not block the host. None: the call has a status of its own, and `wait()` looks at it.
         """
         super().__init__()
         self._call: Collective | None = None  # None: there is nothing to wait for.
         self._error: Exception | None = None
         self._plan, self._pieces = plan, call.pieces(plan)
         self._slots = slots = call.state.slots(call.tensors[0].device)
-        self._pending = deque[tuple[int, Slot, Work | None]]()  # Pieces that travel: number, slot, what to wait for.
+        # The pieces that are travelling, the oldest first: (number of the piece, its slot, work to wait for or None).
+        self._pending = deque[tuple[int, Slot, Work | None]]()
         self._is_known = status is not None
         self._status = self._pieces[0].messages.status() if status is None else status
         self._stream = slots.side if is_async else None
@@ -344,10 +353,12 @@ class CodedWork(Work):
         self._call = call
 
     def _queue(self, call: Collective, waits: bool) -> None:
-        """Takes the steps before the check. On the CPU, some pieces remain to be waited for and decoded.
+        """Codes the pieces, moves them and decodes them. On a GPU all of this is queued when the method returns. On the
+        CPU, `_finish_all` has to wait for the last pieces and decode them.
 
         Args:
-            waits: whether to wait for a piece once the next one is coded. On a GPU only streams wait.
+            waits: whether to wait for a piece once the next piece is coded. If not, `_finish_all` does all the
+                decoding. On a GPU only streams wait, not the host.
         """
         self._slots.begin()
         for piece in range(len(self._pieces)):
@@ -364,7 +375,7 @@ class CodedWork(Work):
         """Codes a piece and begins to move it."""
         piece, messages = self._pieces[number], self._pieces[number].messages
         slot = self._slots.take(number, messages.num_bytes)
-        # The piece before this one travels meanwhile, and the link needs some multiprocessors for it.
+        # Meanwhile the previous piece travels, and NCCL needs some multiprocessors to move it.
         max_sms = 0 if number == 0 else self._slots.coding_sms
         for part in piece.sent:
             messages.code(slot, part, self._status, max_sms)
@@ -381,15 +392,16 @@ class CodedWork(Work):
         self._pending.append((number, slot, work))
 
     def _finish(self, until: float | None = None) -> None:
-        """Waits for the oldest piece that travels, and decodes it. It may be called again after an interrupt.
+        """Waits for the oldest piece that is still travelling, and decodes it. After an interrupt, the caller may call
+        this again.
 
         Args:
-            until: the time by `time.monotonic` at which waiting ends. None: it does not end.
+            until: the time of `time.monotonic()` at which to stop waiting. None: there is no timeout.
         """
         number, slot, work = self._pending[0]
         piece, messages, is_last = self._pieces[number], self._pieces[number].messages, number == len(self._pieces) - 1
         if work is not None:
-            with all_taking_part():  # To backends a timeout of 0 means that there is none.
+            with all_taking_part():  # To backends a timeout of 0 means that there is no timeout.
                 work.wait() if until is None else work.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))
         if number == 0 and not self._slots.on_gpu:
             messages.note_heads(slot, self._status)
@@ -406,7 +418,7 @@ class CodedWork(Work):
             self._finish(until)
 
     def is_completed(self) -> bool:
-        """Returns whether `wait()` would not wait for another rank, unless rows have to be sent again."""
+        """Returns whether `wait()` would return without waiting for another rank, if no rows have to be sent again."""
         if self._done is not None:
             return self._call is None or self._done.query()
         return all(work is None or work.is_completed() for _, _, work in self._pending)
@@ -436,7 +448,7 @@ class CodedWork(Work):
         """Waits until messages have arrived, checks them, and repairs the call if rows were lost.
 
         Args:
-            seconds: the timeout. 0: there is none.
+            seconds: the timeout. 0: there is no timeout.
         """
         until = time.monotonic() + seconds if seconds else None
         self._finish_all(until)
@@ -462,19 +474,19 @@ class CodedWork(Work):
 
     def __del__(self) -> None:
         call = getattr(self, "_call", None)
-        if call is not None:  # Nobody has waited for it.
+        if call is not None:  # Nobody has waited for the call.
             self._keep_memory(call)
 
     def _keep_memory(self, call: Collective) -> None:
-        """Lets the allocator keep the tensors of a call that may not have ended until the call's stream has used
-        them."""
+        """Tells the allocator that the call's stream may still use the tensors of a call, which may not have ended. The
+        allocator then does not reuse their memory before the stream is done with it."""
         if self._stream is not None:
             for tensor in (*call.tensors, self._status.data):
                 tensor.record_stream(self._stream)
 
 
 def finished(work: Work | None, is_async: bool) -> Work | None:
-    """Returns the work of a call if is_async is set. Else waits for it and returns None."""
+    """Returns the work of a call if is_async is set. Otherwise waits for the work and returns None."""
     if is_async:
         return work
     if work is not None:
@@ -483,10 +495,11 @@ def finished(work: Work | None, is_async: bool) -> Work | None:
 
 
 def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
-    """Returns a tensor in the form in which backends move it: its bytes, unless backends move its dtype.
+    """Returns a view of a tensor that backends can move. If they do not support its dtype, this is a view of its bytes;
+    otherwise it is the tensor itself.
 
     Args:
-        items: keep dimension 0, whose items `all_to_all_single` counts.
+        items: whether to keep dimension 0, because the split sizes of `all_to_all_single` count its items.
     """
     if (x.is_cuda and x.dtype in _PLAIN) or not _is_memory(x):
         return x
@@ -496,12 +509,13 @@ def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
 
 
 def _is_memory(x: torch.Tensor) -> bool:
-    """Returns whether the elements of a tensor are one range of memory, in order."""
+    """Returns whether the elements of a tensor lie in one contiguous range of memory, in order."""
     return x.layout == torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def _synchronize(event: torch.cuda.Event, until: float | None) -> None:
-    """Blocks the host until an event has happened. Raises RuntimeError at the time `until` by `time.monotonic`."""
+    """Blocks the host until an event has happened. Raises RuntimeError if it has not happened at the time `until` of
+    `time.monotonic()`. None: there is no timeout."""
     if until is None:
         event.synchronize()
         return

@@ -1,9 +1,10 @@
 """All-gathers of torch's FSDP2 whose tensors travel coded.
 
 The host waits only for the first all-gather of each module. Before a later forward pass, every rank codes the shards
-that it will send, in order to see whether all rows have room, and the ranks tell each other in one small exchange.
-Shards without enough room travel raw. In the pass, coders and decoders note lost rows in the status of each module. The
-host looks at these statuses at the end of the forward pass and of the backward pass, before results can be used.
+that it will send, to find out whether all rows have room in their messages, and the ranks exchange the results in one
+small all-reduce. Shards without enough room travel raw. During the pass, coders and decoders record lost rows in a
+status for each module. The host looks at these statuses at the end of the forward pass and of the backward pass, before
+results can be used.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def compress_all_gather(
     """Lets the tensors of FSDP2's all-gathers travel coded, if that is faster. Training gives the same bits.
 
     Every module that `fully_shard` was called on has a codec of its own, which is learned at its first all-gather.
-    Before later forward passes of `module`, ranks check together which modules' parameters fit into their messages.
-    The host then does not wait for each all-gather: at the end of the forward pass and of the backward pass it checks
-    whether all parameters did fit. If parameters were written in between and no longer fit, that pass raises
-    RuntimeError on all ranks.
+    Before each later forward pass of `module`, the ranks check together which modules' parameters fit into their
+    messages. The host then does not wait for each all-gather; it checks at the end of the forward pass and of the
+    backward pass whether all parameters did fit. If parameters were written after the first check and no longer fit,
+    the pass raises RuntimeError on all ranks.
 
     Example:
         >>> # on each rank of a group
@@ -46,10 +47,10 @@ def compress_all_gather(
     Args:
         module: a module that `torch.distributed.fsdp.fully_shard` was called on, or whose submodules it was called on.
         codec, level: as in `all_gather_into_tensor`.
-        recurse: change the submodules, too.
+        recurse: whether to change the submodules, too.
 
     Returns:
-        The number of sharded modules.
+        The number of sharded modules that were changed.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or no module is sharded.
@@ -83,16 +84,18 @@ _HOOKS = "_ibp_hooks"  # The attribute of a module that holds the handles of its
 
 
 class Shards:
-    """The shards of one module's parameters that this rank has, and whether the module's all-gathers are coded.
+    """This rank's shards of one module's parameters, and the way in which the module's all-gathers travel.
 
     Attributes:
         module: the module.
-        options: how shards are coded. The name of the module is the name in them, so that it has a codec of its own.
-        kind, state: those of the last all-gather that ranks agreed on. None: there was no such all-gather.
-        plan: the plan by which the shards were coded before this pass. None: they were not.
-        status: where lost rows are noted if the host does not wait for all-gathers.
-        is_seen: whether all rows of all ranks were seen to have room before this pass.
-        is_raw: whether shards travel raw in this pass, because rows had no room and the codec was given.
+        options: how shards are coded. Their `name` is the name of the module, so that the module has its own codec.
+        kind, state: the kind of the last all-gather for which the ranks compared their calls, and the state of its
+            group. None: there was no such all-gather.
+        plan: the plan by which the shards were coded in the check before this pass. None: they were not checked.
+        status: the status in which lost rows are recorded if the host does not wait for all-gathers.
+        is_seen: whether the check before this pass has found that all rows of all ranks have room.
+        is_raw: whether shards travel raw in this pass. They do if the check has found rows without room and the codec
+            is not learned anew, because the user gave it.
     """
 
     def __init__(self, module: Any, options: CallOptions) -> None:
@@ -112,10 +115,11 @@ class Shards:
         group: dist.ProcessGroup,
         async_op: bool,
     ) -> dist.Work | None:
-        """Makes an all-gather. Returns work, or None once it is done.
+        """Makes an all-gather for FSDP: raw, coded without the host waiting, or by `AllGather.call`, as the check
+        before the pass has decided. Returns work, or None once the call is done.
 
         Args:
-            is_watched: whether the host looks at the status at the end of this pass.
+            is_watched: whether the host will look at the status at the end of this pass.
         """
         call = AllGather(output_tensor, input_tensor, group, self.options, is_known_to_fit=True)
         if self._is_same(input_tensor, group):
@@ -130,18 +134,21 @@ class Shards:
         return call.call(async_op)
 
     def _is_same(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Returns whether `Rooms` has prepared a call with such an input."""
+        """Returns whether an all-gather of x is the call for which the check of `Rooms` has decided: its kind and group
+        are the same, and no CUDA graph is being captured."""
         kind = self.kind
         if kind is None or group is not self.group() or (kind.numel, kind.dtype) != (x.numel(), x.dtype):
             return False
         return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def group(self) -> dist.ProcessGroup | None:
-        """Returns the group of the last all-gather that ranks agreed on. None: there is none, or it has ended."""
+        """Returns the group of the last all-gather for which the ranks compared their calls. None: there was no such
+        all-gather, or the group has ended."""
         return None if self._group is None else self._group()
 
     def _note(self, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Notes the kind and the group of a call, if it gathers the parameters that the optimizer writes."""
+        """Records the kind and the group of a call, if it gathers the sharded parameters, which the optimizer
+        writes."""
         torchs = self.torchs()
         if torchs is not None and torchs.is_sharded:
             self.plan, self.is_seen, self.is_raw = None, False, False
@@ -149,8 +156,11 @@ class Shards:
             self.kind = self.options.kind_of("all_gather_into_tensor", x)
 
     def torchs(self) -> Any:
-        """Returns torch's object for the module's parameters. None: there is none or there are several, extensions make
-        the parameters, they are offloaded to the CPU, or this torch lacks an attribute that this file reads."""
+        """Returns torch's object for the module's parameters (`FSDPParamGroup`).
+
+        Returns None if the module has no such object or several, if an extension (`fsdp_pre_all_gather`) makes the
+        all-gather's input, if parameters are offloaded to the CPU, or if this torch lacks an attribute that this file
+        reads."""
         state = getattr(self.module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None)
         groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
@@ -164,8 +174,8 @@ class Shards:
         return groups[0]
 
     def is_known(self) -> bool:
-        """Returns whether ranks have agreed to code the module's all-gathers, and the next one will be of the same
-        kind. Forgets what was decided for the pass before. All ranks return the same."""
+        """Discards the decision for the previous pass. Returns whether the ranks have agreed to code the module's
+        all-gathers and the next forward pass will gather the sharded parameters. All ranks return the same."""
         self.plan, self.is_seen, self.is_raw = None, False, False
         if self.kind is None or self.state is None:
             return False
@@ -176,12 +186,12 @@ class Shards:
         return True
 
     def code(self, slots: MessageSlots, status: Status) -> None:
-        """Encodes the shards of the next all-gather in advance and discards the messages. Only whether all rows have
-        room is kept, in a status."""
+        """Encodes the shards of the next all-gather in advance, and discards the messages. The status records rows that
+        have no room."""
         assert self.plan is not None and self.kind is not None and self.state is not None
         self.status, inputs = status, _inputs_of(self.torchs())
         if sum(x.numel() for x in inputs) != self.kind.numel or any(x.dtype != self.kind.dtype for x in inputs):
-            return  # The next all-gather will be of another kind, which ranks agree on first.
+            return  # The next all-gather will be of another kind. Then the ranks compare their calls and make a plan.
         x = as_bytes(torch.cat(inputs) if len(inputs) > 1 else inputs[0])
         for k, span in enumerate(spans_of(x.numel(), self.plan.num_pieces)):
             messages = self.plan.messages_of([span.payload] * self.state.size, x.device)
@@ -192,7 +202,7 @@ class Shards:
         """Decides how all-gathers travel until the next forward pass.
 
         Args:
-            is_lost: whether rows had no room on any rank.
+            is_lost: whether on any rank rows had no room.
         """
         assert self.plan is not None and self.kind is not None and self.state is not None
         self.is_seen = not is_lost
@@ -202,11 +212,11 @@ class Shards:
 
 
 class Rooms:
-    """The checks that parameters have room in their messages, for all modules and ranks: one before each forward pass,
-    and one at the end of each forward and backward pass.
+    """Checks for all modules and ranks whether parameters have room in their messages: before each forward pass, and
+    at the end of each forward pass and each backward pass.
 
-    Whether the host waits for an all-gather depends on facts that are the same on all ranks: the result of the check
-    before the pass, and whether a pass is under way.
+    The host waits for an all-gather on all ranks or on none. What decides this is the same on all ranks: the result of
+    the check before the pass, and whether a pass is under way.
 
     Args:
         shards: the shards of each module.
@@ -214,14 +224,14 @@ class Rooms:
 
     def __init__(self, shards: Sequence[Shards]) -> None:
         self.shards = shards
-        # The statuses of all modules, for each process group: as one tensor, and one by one.
+        # For each process group: a tensor [modules, entries] with the statuses of all modules, and the statuses.
         self._statuses: dict[State, tuple[torch.Tensor, list[Status]]] = {}
-        self._depth = 0  # Number of forward passes that are under way, nested in each other.
-        self._backward = _NO_BACKWARD  # The last backward pass that calls `end_pass` at its end.
+        self._depth = 0  # Number of forward passes that have begun and not ended. They can be nested.
+        self._backward = _NO_BACKWARD  # The number of the last backward pass for which `end_pass` was registered.
 
     def is_watched(self) -> bool:
-        """Returns whether a pass is under way, at whose end the host looks at the statuses. A backward pass is told to
-        call `end_pass`."""
+        """Returns whether a forward or backward pass is under way, at the end of which the host will look at the
+        statuses. If it is a backward pass, registers `end_pass` as a callback at its end."""
         if self._depth:
             return True
         backward = _current_backward()
@@ -231,7 +241,8 @@ class Rooms:
         return backward != _NO_BACKWARD
 
     def begin_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """Checks which parameters have room. A collective call if all-gathers travel coded; the host waits for it."""
+        """Checks which parameters have room in their messages. If all-gathers travel coded, this is a collective call,
+        and the host waits for it."""
         if torch.compiler.is_compiling():  # In a compiled module the host waits for each all-gather.
             return
         self._depth += 1
@@ -239,7 +250,7 @@ class Rooms:
             self._see()
 
     def leave_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Notes that a forward pass has ended, even if it has raised."""
+        """Records that a forward pass has ended. Torch calls this even if the pass has raised."""
         if not torch.compiler.is_compiling():
             self._depth = max(0, self._depth - 1)
 
@@ -249,15 +260,16 @@ class Rooms:
             self._look()
 
     def end_pass(self) -> None:
-        """Looks at the statuses at the end of a backward pass. Then the optimizer writes the parameters, so that the
-        check before the pass no longer holds."""
+        """Looks at the statuses at the end of a backward pass, and discards the result of the check before the pass,
+        because the optimizer writes the parameters next."""
         for shard in self.shards:
             shard.is_seen = False
         self._look()
 
     @torch.no_grad()
     def _see(self) -> None:
-        """Checks in all groups which parameters have room in their messages."""
+        """Makes the check before a forward pass, in all process groups, and decides how the all-gathers of each module
+        travel. A collective call."""
         groups: dict[State, list[int]] = {}
         for k, shard in enumerate(self.shards):
             if shard.is_known():
@@ -268,7 +280,7 @@ class Rooms:
             slots, (table, statuses) = state.slots(device), self._statuses_of(state, device)
             context = getattr(self.shards[0].module._get_fsdp_state(), "_state_ctx", None)
             event = getattr(context, "post_optim_event", None)
-            if event is not None:  # The user gave it to FSDP, to wait for it in place of the current stream.
+            if event is not None:  # The user gave FSDP this event to wait for in place of the current stream.
                 torch.cuda.current_stream(device).wait_event(event)
             slots.begin()
             table.zero_()
@@ -284,8 +296,8 @@ class Rooms:
                 self.shards[k].decide(bool(is_lost[k]))
 
     def _look(self) -> None:
-        """Waits for the all-gathers of the pass, and looks at their statuses. All ranks see the same, because each rank
-        gets every message.
+        """Waits for the all-gathers of the pass, and looks at their statuses. All ranks come to the same result,
+        because each rank gets every message.
 
         Raises:
             RuntimeError: rows were lost, because parameters were written after the check before the pass.
@@ -293,7 +305,7 @@ class Rooms:
         names = []
         for state, (table, _) in self._statuses.items():
             slots = state.slots(table.device)
-            with on(slots.side):  # The host does not wait for the work on the current stream.
+            with on(slots.side):  # So the host waits only for all-gathers, not for the work on the current stream.
                 slots.begin()
                 flags = has_lost(table).tolist()
             names += [shard.options.name for shard, is_lost in zip(self.shards, flags) if is_lost]
@@ -305,7 +317,7 @@ class Rooms:
 
     @torch.inference_mode(False)  # Later passes write to the memory.
     def _statuses_of(self, state: State, device: torch.device) -> tuple[torch.Tensor, list[Status]]:
-        """Returns the statuses of all modules in a group, as one tensor and one by one."""
+        """Returns the statuses of all modules in a process group: the tensor that holds them, and the statuses."""
         if state not in self._statuses:
             shape = len(self.shards), status_entries(state.size)
             table = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -315,7 +327,7 @@ class Rooms:
 
 # ---- private parts of torch ----------------------------------------------------------------------------------------
 
-_NO_BACKWARD = -1  # The number that torch gives if no backward pass runs.
+_NO_BACKWARD = -1  # The number that torch returns if no backward pass runs.
 # The attributes that this file reads of torch's objects for a module's parameters, and for one parameter.
 _OF_GROUPS = ("fsdp_params", "is_sharded", "device")
 _OF_PARAMETERS = ("offload_to_cpu", "_sharded_local_tensor")
@@ -326,27 +338,28 @@ def _has_all(what: Any, names: Sequence[str]) -> bool:
 
 
 def _current_backward() -> int:
-    """Returns the number of the backward pass that runs on this thread. _NO_BACKWARD: none runs, or this torch does
-    not tell."""
+    """Returns the number of the backward pass that runs on this thread, or _NO_BACKWARD if none runs or this torch does
+    not have the function that tells."""
     return getattr(torch._C, "_current_graph_task_id", lambda: _NO_BACKWARD)()
 
 
 @functools.cache
 def _inputs_function() -> Any:
-    """Returns torch's function that lists the tensors of an all-gather's input. None: this torch does not have it."""
+    """Returns torch's function that lists the tensors of an all-gather's input. None: this torch has no such
+    function."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
     return getattr(_fsdp_collectives, "_get_param_all_gather_inputs", None)
 
 
 def _inputs_of(group: Any) -> list[torch.Tensor]:
-    """Returns the tensors that torch copies into the input of an all-gather, one behind the other."""
+    """Returns the tensors that torch copies into the input of an all-gather, in this order."""
     return [x for inputs in _inputs_function()(list(group.fsdp_params)) for x in inputs]
 
 
 @functools.cache
 def _comm_class() -> Any:
-    """Returns the class of all-gathers that FSDP2 is given. It is made here, because not every torch has its base."""
+    """Returns the class `CodedAllGather`. It is defined in a function, because not every torch has its base class."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
     class CodedAllGather(AllGather):

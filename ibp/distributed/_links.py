@@ -18,17 +18,20 @@ from .._schemes.codebook import coder_rates
 from ._codec import Codec
 from ._messages import Messages, Part, Slot, shares_of
 
-_MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # Bytes that each rank sends when the link is measured.
-_REPEATS, _IN_A_ROW = 3, 4  # The fastest of this many repeats counts; a repeat is this many calls in a row.
+_MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # Bytes that each rank sends in a call that measures the link.
+# A measurement times several repeats and takes the fastest; each repeat makes several calls one after the other.
+_REPEATS, _IN_A_ROW = 3, 4
 _LEAST_GAIN = 1.1  # Tensors travel coded if that is expected to be at least this many times as fast.
-# A coded call takes about this many seconds longer than torch's call to begin and to end.
+# Time in seconds by which beginning and ending a coded call takes longer than with torch's call.
 _CALL_S = 40e-6
 # The same for calls that the host does not wait for. They take longer, because the host has other work between them.
 _LATE_S = 4e-4
-_GAP_S = 80e-6  # Each piece after the first makes the link idle for about this many seconds, until the host queues it.
-_MOST_PIECES = 16  # A call has at most this many pieces.
+# Time in seconds for which the link is idle before each piece after the first, until the host has queued the piece.
+_GAP_S = 80e-6
+_MOST_PIECES = 16  # Largest number of pieces of a call.
 _MOST_LEAST_BYTES = 1 << 30  # `least_bytes` does not search beyond this many bytes.
-_CODING_AT_ONCE = 2  # On a CPU, this many ranks share the rate that was measured with one rank.
+# The rate of coding on a CPU is measured with one rank. It is divided by this number of ranks, which share the CPU.
+_CODING_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Link:
         '0.32 s'
 
     Attributes:
-        gbps: the bytes that arrive at a rank per second, in 10^9.
+        gbps: the rate at which bytes arrive at each rank, in GB/s (10^9 bytes per second).
     """
 
     gbps: float
@@ -52,8 +55,9 @@ class Rates:
     """The rates of a coder.
 
     Attributes:
-        encode_gbps, decode_gbps: original bytes per second, in 10^9, on all multiprocessors of a GPU or one CPU.
-        hides: whether messages travel while others are coded. On a CPU the same cores code and move bytes.
+        encode_gbps, decode_gbps: original (uncoded) bytes in GB/s, on all multiprocessors of a GPU, or on a CPU.
+        hides: whether one message travels while another one is coded. This is not so on a CPU, where the same cores
+            code and move bytes.
     """
 
     encode_gbps: float
@@ -65,9 +69,10 @@ class Load(NamedTuple):
     """The work of a call on one rank.
 
     Attributes:
-        coded, moved, decoded: original bytes that the rank codes, that arrive at it, and that it decodes.
-        is_known_to_fit: whether all rows are known to have room in later calls, so that the host does not wait for
-            them.
+        coded, moved, decoded: the numbers of original (uncoded) bytes that the rank codes, that arrive at it, and that
+            it decodes.
+        is_known_to_fit: whether all rows are known to have room in their messages before later calls begin, so that the
+            host does not wait for these calls.
     """
 
     coded: int
@@ -77,7 +82,7 @@ class Load(NamedTuple):
 
 
 def measure(members: RankGroup) -> Link:
-    """Measures the rate of a group's all-gathers. The slowest rank counts, so all ranks return the same. A collective
+    """Measures the rate of a group's all-gathers on the slowest rank, and returns it on all ranks. A collective
     call."""
     size = _MEASURED_BYTES[members.device.type]
     sent = torch.zeros(size, dtype=torch.uint8, device=members.device)
@@ -97,17 +102,17 @@ def measure(members: RankGroup) -> Link:
 
 
 def raw_all_gather(out: torch.Tensor, x: torch.Tensor, **options: object) -> dist.Work | None:
-    """Calls torch's all-gather by its new name, or by its old name if torch has only that."""
+    """Calls torch's all-gather by its new name, or by its old name if this torch does not have the new one."""
     gather: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(out, x, **options)
 
 
 def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
-    """Returns the rates of a codec on a device. On a GPU they come from the calibration in force, and on the CPU they
-    are measured.
+    """Returns the rates of a codec on a device. For a GPU they come from the calibration in force; for the CPU they are
+    measured.
 
     Args:
-        rows: uint8 [n, 4096] on the CPU, to measure with.
+        rows: uint8 [n, 4096] on the CPU, the rows with which to measure.
     """
     if device.type == "cuda":
         known = coder_rates(codec.codebook, calibration.in_force(device))
@@ -116,14 +121,15 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
 
 
 def num_pieces(rates: Rates, load: Load) -> int:
-    """Returns the number of pieces of a call. It grows with the time of coding, which pieces hide behind the link."""
+    """Returns the number of pieces of a call. The longer coding takes, the more pieces are worth their cost: all coding
+    but that of the first piece, and all decoding but that of the last piece, happen while other pieces travel."""
     most = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / _GAP_S))))
     return min((1, 2, most), key=lambda count: _exposed_s(rates, load, count) + count * _GAP_S)
 
 
 def _exposed_s(rates: Rates, load: Load, count: int) -> float:
-    """Returns the seconds of coding and decoding that the link does not hide. With several pieces these are coding the
-    first and decoding the last one."""
+    """Returns the time in seconds of coding and decoding during which nothing travels. If there are several pieces,
+    this is the time to code the first and to decode the last."""
     if count == 1 or not rates.hides:
         return _coding_s(rates, load)
     shares = shares_of(count)
@@ -131,10 +137,10 @@ def _exposed_s(rates: Rates, load: Load, count: int) -> float:
 
 
 def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
-    """Returns how many times as fast as a raw call a coded call is expected to be.
+    """Returns the expected time of a raw call divided by that of a coded call.
 
-    It is 0 if the link is so fast that it hides only part of the coding. Coders and link then compete for
-    multiprocessors and memory, which this model leaves out.
+    Returns 0 if the link is so fast that coding and decoding take longer than the time that they save on the link.
+    Coders and link then compete for multiprocessors and memory, which this model leaves out.
     """
     if link.gbps >= codec.savings / (1 / rates.encode_gbps + 1 / rates.decode_gbps):
         return 0.0
@@ -145,15 +151,16 @@ def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
 
 
 def pays(codec: Codec, rates: Rates, link: Link, load: Load) -> bool:
-    """Returns whether a coded call is expected to be clearly faster than a raw call."""
+    """Returns whether a coded call is expected to be at least _LEAST_GAIN times as fast as a raw call."""
     return gain(codec, rates, link, load) >= _LEAST_GAIN
 
 
 def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) -> int:
-    """Returns the least number of bytes in a message for which coding pays: `start`, or a power of two times `start`.
+    """Returns the size in bytes from which on it pays to code the messages of an all-to-all. It is `start`, or `start`
+    times a power of two.
 
     Args:
-        count: how many messages a rank sends, and how many it receives.
+        count: the number of messages that a rank sends, which is also the number that it receives.
     """
     size = start
     while size < _MOST_LEAST_BYTES and not pays(codec, rates, link, Load(size * count, size * count, size * count)):
@@ -162,12 +169,13 @@ def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) 
 
 
 def _coding_s(rates: Rates, load: Load) -> float:
-    """Returns the seconds that coding and decoding take."""
+    """Returns the time in seconds that coding and decoding take."""
     return load.coded / rates.encode_gbps / 1e9 + load.decoded / rates.decode_gbps / 1e9
 
 
 def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
-    """Measures a codec on the CPU with rows, uint8 [n, 4096]. If there are no rows, returns low rates."""
+    """Measures the rates of a codec on the CPU with rows, uint8 [n, 4096]. Returns rates of 1 GB/s if there are no
+    rows."""
     if not len(rows):
         return Rates(1.0, 1.0)
     messages = Messages(codec, [rows.numel()], 0, rows.device)

@@ -1,8 +1,8 @@
-"""Messages, the memory in which they lie, and what becomes of their rows.
+"""The messages of collective calls, the memory in which they lie, and the record of lost rows.
 
-A message carries one part of a tensor to another rank. It is a fixed piece of coded rows (`_layout/forms.py`), or the
-raw bytes. Its size follows from the codec and from the size of the part, so ranks never tell each other sizes. Rows for
-which a message has no room are lost; a `Status` counts them.
+A message carries one part of a tensor to another rank. It is either a fixed piece of coded rows (`_layout/forms.py`),
+or the raw bytes. Its size follows from the codec and from the size of the part, so ranks never tell each other sizes.
+Rows for which a message has no room are lost; a `Status` counts them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from .._rows.handle import Handle
 from .._tables.coded_rows import CodedRows
 from ._codec import ROW_BYTES, Codec, rows_of
 
-# If there are three or more spans, the first and the last one are this many times smaller than the others.
+# If a tensor has three or more spans, the first span and the last span are an eighth as large as the others.
 _EDGE = 8
-# The first of two spans has one row in four. It is the smaller one, because coding it delays the link, and coding takes
-# longer than decoding, which only follows the link.
+# If a tensor has two spans, the first has a quarter of the rows. It is the smaller one, because the link is idle while
+# the first span is coded, and because coding takes longer than decoding the last span after it has arrived.
 _FIRST_OF_TWO = 4
 TURNS = 2  # Number of pieces of a call that are under way at the same time: while one travels, the next one is coded.
-_ENTRIES = 8  # Number of int64 that a status has for each message.
-_LOST, _FINGERPRINT = 1, 7  # Their positions: the number of lost rows, and the codec's fingerprint.
+_ENTRIES = 8  # Number of int64 that the coder of a message writes to the status.
+_LOST, _FINGERPRINT = 1, 7  # Positions of the number of lost rows and of the codec's fingerprint among these.
 
 
 class Part(NamedTuple):
     """A part of a tensor, and the message that carries it.
 
     Attributes:
-        message: the number of the message.
-        data: uint8 [n], the bytes to send, or memory for the bytes that arrive.
+        message: the number of the message in its piece.
+        data: uint8 [n], the bytes to send, or the memory to which the bytes that arrive are written.
     """
 
     message: int
@@ -51,8 +51,8 @@ class _CodedMessage(NamedTuple):
     """A coded message in a slot's memory.
 
     Attributes:
-        start: the bytes that have to be empty before rows are coded.
-        handle: the rows, as operations take them.
+        start: the first bytes of the message, which have to be reset before rows are coded into it.
+        handle: a handle of the message's rows, for the operations that code and decode.
     """
 
     start: torch.Tensor
@@ -63,9 +63,9 @@ class Memory(NamedTuple):
     """Views of the memory in which messages lie.
 
     Attributes:
-        whole: uint8, all messages, one behind the other.
+        whole: uint8, all messages, one after the other.
         each: uint8, the bytes of each message.
-        coded: the coded messages that were used, by number.
+        coded: the coded messages that have been used so far, by their numbers.
     """
 
     whole: torch.Tensor
@@ -79,8 +79,9 @@ class Slot:
 
     Attributes:
         memory: uint8.
-        clean: a message into which rows can be coded without emptying it first. None: there is no such message.
-        views: views of the memory, for each `Messages` that was placed in it.
+        clean: the message that was reset already, so that rows can be coded into it at once. None: there is no such
+            message.
+        views: views of the memory, for each layout (`Messages`) that was used with it.
     """
 
     memory: torch.Tensor
@@ -91,15 +92,15 @@ class Slot:
 class MessageSlots:
     """The slots in which a group's messages lie on one device, and the order of the streams that use them.
 
-    On the CPU every piece has a slot of its own, which lives until the call ends. On a GPU the pieces of all calls use
-    two slots in turn. The order of streams protects them: a call begins when the work of the call before it has ended,
-    and the pieces of a call follow each other on one stream.
+    On the CPU every piece has a slot of its own, which lives until the call ends. On a GPU the pieces of all calls
+    alternate between two slots. Streams keep the uses of a slot in order: the work of a call begins when the work of
+    the call before it has ended, and the pieces of a call follow each other on one stream.
 
     Attributes:
-        side: the stream of calls that the current stream does not wait for. None on the CPU.
-        coding_sms, decoding_sms: how many multiprocessors code and decode while other messages travel, because NCCL
-            needs some, too. More of them code than decode: a piece that is coded late delays the link, and a piece that
-            is decoded late does not.
+        side: the stream of asynchronous calls, for which the current stream does not wait at once. None on the CPU.
+        coding_sms, decoding_sms: the numbers of multiprocessors that code and that decode while other messages travel.
+            The others are left to NCCL. More multiprocessors code than decode, because a piece that is coded late
+            delays the link, while a piece that is decoded late does not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,20 +113,20 @@ class MessageSlots:
         self._last: torch.cuda.Stream | None = None
 
     def begin(self) -> None:
-        """Makes the current stream wait for the call before this one."""
+        """Makes the current stream wait for the work of the previous call."""
         if self._ended is not None:
             stream = torch.cuda.current_stream(self.device)
             if stream != self._last:
                 stream.wait_event(self._ended)
 
     def end(self) -> None:
-        """Notes that all work of a call is queued on the current stream."""
+        """Records that all work of a call is now queued on the current stream."""
         if self._ended is not None:
             self._last = torch.cuda.current_stream(self.device)
             self._ended.record(self._last)
 
     def take(self, piece: int, num_bytes: int) -> Slot:
-        """Returns a slot of at least num_bytes bytes for a piece of a call. piece: its number."""
+        """Returns a slot of at least num_bytes bytes for a piece of a call. piece: the number of the piece."""
         if not self.on_gpu:
             return Slot(self._empty(num_bytes))
         slot = self._slots[piece % TURNS]
@@ -135,14 +136,15 @@ class MessageSlots:
         return slot
 
     def forget(self) -> None:
-        """Lets later calls use new memory, because a call has failed, and work that nobody waits for may still use the
-        slots."""
+        """Releases the slots, so that later calls use new memory. Call this after a call has failed, because its work
+        may still use the slots and nobody waits for it."""
         for turn, slot in enumerate(self._slots):
             self._release(slot)
             self._slots[turn] = None
 
     def _release(self, slot: Slot | None) -> None:
-        """Lets the allocator keep a slot's memory until the streams that may use it are done with it."""
+        """Tells the allocator which streams may still use a slot's memory, so that it keeps the memory until they are
+        done."""
         if slot is not None and self.side is not None:
             slot.memory.record_stream(torch.cuda.current_stream(self.device))
             slot.memory.record_stream(self.side)
@@ -153,34 +155,35 @@ class MessageSlots:
 
 
 def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Returns a context in which work goes to a stream. None: to the current one."""
+    """Returns a context in which work is queued on the given stream. None: on the current stream."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class Status:
-    """A record of what becomes of the messages of a call. Coders and decoders write it on their device, and the host
-    reads it.
+    """A record of lost rows, damage and codecs in the messages of a call. Coders and decoders write it on their device,
+    and the host reads it.
 
     Attributes:
-        rows: int64 [8] for each message, which its coder writes. Entry 1 is the number of lost rows, and entry 7 is the
-            codec's fingerprint. On GPUs ranks send each other these rows.
-        all_rows: the rows of all messages as one tensor.
-        counts: int64 [2] for each message, a view of its row: the numbers of rows with overflow, and of lost rows.
-        faults: int64 [4] for each message, a fault record of its decoder.
-        heads: the fingerprints, a view of the rows.
-        unused: a fault record for coders, which find no wrong ids.
-        seen: an event that is recorded when the host has a copy. None on the CPU.
-        lost: for each message, after `read`: whether rows had no room when it was coded, or on the CPU were missing
+        rows: int64 [8] for each message, which the coder of the message writes. Entry 1 is the number of lost rows, and
+            entry 7 is the codec's fingerprint. On GPUs the ranks send each other these entries.
+        all_rows: the entries of `rows` for all messages as one tensor.
+        counts: int64 [2] for each message, a view of `rows`: the number of the message's rows with overflow, and the
+            number of its lost rows.
+        faults: int64 [4] for each message, the fault record of its decoder.
+        heads: int64, the fingerprints of all messages, a view of `rows`.
+        unused: a fault record to pass to the operation that codes, which never writes it, because its ids are right.
+        seen: an event on a GPU that happens when the host's copy is complete. None: the host reads the memory itself.
+        lost: for each message, after `read`: whether rows had no room when it was coded or, on the CPU, were missing
             when it was decoded.
-        is_strange: after `read`: whether a message was coded with another codec.
+        is_strange: after `read`: whether a message was coded with another codec than this rank's.
         is_damaged: after `read` on a GPU: whether rows were missing from a message although its coder lost none.
 
     Args:
         count: number of messages.
         device: the device that writes the status.
         fingerprint: the codec's fingerprint.
-        data: int64 [status_entries(count)], zeros to use as the memory. The host then reads them by itself. None: new
-            memory.
+        data: int64 [status_entries(count)], zeros, to use as the status's memory. The caller then reads this memory
+            (see `has_lost`) and does not call `record` or `read`. None: the status has memory of its own.
     """
 
     @torch.inference_mode(False)  # Later calls write to the memory.
@@ -205,17 +208,19 @@ class Status:
         self.lost, self.is_strange, self.is_damaged = [False] * count, False, False
 
     def record(self) -> None:
-        """On a GPU: copies the status to the host, on the current stream, and empties it for another call."""
+        """On a GPU, queues a copy of the status to the host on the current stream, and then a reset for the next
+        call."""
         if self.seen is not None:
             self._on_host.copy_(self.data, non_blocking=True)
             self.seen.record()
             self._clear()
 
     def read(self) -> None:
-        """Sets `lost`, `is_strange` and `is_damaged` from the host's copy, once the host has it.
+        """Sets `lost`, `is_strange` and `is_damaged` from the host's copy. On a GPU the caller must first wait for
+        `seen`.
 
-        A GPU decodes the last messages of a call after it has recorded the status, so their faults are seen a call
-        later."""
+        A GPU decodes the last messages of a call after it has recorded the status, so the faults of these messages are
+        reported by the next call that uses the status."""
         values, end = self._on_host.tolist(), self._num_row_entries
         lost, faults = values[_LOST:end:_ENTRIES], values[end::_FAULT]
         self.is_strange = any(head != self._fingerprint for head in values[_FINGERPRINT:end:_ENTRIES])
@@ -223,7 +228,8 @@ class Status:
             self.lost = [count != 0 or fault != 0 for count, fault in zip(lost, faults)]
             self._clear()
             return
-        # Receivers miss rows that the coder lost, in this call or in the one before. Other faults are damage.
+        # If the coder lost rows, in this call or in the one before, their absence is a fault, too. Other faults are
+        # damage.
         lost_before, self.lost = self.lost, [count != 0 for count in lost]
         explained = [now or before for now, before in zip(self.lost, lost_before)]
         self.is_damaged = any(fault != 0 and not is_lost for fault, is_lost in zip(faults, explained))
@@ -239,7 +245,8 @@ def status_entries(count: int) -> int:
 
 
 def has_lost(statuses: torch.Tensor) -> torch.Tensor:
-    """Returns whether rows had no room when messages were coded on this rank, or were missing when it decoded messages.
+    """Returns for each status whether rows had no room when this rank coded messages, or were missing when this rank
+    decoded messages.
 
     Args:
         statuses: int64 [n, status_entries(count)].
@@ -253,17 +260,17 @@ def has_lost(statuses: torch.Tensor) -> torch.Tensor:
 
 
 def _split(data: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """Returns views of statuses: the rows and the fault records of all messages, and one fault record more."""
+    """Returns views of the memory of statuses: `Status.all_rows`, `Status.faults` of all messages, `Status.unused`."""
     return data.split([_ENTRIES * count, _FAULT * count, _FAULT], -1)
 
 
 class Messages:
-    """The layout of messages in a slot, one behind the other.
+    """The layout of messages in a slot, one after the other.
 
     Args:
         codec: how messages are coded.
-        payloads: for each message, the most bytes that it carries.
-        least: messages that carry fewer bytes than this are raw.
+        payloads: for each message, the largest number of a tensor's bytes that it carries.
+        least: messages with a smaller payload than this, in bytes, are raw.
         device: the device of the memory.
     """
 
@@ -291,20 +298,20 @@ class Messages:
         return memory
 
     def status(self) -> Status:
-        """Returns a status that no other call uses."""
+        """Returns a status that no other call uses. Pass it to `give_back` after the call."""
         if self._unused_statuses:
             return self._unused_statuses.pop()
         return Status(len(self.payloads), self.device, self.codec.fingerprint)
 
     def give_back(self, status: Status) -> None:
-        """Lets another call use a status."""
+        """Takes back a status, so that another call can use it."""
         self._unused_statuses.append(status)
 
     def code(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
         """Codes a part of a tensor into its message, or copies it if the message is raw.
 
         Args:
-            max_sms: the most multiprocessors to use. 0: all.
+            max_sms: the largest number of multiprocessors to use. 0: all.
         """
         k, data = part
         if not self.is_coded[k]:
@@ -317,13 +324,13 @@ class Messages:
         coded.handle.encode(data, status.counts[k], status.unused, max_sms=max_sms)
 
     def clean(self, slot: Slot, k: int) -> None:
-        """Empties message k, which was sent, so that the next call need not do it before it codes."""
+        """Resets message k after it was sent, so that the next call can code rows into it at once."""
         if self.is_coded[k]:
             slot.clean = self._coded_in(slot, k)
             slot.clean.start.copy_(self._starts[self.payloads[k]])
 
     def decode(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
-        """Writes what a message carries to its part of a tensor. max_sms: as for `code`."""
+        """Decodes a message, or copies it if it is raw, to its part of a tensor. max_sms: as for `code`."""
         k, data = part
         if not self.is_coded[k]:
             data.copy_(self.of(slot).each[k][: data.numel()])
@@ -332,7 +339,7 @@ class Messages:
         torch.ops.ibp.decode_bytes.default(table, 0, data.numel(), max_sms, data, status.faults[k])
 
     def note_heads(self, slot: Slot, status: Status) -> None:
-        """Copies the fingerprints in the heads of messages to a status."""
+        """Copies the fingerprints in the heads of the coded messages to a status."""
         status.heads[self._coded] = self.of(slot).whole.view(torch.int64)[self._notes]
 
     def _coded_in(self, slot: Slot, k: int) -> _CodedMessage:
@@ -345,7 +352,7 @@ class Messages:
         return memory.coded[k]
 
     def _empty_start(self, payload: int) -> torch.Tensor:
-        """Returns the first bytes of a message before rows are coded into it."""
+        """Returns the initial content of a message's first bytes, to which they are reset before rows are coded."""
         size = self.codec.message_bytes(rows_of(payload))
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._rows_in(memory, payload).clear()
@@ -357,8 +364,8 @@ class Messages:
         return CodedRows.over(memory, self.codec.codebook, num_rows, **self.codec.sizes(num_rows))
 
     def _start_bytes(self, payload: int) -> int:
-        """Returns how many bytes of a message stand before the lengths of rows: the head, bases and rooms. They have to
-        be empty before rows are coded. Lengths need not, because coding writes all of them."""
+        """Returns the number of bytes at the start of a message that have to be reset before rows are coded: the head,
+        the bases and the rooms (`_layout/forms.py`). The lengths of rows follow; coding writes all of them."""
         num_rows = rows_of(payload)
         return forms.fixed(num_rows, ROW_BYTES, **self.codec.sizes(num_rows)).lengths.start
 
@@ -367,9 +374,9 @@ class MessageSpan(NamedTuple):
     """The bytes of a tensor that belong to one piece of a call.
 
     Attributes:
-        bytes: the range of bytes.
-        payload: how many bytes the span's message has room for. It is more than the range has if the tensor ends
-            inside the span.
+        bytes: the range of the tensor's bytes.
+        payload: the number of bytes for which the span's message has room. It is larger than the range if the tensor
+            ends inside the span.
     """
 
     bytes: slice
@@ -380,8 +387,9 @@ class MessageSpan(NamedTuple):
 def spans_of(num_bytes: int, count: int) -> tuple[MessageSpan, ...]:
     """Divides a tensor into at most `count` spans of whole rows.
 
-    The first and the last of three or more spans have an eighth of the size of the others, and the first of two spans
-    has a quarter of the tensor, because coding the first span and decoding the last one are not hidden behind the link.
+    If there are three or more spans, the first and the last have an eighth of the size of the others. If there are two,
+    the first has a quarter of the tensor. These spans are small because nothing travels while the first span is coded
+    and while the last one is decoded.
     """
     rows, inner = rows_of(num_bytes), max(1, count - 2)
     if count > 2:
@@ -402,7 +410,8 @@ def spans_of(num_bytes: int, count: int) -> tuple[MessageSpan, ...]:
 
 
 def shares_of(count: int) -> tuple[float, float]:
-    """Returns the fractions of a large tensor's bytes in the first and in the last of two or more spans."""
+    """Returns the fractions of a large tensor's bytes that are in its first span and in its last span, if `spans_of`
+    divides it into `count` spans. count: at least 2."""
     if count == 2:
         return 1 / _FIRST_OF_TWO, 1 - 1 / _FIRST_OF_TWO
     return (1 / ((count - 2) * _EDGE + 2),) * 2

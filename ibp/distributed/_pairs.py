@@ -1,9 +1,9 @@
 """Tensors from one rank to another: `send` and `recv`.
 
-The first tensor of a kind travels raw, and behind it travels a note, which says how the next tensors are coded. Some
-later tensors have a new note behind them. So both ranks know how a tensor travels without asking each other. If a
-tensor loses rows, it is sent again, raw, before any other tensor travels in this direction: both ranks finish one call
-before the next.
+The first tensor of a kind travels raw, followed by a note, which says how the next tensors are coded. Some later
+tensors are followed by a new note. Both ranks therefore know how a tensor travels without asking each other. If a
+tensor loses rows, it is sent again, raw, before any other tensor travels in this direction, because both ranks finish
+one call before they begin the next.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from ._codec import Codec, sample_of
 from ._exchange import OneTensor, Work, finished, movable
 from ._planning import RAW, CallOptions, Kind, Pair, Plan
 
-_NOTE_BYTES = 1 << 14  # Bytes of a note. If a codec takes more, the note says that tensors travel raw.
-_LENGTH_BYTES = 8  # A note begins with this many bytes, which hold the length of its content.
-_PIECE_BYTES, _MOST_PIECES = 64 << 20, 8  # A tensor is divided into pieces of this many bytes, at most this many.
+_NOTE_BYTES = 1 << 14  # Size of a note in bytes. If a codec does not fit, the note says that tensors travel raw.
+_LENGTH_BYTES = 8  # A note begins with the length of its content in bytes, an int64.
+# A tensor is divided into pieces of about 64 MiB or more, at most 8.
+_PIECE_BYTES, _MOST_PIECES = 64 << 20, 8
 
 
 class NotedWork(Work):
-    """A raw tensor that travels, and the note behind it.
+    """The work of a raw tensor and of the note that follows it.
 
     Args:
-        works: work of both.
+        works: the work of the tensor and the work of the note.
         read: a function to call when both have arrived. None: there is nothing to call.
     """
 
@@ -68,7 +69,7 @@ def send(
     The receiver calls `recv` of this module with the same arguments.
 
     Unless a codec is given, the first tensor of a kind travels raw, followed by the codec for the next tensors of the
-    kind. The call first waits until the tensor before this one, to the same rank, has arrived. See
+    kind. The call first waits until the previous tensor to the same rank with the same tag has arrived. See
     `all_gather_into_tensor` for the other arguments.
 
     Example:
@@ -85,9 +86,9 @@ def send(
         tensor: a contiguous tensor of any dtype.
         dst, group_dst: the receiver's rank among all ranks, or in the group. One of the two is given.
         tag: as in torch.
-        async_op: return work, as `torch.distributed.isend` does.
-        level: as in `all_gather_into_tensor`, but with "auto" tensors travel raw on the CPU, and if the group's link
-            was not measured before (`measure_link`).
+        async_op: whether to return work, as `torch.distributed.isend` does.
+        level: as in `all_gather_into_tensor`, with one difference: with "auto", tensors travel raw on the CPU, and also
+            as long as the group's link was not measured (`measure_link`).
 
     Returns:
         Work if async_op is set, else None.
@@ -142,11 +143,11 @@ def recv(
 
 
 class _Transfer(OneTensor):
-    """A tensor that this rank sends to another one, or receives from it.
+    """A tensor that this rank sends to another rank, or receives from it.
 
     Args:
-        is_sent: whether this rank sends the tensor.
-        peer: the rank of the other one in the group.
+        is_sent: whether this rank sends the tensor. If not, it receives it.
+        peer: the other rank, as its rank in the group.
         tag: as in torch.
     """
 
@@ -169,12 +170,12 @@ class _Transfer(OneTensor):
         return self._moved(whole)
 
     def call(self, async_op: bool) -> dist.Work | None:
-        """Makes the call by the plan of the pair, once the call before it is finished."""
+        """Finishes the previous call in this direction, and then makes this call by the pair's plan for its kind."""
         if self.travels_raw():
             return self.raw(async_op)
         self.check()
         pair = self.state.pairs.setdefault((self.is_sent, self._peer, self._tag), Pair())
-        last, pair.last = pair.last, None  # If it fails, the next call does not wait for it again.
+        last, pair.last = pair.last, None  # If the last call fails here, the next call does not wait for it again.
         finished(last, False)
         plan = pair.plans.get(self.kind)
         if plan is None and self.options.codec is not None:
@@ -195,11 +196,11 @@ class _Transfer(OneTensor):
         return dist.irecv(data, group=self.group, tag=self._tag, group_src=self._peer)
 
     def _noted(self, pair: Pair, old: Plan | None) -> NotedWork:
-        """Begins to move the tensor raw, and behind it a note that says how the next tensors of the kind travel. Once
-        the note has arrived, the plan of the kind is replaced.
+        """Begins to move the tensor raw, followed by a note that says how the next tensors of the kind travel. The
+        sender replaces the plan of the kind at once, and the receiver does so when the note has arrived.
 
         Args:
-            old: the plan of the kind so far. None: there is none.
+            old: the present plan of the kind. None: the kind is new.
         """
 
         def take(note: torch.Tensor) -> None:
@@ -217,8 +218,9 @@ class _Transfer(OneTensor):
         return NotedWork([self._moved(data), self._moved(note)], lambda: take(note))
 
     def _learned(self, old: Plan | None, learner: Learner[Codec]) -> Codec | None:
-        """Returns the codec that the sender chooses for the next tensors. It is None if raw tensors arrive sooner, or
-        if the rate of the link is not known."""
+        """Returns the codec that the sender chooses for the next tensors: the present one, unless it has lost rows.
+        Returns None if coding saves too little or, with level="auto", if raw tensors are expected to be faster or the
+        rate of the link is not known."""
         kind, link = self.kind, self.state.link
         learner.has_drifted = old is not None and old.has_lost
         if old is not None and not learner.has_drifted:
@@ -235,13 +237,14 @@ class _Transfer(OneTensor):
         return found
 
     def _num_pieces(self) -> int:
-        """Returns the number of pieces, the same on both ranks."""
+        """Returns the number of pieces, which is the same on both ranks because it depends only on the tensor's
+        size."""
         return max(1, min(_MOST_PIECES, self.tensors[0].nbytes // _PIECE_BYTES))
 
 
 def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:
-    """Returns a note, uint8 [_NOTE_BYTES] on the CPU: the length of its content, and the content, which is the kind and
-    the codec. If the content is too long, the length is 0."""
+    """Returns a note, uint8 [_NOTE_BYTES] on the CPU. It has the length of its content and then the content, which is
+    the kind and the codec. If the content does not fit, the length is 0."""
     content = wire.written((kind, codec))
     note = torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
     if len(content) <= _NOTE_BYTES - _LENGTH_BYTES:
@@ -253,8 +256,11 @@ def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:
 def _read(note: torch.Tensor, kind: Kind) -> Codec | None:
     """Returns the codec in a note. None: tensors travel raw.
 
+    Args:
+        kind: the kind of the tensor that the receiver wants.
+
     Raises:
-        ValueError: the bytes are not a note, or the note is about another kind of tensor.
+        ValueError: the bytes are not a note, or the sender's tensor is of another kind.
     """
     content = note.cpu()
     length = int(content[:_LENGTH_BYTES].view(torch.int64))

@@ -1,8 +1,9 @@
-"""The state of a process group on one rank: how fast the link is, and by which plans calls of the group are made.
+"""The state of a process group on one rank: the rate of its link, and the plan for each kind of call.
 
 `Collective.plan` (`_exchange.py`) makes plans. With level="auto", the rate of a raw all-gather decides whether tensors
-travel coded. A group times it once. All ranks decide by the same numbers: the time of the slowest rank, and the rates
-at which rank 0 codes. A level or a codec that is given overrules them.
+travel coded. Each group measures this rate once. All ranks decide by the same numbers: the time of the slowest rank,
+and the rates at which rank 0 codes and decodes. If the caller gives a codec or another level, the rate of the link does
+not matter.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from ._messages import Messages, MessageSlots
 
 LEVELS = ("auto", *CODED_LEVELS)
 _MOST_LAYOUTS = 64  # A plan keeps at most this many layouts of messages.
-# Ranks compare whether rows were lost after these numbers of calls of a kind, and then after each multiple of 64.
+# The ranks tell each other whether rows were lost after 8 and 32 calls of a kind, and then after every 64 calls.
 _EARLY_CHECKS, _CALLS_A_CHECK = (8, 32), 64
 
 
 @wire.sent
 class Kind(NamedTuple):
-    """A kind of calls, which share one plan. All ranks make the same calls in the same order, so they know the same
+    """A key for calls that share one plan. All ranks make the same calls in the same order, so they know the same
     kinds.
 
     Attributes:
         what: the name of the function.
-        numel: the number of elements of the input. 0: ranks differ in it.
+        numel: the number of elements of the input. 0: it may differ between ranks.
         dtype: the dtype of the tensors.
         device: the type of their device.
         level, name: arguments of the call.
-        codec: the fingerprint of the codec that was given. None: no codec was given.
-        root: the rank in the group that has the data. -1: each rank has some.
+        codec: the fingerprint of the codec that the caller gave. None: the caller gave no codec.
+        root: the rank in the group that has the data. -1: each rank has some of it.
     """
 
     what: str
@@ -57,25 +58,27 @@ class Kind(NamedTuple):
 
     @property
     def shared(self) -> tuple:
-        """The attributes that are equal in kinds that share a codec."""
+        """The key of the kind's learner. Kinds with the same key share a codec."""
         return self.dtype, self.device, self.level, self.name, self.codec
 
     @property
     def follows_link(self) -> bool:
-        """Whether the rate of all-gathers tells how fast such calls are. On the CPU it tells nothing about other
-        functions."""
+        """Whether the rate of the group's all-gathers predicts how fast such calls are. On the CPU it predicts only
+        all-gathers."""
         return self.device != "cpu" or self.what == "all_gather_into_tensor"
 
     def learned(self, rows: torch.Tensor) -> Codec | None:
-        """Returns a codec for tensors with such rows, uint8 [n, 4096] on the CPU. None: it would save too little.
+        """Learns a codec of the kind's level from sampled rows, uint8 [n, 4096] on the CPU. Returns None if it would
+        save too little.
 
-        For level="auto" the codec has level "default". It saves more than "fast", so it is the faster one over links
+        For level="auto" the codec has level "default". It saves more than "fast", and is therefore faster over links
         that are slow enough for coding to pay."""
         return learned(rows, self.dtype, "default" if self.level == "auto" else self.level)
 
 
 class CallOptions(NamedTuple):
-    """The arguments of `ibp.distributed.all_gather_into_tensor` that say how tensors are coded."""
+    """The arguments by which the caller of a collective says how tensors are coded. `all_gather_into_tensor` describes
+    them."""
 
     codec: Codec | None
     level: str
@@ -99,16 +102,17 @@ class CallOptions(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """The way in which calls of a kind are made.
+    """How calls of one kind are made: raw, or coded with a codec in a number of pieces.
 
     Attributes:
         codec: how tensors are coded. None: calls are raw.
         num_pieces: the number of pieces of a call.
         least: in an all-to-all, messages with fewer bytes than this are raw.
-        is_checked: whether ranks check if messages lost rows, and then learn the codec anew.
+        is_checked: whether the ranks check from time to time if messages have lost rows, and if so learn the codec
+            anew.
         messages: the layouts of messages that calls have used.
         num_calls: the number of calls so far.
-        has_lost: whether messages from this rank or to it have lost rows since the codec was learned.
+        has_lost: whether messages from this rank or to this rank have lost rows since the codec was learned.
     """
 
     codec: Codec | None
@@ -130,8 +134,8 @@ class Plan:
         return self.messages[key]
 
     def is_due(self) -> bool:
-        """Counts a call. Returns whether the ranks have to check before it if rows were lost. That is seldom so,
-        because the host waits for the check."""
+        """Counts a call. Returns whether the ranks have to check before this call if rows were lost. Checks are rare,
+        because the host has to wait for them."""
         self.num_calls += 1
         count = self.num_calls - 1
         return self.is_checked and count > 0 and (count in _EARLY_CHECKS or count % _CALLS_A_CHECK == 0)
@@ -142,12 +146,14 @@ RAW = Plan(None)  # The plan of calls that are raw.
 
 @dataclass(eq=False)
 class Pair:
-    """The state of one direction between this rank and another one: tensors that it sends, or tensors that it receives.
+    """The state of one direction between this rank and another rank: either of the tensors that this rank sends, or of
+    those that it receives.
 
     Attributes:
         plans: the plan for each kind of tensor.
         learners: the learner for each kind of tensor. Only the sender has learners.
-        last: the work of the last call, which has to be finished before the next one. None: it is finished.
+        last: the work of the last call, which has to be finished before the next call. None: there is nothing to
+            finish.
     """
 
     plans: dict[Kind, Plan] = field(default_factory=dict)
@@ -160,10 +166,10 @@ class State:
 
     Attributes:
         rank, size: the rank of this process in the group, and the size of the group.
-        link: the rate of the group's all-gathers. None: it was not measured yet.
+        link: the rate of the group's all-gathers. None: it has not been measured yet.
         plans: the plan for each kind of call.
         learners: the learner of each codec, by `Kind.shared`.
-        pairs: the directions to and from other ranks, by (whether this rank sends, the other rank, the tag).
+        pairs: the state of each direction of `send` and `recv`, by (whether this rank sends, the other rank, the tag).
     """
 
     def __init__(self, members: _group.RankGroup) -> None:
@@ -181,24 +187,26 @@ class State:
         return self._slots[device]
 
     def measure(self, members: _group.RankGroup, refresh: bool = False) -> Link:
-        """Returns the rate of the group's all-gathers, and measures it if that was not done yet. A collective call.
+        """Returns the rate of the group's all-gathers, and measures it first if that has not been done yet. A
+        collective call.
 
         Args:
-            refresh: measure it in any case.
+            refresh: whether to measure it again, even if it is known.
         """
         if self.link is None or refresh:
             self.link = _links.measure(members)
         return self.link
 
     def forget(self, kind: Kind) -> None:
-        """Lets the next call of a kind learn the codec anew. All ranks have to forget it before the same call."""
+        """Drops the plan of a kind, so that the next call learns the codec anew. All ranks must do this before the same
+        call."""
         self.learners[kind.shared].has_drifted = True
         self.plans.pop(kind, None)
 
 
 def measure_link(group: dist.ProcessGroup | None = None, *, refresh: bool = False) -> Link:
-    """Measures how fast all-gathers of a group are, which level="auto" goes by. Without this call, the first collective
-    that needs the rate measures it. A collective call.
+    """Measures how fast the all-gathers of a group are. With level="auto" this rate decides whether tensors travel
+    coded. Without this call, the first collective that needs the rate measures it. A collective call.
 
     Example:
         >>> # on each rank of a group
@@ -207,7 +215,7 @@ def measure_link(group: dist.ProcessGroup | None = None, *, refresh: bool = Fals
 
     Args:
         group: a process group of torch.distributed. None: the default group.
-        refresh: measure again, even if the rate is known.
+        refresh: whether to measure again, even if the rate is known.
 
     Returns:
         The rate, the same on all ranks.

@@ -27,11 +27,15 @@ from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
-_ALIGNMENT = 16  # Coded rows that are sent begin at multiples of this many bytes, so that kernels copy them faster.
-_ANY_WAYS = 32  # The operation `fill_slab` wants a number of ways (2 to 32) for its map, even if the map is empty.
-# A rank sends this instead of a number of bytes if rows of its shard contradict each other or have another codebook.
+# In a message, coded rows begin at multiples of this many bytes, because kernels copy aligned rows faster.
+_ALIGNMENT = 16
+# The operation `fill_slab` requires an associativity ("ways") of 2 to 32 for its hash map, even if the map is empty.
+_ANY_WAYS = 32
+# A rank sends this in place of the size of its rows if it cannot send them, because rows of its shard are damaged or
+# the shard now has another codebook.
 _CANNOT_SEND = -1
-# A codebook is learned from this many bytes of all shards together (16 MiB), and from at least this many rows.
+# If the caller names no fraction, the sample for a codebook has 16 MiB of rows of all shards together. A sample has at
+# least 1,024 rows, or all rows of a smaller table.
 _LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20
 
 
@@ -39,14 +43,14 @@ class ShardedTable(OfThisProcess, TensorManners):
     """A table [N, ...] whose rows are spread over the ranks of a process group: first the rows of rank 0, then the rows
     of rank 1, and so on. Ranks may have different numbers of items, or none.
 
-    Ranks send each other rows as they are stored, compressed, by all_to_all over the group, and the rank that asks
-    decodes them. Over gloo, rows are sent from host memory, and over NCCL from GPUs. All shards are coded with one
-    codebook; a shard that would save nothing may be raw.
+    Ranks send each other rows in their stored, compressed form, by all_to_all over the group. The rank that asked for
+    the rows decodes them. With gloo, rows are sent from host memory; with NCCL, from GPU memory. All shards are coded
+    with one codebook; a shard that would save nothing may be raw.
 
     Calls that need other ranks are collective: every rank of the group makes the same calls in the same order, each
-    with ids of its own, or with no ids. A rank that is given wrong arguments takes part all the same, and raises
-    afterwards; the other ranks get what they have asked for. If a rank has ended, the other ranks raise once the group
-    notices it, at the latest after the group's timeout.
+    with ids of its own, or with no ids. A rank whose arguments are wrong still takes part in the call, and raises
+    afterwards; the other ranks get what they have asked for. If the process of a rank has ended, the other ranks raise
+    as soon as the group notices this, at the latest after the group's timeout.
 
     Example:
         >>> # on each rank of a group
@@ -64,7 +68,7 @@ class ShardedTable(OfThisProcess, TensorManners):
     Attributes:
         shape, dtype: the shape and dtype of the whole table.
         local_table: this rank's part.
-        starts: the first item of each rank, and N at the end.
+        starts: the id of the first item of each rank, and N at the end.
 
     Raises:
         TypeError: local_table is not a table.
@@ -123,8 +127,9 @@ class ShardedTable(OfThisProcess, TensorManners):
         Args:
             x: this rank's part, [n, ...]. n may be 0.
             group: a process group of torch.distributed. None: the default group.
-            sample: the fraction of the rows to learn the codebook from. None: as many rows as 16 MiB hold.
-            Others: as in `ibp.compress`. Ranks give the same scheme, chunk_bytes, tau, clusters, level and row_bytes.
+            sample: the fraction of the rows to learn the codebook from. None: 16 MiB of rows.
+            Others: as in `ibp.compress`. All ranks must give the same scheme, chunk_bytes, tau, sample, clusters, level
+                and row_bytes.
 
         Returns:
             The table.
@@ -212,14 +217,14 @@ class ShardedTable(OfThisProcess, TensorManners):
             ids: integers [K] in [0, N), on the CPU or a GPU, in any order. Ids may repeat, and K may be 0.
             device: the device of the result. None: the device of out, or of ids if there is no out.
             out: a tensor [K, ...] of the table's dtype to write to.
-            max_sms: the most multiprocessors of the GPU that decode. None: all.
+            max_sms: the largest number of the GPU's multiprocessors to decode on. None: all.
 
         Returns:
-            A tensor [K, ...], out if it was given.
+            A tensor [K, ...]: out if it was given, otherwise a new tensor.
 
         Raises:
             IndexError, TypeError, ValueError: ids or out is not as described. Other ranks get what they asked for.
-            CorruptTableError: rows of a shard contradict each other, or the shard has been refit.
+            CorruptTableError: a rank cannot send rows, because its shard is damaged or has been refit.
             RuntimeError: a rank does not take part.
         """
         request, refused = None, None
@@ -243,9 +248,9 @@ class ShardedTable(OfThisProcess, TensorManners):
         """Sets items of the whole table: x[ids] = rows. A collective call, with ids of its own on each rank. Returns
         self.
 
-        Rows are sent to the ranks whose shards have the items. These code them with the table's codebook (see
-        `CompressedTensor.update_`). If several rows are given for an item, the item becomes the last row of the highest
-        rank that gives one.
+        Each row is sent to the rank whose shard has the item, and that rank codes it with the table's codebook (see
+        `CompressedTensor.update_`). If several rows are given for one item, the rows of the highest rank count, and
+        among these the last one.
 
         Args:
             ids: integers [K] in [0, N). K may be 0.
@@ -275,7 +280,7 @@ class ShardedTable(OfThisProcess, TensorManners):
     def _request(
         self, ids: Ids, device: torch.device | str | int | None, out: torch.Tensor | None, max_sms: int | None
     ) -> _Wanted:
-        """Checks the arguments of index_select. Returns what it asks for."""
+        """Checks the arguments of index_select. Returns the items that it asks for."""
         ids = list_of_ids(ids).to(torch.int64)
         target = target_of(device, out, ids.device)
         if out is not None:
@@ -288,11 +293,13 @@ class ShardedTable(OfThisProcess, TensorManners):
         return _Wanted(unique, places, target, sms)
 
     def _counts_of(self, ordered: torch.Tensor) -> list[int]:
-        """Returns how many of some ids each rank has. ordered: ids in ascending order, on the group's device."""
+        """Returns, for each rank, the number of the given ids whose items it has. ordered: the ids in ascending order,
+        on the group's device."""
         return torch.searchsorted(ordered, self._starts).diff().tolist()
 
     def _fetched(self, unique: torch.Tensor) -> _Received | CorruptTableError:
-        """Fetches rows from all ranks. A collective call. If a rank cannot send its rows, returns an error instead.
+        """Fetches rows from all ranks and returns them, or returns an error if a rank cannot send its rows. A
+        collective call.
 
         Args:
             unique: ids in ascending order, without repeats.
@@ -325,7 +332,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         return _Received(lengths.view(torch.uint16), rows)
 
     def _decoded(self, received: _Received, wanted: _Wanted, out: torch.Tensor | None) -> torch.Tensor:
-        """Returns the items that a rank asked for, decoded from the rows that it got."""
+        """Decodes the rows that this rank has received. Returns the items that it asked for."""
         table, target = self.local_table, wanted.target
         shape = (wanted.places.numel(), *self.shape[1:])
         direct = out is not None and out.is_contiguous()
@@ -348,11 +355,11 @@ class ShardedTable(OfThisProcess, TensorManners):
         return out.copy_(result.view(out.shape)) if out is not None and not direct else result
 
     def _answers(self, ids: torch.Tensor, counts: list[int]) -> list[_Received | None]:
-        """Returns the rows for each rank. None: they cannot be sent.
+        """Returns the rows to send to each rank. The entry of a rank is None if its rows cannot be sent.
 
         Args:
-            ids: ids of this rank's items, one rank's after the other's.
-            counts: how many of the ids each rank has sent.
+            ids: the positions in this shard of the items that the ranks ask for: first those for rank 0, and so on.
+            counts: the number of items that each rank asks for.
         """
         if self.local_table.codebook is not self._own_codebook:
             return [None if count else self._selected(ids[:0], [0])[0] for count in counts]
@@ -362,14 +369,21 @@ class ShardedTable(OfThisProcess, TensorManners):
             return [self._answer(part) for part in ids.split(counts)]
 
     def _answer(self, ids: torch.Tensor) -> _Received | None:
-        """Returns the rows for one rank. None: they cannot be sent."""
+        """Returns the rows to send to one rank. None: they cannot be sent."""
         try:
             return self._selected(ids, [ids.numel()])[0]
         except (CorruptTableError, IndexError):
             return None
 
     def _selected(self, ids: torch.Tensor, counts: list[int]) -> list[_Received]:
-        """Returns rows of this rank's items, in parts of `counts` items. Raises IndexError or CorruptTableError."""
+        """Copies the stored rows of this rank's items, and divides them into messages of `counts` items each.
+
+        Args:
+            ids: the positions of the items in this shard.
+
+        Raises:
+            IndexError, CorruptTableError: an id is out of range, or a row is damaged.
+        """
         table, device = self.local_table, self._group.device
         if ids.numel() == 0:
             nothing = torch.empty(0, dtype=torch.uint8, device=device)
@@ -394,11 +408,10 @@ class ShardedTable(OfThisProcess, TensorManners):
         return [_Received(*pair) for pair in zip(sent, near.split(sizes))]
 
     def _places(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns where each row begins when rows are sent one after the other, and where the last row ends: int64
-        [rows + 1], in bytes.
+        """Returns int64 [rows + 1]: the byte offset of each row in a message, and the size of the message at the end.
 
         Args:
-            lengths: the entries of the rows in the index.
+            lengths: uint16 [rows], the rows' entries in the table's index, which tell their stored sizes.
         """
         row_bytes = self.local_table.row_bytes
         sizes = _rows.stored_sizes(lengths, row_bytes, row_bytes)
@@ -407,8 +420,8 @@ class ShardedTable(OfThisProcess, TensorManners):
         return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
 
     def _change(self, ids: Ids, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Checks the arguments of update_. Returns the ids in ascending order and the bytes of their rows, on the
-        group's device. If an id repeats, its last row is taken."""
+        """Checks the arguments of update_. Returns the distinct ids in ascending order and the bytes of their rows,
+        both on the group's device. If an id repeats, its last row is taken."""
         ids, device = list_of_ids(ids).to(torch.int64), self._group.device
         check_rows(self.local_table, rows, ids.numel())
         check_range(ids, len(self))
@@ -438,7 +451,7 @@ class _Shard(NamedTuple):
         return cls(len(table), tuple(table.shape[1:]), table.dtype, table.row_bytes, table.codebook)
 
     def described(self) -> dict[str, Any]:
-        """Returns what has to be the same for all shards, by the names that errors give it."""
+        """Returns the properties that must be the same for all shards, by the names that errors use for them."""
         return {"shape of items": list(self.item_shape), "dtype": self.dtype, "row_bytes": self.row_bytes}
 
 
@@ -449,7 +462,7 @@ class _Wanted(NamedTuple):
         unique: int64, their ids in ascending order, without repeats.
         places: int64 [K], the position in `unique` of each item of the result.
         target: the device of the result.
-        sms: the most multiprocessors that decode. 0: all.
+        sms: the largest number of multiprocessors to decode on. 0: all.
     """
 
     unique: torch.Tensor
@@ -459,11 +472,12 @@ class _Wanted(NamedTuple):
 
 
 class _Received(NamedTuple):
-    """Rows that are sent or have arrived.
+    """The rows in one message that is to be sent, or all rows that have arrived.
 
     Attributes:
-        lengths: the entries of the rows in the index: uint8 before they are sent, uint16 after they have arrived.
-        rows: uint8, the rows as they are stored, one after the other.
+        lengths: the rows' entries in the table's index, which tell their stored sizes. On the sender these are the
+            bytes of the entries, uint8 [2 * rows]; on the receiver uint16 [rows].
+        rows: uint8, the rows in their stored form, one after the other.
     """
 
     lengths: torch.Tensor
@@ -487,13 +501,13 @@ def _learned(
     worker: torch.device,
     slot_bytes: int | None,
 ) -> AnyCodebook | None:
-    """Returns a codebook for all parts, which rank 0 learns from rows of each part. None: rows are raw. A collective
-    call.
+    """Learns one codebook for all parts: rank 0 learns it from rows of all ranks. Returns it on all ranks. None: rows
+    stay raw. A collective call.
 
     Args:
         geometry: the geometry of the whole table.
-        worker: the device that measures this rank's rows.
-        slot_bytes: the size of slots that was asked for. None: none was.
+        worker: the device on which the coded sizes of this rank's rows are measured.
+        slot_bytes: the slot size in bytes that the caller asked for. None: the caller did not name one.
     """
     if geometry.num_bytes == 0:
         return None
@@ -525,7 +539,8 @@ def _learned(
 
 
 def _sampled(x: torch.Tensor, members: RankGroup, geometry: _rows.Geometry, sample: float | None) -> torch.Tensor:
-    """Returns rows of all parts, uint8 on the CPU, from each part in proportion to its size. A collective call."""
+    """Returns a sample of rows of all parts, uint8 on the CPU. Each part contributes rows in proportion to its size. A
+    collective call."""
     row_bytes = geometry.row_bytes
     share = _SAMPLED_BYTES / geometry.num_bytes if sample is None else sample
     wanted = max(_LEAST_SAMPLED_ROWS, math.ceil(geometry.num_rows * share))

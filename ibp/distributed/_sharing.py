@@ -1,4 +1,5 @@
-"""Tables in memory that several processes share, and tables that multiprocessing sends to other processes."""
+"""Shares tables between processes: `share_table` and `open_shared`. Also registers how torch.multiprocessing sends
+tables."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from .._tables.compressed_tensor import CompressedTensor
 def share_table(
     table: CompressedTensor | None, group: dist.ProcessGroup | None = None, *, src: int = 0, memory: str | None = None
 ) -> CompressedTensor:
-    """Shares one rank's table with all processes of a group, which are on one machine. The machine's memory holds the
-    table once. A collective call.
+    """Shares one rank's table with all processes of a group, which must be on one machine. The machine's memory holds
+    the table only once. A collective call.
 
     The table is moved to shared memory (see `CompressedTensor.share_memory_`). Each process pins that memory for its
     GPU when it first fetches rows.
@@ -81,8 +82,8 @@ def open_shared(handle: SharedHandle, *, memory: str | None = None) -> Compresse
 
     Args:
         handle: what `table.share()` returned in a process on this machine, of the same user and in the same container.
-            The process must still run and have the table. The handle of a table on a GPU can be opened once, in another
-            process than the one that shares it.
+            That process must still run and still have the table. The handle of a table on a GPU can be opened only
+            once, and not in the process that shares the table.
         memory: "pinned": GPUs read rows directly from the memory. "host": they do not. None: as in the process that
             shares the table.
 
@@ -101,10 +102,11 @@ def open_shared(handle: SharedHandle, *, memory: str | None = None) -> Compresse
 
 
 def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTensor:
-    """Returns the table of a handle.
+    """Opens the table of a handle.
 
     Args:
-        file: the descriptor of the memory's file. None: it is opened from the process that shares it.
+        file: the descriptor of the file that is the shared memory. None: the file is opened through the process that
+            shares it.
         pin: whether GPUs read rows directly from the memory.
     """
     state, held = _read(handle._fields), _read(handle._tensors)
@@ -123,7 +125,7 @@ def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTens
 
 
 def _read(content: bytes) -> dict[str, Any]:
-    """Returns the dictionary that bytes of a handle stand for. Raises ValueError if they stand for something else."""
+    """Decodes the bytes in a handle. Returns a dictionary. Raises ValueError if they hold anything else."""
     found = wire.read(content)
     if not isinstance(found, dict):
         raise ValueError(f"handle has a {type(found).__name__}; wanted what table.share() returns")
@@ -131,7 +133,8 @@ def _read(content: bytes) -> dict[str, Any]:
 
 
 def _placed(content: bytes, device: str) -> CompressedTensor:
-    """Returns a table from its state, with the overflow in host memory and all else on the device."""
+    """Makes a table from the bytes of its state, with the overflow in host memory and all other tensors on the
+    device."""
     state = _read(content)
     state.update({name: state[name].to(device) for name in TENSORS if name != "overflow"})
     table = CompressedTensor.__new__(CompressedTensor)
@@ -140,14 +143,16 @@ def _placed(content: bytes, device: str) -> CompressedTensor:
 
 
 def _received(handle: SharedHandle, file: Any) -> CompressedTensor:
-    """Returns a table that multiprocessing has sent to this process. file: a `DupFd`, or None."""
+    """Opens a table that multiprocessing has sent to this process. file: a `DupFd`, or None."""
     return _opened(handle, file.detach() if file is not None else None, handle._pin)
 
 
 def _reduced(table: CompressedTensor) -> Any:
-    """Returns what multiprocessing sends of a table, as `__reduce__` does: shared memory if the table can be shared, as
-    torch does for tensors, else bytes. The receiver gets the memory's file itself, so that it can open the memory even
-    if the sender no longer has the table."""
+    """Returns a function and its arguments by which the receiver rebuilds a table, in the form of `__reduce__`.
+
+    If the table can be shared, its memory is shared, as torch does with tensors; otherwise its bytes are sent. The
+    receiver of shared memory gets a descriptor of the memory's file, so that it can open the memory even if the sender
+    no longer has the table."""
     if table._owner is not None:
         return table.__reduce_ex__(2)
     if table.spills_to_host:
