@@ -170,8 +170,8 @@ _LINES = (  # The lines of a calibration's repr before the table of the coders.
 )
 CODER_FAMILIES = ("pairs", "dense", "one_byte", "fast", "listed", "masks")
 
-# The rates of one NVIDIA H200 on PCIe 5 x16, with 16 CPU cores. Most were measured by `calibrate`; the others are from
-# these files of benchmarks/results:
+# The rates of one NVIDIA H200 on PCIe 5 x16, with 16 CPU cores, as measured by `calibrate` and, for more sizes of data,
+# in these files of benchmarks/results:
 # - gather.csv: the rates of the link, from raw rows of 2 KiB, from synthetic rows of 128 bytes that save 75 and 90 %
 #   (1.45 ns per row), and from dense rows of 128 bytes. Coded rows reach 0.90 to 0.99 of the link's rate if no decoder
 #   limits the rate.

@@ -94,8 +94,8 @@ def empty_tensor(
 def empty_parts(
     sizes: Sequence[int], device: torch.device, pin: bool | None, node: int = -1
 ) -> tuple[list[torch.Tensor], bool]:
-    """Returns (tensors of these sizes, as `empty` makes them, whether they are pinned). pin: whether to pin the tensors.
-    None: all of them are pinned if the system allows it; otherwise all are pageable, and a warning says so."""
+    """Returns (tensors of these sizes, as `empty` makes them; whether they are pinned). pin: whether to pin them. None:
+    all of them are pinned if the system allows it; otherwise all are pageable, and a warning says so."""
     if pin is not False:
         try:
             return [empty(size, device, True, node) for size in sizes], True

@@ -115,8 +115,9 @@ class Request:
             sampled rows have in common.
         in_place: whether the rows stay in the tensor's own memory. If so, "auto" takes the scheme with the fewest
             stored bytes.
-        near: a function that returns `data` as a tensor in memory of the device, for data that is being copied there in
-            the background. None: no such copy is made.
+        near: a function that returns the bytes of `data` in the memory from which work on the device is to read them:
+            a copy on the device that is made in the background, or `data` itself (see `staging.whole_ahead`). None:
+            work reads `data` itself.
         measured: the codebooks that were learned from `host_rows`, each with the coded lengths of `host_rows` and the
             survey of these lengths.
     """
