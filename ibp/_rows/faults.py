@@ -89,8 +89,9 @@ class Faults:
 
     def __init__(self, *words: FaultWords) -> None:
         self._words = words
-        self._noted: dict[torch.device, np.ndarray] = {}  # int64 [kinds, ENTRIES]
-        self._records: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # the same memory, as the device sees it
+        self._noted: dict[torch.device, np.ndarray] = {}  # All records of a device, int64 [number of kinds, ENTRIES].
+        # For each kind of work, a view of its record in `_noted` that the device can write to.
+        self._records: dict[torch.device, tuple[torch.Tensor, ...]] = {}
 
     @property
     def devices(self) -> list[torch.device]:

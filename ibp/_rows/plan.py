@@ -36,7 +36,7 @@ PARTITION_NS, PARTITION_ID_NS, LAUNCHES_NS = 16e3, 0.055, 90e3
 # The CPU's pipeline takes STAGING_NS to begin and end. It moves rows at the fraction STAGED_SHARE of the rate that its
 # threads alone, or the copy engine alone, would reach.
 STAGING_NS, STAGED_SHARE = 100e3, 0.7
-# A path that needs preparation is taken only if it is expected to be PROMISED times as fast as one that does not.
+# A path that needs preparation is taken only if it is expected to be PROMISED times as fast as a path without any.
 PROMISED = 1.2
 NEVER = (1 << 63) - 1  # A number of ids that no call reaches.
 

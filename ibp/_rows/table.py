@@ -62,7 +62,7 @@ class Table(TensorManners, Saves):
     # (state of the rows when `ibp.linear` listed their escapes, list of the escapes); see _fetch/escapes.py.
     _escapes: tuple | None = None
     _escapes_of_graphs: tuple = ()  # Lists of escapes that captured CUDA graphs still read.
-    # Number of changes of rows in place. A holder of copies of rows compares it to find out whether they are stale.
+    # Number of changes of rows in place. Whoever keeps copies of rows compares this number to detect stale copies.
     version = 0
     _is_live: bool = False  # Rows may be encoded into the table's memory at any time (see `CodedRows.table`).
     _is_aliased: bool = False  # Another table may have the same memory.

@@ -599,8 +599,8 @@ CLEARLY_LESS = 0.01  # Savings are clearly less if they are lower by more than t
 # larger than CLEARLY_LESS, because learning again interrupts other work.
 _DRIFT = 0.02
 _GROWTH = 2.0  # A codebook that was learned for use n is learned again at use _GROWTH * n or later.
-# If a codebook has been learned again this many times and has drifted once more, callers that would have to send data
-# twice whenever they do not fit send all data raw.
+# If a codebook has been learned again this many times and has drifted once more, senders give up coding data of this
+# kind and send the data raw, because data that do not fit must be sent twice.
 _MOST_TIMES = 3
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 

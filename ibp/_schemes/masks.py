@@ -453,7 +453,8 @@ class _Sweep:
         gains = self.gains(tried, chunk_bytes) if not paper and tau is None else []
         found, savings = self._best_threshold(tried, gains, chunk_bytes, paper)
         if gains:
-            # Each chunk gets the mask that saves the most bits in it: that of a threshold, the greedy one, or none.
+            # Each chunk gets the mask that saves the most bits in it: the mask of a threshold, the greedy mask, or no
+            # mask.
             greedy = self._greedy(chunk_bytes)
             mask, bitval = np.zeros_like(greedy.mask), np.zeros_like(greedy.mask)
             best = np.zeros_like(gains[0])

@@ -122,7 +122,7 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
         table._is_refused = True
     if is_there:
         return table
-    # The table is a CompressedTensor here: `code_anew`, which makes a Table, never asks for another device.
+    # The table is a CompressedTensor here: `code_anew`, which makes a Table, never requests another device.
     moved = table.to(home)  # type: ignore[attr-defined]
     return moved.pin_memory(numa=options.numa) if pins else moved
 
@@ -223,8 +223,8 @@ def coded_in_slots(request: Request) -> Coding:
 
 
 def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], torch.Tensor] | None) -> Coding:
-    """Measures all rows with a codebook and returns the results. If `room` is given and it pays, the rows are encoded
-    in the same pass (see `_encoded_ahead`)."""
+    """Measures all rows with a codebook and returns the results. If `room` is given and encoding in the same pass is
+    worthwhile, the rows are also encoded (see `_encoded_ahead`)."""
     data, device = request.data, request.device
     known = None if codebook is request.options.codebook else request.known(codebook)
     is_free = request.options.device is None and not data.is_cuda  # The caller has not named a device.

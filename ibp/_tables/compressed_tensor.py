@@ -428,7 +428,7 @@ class CompressedTensor(Movable, CodedManners, Table):
             An `ibp.Prefetch`. Its `wait()` returns the result; its `close()` releases the result.
 
         Raises:
-            ValueError: stream is of another device.
+            ValueError: stream belongs to another device.
 
         It also raises what `index_select` and `decompress` raise.
         """
@@ -470,7 +470,7 @@ class CompressedTensor(Movable, CodedManners, Table):
 
         Raises:
             IndexError: an index is out of range, a mask does not have the table's shape, or there are too many indices.
-            TypeError: the key is of another type.
+            TypeError: the key has an unsupported type.
             ValueError: a slice has a step below 1.
         """
         return indexing.take(self, key)
