@@ -116,6 +116,9 @@ class Geometry:
 
     @classmethod
     def of(cls, x: torch.Tensor, row_bytes: int | None = None) -> Geometry:
+        """Returns the geometry of a tensor. row_bytes: size in bytes of a row. None: the size of an item, if x has two
+        dimensions or more and items are no longer than 64 KiB; otherwise LONG_ITEM_ROW_BYTES, or the size of x if that
+        is less."""
         natural = cls(x.shape, x.dtype, 1)
         if row_bytes is None:
             is_row = x.dim() > 1 and natural.item_bytes <= _core.MAX_ROW_BYTES

@@ -206,8 +206,8 @@ class Table(TensorManners, Saves):
 
     @property
     def index_bytes(self) -> int:
-        """Size of the row index in bytes: at most 2.25 per row (and 8 more if the rows do not fill the last group of
-        32). In a table whose rows have been changed: at most 12 per row of capacity, plus 8."""
+        """Size of the row index in bytes: at most 2 per row, plus 8 per group of 32 rows. In a table whose rows have
+        been changed: at most 12 per row of capacity, plus 8."""
         return self._room.index_bytes if self._room is not None else self.lengths.nbytes + self.bases.nbytes
 
     @property

@@ -262,11 +262,13 @@ class PlanesCodebook(AnyCodebook):
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Size in bytes of the stored codebook. A stored codebook consists of
+        """Size in bytes of the stored codebook, which consists of:
+
         - all entries, or the first symbol if the symbols are consecutive;
         - `default` and `closed` if rows are listed, or otherwise `default` if it is not 0;
         - the invariant bits;
-        - if columns are constant, a bit for each column, and the constant elements."""
+        - if columns are constant, a bit for each column, and the constant elements.
+        """
         symbols = self.entries.numel() + (self.first_symbol is not None)
         values = 2 if self.listed else int(self.default != 0)
         constants = -(-self.columns // 8) + self.num_constant * self.element_bytes if self.num_constant else 0

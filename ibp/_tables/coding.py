@@ -26,8 +26,9 @@ from .._schemes import AnyCodebook, Options, Request, checked, learn, measure, s
 # Tensors in host memory of up to this size in bytes are encoded by the CPU, unless the caller names a device. Copying
 # them to a GPU would take longer.
 _FEW_BYTES = 1 << 20
-# Rows can be encoded in the pass that measures them, with slots that are chosen from a sample of _SURVEYED_BYTES bytes.
-# With a given codebook this is done if the tensor has at least _LEAST_TIMES times as many bytes as the sample.
+# Rows can be encoded in the pass that measures them, with slots that are chosen from the survey of a sample. If such a
+# survey was not made when the codebook was learned, a sample of _SURVEYED_BYTES bytes is surveyed, provided that the
+# tensor has at least _LEAST_TIMES times as many bytes.
 _SURVEYED_BYTES, _LEAST_TIMES = 1 << 20, 32
 # Overflow for rows that are encoded while they are measured has _MORE_OVERFLOW times the size that the sample predicts,
 # plus the fraction _LEAST_SHARE of all bytes, because the sample has few rows.

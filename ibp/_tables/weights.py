@@ -21,8 +21,8 @@ _OF_A_MODEL = {field.name for field in fields(Options)} - {"codebook"}
 
 
 def is_worth_coding(x: torch.Tensor) -> bool:
-    """Returns whether x is a dense tensor of at least 4 KiB and of class torch.Tensor itself. Subclasses, such as
-    quantised weights, are not worth coding."""
+    """Returns whether x is a dense tensor of at least 4 KiB and of class torch.Tensor itself. Instances of subclasses,
+    such as quantised weights, are not worth coding."""
     return type(x) is torch.Tensor and x.layout == torch.strided and x.dtype in DTYPES and x.nbytes >= LEAST_BYTES
 
 

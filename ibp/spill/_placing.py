@@ -103,7 +103,7 @@ def place(
 
 def _moved(table: CompressedTensor, device: torch.device) -> CompressedTensor:
     """Returns a table with the same coded rows, whose slots are on the device and whose overflow is in pinned host
-    memory. Returns the table itself if they are already there."""
+    memory. If the device is a CPU, both are in host memory. Returns the table itself if it is already there."""
     if device.type == "cpu" or (table.device == device and table.spills_to_host):
         return table.to(device)
 
