@@ -10,18 +10,18 @@ The build reads these environment variables:
 
     CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS    the compilers and their flags
     CUDA_HOME or CUDA_PATH                the folder of the CUDA toolkit
-    TORCH_CUDA_ARCH_LIST                  the GPUs to build kernels for; default: the GPUs of this machine. If it has
-                                          none, no kernels are built.
-    IBP_ONLY_PTX=1                        leaves out the machine code of kernels
+    TORCH_CUDA_ARCH_LIST                  the GPU architectures to build kernels for; default: those of the GPUs of this
+                                          machine. If the machine has no GPU, no kernels are built.
+    IBP_ONLY_PTX=1                        builds kernels as PTX only, without machine code
     IBP_NO_CUDA=1                         builds without CUDA even if nvcc and a GPU are found
     MAX_JOBS                              limits how many compilers run in parallel
     V=1                                   shows the compilers' commands
-    IBP_TORCH_DIR                         the folder of an installed torch, whose headers and libraries are used instead
-                                          of the imported torch. A Python without torch can build a wheel in this way.
+    IBP_TORCH_DIR                         the folder of an installed torch whose headers and libraries are used. torch
+                                          is then not imported, so a Python without torch can build a wheel.
     IBP_BUILD_DIR                         the folder that keeps objects between builds; default: build/native
 
-A second build can exist beside the first one. This one uses the address sanitizer, and PYTHONPATH=build/asan/lib
-selects it:
+Several builds can exist side by side. The following commands make a build with the address sanitizer, which is used if
+PYTHONPATH is build/asan/lib:
 
     export IBP_BUILD_DIR=build/asan CFLAGS=-fsanitize=address CXXFLAGS=-fsanitize=address
     python setup.py build --build-lib build/asan/lib
@@ -59,12 +59,12 @@ def version():
     return re.search(r'#define IBP_VERSION "([^"]+)"', (CSRC / "include" / "ibp.h").read_text()).group(1)
 
 
-# ---- what is there to build with ----
+# ---- compilers, torch and headers ----
 
 
 def compiler(variable, names, language):
-    """Returns the command of a compiler: the environment variable's value if it is set, otherwise the first of names
-    that is on the PATH."""
+    """Returns the command that runs a compiler: the value of the environment variable if it is set, or otherwise the
+    first of `names` that is on the PATH. Ends the build if there is no such command."""
     candidates = [os.environ[variable]] if os.environ.get(variable) else names
     for command in candidates:
         if shutil.which(shlex.split(command)[0]):
@@ -89,7 +89,7 @@ def torch_paths():
 
 
 def paths_of_torch(directory):
-    """Returns what `torch_paths` does for the torch in a directory, which this Python need not be able to import."""
+    """Returns the same as `torch_paths`, for the torch in a directory. This Python need not be able to import it."""
     try:
         version = re.search(r"__version__ = '([^']+)'", (directory / "version.py").read_text()).group(1)
     except (OSError, AttributeError):
@@ -115,13 +115,13 @@ def python_include():
 
 
 def for_make(words):
-    """Returns the words of a command as the value of a variable of make."""
+    """Returns the words of a command in the form of the value of a make variable."""
     return shlex.join(map(str, words)).replace("$", "$$")
 
 
 def system_includes(directories):
-    """Returns flags that find headers of other projects. Messages of these headers contain no directory of the building
-    machine."""
+    """Returns compiler flags for directories with headers of other projects. The flags also remove these directories
+    from the file names that macros such as __FILE__ put into the libraries."""
     return [word for directory in directories for word in ("-isystem", directory, f"-fmacro-prefix-map={directory}=")]
 
 
@@ -133,8 +133,8 @@ class BuildNative(build_ext):
             fail("no make found: install it (for example the package make).")
         build_backend.require()
         torch_version, includes, libraries = torch_paths()
-        # The headers of torch are not prerequisites in the Makefile. The version is part of the flags, so that make
-        # builds the ops again if torch changes.
+        # The headers of torch are not prerequisites in the Makefile. Instead, the flags contain the version of torch,
+        # so that make builds the ops again when the version changes.
         torch_flags = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-DIBP_BUILT_WITH_TORCH={torch_version}"]
         variables = {
             "BUILD": os.path.relpath(BUILD, CSRC),
@@ -148,8 +148,8 @@ class BuildNative(build_ext):
         jobs = os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0))
         settings = [f"{name}={value}" for name, value in variables.items()]
         command = ["make", "--no-print-directory", "-C", CSRC, f"-j{jobs}", "package", *settings]
-        # If make runs this script, the flags and the job server of that make must not reach the make that is started
-        # here.
+        # If this script was started by a make, the flags and the job server of that make must not be passed on to the
+        # make that is started here.
         environment = {
             name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
         }
@@ -172,7 +172,7 @@ class BuildNative(build_ext):
     def package_parent(self):
         return ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
 
-    # setuptools asks a build_ext for the files that a build makes, and for their places in an in-place build.
+    # setuptools calls the next two methods for the paths of the built files, and for their paths in an in-place build.
 
     def get_outputs(self):
         return [os.path.join(self.build_lib, target) for _, target in self.artefacts()]
@@ -184,7 +184,8 @@ class BuildNative(build_ext):
 
 
 def install_file(source, target):
-    """Copies a file and renames the copy, so that a process that has the old library mapped keeps the old one."""
+    """Copies a file under a temporary name and then renames the copy to the target. A process that has the old library
+    mapped can go on using it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".new")
     shutil.copyfile(source, temporary)
@@ -192,7 +193,7 @@ def install_file(source, target):
 
 
 def readme_of_the_index():
-    """Returns README.md as a package index shows it, without images and links whose targets are only in the
+    """Returns the text of README.md for a package index: without the images and links whose targets are only in the
     repository."""
     text = (ROOT / "README.md").read_text()
     text = re.sub(r"^!\[[^\]]*\]\((?!https?:)[^)]*\)\n+", "", text, flags=re.MULTILINE)
@@ -203,7 +204,7 @@ setup(
     version=version(),
     long_description=readme_of_the_index(),
     long_description_content_type="text/markdown",
-    # With an extension that has a source, setuptools makes a wheel for one platform. BuildNative compiles the source.
+    # The extension with a source makes setuptools build a wheel for one platform. BuildNative compiles the source.
     ext_modules=[Extension("ibp._core", sources=["csrc/bindings/python_module.cpp"])],
     cmdclass={"build_ext": BuildNative},
 )

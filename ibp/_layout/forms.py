@@ -1,20 +1,22 @@
-"""The layout of coded rows in one piece of memory, which is sent, copied or kept as bytes.
+"""The layout of coded rows in one contiguous piece of memory, which can be sent, copied or stored as plain bytes.
 
-A piece has these parts, in this order; some of them may be empty:
+A piece has the following parts, in this order. Some of them may be empty.
 
     head      int64 [8]: counters and a fault record, see `PieceHead`
-    bases     int64: where the rows' parts in overflow begin (FORMAT.md, section 2)
-    rooms     uint16 [rows]: how much of overflow each row owns, if rows are coded again and again (ibp_place.h)
-    lengths   uint16 [rows]: how long the rows are as stored (FORMAT.md, section 2)
+    bases     int64: the offsets in overflow at which the rows' parts begin (FORMAT.md, section 2)
+    rooms     uint16 [rows]: the size of the part of overflow that each row owns, if rows can be encoded more than once
+              (ibp_place.h)
+    lengths   uint16 [rows]: the lengths of the stored rows (FORMAT.md, section 2)
     slots     uint8
     overflow  uint8
 
-The three parts of the index follow each other without gaps. Slots and overflow begin at multiples of an alignment.
+bases, rooms and lengths, which form the index, follow each other without gaps. Slots and overflow begin at multiples of
+an alignment.
 
 There are two forms. The size of a *fixed* piece is known before its rows are coded, and is the same on all ranks: every
-row has a slot, and overflow has a given size. In a *packed* piece there are no slots and no rooms, and all rows lie in
-overflow, one behind the other. Its bytes up to the last one in use are all that has to be sent. The operations
-`encode_piece` and `decode_piece` (csrc/bindings/torch_ops.cpp) read and write packed pieces.
+row has a slot, and overflow has a given size. A *packed* piece has no slots and no rooms, and all rows lie in overflow,
+one after the other. To send a packed piece, it is enough to send its bytes up to the last one in use. The operation
+`encode_piece` writes packed pieces, and `decode_piece` reads them (csrc/bindings/torch_ops.cpp).
 """
 
 from __future__ import annotations
@@ -26,21 +28,21 @@ import torch
 
 from .._common.rounding import rounded_up
 
-ALIGNMENT = 64  # Pieces, and slots and overflow inside a piece, are aligned to this many bytes.
-HEAD_BYTES = 64
-NOTE = 7  # Position of `PieceHead.note` among the int64 of the head.
-_BASE_BYTES, _ROOM_BYTES, _LENGTH_BYTES = 8, 2, 2  # Number of bytes that each part of the index has for a row.
+ALIGNMENT = 64  # Pieces, and slots and overflow inside a piece, begin at multiples of this many bytes.
+HEAD_BYTES = 64  # Size in bytes of the head.
+NOTE = 7  # Index of `PieceHead.note` among the int64 words of the head.
+_BASE_BYTES, _ROOM_BYTES, _LENGTH_BYTES = 8, 2, 2  # Sizes in bytes of a row's entry in each part of the index.
 
 
 class PieceHead(NamedTuple):
-    """The entries of a head, as views.
+    """The entries of the head of a piece, as views of the head.
 
     Attributes:
-        used: int64 [1]: bytes of overflow that have been handed out. If overflow had no room for a row, this is more
-            bytes than overflow has.
-        counts: int64 [2]: the number of rows with a part in overflow, and the number of lost rows.
+        used: int64 [1]: number of bytes of overflow that have been requested by rows. If overflow was too small for a
+            row, this is more than the size of overflow.
+        counts: int64 [2]: number of rows with a part in overflow, and number of lost rows.
         fault: int64 [4]: a fault record.
-        note: int64 [1]: whoever sends the piece may write a number there, because `encode_into` leaves it alone.
+        note: int64 [1]: a number for the use of the sender of the piece. `encode_into` does not write to it.
     """
 
     used: torch.Tensor
@@ -50,7 +52,7 @@ class PieceHead(NamedTuple):
 
 
 class PieceForm(NamedTuple):
-    """The ranges of the parts behind the head, in bytes from the beginning of the memory."""
+    """The ranges of the parts after the head, in bytes from the beginning of the piece."""
 
     bases: slice
     rooms: slice
@@ -65,13 +67,14 @@ def head_of(words: torch.Tensor) -> PieceHead:
 
 
 def used_bytes(piece: torch.Tensor) -> int:
-    """Returns how many bytes of overflow a piece in host memory uses. A copy of its head is enough."""
+    """Returns the number of used bytes of overflow of a piece. piece: the piece, or a copy of its head, in host
+    memory."""
     return int(piece[:8].view(torch.int64))
 
 
 @functools.lru_cache(1024)
 def fixed(num_rows: int, row_bytes: int, slot_bytes: int, overflow_bytes: int) -> PieceForm:
-    """Returns the form of a fixed piece. If slots hold whole rows, there are no bases, rooms and overflow."""
+    """Returns the form of a fixed piece. If slots hold whole rows, bases, rooms and overflow are empty."""
     if slot_bytes == row_bytes:
         return laid_out(HEAD_BYTES, lengths=_LENGTH_BYTES * num_rows, slots=num_rows * slot_bytes)
     return laid_out(
@@ -86,7 +89,7 @@ def fixed(num_rows: int, row_bytes: int, slot_bytes: int, overflow_bytes: int) -
 
 @functools.lru_cache(1024)
 def packed(num_rows: int, overflow_bytes: int = 0) -> PieceForm:
-    """Returns the form of a packed piece. overflow_bytes: the bytes that it has for coded rows."""
+    """Returns the form of a packed piece. overflow_bytes: size in bytes of the memory for its coded rows."""
     index = {"bases": _BASE_BYTES * num_rows, "lengths": _LENGTH_BYTES * num_rows}
     return laid_out(HEAD_BYTES, **index, overflow=overflow_bytes)
 
@@ -101,11 +104,12 @@ def laid_out(
     overflow: int = 0,
     alignment: int = ALIGNMENT,
 ) -> PieceForm:
-    """Returns the form of parts of these sizes, in bytes.
+    """Returns the form of a piece from the sizes of its parts, in bytes.
 
     Args:
-        start: the offset of the bases, a multiple of 8.
-        alignment: the offsets of slots and overflow are multiples of it.
+        start: the offset of the bases in bytes, a multiple of 8.
+        bases, rooms, lengths, slots, overflow: size in bytes of each part.
+        alignment: slots and overflow begin at multiples of this many bytes.
     """
     first_room, first_length = start + bases, start + bases + rooms
     index_end = first_length + lengths

@@ -1,6 +1,6 @@
 """Divides a tensor into rows, and computes the sizes of the slots, the index and the overflow of a table of these rows
-(FORMAT.md sections 1 to 3). The second half of the file checks tensors, returns their bytes, and copies the bytes block
-by block to the device that works on them."""
+(FORMAT.md sections 1 to 3). The second half of the file checks tensors, returns their bytes, copies the bytes block by
+block to the device that works on them, and draws samples of rows."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from .manners import TensorManners
 _Given = TypeVar("_Given")
 
 SECTOR_BYTES = _core.SECTOR_BYTES
-# Price of fetching a row's second part, in bytes besides those of the part: a request takes 1.45 ns, in which about two
-# sectors of 32 bytes are fetched (0.65 ns each).
+# Cost of the additional request for the part of a row in the overflow, expressed as a number of bytes and added to the
+# size of the part. A request takes 1.45 ns; meanwhile the link transfers about two sectors of 32 bytes (0.65 ns each).
 SECOND_FETCH_BYTES = 64
 # Size in bytes of a row in tensors of one dimension, and in tensors whose items are longer than a row may be.
 LONG_ITEM_ROW_BYTES = 4096
-_BLOCK_BYTES = 64 << 20  # Number of bytes that are coded at once. `compress(inplace=True)` holds two copies of a block.
-# Size in bytes of host memory that the CPU codes at once. These blocks are larger because the CPU's threads wait for
-# each other after each block.
+# Size in bytes of the blocks in which rows are coded. `compress(inplace=True)` holds two copies of a block.
+_BLOCK_BYTES = 64 << 20
+# Size in bytes of the blocks of host memory that the CPU codes. These blocks are larger because the CPU's threads wait
+# for each other after each block.
 _NEAR_BLOCK_BYTES = 1 << 30
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # keys: size of an element in bytes
 
 # A tensor may hold elements of 1, 2, 4 or 8 whole bytes that torch neither scales nor packs.
 _DTYPE_NAMES = (
@@ -63,8 +64,8 @@ DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torc
 PAIRS_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # Dtypes of uncompressed tensors in files.
 
-# Hints for objects that are not tensors: the call that takes such an object, or that makes a tensor of it. _WAYS lists
-# the hints by the type of the object, _WAYS_BY_ATTRIBUTE by an attribute that it has.
+# Hints for error messages about objects that are not tensors. A hint names the call that takes such an object, or that
+# makes a tensor of it. _WAYS finds a hint by the type of the object, _WAYS_BY_ATTRIBUTE by an attribute of the object.
 _WAYS: tuple[tuple[Any, str], ...] = (
     ((str, os.PathLike), "ibp.checkpoints.compress(path, output) takes a file, ibp.load(path) reads one"),
     (torch.nn.Module, "ibp.nn.compress(model) takes a model"),
@@ -82,13 +83,14 @@ _WAYS_BY_ATTRIBUTE = (
 
 @dataclass(frozen=True)
 class Geometry:
-    """The division into rows of a tensor of some shape and dtype. An item is x[i]; a 0-D tensor is one item.
+    """The shape and dtype of a tensor x, with the division of x into rows. An item is x[i]; a 0-D tensor is one item.
 
     Attributes:
-        num_items, item_bytes, item_shape: the number of items, and the bytes and the shape of one item.
+        row_bytes: size in bytes of a row; 0 for a tensor that a general codec has coded as a whole.
+        num_items: number of items.
+        item_bytes, item_shape: size in bytes and shape of one item.
         num_bytes: size in bytes of the tensor.
-        num_rows: the number of rows. The last row may be shorter than row_bytes. A tensor that a general codec has
-            coded as a whole has no rows, and its row_bytes is 0.
+        num_rows: number of rows; 0 if row_bytes is 0. The last row may be shorter than row_bytes.
     """
 
     shape: torch.Size
@@ -114,6 +116,9 @@ class Geometry:
 
     @classmethod
     def of(cls, x: torch.Tensor, row_bytes: int | None = None) -> Geometry:
+        """Returns the geometry of a tensor. row_bytes: size in bytes of a row. None: the size of an item, if x has two
+        dimensions or more and items are no longer than 64 KiB; otherwise LONG_ITEM_ROW_BYTES, or the size of x if that
+        is less."""
         natural = cls(x.shape, x.dtype, 1)
         if row_bytes is None:
             is_row = x.dim() > 1 and natural.item_bytes <= _core.MAX_ROW_BYTES
@@ -127,10 +132,10 @@ class Geometry:
         return self.item_bytes > 0 and self.item_bytes % self.row_bytes == 0
 
     def survey(self, lengths: torch.Tensor) -> Survey:
-        """Returns how many bytes the rows take as stored.
+        """Returns a survey of the sizes of the stored rows.
 
         Args:
-            lengths: uint16 [num_rows], the lengths of all rows, on any device; or an empty tensor, if all rows are raw.
+            lengths: uint16 [num_rows], the lengths of all rows, on any device. An empty tensor if all rows are raw.
         """
         if lengths.numel() == 0:
             lengths = torch.zeros(self.num_rows, dtype=torch.uint16, device="cpu")
@@ -138,15 +143,18 @@ class Geometry:
         return Survey(self.row_bytes, int(found.numpy()[0]), found[1:])
 
     def slots_size(self, slot_bytes: int) -> int:
-        """Returns the bytes of all slots. If slots hold whole rows, a short last row has a short slot."""
+        """Returns the size in bytes of all slots together. If slots hold whole rows, a short last row has a short
+        slot."""
         return self.num_bytes if slot_bytes == self.row_bytes else self.num_rows * slot_bytes
 
     def index_rows(self, lengths: torch.Tensor, slot_bytes: int) -> torch.Tensor:
-        """Returns the bases of a table some of whose rows overflow, on the device of the lengths."""
+        """Computes the bases of a table in which rows overflow their slots: for each group of 32 rows, the offset of
+        its parts in the overflow. Returns them on the device of the lengths."""
         return torch.ops.ibp.index_rows.default(lengths, self.num_bytes, self.row_bytes, slot_bytes)[:-1]
 
     def index_bytes(self, overflows: bool) -> int:
-        """Returns the bytes of the lengths of a coded table, and of its bases if rows overflow their slots."""
+        """Returns the size in bytes of the index of a coded table: its lengths and, if rows overflow their slots, its
+        bases."""
         return 2 * self.num_rows + (8 * -(-self.num_rows // _core.ROWS_PER_BASE) if overflows else 0)
 
     def link_bytes(
@@ -156,13 +164,15 @@ class Geometry:
         own_bases: torch.Tensor | None = None,
         found: Survey | None = None,
     ) -> int:
-        """Returns the bytes of the whole 32-byte sectors that a fetch of every row reads, each row once.
+        """Returns the number of bytes that are read if every row is fetched once. A fetch reads whole sectors of 32
+        bytes.
 
         Args:
-            own_bases: the bases of the table, if it has one for each row. None: it has one for each 32 rows, or none.
-            found: the survey of the lengths, if it is known.
+            own_bases: the bases of the table, if it has a base for each row. None: it has a base for each group of 32
+                rows, or no bases.
+            found: the survey of the lengths. None: it is computed if it is needed.
         """
-        # Each slot, and each part in the overflow, begins a sector, so the survey's counts of sectors are exact.
+        # Each slot, and each part in the overflow, begins at a sector, so the survey's numbers of sectors are exact.
         if slot_bytes > 0 and slot_bytes % SECTOR_BYTES == 0 and own_bases is None:
             return (found or self.survey(lengths)).spilled(0)[1]
         sectors, overflow_end, step = 0, 0, 1 << 22
@@ -183,13 +193,13 @@ class Geometry:
         return sectors * SECTOR_BYTES
 
     def raw_link_bytes(self) -> int:
-        """Returns the bytes of the sectors that a fetch of every row reads if all rows are raw and lie one after the
-        other. Every sector is read once, and once more for each row that begins inside it."""
+        """Returns the number of bytes that are read if every row is fetched once, all rows are raw, and they lie one
+        after the other. Every sector is read once, and once more for each row that begins inside the sector."""
         later_rows, period = self.num_rows - 1, SECTOR_BYTES // math.gcd(SECTOR_BYTES, self.row_bytes)
         return SECTOR_BYTES * (-(-self.num_bytes // SECTOR_BYTES) + later_rows - later_rows // period)
 
     def raw_overflow_bytes(self, slot_bytes: int) -> int:
-        """Returns the bytes of the overflow of a table whose rows are all raw."""
+        """Returns the size in bytes of the overflow if all rows are raw."""
         if slot_bytes == 0:
             return self.num_bytes
 
@@ -207,12 +217,12 @@ def _touched(start: torch.Tensor, size: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class Survey:
-    """A histogram of the sizes that rows have as stored, raw rows included.
+    """A histogram of the sizes of stored rows, coded and raw.
 
     Attributes:
         row_bytes: size in bytes of a row before coding.
-        stored: size in bytes of all rows as stored.
-        sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU: entry k is the number of rows that take k sectors of 32
+        stored: size in bytes of all stored rows together.
+        sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU. Entry k is the number of rows that take k sectors of 32
             bytes.
     """
 
@@ -226,7 +236,7 @@ class Survey:
 
     @functools.cached_property
     def table_slot_bytes(self) -> int:
-        """Size in bytes of a slot, in the size that suits a table of these rows best."""
+        """The best size in bytes of a slot for a table of these rows, if random rows are fetched over the link."""
         return self.best_slots(SECTOR_BYTES, part_cost=SECOND_FETCH_BYTES)[0]
 
     def best_slots(
@@ -239,40 +249,41 @@ class Survey:
         near: float = 1.0,
         sizes: Sequence[int] | None = None,
     ) -> tuple[int, float]:
-        """Returns (bytes of a slot, in the size that suits the rows best; bytes of overflow of a mean row).
+        """Chooses the size of slots. Returns (size of a slot in bytes, mean size in bytes of a row's part in the
+        overflow).
 
-        The size of a slot is row_bytes, or a multiple of 32 below row_bytes. Sizes that more than `most_spilled` rows
-        outgrow are left out. Of the others, the size is chosen whose slots and overflow cost the least together. If
-        several sizes cost the least, the largest of them is chosen.
+        A slot has row_bytes bytes, or a multiple of 32 below row_bytes. Among the sizes that at most `most_spilled`
+        rows exceed, the chosen size has the lowest total cost of slots and overflow. If several sizes have the lowest
+        cost, the largest of them is chosen.
 
         Args:
             least: the smallest size of a slot that may be chosen, in bytes.
-            overflow_cost: the price of a byte in the overflow, in bytes of slots.
-            part_cost: the price of each row that has a part in the overflow, besides the price of the part's bytes.
+            overflow_cost: the cost of a byte in the overflow, where a byte in a slot costs 1.
+            part_cost: the cost of each part in the overflow, in addition to the cost of its bytes.
             most_spilled: the largest number of rows that may have a part in the overflow.
-            near: chooses the largest size whose cost is at most `near` times the lowest cost.
+            near: the largest size is chosen whose cost is at most `near` times the lowest cost.
             sizes: the sizes to choose from. None: all.
         """
         costs = (overflow_cost, part_cost, most_spilled, near)
         return _core.choose_slots(self.sectors.numpy(), self.row_bytes, least, *costs, sizes)
 
     def spilled(self, slot_bytes: int) -> tuple[int, int]:
-        """Returns (number of rows that do not fit slots of this size, bytes of their parts in the overflow, each part
-        in whole sectors)."""
+        """Returns (number of rows that do not fit slots of this size, total size in bytes of the parts of these rows in
+        the overflow). The size of each part is rounded up to whole sectors."""
         return _core.count_spilled(self.sectors.numpy(), slot_bytes)
 
     def overflow_bytes(self, slot_bytes: int) -> int:
-        """Returns the bytes of the overflow for slots of this size, which is below row_bytes. Each part takes whole
-        sectors; if there are no slots, rows take exactly their bytes."""
+        """Returns the size in bytes of the overflow for slots of this size. slot_bytes must be less than row_bytes.
+        Each part takes whole sectors. If slot_bytes is 0, the overflow holds all rows without padding."""
         return self.stored if slot_bytes == 0 else self.spilled(slot_bytes)[1]
 
 
 def stored_sizes(lengths: torch.Tensor, row_bytes: int, valid: torch.Tensor | int) -> torch.Tensor:
-    """Returns the bytes of rows as stored, int64.
+    """Returns the sizes in bytes of stored rows, int64.
 
     Args:
         lengths: the rows' entries in the index.
-        valid: the bytes of the rows before coding. The last row of a tensor may have fewer than row_bytes.
+        valid: the sizes in bytes of the rows before coding. The last row of a tensor may be shorter than row_bytes.
     """
     sizes = lengths.to(torch.int64)
     sizes = torch.where(sizes == 0, valid, sizes)
@@ -280,12 +291,12 @@ def stored_sizes(lengths: torch.Tensor, row_bytes: int, valid: torch.Tensor | in
 
 
 def default_length(row_bytes: int) -> int:
-    """Returns the entry of `lengths` of a default row, which has no bytes."""
+    """Returns the entry of `lengths` that marks a default row, which takes no bytes."""
     return min(row_bytes, 65535)
 
 
 def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
-    """Raises ValueError if rows of row_bytes cannot have slots of that size."""
+    """Raises ValueError if rows of row_bytes bytes cannot have slots of slot_bytes bytes."""
     if slot_bytes == row_bytes or (0 < slot_bytes < row_bytes and slot_bytes % SECTOR_BYTES == 0):
         return
     raise ValueError(
@@ -295,8 +306,9 @@ def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
 
 
 def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> int | None:
-    """Returns the bytes of a slot that these arguments of `compress` ask for: 0 for packed rows, and None if the size
-    is still to be chosen. Raises TypeError or ValueError if a table cannot have such a layout or such slots."""
+    """Checks the arguments layout and slot_bytes of `compress`. Returns the size in bytes of a slot: 0 for packed rows,
+    and None if the size is still to be chosen. Raises TypeError or ValueError if an argument is invalid, or if the two
+    contradict each other."""
     if layout not in ("slots", "packed"):
         raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
     if layout == "packed" and slot_bytes is not None:
@@ -312,8 +324,8 @@ def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> i
 
 
 def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype] = DTYPES) -> None:
-    """Raises TypeError unless x is a tensor that can be compressed and has one of the dtypes. name: what the message
-    calls x."""
+    """Raises TypeError unless x is a tensor that can be compressed and has one of the dtypes. name: the name of x in
+    the message."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; wanted a torch.Tensor{_way_from(x)}")
     if x.layout != torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
@@ -327,8 +339,8 @@ def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype
 
 
 def _way_from(x: object) -> str:
-    """Returns the end of an error's text if `x` is not a tensor: it names the call that takes such an object, or that
-    makes a tensor of it."""
+    """Returns the end of an error message about x, which is not a tensor: a hint (see _WAYS), or an empty string if
+    there is none."""
     for kinds, way in _WAYS:
         if isinstance(x, kinds):
             return f": {way}"
@@ -339,7 +351,7 @@ def _way_from(x: object) -> str:
 
 
 class _Memory:
-    """Presents the memory of an array to numpy as memory that may be written to. Keeps the array alive."""
+    """Presents the memory of a read-only array to NumPy as writable memory. Keeps the array alive."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._owner = array
@@ -347,15 +359,15 @@ class _Memory:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """Returns a tensor over the memory of an array. If the array is read-only, the tensor must not be written to.
-    torch.from_numpy would warn of a read-only array; this function does not."""
+    """Returns a tensor over the memory of an array. If the array is read-only, callers must not write to the tensor.
+    Unlike torch.from_numpy, this function does not warn of read-only arrays."""
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
 
 
 def given_tensor(x: _Given | np.ndarray, name: str = "x") -> _Given | torch.Tensor:
-    """Returns x unless it is an array. For an array, returns a tensor over the array's memory if torch supports the
-    array's strides and byte order, and otherwise a tensor over a copy. A dtype of ml_dtypes becomes torch's dtype of
-    the same name. Raises TypeError for an array of a dtype that torch lacks."""
+    """Converts a NumPy array to a tensor; returns any other x unchanged. The tensor uses the array's memory if torch
+    supports the array's strides and byte order, and a copy otherwise. A dtype of the package ml_dtypes becomes torch's
+    dtype of the same name. Raises TypeError for an array of a dtype that torch lacks."""
     if not isinstance(x, np.ndarray):
         return x
     x = np.asarray(x, dtype=x.dtype.newbyteorder("="))
@@ -377,8 +389,8 @@ def layout_of(x: torch.Tensor) -> str:
 def check_bytes(
     name: str, given: object, least_bytes: int, device: torch.device | None = None, alignment: int = 1
 ) -> None:
-    """Raises TypeError or ValueError unless `given` is contiguous uint8 [least_bytes or more] at an address that is a
-    multiple of the alignment.
+    """Raises TypeError or ValueError unless `given` is a contiguous 1-D uint8 tensor of least_bytes bytes or more,
+    whose address is a multiple of alignment.
 
     Args:
         name: the name of the argument, for messages.
@@ -399,7 +411,7 @@ def check_bytes(
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor's bytes, uint8 [num_bytes]: a view if the tensor is contiguous, else a copy."""
+    """Returns the tensor's bytes, uint8 [num_bytes], as a view if the tensor is contiguous, and otherwise as a copy."""
     x = x.detach().resolve_conj().resolve_neg()
     if x.dtype.is_complex:
         x = torch.view_as_real(x)
@@ -415,17 +427,17 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
 def blocks(
     data: torch.Tensor, row_bytes: int, device: torch.device, bar: str | None = None, whole: bool = True
 ) -> Iterable[tuple[int, int, torch.Tensor]]:
-    """Returns an iterable of blocks of the rows, each of about 64 MiB: (first row, last row, bytes on the device). The
-    block ends before the last row. The first row is a multiple of 32.
+    """Returns an iterable of the blocks of the rows: (first, last, bytes). A block of about 64 MiB has the rows from
+    first up to, but not including, last; its bytes are on the device. first is a multiple of 32.
 
-    If the data is already on the device and `whole` is set, a GPU gets all data as one block, and the CPU gets blocks
-    of 1 GiB. If the data is in host memory and the device is a GPU, the copy engine copies smaller blocks: it copies
-    the next block while the caller works on the present one. Such a block is valid until the next block is asked for
-    (see `staging.copied_ahead`).
+    If the data is already on the device and `whole` is set, blocks are larger: a GPU gets all data as one block, and
+    the CPU gets blocks of 1 GiB. If the data is in host memory and the device is a GPU, blocks are smaller, and the
+    copy engine copies the next block while the caller works on the present one. The caller must not use such a block
+    after it has requested the next one (see `staging.copied_ahead`).
 
     Args:
         data: uint8, the bytes of the rows.
-        bar: the name of a progress bar, which counts a block when the next one is asked for. None: no bar is shown.
+        bar: the name of a progress bar, which counts a block when the next block is requested. None: no bar is shown.
         whole: whether data that is already on the device may come in larger blocks.
     """
     num_rows, is_staged = -(-data.numel() // row_bytes), device.type == "cuda" and data.device.type == "cpu"
@@ -445,7 +457,8 @@ def blocks(
 def _copied(
     data: torch.Tensor, row_bytes: int, device: torch.device, step: int, is_staged: bool
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yields blocks of `step` rows. is_staged: whether the copy engine brings them."""
+    """Yields blocks of `step` rows, as `blocks` describes them. is_staged: whether the copy engine copies each block
+    ahead of its use."""
     num_rows = -(-data.numel() // row_bytes)
     ranges = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
     parts = (data[first * row_bytes : last * row_bytes] for first, last in ranges)
@@ -459,7 +472,7 @@ def _copied(
 def _counted(
     found: Iterable[tuple[int, int, torch.Tensor]], bar: str, num_rows: int
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yields the blocks while a progress bar counts their rows."""
+    """Yields the blocks `found`, and shows a progress bar that counts their rows."""
     with tqdm(total=num_rows, desc=bar, unit="row", unit_scale=True) as shown:
         for block in found:
             yield block
@@ -467,8 +480,8 @@ def _counted(
 
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """Returns the bytes of num_sampled whole rows, which `sampled` chooses. If the data has at most num_sampled whole
-    rows, returns all of them as a view."""
+    """Returns the bytes of num_sampled whole rows of the data, chosen by `sampled`. If the data has no more than
+    num_sampled whole rows, returns all of its whole rows, as a view."""
     num_rows = data.numel() // row_bytes
     rows = data[: num_rows * row_bytes].view(num_rows, row_bytes)
     if num_sampled >= num_rows:
@@ -476,13 +489,14 @@ def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) 
     numbers = sampled(num_rows, num_sampled, seed)
     if rows.is_cuda:
         return rows.index_select(0, numbers.to(rows.device)).view(-1)
-    return torch.from_numpy(rows.numpy().take(numbers.numpy(), 0)).view(-1)  # torch would wake threads for few bytes
+    # torch would wake its threads even for a few bytes, so NumPy copies the rows.
+    return torch.from_numpy(rows.numpy().take(numbers.numpy(), 0)).view(-1)
 
 
 def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """Returns the numbers of the rows of a sample, int64 [at most num_sampled], in increasing order. One row is drawn
-    at random from each of num_sampled equal parts of the table. Rows at equal distances would not do, because they
-    could all be the same part of an image, or of an attention head."""
+    """Chooses rows at random. Returns the row numbers, int64 [at most num_sampled], in increasing order. One row is
+    drawn from each of num_sampled equal parts of the table. Rows at equal distances are not a good sample, because all
+    of them could be the same part of an image or of an attention head."""
     if num_sampled >= num_rows:
         return torch.arange(num_rows, device="cpu")
     generator = torch.Generator().manual_seed(seed)
@@ -492,8 +506,8 @@ def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
 
 
 def rows_of(items: torch.Tensor, rows_per_item: int) -> torch.Tensor:
-    """Returns the numbers of the rows that items consist of, int64 [items * rows_per_item]. items: the numbers of the
-    items."""
+    """Returns the row numbers of the rows that make up the given items, int64 [items * rows_per_item]. items: the
+    indices of the items."""
     items = items.to(torch.int64)
     if rows_per_item == 1:
         return items

@@ -1,5 +1,5 @@
-"""Base classes for objects that stand for tensors. They answer the questions that code asks of any tensor, such as
-`size()` and `is_cuda`."""
+"""Base classes for objects that stand for tensors. They provide those methods and properties of torch.Tensor that need
+no values, such as `size()` and `is_cuda`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Movable:
         return self.to(torch.device("cpu"))
 
     def cuda(self: _Self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> _Self:
-        """Returns `to(device)`. device: a CUDA device. None: the current one."""
+        """Returns `to(device)`. device: a CUDA device. None: the current CUDA device."""
         return self.to("cuda" if device is None else device, non_blocking=non_blocking)
 
 
 class TensorManners:
-    """Answers questions about a tensor from `shape`, `dtype` and `device`, which the subclass provides."""
+    """Provides methods and properties of torch.Tensor that follow from `shape`, `dtype` and `device`. The subclass must
+    provide these three."""
 
     if TYPE_CHECKING:
 
@@ -61,7 +62,7 @@ class TensorManners:
         return math.prod(self.shape)
 
     def element_size(self) -> int:
-        """Returns the bytes of an element of the tensor."""
+        """Returns the size in bytes of an element of the tensor."""
         return self.dtype.itemsize
 
     @property
@@ -80,7 +81,7 @@ class TensorManners:
 
     @property
     def requires_grad(self) -> bool:
-        """Always False: no gradient can change the values."""
+        """Always False: the values of such an object have no gradient."""
         return False
 
     def is_floating_point(self) -> bool:
@@ -96,12 +97,12 @@ class TensorManners:
 
 
 class CodedManners(TensorManners):
-    """Raises errors that say what to call instead, when a coded tensor is used in a way that only a torch.Tensor
-    supports.
+    """A base class of coded tensors. Raises an error that says what to call instead if an object is used in a way that
+    only a torch.Tensor supports.
 
     Attributes:
-        _is: what messages call the object, such as "a compressed table".
-        _instead: the end of messages, which says what to call.
+        _is: a name for the object in messages, such as "a compressed table".
+        _instead: the end of messages, which says what to call instead.
     """
 
     _is: str
@@ -138,8 +139,8 @@ class CodedManners(TensorManners):
     __setitem__ = __delitem__ = _refuse_assignment
 
     def __dlpack_device__(self) -> NoReturn:
-        """Refuses torch.from_dlpack. Also refuses torch.as_tensor and torch.tensor, which would otherwise read the
-        object row by row."""
+        """Raises TypeError when torch.from_dlpack is called with the object; also for torch.as_tensor and torch.tensor,
+        which would otherwise read the object row by row."""
         raise TypeError(f"{self._is} has no elements in memory: {self._instead}")
 
     __dlpack__ = __dlpack_device__

@@ -1,6 +1,7 @@
-"""The rates of a machine: the one place that "auto", the paths to a GPU and the benchmarks' ideal times take them from.
+"""The rates at which a machine moves and decodes data. The choice of scheme "auto", the choice of a path to a GPU, and
+the ideal times in benchmarks are all computed from these rates.
 
-`ibp.calibration.calibrate` measures them and keeps them in a file of the user's cache directory. If it was never
+`ibp.calibration.calibrate` measures the rates and keeps them in a file in the user's cache directory. Until it is
 called, the rates of an H200 are used.
 """
 
@@ -25,29 +26,31 @@ from .._common import ops
 from .._common.whole_files import write_whole
 from . import memory
 
-FEW_SMS = 8  # how many of a GPU's multiprocessors the rates "few_..." are for
-# Size in bytes of the table, and rows per call, for which random_row_ns is measured.
+FEW_SMS = 8  # Number of multiprocessors with which the rates "few_..." are measured.
+# Size in bytes of the table, and number of rows per call, with which random_row_ns and sorted_row_ns are measured.
 LARGE_BYTES, LARGE_IDS = 2 << 30, 1 << 17
-# _GROWTH: how much longer a row at a random place takes, as a share of random_row_ns, each time that the size of the
-# table doubles. _LEAST_GAIN: the share of that time that remains if places are in order but rows are far apart. On an
-# H200 (large_table.csv), a row of 128 B from a table of 4 GiB takes 21.8 ns, and a row of 512 B from a table of 16 GiB
-# 33 ns; fetched in order, with rows 170 KiB apart, the latter takes 21.8 ns.
+# _GROWTH: each time that the size of a table doubles beyond LARGE_BYTES, fetching a random row takes longer by this
+# fraction of random_row_ns. _LEAST_GAIN: if rows are fetched in the order of their addresses but are far apart, a row
+# takes this fraction of the time of a random row. Both are from an H200 (large_table.csv): a random row of 128 bytes
+# takes 21.8 ns in a table of 4 GiB; a row of 512 bytes in a table of 16 GiB takes 33 ns at random, and 21.8 ns in the
+# order of addresses with rows 170 KiB apart.
 _GROWTH, _LEAST_GAIN = 0.35, 2 / 3
-_MOST_STREAMED_BYTES = 1 << 30  # a larger tensor is streamed on any machine
-_FILE_VERSION = 2
+_MOST_STREAMED_BYTES = 1 << 30  # Tensors that take more bytes are streamed by the copy engine on every machine.
+_FILE_VERSION = 2  # Version of the format of the file with a calibration.
 
 
 @dataclass(frozen=True)
 class CoderRates:
     """Rates of one family of decoders and encoders, for rows of 2 KiB (1 KiB for one-byte elements) in device memory.
-    GB/s count original bytes, 10^9 per second.
+    Rates in GB/s are 10^9 original bytes per second.
 
     Attributes:
-        decode_gbps, few_decode_gbps: rate of decoding with all multiprocessors, and with at most 8.
-        encode_gbps, few_encode_gbps: rate of coding by `ibp.encode_into`, with all multiprocessors, and with at most 8.
-        least_row_ns: least time of a row fetched from pinned memory, however few bytes it has.
-        work_per_ns: work of decoding per nanosecond with all multiprocessors: elements for dense rows, elements' worth
-            of stored bytes for listed rows, bytes for masks.
+        decode_gbps, few_decode_gbps: rate of decoding, with all multiprocessors and with at most 8.
+        encode_gbps, few_encode_gbps: rate of encoding by `ibp.encode_into`, with all multiprocessors and with at
+            most 8.
+        least_row_ns: shortest time, in ns, in which a row can be fetched from pinned memory and decoded.
+        work_per_ns: amount of decoding work per ns, with all multiprocessors. The unit of work is an element for dense
+            rows, stored bytes of the size of an element for listed rows, and an original byte for masks.
     """
 
     decode_gbps: float
@@ -60,7 +63,7 @@ class CoderRates:
 
 @dataclass(frozen=True, repr=False)
 class Calibration:
-    """Rates of one machine, with one of its GPUs. GB/s are 10^9 bytes per second, that is, bytes per nanosecond.
+    """Rates of a machine with one of its GPUs. One GB/s is 10^9 bytes per second, or one byte per nanosecond.
 
     Example:
         >>> ibp.calibration.H200.copy_in_gbps
@@ -70,25 +73,26 @@ class Calibration:
 
     Attributes:
         gpu: name of the GPU.
-        copy_in_gbps, copy_out_gbps: rates of the copy engine, from pinned memory to the GPU and back.
-        read_gbps, few_read_gbps: rates at which a kernel reads rows of 2 KiB of pinned memory, with all multiprocessors
-            and with at most 8.
-        least_row_ns: least time of a row read by a kernel, however short.
-        coded_read_share: the share of read_gbps at which coded rows come if no decoder is the limit.
-        reach_bytes: number of bytes of pinned memory that address translation reaches; rows at random places of more
-            memory come slower.
-        random_row_ns, sorted_row_ns: time of a row of 32 bytes at a random place of a table of 2 GiB, in any order and
-            in the order of places.
-        bucketed_sms: how many multiprocessors fetch rows in the order of places the fastest.
-        stream_start_us: how much longer a stream through the copy engine takes to begin and end than a kernel.
-        device_copy_gbps, memset_gbps: rates in device memory, counting bytes copied and bytes set.
-        gather_gbps: rate at which one thread of the CPU gathers rows at random places of host memory.
-        pairs: dense rows of scheme planes with digits of two bits in elements of two bytes or more.
-        dense: other dense rows of such elements, including those with entries for each column.
-        one_byte: dense rows of elements of one byte.
-        fast: dense rows with one digit of four bits (`level="fast"`).
-        listed: listed rows.
-        masks: rows of scheme ibp.
+        copy_in_gbps, copy_out_gbps: rates at which the copy engine copies from pinned memory to the GPU, and back.
+        read_gbps, few_read_gbps: rates at which a kernel reads rows of 2 KiB from pinned memory, with all
+            multiprocessors and with at most 8.
+        least_row_ns: shortest time, in ns, in which a kernel reads a row from pinned memory, for rows of any size.
+        coded_read_share: fraction of read_gbps at which sectors of coded rows arrive if no decoder limits the rate.
+        reach_bytes: size in bytes of the pinned memory in which address translation is fast. Random rows of a larger
+            table take longer.
+        random_row_ns, sorted_row_ns: time, in ns, in which a kernel reads a random row of 32 bytes from a table of
+            2 GiB, if the rows are read in random order, and if they are read in the order of their addresses.
+        bucketed_sms: number of multiprocessors that fetch rows fastest in the order of their addresses.
+        stream_start_us: time, in us, that a transfer of a whole tensor by the copy engine takes to begin and end, in
+            addition to the time of a kernel.
+        device_copy_gbps, memset_gbps: rates at which bytes are copied, and set, in device memory.
+        gather_gbps: rate at which one thread of the CPU gathers random rows from host memory.
+        pairs: rates for dense rows of scheme planes with digits of two bits and elements of two bytes or more.
+        dense: rates for other dense rows of such elements, including rows with entries for each column.
+        one_byte: rates for dense rows with elements of one byte.
+        fast: rates for dense rows with one digit of four bits (`level="fast"`).
+        listed: rates for listed rows.
+        masks: rates for rows of scheme ibp.
     """
 
     gpu: str
@@ -115,31 +119,32 @@ class Calibration:
 
     @functools.cached_property
     def least_streamed_bytes(self) -> int:
-        """The least stored bytes of a tensor that the copy engine, which starts later, brings sooner than a kernel."""
+        """Smallest size in bytes of a stored tensor that arrives sooner by the copy engine than by a kernel. The copy
+        engine starts later, but is faster."""
         gained_ns = 1 / self.read_gbps - 1 / self.copy_in_gbps
         if gained_ns <= 0:
             return _MOST_STREAMED_BYTES
         return int(min(1e3 * self.stream_start_us / gained_ns, _MOST_STREAMED_BYTES))
 
     def random_ns(self, num_bytes: int) -> float:
-        """Returns the time, in ns, that address translation takes for a row at a random place of a pinned table of
-        num_bytes bytes. Up to LARGE_BYTES it grows with the share of the table that is out of reach, then by _GROWTH
-        each time that the table doubles."""
+        """Returns the time, in ns, that address translation takes for a random row of a pinned table of num_bytes
+        bytes. Up to LARGE_BYTES, the time is proportional to the fraction of the table beyond reach_bytes; for larger
+        tables, it grows by _GROWTH each time that the size doubles."""
         out_of_reach, measured = (max(0.0, 1 - self.reach_bytes / size) for size in (num_bytes, LARGE_BYTES))
         if num_bytes <= LARGE_BYTES:
             return self.random_row_ns * out_of_reach / (measured or 1.0)
         return self.random_row_ns * (1 + _GROWTH * math.log2(num_bytes / LARGE_BYTES)) * (out_of_reach > 0)
 
     def sorted_ns(self, num_bytes: int, num_rows: int) -> float:
-        """Returns the time, in ns, that address translation takes for each of num_rows random rows of such a table if
-        they are fetched in the order of their addresses. The farther apart the rows are, the fewer of them share a
-        translation."""
+        """Returns the time, in ns, that address translation takes for each of num_rows random rows of a pinned table of
+        num_bytes bytes, if the rows are fetched in the order of their addresses. The farther apart the rows are, the
+        fewer of them share a translation."""
         random_ns = self.random_ns(num_bytes)
         apart = num_bytes / num_rows * LARGE_IDS / LARGE_BYTES
         return min(_LEAST_GAIN * random_ns, self.sorted_row_ns * random_ns / self.random_row_ns * apart)
 
     def __repr__(self) -> str:
-        """Returns a small table."""
+        """Returns a table of the rates."""
         rates = {name: _shown(value) for name, value in vars(self).items() if isinstance(value, (int, float))}
         reach, streamed = (f"{size / 2**20:,.0f} MiB" for size in (self.reach_bytes, self.least_streamed_bytes))
         lines = [line.format(reach=reach, streamed=streamed, few=FEW_SMS, **rates) for line in _LINES]
@@ -154,7 +159,7 @@ class Calibration:
         return [f"  {name:15}" + "".join(f"{value:>10}" for value in values) for name, *values in table]
 
 
-_LINES = (  # lines of a calibration's repr
+_LINES = (  # The lines of a calibration's repr before the table of the coders.
     "  copy engine    {copy_in_gbps} GB/s to the GPU, {copy_out_gbps} to the host",
     "  kernels read   {read_gbps} GB/s of pinned memory, with {few} SMs {few_read_gbps}; a row takes {least_row_ns} ns",
     "  random rows    beyond {reach} {random_row_ns} ns a row, in order {sorted_row_ns}",
@@ -165,13 +170,17 @@ _LINES = (  # lines of a calibration's repr
 )
 CODER_FAMILIES = ("pairs", "dense", "one_byte", "fast", "listed", "masks")
 
-# One NVIDIA H200 on PCIe 5 x16 with 16 cores, as `calibrate` measured it. Some rates were measured at more sizes, in
-# files of benchmarks/results. gather.csv has the link: raw rows of 2 KiB; synthetic rows of 128 B, 75 and 90 % saved,
-# at 1.45 ns; dense rows of 128 B; 0.90 to 0.99 of the link if no decoder is the limit. large_table.csv has ids that are
-# put in order, stream.csv has streams, and codec.csv has `pairs` and `masks` in device memory. encode_into.csv has
-# encoding, and `one_byte`, `fast` and `listed`; it does not have `dense` and `masks`, whose encoders a `calibrate`
-# measured on a GPU that also had other work. The work of decoders is that of their slowest data: FP32 rows of 128 B,
-# LLM keys and values, a BF16 ReLU set, rows of scheme ibp of 64 KiB.
+# The rates of one NVIDIA H200 on PCIe 5 x16, with 16 CPU cores, as measured by `calibrate` and, for more sizes of data,
+# in these files of benchmarks/results:
+# - gather.csv: the rates of the link, from raw rows of 2 KiB, from synthetic rows of 128 bytes that save 75 and 90 %
+#   (1.45 ns per row), and from dense rows of 128 bytes. Coded rows reach 0.90 to 0.99 of the link's rate if no decoder
+#   limits the rate.
+# - large_table.csv: random rows in the order of their addresses. stream.csv: whole tensors.
+# - codec.csv: `pairs` and `masks` in device memory.
+# - encode_into.csv: encoding, and `one_byte`, `fast` and `listed`. The encoders of `dense` and `masks` are not in this
+#   file; `calibrate` measured them while the GPU also had other work.
+# Each work_per_ns is that of the slowest data of its family: FP32 rows of 128 bytes, keys and values of an LLM, BF16
+# activations after ReLU, and rows of scheme ibp of 64 KiB.
 H200 = Calibration(
     gpu="NVIDIA H200",
     copy_in_gbps=55.4,
@@ -201,26 +210,26 @@ _complained: set[Path] = set()
 
 
 def in_force(device: torch.device) -> Calibration:
-    """Returns the calibration in force on a device; for the CPU, that of the current GPU; that of the H200 if there
-    is none. It measures nothing."""
+    """Returns the calibration in force on a device, without measuring. For the CPU, this is the calibration of the
+    current GPU. If there is no calibration, returns the rates of the H200."""
     known = _in_force.get(device)
-    if known is not None or torch.compiler.is_compiling():  # a file cannot be read inside torch.compile
+    if known is not None or torch.compiler.is_compiling():  # Inside torch.compile, no file can be read.
         return known or H200
     if device.type != "cuda":
-        # If CUDA is not in use yet, do not initialise it: children of a process that uses CUDA cannot use GPUs.
+        # CUDA must not be initialised here, because forked children of a process that uses CUDA cannot use GPUs.
         has_gpu = ops.cuda_is_available() and torch.cuda.is_initialized()
         return in_force(memory.canonical("cuda")) if has_gpu else H200
     return _in_force.setdefault(device, _read(device) or H200)
 
 
 def keep(device: torch.device, calibration: Calibration) -> None:
-    """Makes a calibration the one in force, also for later processes."""
+    """Puts a calibration in force on a device, for this process and for later ones."""
     _write(device, calibration)
     _in_force[device] = calibration
 
 
 def is_measured(device: torch.device) -> bool:
-    """Returns whether the calibration in force was measured on this machine."""
+    """Returns whether the calibration in force on a device was measured on this machine."""
     return in_force(device) is not H200
 
 
@@ -228,18 +237,20 @@ def is_measured(device: torch.device) -> bool:
 
 
 def cache_file(device: torch.device) -> Path | None:
-    """Returns the file of a CUDA device's calibration, or None if the user has no cache directory."""
+    """Returns the path of the file that holds a CUDA device's calibration, or None if the user has no cache
+    directory."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     try:
         directory = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
-    except RuntimeError:  # the user has no home
+    except RuntimeError:  # The user has no home directory.
         return None
     digest = hashlib.sha256(json.dumps(_key(device), sort_keys=True).encode()).hexdigest()
     return directory / "ibp" / f"calibration-{digest[:16]}.json"
 
 
 def _key(device: torch.device) -> dict[str, Any]:
-    """Returns what a calibration depends on: another GPU, driver or version of ibp needs one of its own."""
+    """Returns the properties of a device and of the software for which a calibration is valid. A calibration is used
+    only if all of them are equal."""
     properties = torch.cuda.get_device_properties(device)
     driver = Path("/proc/driver/nvidia/version")
     return {
@@ -253,8 +264,8 @@ def _key(device: torch.device) -> dict[str, Any]:
 
 
 def _read(device: torch.device) -> Calibration | None:
-    """Returns the calibration on disk, or None if there is none or it cannot be used. In the latter case it warns
-    once."""
+    """Reads a device's calibration from its file. Returns None if there is no file, or if the file cannot be used; in
+    the second case, warns once."""
     path = cache_file(device)
     if path is None or not path.is_file():
         return None
@@ -271,8 +282,8 @@ def _read(device: torch.device) -> Calibration | None:
 
 
 def _of_json(kind: type, content: Any) -> Any:
-    """Makes a dataclass of names, whole numbers and positive numbers from what `dataclasses.asdict` made of it.
-    Raises ValueError for anything else."""
+    """Makes an object of a dataclass from the dict that `dataclasses.asdict` returned for it. Fields are strings,
+    positive ints or floats, or other such dataclasses. Raises ValueError if the content does not fit the class."""
     types = typing.get_type_hints(kind)
     if not isinstance(content, dict) or set(content) != set(types):
         raise ValueError(f"it holds no {kind.__name__}")
@@ -290,7 +301,7 @@ def _of_json(kind: type, content: Any) -> Any:
 
 
 def _write(device: torch.device, calibration: Calibration) -> None:
-    """Saves a calibration for later processes. A whole file replaces the previous one. If this fails, it warns."""
+    """Saves a calibration for later processes. The file is replaced as a whole. Warns if it cannot be written."""
     path = cache_file(device)
     if path is None:
         return
@@ -303,5 +314,5 @@ def _write(device: torch.device, calibration: Calibration) -> None:
 
 
 def _shown(value: float) -> str:
-    """Returns a number with three significant digits."""
+    """Returns a number as text: with three significant digits below 100, and as a whole number from 100."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,4 +1,5 @@
-"""Pinned host memory of exact size, and tensors of a CUDA device over it."""
+"""Allocates pinned host memory of exact size, and makes tensors of a CUDA device over pinned memory. The last part
+interprets the arguments `memory` and `device` of calls."""
 
 from __future__ import annotations
 
@@ -19,22 +20,23 @@ if TYPE_CHECKING:
 
 
 class PinningError(RuntimeError):
-    """The system refuses to pin memory."""
+    """Raised if the system refuses to pin memory."""
 
     __module__ = "ibp"
 
 
 _CPU = torch.device("cpu")
-_LEAST_HUGE_BYTES = 4 << 20  # bytes; larger memory asks for huge pages of 2 MiB
+_LEAST_HUGE_BYTES = 4 << 20  # Allocations of this many bytes or more ask the system for huge pages (2 MiB).
 
 
 def warn_of_pageable(refused: PinningError) -> None:
-    """Warns that memory is pageable, if the caller did not require it to be pinned."""
+    """Warns that memory is pageable because the system refused to pin it. For callers that do not require pinning."""
     _warn(refused, "what would be pinned is pageable, and comes to GPUs by way of the CPU, which is slower")
 
 
 def warn_of_copy(refused: PinningError) -> None:
-    """Warns that GPUs get copies of mapped files."""
+    """Warns that tables in mapped files are copied to pinned memory for GPUs, because the system refused to pin the
+    files themselves."""
     _warn(refused, "tables that GPUs fetch from are copied to pinned memory instead, each once")
 
 
@@ -44,9 +46,10 @@ def _warn(refused: PinningError, consequence: str) -> None:
 
 @contextlib.contextmanager
 def pinning(what: str) -> Iterator[None]:
-    """Converts an error of the core, which pins memory with this name, to a PinningError."""
+    """A context in which the core pins memory. Converts a RuntimeError of the core to a PinningError. what: the name of
+    the memory in the message."""
     if torch.cuda.is_available():
-        torch.cuda.init()  # before that, torch does not recognise memory as pinned
+        torch.cuda.init()  # Before CUDA is initialised, torch does not recognise memory as pinned.
     try:
         yield
     except RuntimeError as error:
@@ -54,13 +57,21 @@ def pinning(what: str) -> Iterator[None]:
 
 
 def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> torch.Tensor:
-    """Returns an uninitialised uint8 tensor. If pin is set, it is in pinned memory of just this size, not rounded up
-    to a power of two as by torch's own allocator, and on a NUMA node (negative: the caller's) if the system allows."""
+    """Returns an uninitialised uint8 tensor.
+
+    Args:
+        pin: whether the tensor is in pinned host memory. This memory has the exact size, whereas torch's own allocator
+            rounds sizes up to powers of two.
+        node: the preferred NUMA node of pinned memory. Negative: the caller's node.
+
+    Raises:
+        PinningError: the system refuses to pin the memory.
+    """
     if not pin or num_bytes == 0:
         return empty_tensor(num_bytes, device=device)
     with pinning(f"{num_bytes:,} bytes of memory"):
         buffer = _core.PinnedBuffer(num_bytes, node)
-    if buffer.is_used:  # work of this process on GPUs may still use it, on any stream
+    if buffer.is_used:  # Earlier work of this process on any stream of any GPU may still use this memory.
         for index in range(torch.cuda.device_count()):
             if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
                 torch.cuda.synchronize(index)
@@ -70,8 +81,8 @@ def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> to
 def empty_tensor(
     shape: int | Sequence[int], dtype: torch.dtype = torch.uint8, device: torch.device = _CPU
 ) -> torch.Tensor:
-    """Returns torch.empty(...). A large tensor on the CPU has huge pages if the system has them, and is then filled
-    several times faster."""
+    """Returns torch.empty(...). For a large tensor on the CPU, asks the system for huge pages, with which the tensor is
+    filled several times faster."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if torch.compiler.is_compiling() or device.type != "cpu" or type(tensor) is not torch.Tensor:
         return tensor
@@ -83,8 +94,8 @@ def empty_tensor(
 def empty_parts(
     sizes: Sequence[int], device: torch.device, pin: bool | None, node: int = -1
 ) -> tuple[list[torch.Tensor], bool]:
-    """Returns tensors like those of `empty`, and whether they are pinned. pin: if it is None, the tensors are pinned
-    if the system allows it for all of them; otherwise all are pageable, and a warning says so."""
+    """Returns (tensors of these sizes, as `empty` makes them; whether they are pinned). pin: whether to pin them. None:
+    all of them are pinned if the system allows it; otherwise all are pageable, and a warning says so."""
     if pin is not False:
         try:
             return [empty(size, device, True, node) for size in sizes], True
@@ -96,7 +107,7 @@ def empty_parts(
 
 
 def pin_if_possible(table: Table) -> None:
-    """Pins a table that the caller did not require to be pinned. If the system refuses, a warning says so."""
+    """Pins a table if the system allows it. If the system refuses, warns, and records the refusal in the table."""
     try:
         table.pin_memory()
     except PinningError as error:
@@ -105,8 +116,8 @@ def pin_if_possible(table: Table) -> None:
 
 
 def pin_in_place(data: torch.Tensor) -> _core.PinnedRange | None:
-    """Pins memory where it is. Returns an object that keeps it pinned while it lives, or None if there is nothing to
-    pin."""
+    """Pins the memory of a tensor at its present address. Returns an object that keeps the memory pinned while the
+    object lives, or None if the tensor is empty. Raises PinningError if the system refuses."""
     if not data.numel():
         return None
     try:
@@ -116,12 +127,12 @@ def pin_in_place(data: torch.Tensor) -> _core.PinnedRange | None:
 
 
 def release_pinned(limit_bytes: int | None = None) -> int:
-    """Returns pinned memory that no table uses to the system.
+    """Releases pinned memory that no table uses, and returns it to the system.
 
-    Pinning memory takes longer than filling it. Therefore the memory that tables leave is kept, pinned, for the next
-    ones: at most 4 GiB, or an eighth of the machine's memory if that is less. A new table takes kept memory if that is
-    at most an eighth larger than what it needs and on the same NUMA node, once all GPUs are done with their work so
-    far.
+    Pinning memory takes longer than filling it. Therefore memory of freed tables is kept, pinned, for later tables: at
+    most 4 GiB, or an eighth of the machine's memory if that is less. A new table reuses kept memory that is on the same
+    NUMA node and is at most an eighth larger than the table needs. Before the memory is reused, the call waits for all
+    GPUs.
 
     Example:
         >>> table = ibp.compress(torch.ones(1000, 1024))
@@ -131,10 +142,11 @@ def release_pinned(limit_bytes: int | None = None) -> int:
         0
 
     Args:
-        limit_bytes: how many bytes may be kept from now on, at least 0; 0 turns keeping off. None: as before.
+        limit_bytes: the largest number of bytes that may be kept from now on, 0 or more. 0: no memory is kept. None:
+            the limit does not change.
 
     Returns:
-        Bytes given back.
+        The number of bytes that were released.
 
     Raises:
         TypeError, ValueError: limit_bytes is not a number of bytes.
@@ -147,7 +159,8 @@ def release_pinned(limit_bytes: int | None = None) -> int:
 
 
 def to_pinned(tensor: torch.Tensor, node: int = -1) -> torch.Tensor:
-    """Returns the tensor itself if it is pinned or empty, else a pinned copy of a CPU tensor."""
+    """Returns a pinned copy of a CPU tensor, or the tensor itself if it is already pinned or is empty. node: the
+    preferred NUMA node of the copy. Negative: the caller's node."""
     if tensor.numel() == 0 or tensor.is_pinned():
         return tensor
     pinned = empty(tensor.nbytes, tensor.device, pin=True, node=node)
@@ -155,9 +168,10 @@ def to_pinned(tensor: torch.Tensor, node: int = -1) -> torch.Tensor:
 
 
 def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of a CUDA device over the memory of a contiguous pinned tensor, which it keeps alive.
+    """Returns a tensor of a CUDA device over the memory of a contiguous pinned tensor. The result keeps the pinned
+    tensor alive.
 
-    Every GPU can use pinned memory, whichever device was current when it was pinned, and whichever is current now.
+    The device can be any GPU, regardless of which device was current when the memory was pinned, or is current now.
 
     Raises:
         RuntimeError: host is not pinned.
@@ -170,8 +184,8 @@ def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def seen_from(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
-    """Returns memory in the form that work on a device takes: itself if it is on that device, else a view of pinned
-    memory."""
+    """Returns a tensor over the same memory that work on a device can use: `memory` itself if it is on this device, or
+    otherwise a view of it on the device. In the second case `memory` must be pinned."""
     return memory if memory.device == device else device_view(memory, device)
 
 
@@ -181,25 +195,27 @@ def is_capturing(device: torch.device) -> bool:
         return False
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):  # torch looks only at the current device
+    with torch.cuda.device(device):  # torch reports only on the current device.
         return torch.cuda.is_current_stream_capturing()
 
 
-# ---- the argument `memory` of calls: where bytes live ----
+# ---- the argument `memory` of calls ----
 
-# in memory of the device that works; in host memory that GPUs read; in pageable host memory
+# Values of the argument: the memory of the device that does the work, pinned host memory, pageable host memory.
 MEMORY = ("device", "pinned", "host")
 
 
 def check_memory(where: str | None, name: str = "memory", among: Sequence[str] = MEMORY) -> None:
-    """Raises ValueError for an argument that is neither one of these nor None."""
+    """Raises ValueError unless `where` is one of the values in `among`, or None. name: the name of the argument in the
+    message."""
     if where is not None and where not in among:
         raise ValueError(f"{name} is {where!r}; wanted {', '.join(map(repr, among))} or None")
 
 
 def memory_read_by(device: torch.device, where: str | None, default: str) -> str:
-    """Returns where the bytes are that a device reads while it works: "device" or "pinned"; on a CPU always "host".
-    Raises ValueError if the argument is not valid, or is memory that the device does not read."""
+    """Returns the kind of memory for bytes that a device reads while it works: `where`, or `default` if `where` is
+    None; for a CPU, always "host". Raises ValueError if `where` is invalid, or is memory that the device cannot
+    read."""
     check_memory(where)
     if device.type == "cpu":
         return "host"
@@ -209,11 +225,11 @@ def memory_read_by(device: torch.device, where: str | None, default: str) -> str
 
 
 def pins(where: str | None) -> bool | None:
-    """Returns whether bytes in host memory are pinned, or None if they are pinned only if the system allows.
+    """Returns whether to pin bytes in host memory, for an argument `memory`. None: pin them if the system allows it.
 
     Raises:
         ValueError: the argument is not valid for host memory.
-        RuntimeError: it is "pinned", and there is no CUDA device.
+        RuntimeError: the argument is "pinned", and there is no CUDA device.
     """
     if where is None:
         return None if ops.cuda_is_available() else False
@@ -224,22 +240,29 @@ def pins(where: str | None) -> bool | None:
 
 
 def home_of(source: torch.device, where: str | None, worker: torch.device) -> tuple[torch.device, bool | None]:
-    """Returns the device where the coded bytes of a tensor on the device `source` live, and whether they are pinned.
-    where: the argument `memory`. None: they live where the tensor does. Raises ValueError and RuntimeError like
-    `pins`."""
+    """Returns (the device for the coded bytes of a tensor, whether to pin these bytes, as `pins` returns it).
+
+    Args:
+        source: the device of the tensor.
+        where: the argument `memory`. None: the coded bytes are on the device of the tensor.
+        worker: the device that does the work.
+
+    Raises:
+        ValueError, RuntimeError: as for `pins`.
+    """
     if where is not None:
         check_memory(where)
     home = worker if where == "device" else source if where is None else _CPU
     return home, False if home.type == "cuda" or where in ("device", "host") else pins(where)
 
 
-# Devices with their index, keyed by the devices and by their names, that canonical() has found.
+# The devices that `canonical` has returned, keyed by the device and by its name.
 _usable: dict[torch.device | str, torch.device] = {torch.device("cpu"): torch.device("cpu")}
 
 
 def canonical(device: torch.device | str | int) -> torch.device:
-    """Returns the device with its index: "cuda" is the current CUDA device. Raises TypeError or ValueError if it is
-    not a device, or cannot be used."""
+    """Returns a device as a torch.device; a CUDA device has its index. "cuda" stands for the current CUDA device.
+    Raises TypeError or ValueError if the argument is not a device, or is a device that cannot be used."""
     known = _usable.get(device) if isinstance(device, (torch.device, str)) else None
     if known is not None:
         return known
@@ -249,8 +272,8 @@ def canonical(device: torch.device | str | int) -> torch.device:
 
 
 def usual(device: torch.device | str | int | None, x: torch.Tensor | None = None) -> torch.device:
-    """Returns the device that does the work: the named device, as `canonical` returns it. If device is None, this is
-    x's GPU if x is on a GPU, else the current CUDA device if there is one, else the CPU."""
+    """Returns the device that does the work: the given device, in the form of `canonical`. If device is None, returns
+    the GPU of x if x is on a GPU, otherwise the current CUDA device if there is one, and otherwise the CPU."""
     if device is None and x is not None and x.is_cuda:
         device = x.device
     elif device is None and not ops.cuda_is_available():
@@ -264,7 +287,7 @@ def _canonical(device: torch.device | str | int) -> torch.device:
         raise TypeError(f"device is a {got}; wanted a torch.device, the name of one, or the number of a CUDA device")
     try:
         device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
-    except RuntimeError:  # torch does not know such a device
+    except RuntimeError:  # torch does not know this device.
         raise ValueError(f"device is {device!r}; wanted the name of a CPU or CUDA device") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; wanted a CPU or CUDA device")

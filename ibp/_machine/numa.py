@@ -1,4 +1,4 @@
-"""NUMA nodes of the host, for new pinned memory."""
+"""Finds the NUMA node of the host on which new pinned memory is to be allocated."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import torch
 from .._common.arguments import whole_number
 from . import memory
 
-CALLERS_NODE = -1  # the core's number for the node that the calling thread runs on
+CALLERS_NODE = -1  # The number by which the core denotes the node that the calling thread runs on.
 _NODES = Path("/sys/devices/system/node/online")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
-Numa = int | torch.device | str | None  # a node, a device whose nearest node is meant, or None: the caller's node
+# A node; or a device, which stands for the node nearest to it; or None, which stands for the caller's node.
+Numa = int | torch.device | str | None
 
 
 def node_of(numa: Numa) -> int:
-    """Returns the node that an argument `numa` means; CALLERS_NODE if it is the caller's or is not known.
+    """Returns the number of the node that an argument `numa` stands for, or CALLERS_NODE if this is the caller's node,
+    or if the node nearest to the device is not known.
 
     Raises:
         TypeError: the argument is neither a number nor a device.
@@ -37,7 +39,7 @@ def node_of(numa: Numa) -> int:
 
 
 def online_nodes() -> set[int]:
-    """Returns the nodes of the machine; only 0 if the system does not say."""
+    """Returns the numbers of the machine's nodes, or {0} if the system does not list them."""
     try:
         text = _NODES.read_text()
     except OSError:
@@ -50,7 +52,7 @@ def online_nodes() -> set[int]:
 
 
 def node_of_gpu(device: torch.device) -> int:
-    """Returns the node nearest to a GPU; CALLERS_NODE if the system does not say."""
+    """Returns the number of the node nearest to a GPU, or CALLERS_NODE if the system does not say."""
     found: Any = torch.cuda.get_device_properties(device)
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:

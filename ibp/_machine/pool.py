@@ -1,9 +1,9 @@
-"""Parts of pinned memory, kept for their next user and counted.
+"""A pool of pinned buffers for one user.
 
-Pinning memory takes tens of milliseconds, however little it is. The core keeps whole allocations for the process after
-their last tensor is gone (csrc/bindings/pinned_pool.h, `memory.empty`), but a caller that takes one of them waits for
-all GPUs. A `Pool` has one user: it holds its allocations, and streams, not the host, wait for the last use of a part.
-Memory that it releases goes back to the core.
+Pinning memory takes tens of milliseconds, even for a small buffer. The core keeps the pinned memory of freed tensors
+for the whole process (csrc/bindings/pinned_pool.h, `memory.empty`), but a caller that reuses such memory waits for all
+GPUs. A `Pool` belongs to one user, who tells it when each buffer was last used. The stream that writes to the buffer
+next waits for this use, so the host does not wait. Memory that a pool releases goes back to the core.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ _CPU = torch.device("cpu")
 
 
 class Pool:
-    """Hands out parts of pinned memory and takes them back. Only one thread at a time may use it.
+    """Hands out pinned buffers and takes them back. Only one thread at a time may use a pool.
 
-    Parts have few sizes. Each is pinned separately, and is only handed out again for the same size.
+    Sizes of buffers are rounded up to a few size classes. Each buffer is pinned separately, and is reused only for
+    requests of its own size class.
 
     Attributes:
-        held_bytes: number of bytes that are pinned and have not been released.
+        held_bytes: total size in bytes of the buffers that the pool has pinned and not yet released.
     """
 
     def __init__(self) -> None:
         self.held_bytes = 0
-        self._free: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}  # by size
+        # For each size, the free buffers, each with the event after its last use.
+        self._free: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
 
     def take(self, num_bytes: int, writer: torch.Stream) -> torch.Tensor:
-        """Returns a part of num_bytes bytes or somewhat more.
+        """Returns a pinned buffer of at least num_bytes bytes.
 
         Args:
-            num_bytes: how many bytes are needed.
-            writer: the stream that writes to the part first. It waits for the part's last use.
+            num_bytes: the smallest size in bytes that the caller needs.
+            writer: the stream that will write to the buffer first. This stream waits for the last use of the buffer.
 
         Raises:
             PinningError: the system refuses to pin more memory.
@@ -46,16 +48,17 @@ class Pool:
             return part
         part, used = self._free[size][-1]
         if used is not None:
-            writer.wait_event(used)  # if it raises, the part is still free
+            writer.wait_event(used)  # If this call raises, the buffer is still in the list of free buffers.
         self._free[size].pop()
         return part
 
     def give(self, part: torch.Tensor, used: torch.Event | None = None) -> None:
-        """Returns a part to the pool. used: an event after the work that still uses the part. None: no work uses it."""
+        """Gives a buffer back to the pool. used: an event recorded after the last work that uses the buffer. None: no
+        work uses the buffer any more."""
         self._free.setdefault(part.numel(), []).append((part, used))
 
     def release(self) -> None:
-        """Waits until no work uses the free parts, and releases them."""
+        """Waits until no work uses the free buffers, and releases their memory."""
         for size, free in self._free.items():
             self.held_bytes -= size * len(free)
             for _, used in free:
@@ -65,6 +68,6 @@ class Pool:
 
 
 def _size_class(num_bytes: int) -> int:
-    """Returns the next number with few significant bits; it is at most a sixteenth larger."""
+    """Rounds num_bytes up to a size class: a multiple of 4096, and at most a sixteenth larger for large sizes."""
     step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
     return rounded_up(num_bytes, step)

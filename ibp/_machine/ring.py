@@ -1,8 +1,8 @@
-"""Buffers of a GPU that are used in turn: the copy engine fills or empties one while the GPU works on another.
+"""A ring of GPU buffers. The copy engine fills or empties one buffer while the GPU works on another.
 
-The order of streams and events is the same for all rings. A buffer has two events, `filled` and `free`. One stream
-fills it and another one empties it: copies fill a buffer with bytes that come in, and work empties it; work fills a
-buffer with bytes that go out, and copies empty it.
+A ring serves one direction. To bring bytes to the GPU, copies on one stream fill a buffer, and work on another stream
+reads it, or "empties" it. To send bytes to the host, work fills a buffer, and copies empty it. Each buffer has two
+events, `filled` and `free`. In both directions a buffer goes through these steps:
 
 | step | stream | what the host queues there |
 | --- | --- | --- |
@@ -11,18 +11,20 @@ buffer with bytes that go out, and copies empty it.
 | wait | emptying | a wait for `filled`, then the reads of the buffer |
 | release | emptying | records `free` |
 
-The host takes the steps of a buffer in this order, and then begins again with the first; before that, wait and release
-may repeat on the same stream. In this way no byte is overwritten early: every write follows a wait for `free`, which
-follows all reads of the bytes before, and every read follows a wait for `filled`, which follows the write. A wait for
-an event that was never recorded does not wait, as a new buffer needs. The host waits only before the CPU itself uses a
-buffer's host memory: for `filled` if bytes came in, for `free` if bytes went out.
+The host must take the steps of a buffer in this order, and may then begin again with the first step. Before it does,
+it may repeat wait and release on the same stream. This order is safe: the filling stream waits for `free`, which is
+recorded after all reads of the previous bytes, before it writes; the emptying stream waits for `filled`, which is
+recorded after the write, before it reads. CUDA does not wait for an event that was never recorded, so a new buffer can
+be claimed at once. The host waits only before the CPU itself uses a buffer's host memory: for `filled` if the ring
+brings bytes to the GPU, and for `free` if it sends bytes to the host.
 
-A buffer that grows gets new memory from the current stream, so that the buffer's streams wait for the current one. The
-allocator is told of these streams, and keeps the former memory until they are done with it.
+A buffer that grows gets new memory that belongs to the current stream, so the buffer's streams first wait for the
+current stream. `record_stream` tells torch's allocator of these streams, so it does not reuse the old memory before
+their work is done.
 
-Users: blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), layers of KV-caches, and
-blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) go through a ring of the core,
-csrc/cuda/stream/stream.cu, which decodes on arrival and calls Python once per tensor, not once per buffer.
+Rings are used for blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), layers of
+KV-caches, and blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) use a ring of the core instead
+(csrc/cuda/stream/stream.cu), which decodes bytes on arrival and calls Python once per tensor, not once per buffer.
 """
 
 from __future__ import annotations
@@ -34,21 +36,23 @@ import torch
 
 from .._common.modes import outside_of_modes
 
-Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # (to, from)
+Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # pairs (destination, source)
 
 
 class Turn:
-    """A buffer and its events.
+    """A buffer of a ring, with its events.
 
     Args:
         device: the GPU.
         streams: all streams that use the buffer.
-        num_bytes: initial size of the buffer.
-        empty_host: a function that makes host memory of a number of bytes, to go with the buffer. None: the buffer has
-            no host memory.
+        num_bytes: initial size of the buffer in bytes.
+        empty_host: a function that allocates a given number of bytes of host memory. The buffer then also has host
+            memory of its own size. None: the buffer has no host memory.
 
     Attributes:
-        memory, host: uint8 on the GPU and in host memory. They are replaced when the buffer grows.
+        memory, host: the uint8 tensors of the buffer on the GPU and in host memory. New tensors replace them when the
+            buffer grows.
+        filled, free: the events.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class Turn:
         self.reserve(num_bytes)
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes the buffer large enough. If it grows, its bytes are lost."""
+        """Makes the buffer at least num_bytes bytes large. If the buffer grows, its contents are lost."""
         if self.memory.numel() >= num_bytes:
             return
         with outside_of_modes(), torch.cuda.device(self._device):
@@ -90,13 +94,13 @@ class Turn:
         self.free.record(stream)
 
     def bring(self, stream: torch.cuda.Stream, copies: Copies) -> None:
-        """Fills the buffer by copies: claims it and hands it over."""
+        """Fills the buffer by copies on a stream, including the steps claim and hand over."""
         self.claim(stream)
         _copy(stream, copies)
         self.hand_over(stream)
 
     def send(self, stream: torch.cuda.Stream, copies: Copies) -> None:
-        """Empties the buffer by copies: waits for it and releases it."""
+        """Empties the buffer by copies on a stream, including the steps wait and release."""
         self.wait(stream)
         _copy(stream, copies)
         self.release(stream)
@@ -109,8 +113,16 @@ def _copy(stream: torch.cuda.Stream, copies: Copies) -> None:
 
 
 class Ring:
-    """Buffers that are used in turn, and `stream`, on which their copies run. worker: the stream of the work on
-    them; for the other arguments see `Turn`."""
+    """A ring of buffers.
+
+    Args:
+        worker: the stream of the work that reads or writes the buffers.
+        turns: number of buffers.
+        device, num_bytes, empty_host: as for `Turn`.
+
+    Attributes:
+        stream: the stream on which copies to and from the buffers run.
+    """
 
     def __init__(
         self,
@@ -125,15 +137,15 @@ class Ring:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of the buffers in GPU memory."""
+        """Total size in bytes of the buffers in GPU memory."""
         return sum(turn.memory.numel() for turn in self._turns)
 
     @property
     def last(self) -> Turn:
-        """The buffer that `next` returned last."""
+        """The buffer that the latest call of `next` returned."""
         return self._turns[-1]
 
     def next(self) -> Turn:
-        """Returns the buffer that was used longest ago."""
+        """Returns the least recently used buffer."""
         self._turns.rotate(-1)
         return self.last

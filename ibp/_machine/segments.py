@@ -1,8 +1,8 @@
-"""Memory that several processes map: one copy of a table's bytes for all readers.
+"""Shared memory for tables: several processes map the same copy of a table's bytes.
 
-The memory is a file without a name (memfd_create): it ends with the last process that has it, in whatever way that
-process ends, and leaves nothing to clean up. Another process opens it through a process that has it, as
-/proc/<pid>/fd/<number>.
+The memory is an anonymous file (memfd_create). The system frees it when the last process that has it open ends, even if
+that process crashes, so nothing is left to clean up. A process opens the memory as /proc/<pid>/fd/<number>, where <pid>
+is a process that already has it open and <number> is that process's file descriptor.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .._common.locks import ForkLock
 from .._common.rounding import rounded_up
 from .memory import pinning
 
-_ALIGNMENT = 256  # bytes, of each tensor in the memory
-_pin_lock = ForkLock()  # several threads may ask at once to pin what they share
+_ALIGNMENT = 256  # Each tensor begins at a multiple of this many bytes in the memory.
+_pin_lock = ForkLock()  # Held while memory is pinned, because several threads may try to pin the same memory at once.
 PART_DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
 
 
 @wire.sent
 @dataclass(frozen=True)
 class SharedHandle:
-    """The description by which another process opens a shared table. It consists of plain data, and can be pickled and
-    sent in any way. `CompressedTensor.share` makes it, for `ibp.distributed.open_shared`.
+    """A description with which another process opens a shared table. It consists of plain data, which can be pickled
+    and sent by any means. `CompressedTensor.share` returns a handle, and `ibp.distributed.open_shared` takes it.
 
     Example:
         >>> table = ibp.compress(torch.ones(1000, 64), device="cpu", memory="host")
@@ -43,7 +43,7 @@ class SharedHandle:
         tensor(1.)
 
     Attributes:
-        process: number of the process that shares the table. The process must live until the handle has been opened.
+        process: ID of the process that shares the table. The process must live until the handle has been opened.
         num_bytes: size in bytes of the shared memory; 0 for a table on a GPU.
     """
 
@@ -53,7 +53,8 @@ class SharedHandle:
     _name: str = field(repr=False)
     _pin: bool = field(repr=False)
     _fields: bytes = field(repr=False)
-    _tensors: bytes = field(repr=False)  # how each tensor is opened; in shared memory, its number of elements
+    # In shared memory, the number of elements of each tensor. On a GPU, the data with which torch opens each tensor.
+    _tensors: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -65,14 +66,21 @@ class SharedHandle:
 
 
 class Segment:
-    """Shared memory of a table, mapped by this process once, for all tables that are opened from it here."""
+    """The shared memory of a table. A process maps it once for all tables that it opens from this memory.
+
+    Attributes:
+        name: the name of the memfd, by which it is recognised.
+        num_bytes: size in bytes of the memory.
+        file: the file descriptor of the memory in this process.
+        pin: whether the memory is to be pinned. It is pinned when a GPU first fetches from it.
+        pages: the mapped memory. The tensors of tables keep it alive.
+    """
 
     def __init__(self, name: str, file: int, num_bytes: int, is_new: bool, node: int = -1) -> None:
         self.name, self.num_bytes = name, num_bytes
-        self.file = file  # its descriptor in this process
-        self.pin = False  # whether it is to be pinned, which is done when a GPU first fetches from it
+        self.file = file
+        self.pin = False
         weakref.finalize(self, os.close, file)
-        # the memory, which the tables' tensors keep alive
         self.pages = _core.SharedPages(file, num_bytes, is_new, node)
 
     @classmethod
@@ -81,7 +89,7 @@ class Segment:
         file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(file, num_bytes)
-            # Seal it against shrinking, so that no process reads past its end.
+            # Seals prevent any process from changing the size, so that no process reads past the end.
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except BaseException:
             os.close(file)
@@ -91,8 +99,8 @@ class Segment:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], node: int) -> tuple[Segment, dict[str, torch.Tensor]]:
-        """Returns new memory on a NUMA node (negative: the caller's) with a copy of a table's tensors, and these
-        copies."""
+        """Allocates shared memory and copies a table's tensors to it. Returns (the memory, the copies by name). node:
+        the preferred NUMA node. Negative: the caller's node."""
         num_bytes = sum(rounded_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors.values())
         segment = cls.new(max(num_bytes, _ALIGNMENT), node)
         copies = segment.tensors({name: tensor.numel() for name, tensor in tensors.items()})
@@ -102,13 +110,14 @@ class Segment:
 
     @classmethod
     def opened(cls, handle: SharedHandle, file: int | None = None) -> Segment:
-        """Opens the memory of a handle.
+        """Opens the memory that a handle describes, or returns its `Segment` if this process has already opened it.
 
-        file: a descriptor of the memory, which the segment owns from then on. None: it is opened through the handle's
-        process.
+        Args:
+            file: a file descriptor of the memory. The call takes ownership of the descriptor. None: the call opens the
+                memory through the process of the handle.
 
         Raises:
-            RuntimeError: it cannot be opened.
+            RuntimeError: the memory cannot be opened.
         """
         found = _segments.get(handle._name)
         if found is None:
@@ -130,8 +139,9 @@ class Segment:
         self.pin = True
 
     def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Returns a table's tensors in the memory. sizes: how many elements each has; 0 if it is not named. Raises
-        TypeError or ValueError if a size is not an int, or if the memory has no room for it."""
+        """Returns a table's tensors over this memory, by name. sizes: the number of elements of each tensor; a tensor
+        that is not named is empty. Raises TypeError if a size is not an int, and ValueError if the memory is too small
+        for the tensors."""
         made, start = {}, 0
         for name, dtype in PART_DTYPES.items():
             most = max(0, self.num_bytes - start) // dtype.itemsize
@@ -144,10 +154,12 @@ class Segment:
 
 
 class FileRows:
-    """The rows of a table in a mapped file, which must not be written to. Such a table has it in place of a `Segment`.
+    """The rows of a table in a mapped file, which must not be written to. A table that was loaded from a file has a
+    `FileRows` in place of a `Segment`.
 
-    pages: the maps of slots and of overflow, if there are any. pin: whether they are to be pinned, which is done when a
-    GPU first fetches from them.
+    Attributes:
+        pages: the mapped pages of the slots and of the overflow; a part without bytes has none.
+        pin: whether the pages are to be pinned. They are pinned when a GPU first fetches from them.
     """
 
     def __init__(self, pages: Sequence[_core.FilePages], pin: bool) -> None:
@@ -170,7 +182,8 @@ _segments: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictiona
 
 
 def _file_of(handle: SharedHandle) -> int:
-    """Returns a descriptor of what the handle's process has under the handle's number."""
+    """Opens the file that the handle's process has under the handle's descriptor number. Returns a new descriptor. It
+    may be another file if the process has ended (see `_checked`). Raises RuntimeError if it cannot be opened."""
     try:
         return os.open(f"/proc/{handle.process}/fd/{handle._file}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -181,9 +194,10 @@ def _file_of(handle: SharedHandle) -> int:
 
 
 def _checked(file: int, handle: SharedHandle) -> int:
-    """Returns the descriptor if it is that of the handle's memory, because another process with the same number may
-    have anything there. Raises RuntimeError if it is not, or if it can be cut short, which would end its readers
-    (SIGBUS)."""
+    """Checks that a file descriptor is that of the handle's memory, and returns it. If the process of the handle has
+    ended, a new process with the same ID may have any other file under this number. Closes the file and raises
+    RuntimeError if it is another file, or if the file is not sealed against shrinking: a reader of a file that shrinks
+    is killed by SIGBUS."""
     try:
         is_it = os.readlink(f"/proc/self/fd/{file}") == f"/memfd:{handle._name} (deleted)"
         if not is_it or os.fstat(file).st_size != handle.num_bytes:

@@ -1,8 +1,8 @@
-"""Copies host memory to a GPU and back, block by block. The copy engine moves one block while the caller works on
+"""Copies host memory to a GPU and back, block by block. The copy engine copies one block while the caller works on
 another.
 
-Pageable memory goes through pinned memory, which torch's intra-op threads fill or empty while the copy engine works on
-the other buffer of a ring (`ring.py`).
+Blocks of pageable memory are copied by way of pinned buffers. torch's intra-op threads fill or empty one of these
+buffers while the copy engine works on the other buffer of a ring (`ring.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .._common.rounding import rounded_up
 from . import memory
 from .ring import Ring, Turn
 
-STAGED_BYTES = 16 << 20  # size in bytes of a block; the copy engine reaches its full rate at 4 MiB
-_ALIGNMENT = 256  # bytes, of tensors that share a buffer
-_MOST_OF_FREE = 0.25  # the share of a GPU's free memory that pinned bytes may take if they are copied there as a whole
+STAGED_BYTES = 16 << 20  # Size in bytes of a block. The copy engine reaches its full rate at 4 MiB.
+_ALIGNMENT = 256  # Tensors that share a buffer begin at multiples of this many bytes.
+_MOST_OF_FREE = 0.25  # Data is copied to a GPU as a whole only if it takes at most this fraction of the free memory.
 
 
 def empty_pinned(num_bytes: int) -> torch.Tensor:
-    """Returns memory from torch's allocator, which keeps pinned memory for the next call. It is pageable if the
-    system refuses."""
+    """Returns an uninitialised pinned uint8 tensor from torch's caching allocator. If the system refuses to pin the
+    memory, warns and returns a pageable tensor."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
     except RuntimeError as error:
@@ -37,18 +37,20 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ring(device: torch.device, pageable: bool) -> tuple[Ring, torch.cuda.Stream]:
-    """Returns a ring for work on the current stream of a device, and that stream. pageable: whether buffers also
-    have pinned memory."""
+    """Returns (a ring for work on the current stream of a device, this stream). pageable: whether the data is in
+    pageable memory, so that each buffer also needs pinned host memory."""
     worker = torch.cuda.current_stream(device)
     return Ring(device, worker, empty_host=empty_pinned if pageable else None), worker
 
 
 class Outlet(contextlib.AbstractContextManager["Outlet"]):
-    """A context that copies bytes which a GPU computes to host memory, while work on the current stream goes on.
-
+    """A context in which bytes that a GPU computes are copied to host memory, while work on the current stream goes on.
     Leaving the context waits for all copies.
 
-    device: the GPU; pageable: whether the host memory is pageable."""
+    Args:
+        device: the GPU.
+        pageable: whether the host memory is pageable.
+    """
 
     def __init__(self, device: torch.device, pageable: bool) -> None:
         self._ring, self._worker = _ring(device, pageable)
@@ -56,7 +58,8 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         self._deliveries: dict[Turn, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # (targets, pinned sources)
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Returns a tensor of bytes on the GPU for each size. Earlier copies no longer read them."""
+        """Returns a uint8 tensor on the GPU for each size, to which the caller's work may write. Waits until earlier
+        copies from this memory are done."""
         starts = list(itertools.accumulate((rounded_up(size, _ALIGNMENT) for size in sizes), initial=0))
         turn = self._ring.next()
         turn.free.synchronize()
@@ -66,11 +69,15 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         return [turn.memory[start : start + size] for start, size in zip(starts, sizes)]
 
     def put(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Starts copying the tensors that were taken last to host memory, with the content that the work issued so far
-        gives them.
+        """Starts copying the tensors of the latest call of `take` to host memory, after the work that is queued on the
+        current stream.
 
-        If the memory is pageable, all of them are copied to it by one operation (see `copy_all`), at the latest when
-        the context is left.
+        If the host memory is pageable, one operation copies all of them to their targets (see `copy_all`), at the
+        latest when the context is left.
+
+        Args:
+            targets: the tensors in host memory to copy to.
+            sources: the tensors that `take` returned.
         """
         turn, staged = self._ring.last, list(targets)
         if self._pageable:
@@ -79,11 +86,11 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         turn.hand_over(self._worker)
         turn.send(self._ring.stream, zip(staged, sources))
         if self._pageable:
-            # last, because `_deliver` must find only copies that are recorded
+            # This must come last: `_deliver` may only find copies whose events are recorded.
             self._deliveries[turn] = list(targets), staged
 
     def _deliver(self, turn: Turn) -> None:
-        """Copies the bytes of a turn from its pinned memory to their targets."""
+        """Copies the bytes of a buffer from its pinned memory to their targets, if this has not been done yet."""
         if turn in self._deliveries:
             copy_all(*self._deliveries[turn])
             del self._deliveries[turn]
@@ -95,8 +102,8 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
 
 
 class Direct(contextlib.AbstractContextManager["Direct"]):
-    """Has the methods `take` and `put` of `Outlet` for the case that no link has to be hidden. Its tensors are in
-    the worker's memory and are copied at once."""
+    """Has the methods of `Outlet`, for targets to which the worker's memory can be copied directly. `put` copies at
+    once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -112,21 +119,22 @@ class Direct(contextlib.AbstractContextManager["Direct"]):
 
 
 def outlet(worker: torch.device, home: torch.device, pageable: bool) -> Outlet | Direct:
-    """Returns an object that brings blocks from the device that makes them to the memory of another device, or of
-    its own."""
+    """Returns an object that copies blocks which the device `worker` computes to memory of the device `home`. pageable:
+    whether memory of `home` is pageable, if `home` is the CPU."""
     return Outlet(worker, pageable) if worker.type == "cuda" and home.type == "cpu" else Direct(worker)
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies every source to its target in one operation of torch, so that Python runs no signal handler before all
-    are copied."""
+    """Copies every source to its target in one operation of torch, so that Python runs no signal handler until all of
+    them are copied."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: bool) -> Iterator[torch.Tensor]:
-    """Yields parts of host memory on a GPU. The next part is copied while the caller works on one. Each part is
-    valid until the next one is asked for. The work is on the stream that is current when the first part is asked
-    for."""
+    """Copies parts of host memory to a GPU and yields the copies, one by one. The next part is copied while the caller
+    works on the present one. The caller must not use a copy after it has requested the next one, and must queue its
+    work on the stream that was current when it requested the first. pageable: whether the parts are in pageable
+    memory."""
     ring, worker = _ring(device, pageable)
 
     def bring(part: torch.Tensor) -> tuple[Turn, torch.Tensor]:
@@ -150,8 +158,8 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
 
 
 def _goes_whole(data: torch.Tensor, device: torch.device) -> bool:
-    """Returns whether bytes are copied to a device as a whole: if they are pinned and do not take too much of its
-    memory."""
+    """Returns whether data is to be copied to a GPU as a whole. This holds for pinned data of more than one block that
+    takes no more than a quarter of the GPU's free memory."""
     if device.type != "cuda" or data.is_cuda or data.numel() <= STAGED_BYTES or not data.is_pinned():
         return False
     return data.numel() <= _MOST_OF_FREE * torch.cuda.mem_get_info(device)[0]
@@ -159,10 +167,11 @@ def _goes_whole(data: torch.Tensor, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[], torch.Tensor]]:
-    """Yields a function that returns bytes where work on a GPU reads them. If `_goes_whole` says so, this is a copy on
-    the GPU, made while the caller does other work; otherwise it is `data` itself.
+    """A context that yields a function. The function returns the bytes of `data` in the memory from which work on the
+    device is to read them: if `_goes_whole`, a copy on the GPU, which is made while the caller does other work, and
+    otherwise `data` itself.
 
-    The work is on the stream that is current when the context is entered. Leaving the context waits for the copy.
+    The work must be on the stream that is current when the context is entered. Leaving the context waits for the copy.
     """
     if not _goes_whole(data, device):
         yield lambda: data
@@ -183,8 +192,8 @@ def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[
 
 
 class Coming:
-    """A small tensor on its way to the host. It is copied after the work on the current stream, which does not wait
-    for the copy. A tensor in host memory is used as it is."""
+    """A small tensor that is being copied to the host. The copy is queued on the current stream, after its present
+    work; the host waits for it only in `wait`. A tensor that is already in host memory is not copied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._copied = tensor, None
@@ -203,20 +212,21 @@ class Coming:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns tensor.cpu() for a flat tensor of bytes. Bytes on a GPU come through pinned memory, which is faster."""
+    """Returns tensor.cpu(). Bytes on a GPU are copied to pinned memory, which is faster."""
     return Coming(tensor).wait() if tensor.is_cuda else tensor
 
 
 def queued(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns tensor.to(device) for a small tensor in host memory. Work on a GPU's current stream finds it there,
-    and the call does not wait."""
+    """Returns tensor.to(device) for a small tensor in host memory, without waiting. The copy is queued on the GPU's
+    current stream, so later work on that stream can use the result."""
     if device.type != "cuda":
         return tensor.to(device)
     return pinned_like(tensor).copy_(tensor).to(device, non_blocking=True)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns tensor.to(device). A contiguous tensor in pageable memory goes to a GPU in blocks, which is faster."""
+    """Returns tensor.to(device) for a contiguous tensor. From pageable memory, a tensor is copied to a GPU in blocks,
+    which is faster."""
     data = tensor.view(-1).view(torch.uint8)
     if device.type != "cuda" or data.is_cuda or data.numel() <= STAGED_BYTES or data.is_pinned():
         return tensor.to(device)

@@ -1,4 +1,5 @@
-"""Times calls on a device: work of a GPU by events, work that the host takes part in by the clock."""
+"""Times calls on a device. Work of a GPU alone is timed with CUDA events; work that includes the host is timed with the
+host's clock."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from typing import TypeVar
 import torch
 
 _Result = TypeVar("_Result")
-# The size of a table on which calls are timed, by type of device: several times the device's caches, and at most one
-# part in so many of its free memory.
+# For each type of device, (b, n): calls are timed on a table of b bytes, which is several times the size of the caches,
+# but at most 1/n of the device's free memory.
 _TABLE_BYTES = {"cpu": (32 << 20, 16), "cuda": (128 << 20, 32)}
+# Time, in seconds, for which the GPU is kept busy before timed calls are queued, so that it does not wait for the host.
 _HEAD_START_S = 2e-3
 
 
@@ -22,7 +24,8 @@ def free_host_bytes() -> int:
 
 
 def timed_once(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:
-    """Returns (what a call returns, the seconds until its work on a device is done, including its host part)."""
+    """Calls a function once. Returns (result of the call, time in seconds until the work of the call on the host and on
+    the device is done)."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -37,12 +40,12 @@ class Clock:
 
     Args:
         device: the device. On a CUDA device, calls use the current stream.
-        budget_s: about how many seconds one measurement may take.
+        budget_s: approximate time, in seconds, that one measurement may take.
 
     Attributes:
-        table_bytes: size in bytes of a table on which to time calls.
-        uncertainty: the largest standard error of the medians so far, as a share of the median. The times of
-            repetitions differ if something else uses the machine.
+        table_bytes: the size in bytes that a table should have on which calls are timed.
+        uncertainty: the largest standard error of a median so far, as a fraction of this median. It is large if other
+            processes use the machine.
     """
 
     def __init__(self, device: torch.device, budget_s: float) -> None:
@@ -52,18 +55,19 @@ class Clock:
         free_bytes = torch.cuda.mem_get_info(device)[0] if on_gpu else free_host_bytes()
         self.table_bytes = max(1 << 20, min(most_bytes, free_bytes // part))
         self.uncertainty = 0.0
-        self._zeros = 0  # how often the scratch is set to zero for the head start
+        self._zeros = 0  # Number of times that the scratch buffer is set to zero to keep the GPU busy.
         if on_gpu:
             self._scratch = torch.empty(self.table_bytes, dtype=torch.uint8, device=device)
             self._zeros = int(_HEAD_START_S / self.gpu_s(self._scratch.zero_)) + 1
 
     def wall_s(self, call: Callable[[], object]) -> float:
-        """Returns the median of the seconds until a call's work is done, including its host part."""
+        """Times a call several times. Returns the median time, in seconds, until the work of the call on the host and
+        on the device is done."""
         return self._median([timed_once(call, self.device)[1] for _ in range(self._repeats(call))])
 
     def gpu_s(self, call: Callable[[], object]) -> float:
-        """Returns the median of the seconds that a call's work takes on the GPU. A head start hides how long it
-        takes to issue the calls. The call must not wait for the GPU."""
+        """Times a call several times. Returns the median time, in seconds, that the work of the call takes on the GPU,
+        without the time in which the host queues this work. The call must not wait for the GPU."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self._repeats(call))]
         for _ in range(self._zeros):
             self._scratch.zero_()
@@ -76,11 +80,13 @@ class Clock:
 
     def _median(self, seconds: list[float]) -> float:
         first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
-        error = 0.93 * (third - first) / len(seconds) ** 0.5  # for the median of normally distributed seconds
+        # The standard error of the median of normally distributed times, from their interquartile range.
+        error = 0.93 * (third - first) / len(seconds) ** 0.5
         self.uncertainty = max(self.uncertainty, error / median)
         return median
 
     def _repeats(self, call: Callable[[], object]) -> int:
-        """Returns how often the budget allows a call to be timed, judged by its second run."""
+        """Runs a call twice. Returns how many times the budget allows it to be timed (3 to 15), judged by the second
+        run."""
         _, seconds = (timed_once(call, self.device)[1] for _ in range(2))
         return max(3, min(15, int(self._budget_s / seconds)))

@@ -1,10 +1,11 @@
-"""Faults: errors inside operations, the records in which operations note them, and the exceptions that they become.
+"""Faults: errors inside operations, the records in which operations note them, and the exceptions that are raised for
+them.
 
-If an operation meets a bad id or a damaged row, it writes zeros as the result of that row, goes on, and notes the first
-fault in a record. A record is the struct ibp_fault of ibp.h as int64 [4]: status, position, value (an id or the number
-of a row), and a number that only GPUs use. A call that waits for its result gives the operation a `new_record` and
-raises the fault at once. A call that does not wait lets the operation note faults in the `Faults` of the table or other
-owner; the next call looks there and raises them.
+If an operation meets a bad id or a damaged row, it writes zeros in place of that row, goes on, and notes the first
+fault in a record. A record is the struct ibp_fault of ibp.h as int64 [4]: status, position, value (an id or a row
+number), and a number that only GPUs use. A call that waits for its result passes a `new_record` to the operation and
+raises the fault at once. A call that does not wait passes a record of the `Faults` object that belongs to the table (or
+to another object with rows); the next call for this table finds the fault there and raises it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .._common.modes import outside_of_modes
 from .._machine import memory
 
 _INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE = 1, 2  # ibp_status
-ENTRIES = 4  # Number of int64 in a record.
-_STATUS = operator.itemgetter(0)  # Gets the first of them, which is 0 if nothing is noted.
+ENTRIES = 4  # Number of int64 words in a record.
+_STATUS = operator.itemgetter(0)  # Returns the status of a record, which is 0 if no fault is noted.
 _CPU = torch.device("cpu")
 
 
@@ -31,23 +32,24 @@ class CorruptTableError(ValueError):
 
 
 class FaultWords(NamedTuple):
-    """The messages for faults of one kind of work. Messages are templates of `str.format`: {position} and {value} come
-    from the record, {status} is the status in words, and callers of `raise_for` may add other names."""
+    """The messages for faults of one kind of work. Messages are templates for `str.format`. {position} and {value} are
+    those of the record, {status} is its status in words, and callers of `raise_for` may pass other names."""
 
     damaged: str  # The message for a damaged row, and for all faults that have no message of their own.
     kind: type[Exception] = CorruptTableError  # The class of the exception that carries this message.
     out_of_range: str | None = None  # The message of the IndexError for an id that is out of range.
     invalid: str | None = None  # The message of the ValueError for arguments that contradict each other.
-    # Follows the message if a later call raises the fault. {device} is the device that noted it.
+    # This is appended to the message if a later call raises the fault. {device} is the device that noted the fault.
     later: str = " (noted by an earlier call on {device}; its row was filled with zeros)"
 
     def raise_for(
         self, record: torch.Tensor | Sequence[int], noted_on: torch.device | None = None, **names: object
     ) -> None:
-        """Raises the fault that a record holds. Does nothing if the record is all zeros.
+        """Raises the exception for the fault in a record. Does nothing if no fault is noted in the record.
 
         Args:
-            noted_on: the device that noted the fault during an earlier call. None: the present call noted it.
+            noted_on: the device that noted the fault during an earlier call. None: the present call noted the fault.
+            names: values for further names in the messages.
         """
         status, position, value, _ = record.tolist() if isinstance(record, torch.Tensor) else record
         if status == 0:
@@ -72,31 +74,33 @@ def refuse_capture(device: torch.device) -> None:
 
 
 def new_record(device: torch.device = _CPU) -> torch.Tensor:
-    """Returns an empty record in which the operations of one call note a fault. device: the one that they run on."""
+    """Returns an empty record, in which the operations of one call can note a fault. device: the device on which the
+    operations run."""
     return torch.zeros(ENTRIES, dtype=torch.int64, device=device)
 
 
 class Faults:
-    """Records for work that no call waits for. Each device has its own records. They are in host memory that GPUs write
-    to, so that the host can read them at any time.
+    """Fault records for work that no call waits for. Each device has one record for each kind of work. The records are
+    in host memory to which GPUs write, so the host can read them at any time.
 
     Args:
-        words: the messages for each kind of work. Each kind has a record of its own.
+        words: the messages for each kind of work.
     """
 
     def __init__(self, *words: FaultWords) -> None:
         self._words = words
-        self._noted: dict[torch.device, np.ndarray] = {}  # int64 [kinds, ENTRIES]
-        self._records: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # the same memory, as the device sees it
+        self._noted: dict[torch.device, np.ndarray] = {}  # All records of a device, int64 [number of kinds, ENTRIES].
+        # For each kind of work, a view of its record in `_noted` that the device can write to.
+        self._records: dict[torch.device, tuple[torch.Tensor, ...]] = {}
 
     @property
     def devices(self) -> list[torch.device]:
-        """Devices whose work may have noted faults."""
+        """The devices whose work may have noted faults, in the order of their first use."""
         return list(self._records)
 
     def on(self, device: torch.device, kind: int = 0) -> torch.Tensor:
-        """Returns the record in which work on a device notes faults. The memory is allocated when a device is first
-        asked for.
+        """Returns the record in which work on a device notes faults. The first call for a device allocates its records.
+        kind: the index of the kind of work among the constructor's arguments.
 
         Raises:
             ibp.PinningError: the system does not pin memory.
@@ -113,16 +117,17 @@ class Faults:
         return self._records[device][kind]
 
     def words(self, device: torch.device) -> memoryview:
-        """Returns the int64 words of a device's records, as the host reads them. The records follow each other; the
-        first word of each is not 0 if a fault is noted."""
+        """Returns the int64 words of all records of a device, one record after the other, as the host reads them. The
+        first word of a record is not 0 if a fault is noted in it."""
         return self._noted[device].reshape(-1).data
 
     def clear(self, device: torch.device) -> None:
-        """Clears the faults that work on a device has recorded."""
+        """Clears all records of a device."""
         self._noted[device][:] = 0
 
     def taken(self, device: torch.device) -> Iterator[tuple[FaultWords, list[int]]]:
-        """Yields the messages for, and a copy of, each record in which a fault is noted, and clears the record."""
+        """For each record of a device in which a fault is noted: clears the record, and yields (messages for its kind
+        of work, copy of the record)."""
         for words, noted in zip(self._words, self._noted.get(device, ())):
             if noted[0]:
                 record = noted.tolist()
@@ -130,7 +135,8 @@ class Faults:
                 yield words, record
 
     def raise_pending(self, device: torch.device, **names: object) -> None:
-        """Raises the faults that work on a device has noted so far. names: as `FaultWords.raise_for` takes them."""
+        """Raises the first fault that work on a device has noted, if any, and clears its record. names: as for
+        `FaultWords.raise_for`."""
         if any(map(_STATUS, self._noted.get(device, ()))):
             for words, record in self.taken(device):
                 words.raise_for(record, device, **names)

@@ -1,4 +1,4 @@
-"""The handle of a table: the description of a table that the operations of one device take."""
+"""The handle of a table: a description of the table that operations on one device take as an argument."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Parts(NamedTuple):
     (csrc/bindings/torch_ops.cpp).
 
     Attributes:
-        rooms, used: given if rows are to be encoded into the memory.
-        fault, plan: what `take` needs on a GPU.
+        rooms, used: needed only if rows are to be encoded into the memory (see `room.Index`).
+        fault, plan: the fault record and the plan that the operation `take` uses on a GPU.
     """
 
     slots: torch.Tensor
@@ -37,23 +37,23 @@ class Parts(NamedTuple):
 
 
 class Handle:
-    """A table that has been checked and described once for all operations of a device. Describing a table takes about
-    as long as a call of an operation.
+    """A table that has been checked and described once, for all later operations on a device. This saves time, because
+    describing a table takes about as long as calling an operation.
 
     Attributes:
         parts: the table's memory.
-        table: the tensor that operations take as their argument `table`. It keeps the memory alive.
+        table: the tensor that operations take as their argument `table`. It keeps the table's memory alive.
 
     Raises:
         RuntimeError: parts contradict each other.
     """
 
-    # These attributes are set only on the handles that `handle_on` returns, which calls of `take` use:
-    like: torch.Tensor  # An empty tensor with the dtype of an item; its dimensions after the first are an item's shape.
+    # Only handles that `handle_on` returns have the following attributes. Calls of `take` use them.
+    like: torch.Tensor  # An empty tensor [0, *item_shape] with the table's dtype.
     plan: Plan
-    machine: Calibration | None  # The calibration of the plan; None if the table is in the memory of the device.
-    noted: memoryview  # The words of the fault records that GPUs write to.
-    staged: dict[tuple[int, int], bool]  # Whether the CPU gathers the rows, by the numbers of ids and of threads.
+    machine: Calibration | None  # The calibration that the plan is for; None if the table is in the device's memory.
+    noted: memoryview  # The words of the table's fault records for the device (see `Faults.words`).
+    staged: dict[tuple[int, int], bool]  # (number of ids, number of threads) -> whether the CPU gathers the rows.
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -61,7 +61,7 @@ class Handle:
         self.table.parts = parts
 
     def __reduce__(self) -> tuple[type[Handle], tuple[Parts]]:
-        """Copies and pickles only the parts, so that a copy describes its own parts."""
+        """Makes copies and pickles from the parts alone, so that a copy makes its own description of them."""
         return Handle, (self.parts,)
 
     def encode(
@@ -76,8 +76,10 @@ class Handle:
         max_sms: int = 0,
         is_new: bool = False,
     ) -> None:
-        """Encodes the rows of x, or of buffers with the layout of x, into the table's memory. See
-        `_tables.coded_rows.encode_into`, and the operation in csrc/bindings/torch_ops.cpp for counts, fault and
-        is_new."""
+        """Encodes the rows of x, or of buffers with the layout of x, into the table's memory.
+
+        The arguments are described at `_tables.coded_rows.encode_into`; counts, fault and is_new are described at the
+        operation encode_into in csrc/bindings/torch_ops.cpp.
+        """
         given = (buffers, row_ids, first_row, max_sms, counts, fault, is_new)
         torch.ops.ibp.encode_into.default(self.table, x, *given)

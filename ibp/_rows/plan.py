@@ -1,12 +1,12 @@
-"""Chooses how the items of a call are fetched from host memory, by the rates of the calibration in force. A GPU fetches
-them in the order of the ids given, or in the order of windows of the table; or the CPU gathers them and the copy engine
-moves them.
+"""Chooses how the items of a call are fetched from host memory, by the rates of the calibration in force. There are
+three paths. A GPU fetches the items in the order of the given ids; or it first sorts the ids by windows, which are
+ranges of consecutive items of the table; or the CPU gathers the items, and the copy engine copies them to the GPU.
 
-A GPU that fetches rows at random places of 0.5 GiB of pinned memory is limited by the bytes that it reads. In a table
-of 4 GiB it fetches 1,000,000 rows of 128 bytes at 49 million rows per second in the order given, and at 370 to 400
-million rows per second if their ids are first put in the order of windows of 64 KiB to 256 MiB. With windows of 64 KiB,
-100,000 rows are fetched 3.5 times as fast in a table of 4 GiB, and 1.6 times as fast in a table of 16 GiB
-(benchmarks/large_table.py, an H200).
+Windows help because address translation limits random reads of large memory. If a GPU fetches random rows from 0.5 GiB
+of pinned memory, only the number of bytes limits it. From a table of 4 GiB, it fetches 1,000,000 rows of 128 bytes at
+49 million rows per second in the given order, and at 370 to 400 million rows per second if the ids are first sorted by
+windows of 64 KiB to 256 MiB. With windows of 64 KiB, 100,000 rows are fetched 3.5 times as fast from a table of 4 GiB,
+and 1.6 times as fast from a table of 16 GiB (benchmarks/large_table.py, on an H200).
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ if TYPE_CHECKING:
 
 WINDOW_BYTES = 64 << 10  # Smallest size of a window, in bytes.
 MAX_WINDOWS = 1 << 16  # Largest number of windows (IBP_MAX_WINDOWS).
-# Fewer ids than this are not put in order, because the kernels that do it would take longer than they save.
+# Fewer ids than this are not sorted by windows, because the sorting kernels would take longer than sorting saves.
 LEAST_BUCKETED_IDS = 1 << 14
-MOST_BUCKETED_IDS = 1 << 31  # The kernels that put ids in order count them in 32 bits.
-LEAST_STAGED_BYTES = 4 << 20  # Fewer bytes of items than this do not fill the CPU's pipeline.
-# Times that the ways take besides fetching the rows, measured by benchmarks/paths.py on an H100. A GPU takes
-# PARTITION_NS, and PARTITION_ID_NS for each id, to put ids in order. If the ids come from the CPU, the GPU also waits
-# for the launches (LAUNCHES_NS). The CPU's pipeline takes STAGING_NS to begin and to end. It stages rows at
-# STAGED_SHARE of the rate that its threads or the copy engine reach alone. A way that has to prepare something is taken
-# only if it is expected to be PROMISED times as fast as a way that does not.
+MOST_BUCKETED_IDS = 1 << 31  # The kernels that sort ids by windows count the ids in 32 bits.
+LEAST_STAGED_BYTES = 4 << 20  # Items of fewer bytes in total do not fill the CPU's pipeline.
+# Times, in ns, that a path takes besides fetching the rows, measured by benchmarks/paths.py on an H100. To sort ids by
+# windows, a GPU takes PARTITION_NS for a call and PARTITION_ID_NS for each id. If the ids come from the CPU, the GPU
+# also waits LAUNCHES_NS for the launches.
 PARTITION_NS, PARTITION_ID_NS, LAUNCHES_NS = 16e3, 0.055, 90e3
+# The CPU's pipeline takes STAGING_NS to begin and end. It moves rows at the fraction STAGED_SHARE of the rate that its
+# threads alone, or the copy engine alone, would reach.
 STAGING_NS, STAGED_SHARE = 100e3, 0.7
+# A path that needs preparation is taken only if it is expected to be PROMISED times as fast as a path without any.
 PROMISED = 1.2
 NEVER = (1 << 63) - 1  # A number of ids that no call reaches.
 
 
 class Plan(NamedTuple):
-    """The rules by which a GPU sorts ids. `describe_table` takes all numbers except the last.
+    """The rules by which a GPU sorts ids by windows. `describe_table` takes all numbers except the last.
 
     Attributes:
-        least_bucketed: the smallest number of ids that are put in order if they are on the GPU.
+        least_bucketed: the smallest number of ids that are sorted if the ids are on the GPU.
         window_bits: a window has 2^window_bits items.
-        bucketed_sms: the number of multiprocessors that then fetch the items. 0: all.
-        least_from_cpu: the smallest number of ids that are put in order if they come from the CPU.
+        bucketed_sms: the number of multiprocessors that fetch the items of sorted ids. 0: all.
+        least_from_cpu: the smallest number of ids that are sorted if the ids come from the CPU.
     """
 
     least_bucketed: int = NEVER
@@ -57,8 +58,8 @@ class Plan(NamedTuple):
 
 
 def plan_of(table: Table, machine: Calibration, device: torch.device) -> Plan:
-    """Returns the plan of a table for a GPU. Rows are always fetched in the order given if they are in device memory,
-    or in pinned memory of so few bytes that address translation reaches all of them (`reach_bytes`)."""
+    """Returns the plan of a table for a GPU. Ids are never sorted if the table is in device memory, or in less pinned
+    memory than `reach_bytes` of the calibration."""
     all_sms = torch.cuda.get_device_properties(device).multi_processor_count
     windows = window_bits(table.geometry.num_items, spread_bytes(table)), bucketed_sms(table, machine, all_sms)
     if table.device.type == "cuda" or spread_bytes(table) < machine.reach_bytes:
@@ -67,19 +68,21 @@ def plan_of(table: Table, machine: Calibration, device: torch.device) -> Plan:
 
 
 def least_bucketed(table: Table, ids_on_gpu: bool, machine: Calibration) -> int:
-    """Returns the smallest number of ids that it pays to put in order, or NEVER if it never pays."""
+    """Returns the smallest number of ids for which sorting by windows pays, or NEVER if it never pays. ids_on_gpu:
+    whether the ids are on the GPU."""
     in_order_given = fetched_ns(table, machine)
 
     def pays(num_ids: int) -> bool:
         return PROMISED * bucketed_ns(table, num_ids, ids_on_gpu, machine) < in_order_given
 
-    counts = range(LEAST_BUCKETED_IDS, MOST_BUCKETED_IDS)  # If it pays for some number of ids, it also pays for more.
+    # If sorting pays for some number of ids, it also pays for more ids, so bisection finds the smallest number.
+    counts = range(LEAST_BUCKETED_IDS, MOST_BUCKETED_IDS)
     place = bisect.bisect_left(counts, True, key=pays)
     return counts[place] if place < len(counts) else NEVER
 
 
 def stages(table: Table, num_ids: int, machine: Calibration) -> bool:
-    """Returns whether it pays to let the CPU gather the items of a pinned table, for ids that are on the CPU."""
+    """Returns whether the CPU should gather the items of a pinned table, for num_ids ids that are on the CPU."""
     if num_ids * table.geometry.item_bytes < LEAST_STAGED_BYTES or spread_bytes(table) < machine.reach_bytes:
         return False
     by_gpu = min(fetched_ns(table, machine), bucketed_ns(table, num_ids, False, machine))
@@ -87,23 +90,23 @@ def stages(table: Table, num_ids: int, machine: Calibration) -> bool:
 
 
 def spread_bytes(table: Table) -> int:
-    """Returns the bytes of the slots and the overflow, which is the memory that fetches of random rows are spread
-    over."""
+    """Returns the total size in bytes of slots and overflow, the memory in which random rows lie."""
     return table.slots.numel() + table.overflow.numel()
 
 
 def stored_item_bytes(table: Table) -> float:
-    """Returns how many bytes an item of a table takes as stored, on average."""
+    """Returns the mean size in bytes of a stored item, including unused bytes of slots and overflow."""
     return spread_bytes(table) / max(1, table.geometry.num_items)
 
 
 def fetched_ns(table: Table, machine: Calibration, translation_ns: float | None = None) -> float:
-    """Returns the time, in ns, in which a GPU fetches an item of a pinned table, by a machine's rates. Meanwhile the
-    link brings the item's bytes, addresses are translated, and the item is written to device memory.
+    """Estimates the mean time, in ns, in which a GPU fetches an item of a pinned table. In this time the link transfers
+    the item's bytes, addresses are translated, and the item is written to device memory; these steps overlap.
 
     Args:
-        translation_ns: the time that the translation of an item's addresses takes alone, in ns. None: the time that it
-            takes for items in random order.
+        machine: the calibration whose rates are used.
+        translation_ns: the time, in ns, that the translation of an item's addresses alone takes. None: the time for
+            items in random order.
     """
     link_ns = max(stored_item_bytes(table) / machine.read_gbps, machine.least_row_ns)
     if translation_ns is None:
@@ -112,25 +115,25 @@ def fetched_ns(table: Table, machine: Calibration, translation_ns: float | None 
 
 
 def bucketed_ns(table: Table, num_ids: int, ids_on_gpu: bool, machine: Calibration) -> float:
-    """Returns the time, in ns, in which a GPU fetches an item of a pinned table in the order of windows, including an
-    item's share of the time in which num_ids ids are put in order."""
+    """Estimates the mean time, in ns, in which a GPU fetches an item of a pinned table if num_ids ids are first sorted
+    by windows. The time for sorting, divided by num_ids, is included."""
     translation_ns = machine.sorted_ns(spread_bytes(table), num_ids)
     prepared_ns = PARTITION_NS if ids_on_gpu else PARTITION_NS + LAUNCHES_NS
     return fetched_ns(table, machine, translation_ns) + prepared_ns / num_ids + PARTITION_ID_NS
 
 
 def staged_ns(table: Table, num_ids: int, machine: Calibration, num_threads: int) -> float:
-    """Returns the time, in ns, in which the CPU gathers an item and the copy engine moves it, including an item's share
-    of the time in which the pipeline begins and ends."""
+    """Estimates the mean time, in ns, in which the CPU gathers an item and the copy engine copies it to the GPU. The
+    time in which the pipeline begins and ends, divided by num_ids, is included."""
     gbps = min(num_threads * machine.gather_gbps, machine.copy_in_gbps)
     return stored_item_bytes(table) / (STAGED_SHARE * gbps) + STAGING_NS / num_ids
 
 
 def bucketed_sms(table: Table, machine: Calibration, all_sms: int) -> int:
-    """Returns how many of a GPU's SMs fetch items in the order of windows, or 0 for all. For raw rows a few SMs are
-    enough; with more SMs the rows that are fetched at the same time would lie farther apart. For coded rows it is the
-    smallest number of SMs that decode and write rows as fast as the link delivers them, but at least the number for raw
-    rows."""
+    """Returns the number of SMs that should fetch items of sorted ids, or 0 for all SMs. For raw rows, a few SMs are
+    enough; with more SMs, the rows that are fetched at the same time would lie farther apart. Coded rows need as many
+    SMs as it takes to decode and write rows at the rate of the link, and no fewer than raw rows. all_sms: the number of
+    SMs of the GPU."""
     if table.codebook is None:
         return machine.bucketed_sms
     stored_bytes = spread_bytes(table) / max(1, table.num_rows)
@@ -142,15 +145,15 @@ def bucketed_sms(table: Table, machine: Calibration, all_sms: int) -> int:
 
 
 def window_bits(num_items: int, num_bytes: int) -> int:
-    """Returns b for windows of 2^b items: the smallest b for which a window has at least WINDOW_BYTES bytes and there
-    are at most MAX_WINDOWS windows. num_bytes: bytes of all items as stored."""
+    """Returns the smallest b for which a window of 2^b items has at least WINDOW_BYTES bytes, and the table has at most
+    MAX_WINDOWS windows. num_bytes: the total size in bytes of all stored items."""
     num_items = max(1, num_items)
     items = max(-(-num_items // MAX_WINDOWS), WINDOW_BYTES * num_items // max(1, num_bytes), 1)
     return (items - 1).bit_length()
 
 
 def looks_sorted(ids: torch.Tensor) -> bool:
-    """Returns whether about a thousand of the ids, which are on the CPU, are in increasing order. To look at all of
-    them takes longer than to put them in order on a GPU."""
+    """Returns whether ids seem to be in increasing order, judged by about a thousand of them. Checking all ids would
+    take longer than sorting them on a GPU. The ids must be on the CPU."""
     some = ids[:: max(1, ids.numel() // 1024)]
     return bool((some[1:] >= some[:-1]).all())

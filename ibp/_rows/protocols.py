@@ -1,5 +1,5 @@
-"""Protocols of objects that have rows. `index_select`, `decompress` and `embedding_bag` take any object that follows
-them."""
+"""Protocols for objects that have rows. `index_select`, `decompress` and `embedding_bag` accept any object that
+implements the protocol they need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ids = torch.Tensor | Sequence[int] | np.ndarray
 
 @runtime_checkable
 class Rows(Protocol):
-    """Items that are fetched by their ids: tables, caches of rows, sharded tables."""
+    """A protocol of objects whose items are fetched by their ids: tables, caches of rows, sharded tables."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -40,7 +40,7 @@ class Rows(Protocol):
 
 @runtime_checkable
 class Decodable(Protocol):
-    """A tensor that can be decoded as a whole: tables, caches of rows, tensors of general codecs."""
+    """A protocol of objects that are decoded as a whole: tables, caches of rows, tensors of general codecs."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -53,25 +53,27 @@ class Decodable(Protocol):
 
 @runtime_checkable
 class CachedRows(Rows, Protocol):
-    """A protocol of tables whose rows may be cached in memory nearer to the device that requests them.
+    """A protocol of tables some of whose rows are cached in memory nearer to the device that requests them.
 
     Attributes:
-        view: the table, from which the other rows are read.
+        view: the table from which rows that are not cached are read.
     """
 
     @property
     def view(self) -> Table: ...
 
     def flush(self) -> None:
-        """Writes changed rows back to the table."""
+        """Writes changed rows of the cache back to the table."""
 
     def serves(self, device: torch.device) -> bool:
-        """Returns whether rows are looked up and decoded on a device."""
+        """Returns whether the cache can look up and decode rows on a device."""
 
     def found(
         self, ids: torch.Tensor
     ) -> AbstractContextManager[tuple[Handle, torch.Tensor | None, Sequence[torch.Tensor]]]:
-        """Looks up the rows of ids, for operations on the current stream that read them inside the `with` block.
+        """Returns a context that looks up the rows of ids in the cache. Inside the `with` block, operations on the
+        current stream may read these rows.
 
-        Yields (handle of the table, an entry for each row that says where it is held, slabs that hold rows).
+        The context yields (handle of the table, tensor with an entry for each row that says where the row is held, the
+        slabs of memory that hold cached rows).
         """

@@ -1,5 +1,5 @@
-"""The memory of a table whose rows change. It has capacity for more rows, and an index in which every row has a base of
-its own (FORMAT.md section 2), so that a row that grows does not move any other row."""
+"""The memory of a table whose rows change. It may have capacity for more rows, and every row has its own base in the
+index (FORMAT.md section 2), so a row that grows does not move any other row."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .._common.modes import outside_of_modes
 from .._common.rounding import rounded_up
 from .._layout.geometry import Geometry, stored_sizes
 
-_NO_BASE = -1  # IBP_NO_BASE of ibp.h: the base of a row that has no part in overflow
+_NO_BASE = -1  # IBP_NO_BASE of ibp.h: the base of a row without a part in the overflow.
 _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
-_GROWTH = 1.5  # Arrays that have become too small grow by this factor.
-# Number of bytes of overflow that are kept free, so that few changes have to ask a GPU how many bytes are free: at most
-# _MOST_FREE, and at most one byte for each _FREE_SHARE bytes of slots.
+_GROWTH = 1.5  # Factor by which buffers and index arrays grow when they have become too small.
+# When a change needs more overflow, some bytes more than it needs are kept free, so that later changes seldom have to
+# ask a GPU how many bytes are free. Their number is the smaller of _MOST_FREE and 1/_FREE_SHARE of the slots' bytes.
 _MOST_FREE = 1 << 16
 _FREE_SHARE = 64
 
@@ -26,17 +26,22 @@ Empty = Callable[[int], torch.Tensor]  # Allocates a number of bytes in the same
 
 
 class Index(NamedTuple):
-    """The index of the rows, with an entry for each row that the table has capacity for. Arrays that a table does not
-    need are empty."""
+    """The index of the rows. Each array has an entry for every row of the table's capacity, or is empty if the table
+    does not need it.
 
-    # lengths, bases: as in FORMAT.md section 2
+    Attributes:
+        lengths, bases: as in FORMAT.md section 2.
+        rooms: uint16, the size of the part of the overflow that each row owns, in units of 32 bytes.
+        used: int64 [1], the number of bytes of overflow that have been handed out.
+    """
+
     lengths: torch.Tensor
     bases: torch.Tensor
-    rooms: torch.Tensor  # uint16: the size of the overflow part that each row owns, in units of 32 bytes
-    used: torch.Tensor  # int64 [1]: bytes of the overflow that have been handed out
+    rooms: torch.Tensor
+    used: torch.Tensor
 
     def first(self, num_rows: int) -> Index:
-        """Returns the index of the first rows."""
+        """Returns the index of the first num_rows rows, as views."""
         return Index(self.lengths[:num_rows], self.bases[:num_rows], self.rooms[:num_rows], self.used)
 
 
@@ -51,15 +56,16 @@ def _enlarged(tensor: torch.Tensor, size: int, byte: int) -> torch.Tensor:
 
 @dataclass
 class Room:
-    """The buffers that hold a table's rows. The table's own tensors are the first parts of these buffers."""
+    """The buffers that hold a table's rows. The tensors of the table are views of the beginnings of these buffers."""
 
     capacity: int  # Number of whole rows that the slots and the index have room for.
-    # Slots and overflow are in the memory of the table. The overflow behind its first `used` bytes is free.
+    # Slots and overflow are in the same kind of memory as the table. The overflow is free from byte index.used to its
+    # end.
     slots: torch.Tensor
     overflow: torch.Tensor
     index: Index  # The index, on the device of the slots.
-    most_used: int  # An upper bound of `used` that the host knows without asking a GPU.
-    # The GPU whose copy of the index is newer than `index`, for a table in host memory. None: `index` is the newest.
+    most_used: int  # An upper bound on index.used, which the host knows without waiting for a GPU.
+    # For a table in host memory: the GPU whose copy of the index is newer than `index`. None: `index` is up to date.
     current: torch.device | None = None
     copies: dict[torch.device, Index] = field(default_factory=dict)  # Copies of the index on GPUs.
 
@@ -72,7 +78,7 @@ class Room:
         return self.slots.numel() + self.overflow.numel() + self.index_bytes
 
     def settle(self) -> None:
-        """Waits for the GPU that has last changed rows, and copies its index to `index`. If the call is interrupted,
+        """Waits for the GPU that last changed rows, and copies this GPU's index to `index`. If the call is interrupted,
         the next call copies everything again."""
         if self.current is None:
             return
@@ -82,7 +88,7 @@ class Room:
         self.current = None
 
     def index_on(self, device: torch.device) -> Index:
-        """Returns the index on a device, in the state after the last change."""
+        """Returns the index on a device, up to date with the last change."""
         if device == self.slots.device:
             self.settle()
             return self.index
@@ -94,7 +100,8 @@ class Room:
         return self.copies[device]
 
     def begin_change(self, device: torch.device) -> Index:
-        """Returns the index on a device that is about to change rows. Forgets the copies on other devices."""
+        """Drops the copies of the index on other devices, because a device is about to change rows. Returns the index
+        on this device."""
         index = self.index_on(device)
         is_home = device == self.slots.device
         self.copies = {} if is_home else {device: index}
@@ -102,8 +109,8 @@ class Room:
         return index
 
     def with_overflow(self, num_bytes: int, empty: Empty) -> Room:
-        """Returns a room in which num_bytes more bytes of overflow can be handed out: this room, if it has them free.
-        Waits for the GPU only if the upper bound `most_used` does not show that they are free."""
+        """Returns a room with at least num_bytes free bytes of overflow: this room if it has them, and otherwise a room
+        with a larger overflow. Waits for a GPU only if `most_used` does not show that the bytes are free."""
         if self.most_used + num_bytes <= self.overflow.numel():
             return self
         newest = self.index if self.current is None else self.copies[self.current]
@@ -119,7 +126,8 @@ class Room:
         return replace(self, overflow=larger)
 
     def with_rows(self, num_rows: int, slot_bytes: int, empty: Empty) -> Room:
-        """Returns a room with capacity for num_rows rows: this room, if its capacity is sufficient."""
+        """Returns a room with capacity for num_rows rows: this room if its capacity suffices, and otherwise a larger
+        one with copies of the slots and the index."""
         if num_rows <= self.capacity:
             return self
         self.settle()
@@ -139,15 +147,15 @@ def room_of(
     lengths: torch.Tensor,
     bases: torch.Tensor,
 ) -> Room:
-    """Returns the room of a table that has not changed before. The room takes over the table's slots and overflow, and
-    has a new index. The table's index is not trusted: a row with a wrong entry stays wrong, but does no harm to rows
-    that change."""
+    """Returns a room for a table whose rows have not been changed before. The room uses the table's slots and overflow,
+    and a new index. The entries of the table's index are not trusted: a row with a wrong entry stays wrong, but does
+    not damage rows that change."""
     device, num_rows, used = slots.device, geometry.num_rows, overflow.numel()
     none = torch.empty(0, dtype=torch.uint16, device=device)
     index = Index(lengths.clone(), bases[:0], none, torch.tensor([used], dtype=torch.int64, device=device))
     if slot_bytes < geometry.row_bytes:
         index = index._replace(**_own_bases(geometry, slot_bytes, used, lengths, bases))
-    # If slots hold whole rows, the slot of a short last row is short and does not count.
+    # If slots hold whole rows, a short last row has a short slot, which does not count for the capacity.
     capacity = num_rows if slot_bytes < geometry.row_bytes else slots.numel() // slot_bytes
     return Room(capacity, slots, overflow, index, used)
 
@@ -155,7 +163,8 @@ def room_of(
 def _own_bases(
     geometry: Geometry, slot_bytes: int, overflow_bytes: int, lengths: torch.Tensor, bases: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Returns `bases` and `rooms` of an `Index` that gives each row of a table with overflow a base of its own."""
+    """Returns the fields `bases` and `rooms` of an `Index`, in which each row has its own base, for a table whose slots
+    are smaller than rows."""
     num_rows, device = geometry.num_rows, lengths.device
     rows = torch.arange(num_rows, device=device)
     valid = torch.clamp(geometry.num_bytes - rows * geometry.row_bytes, max=geometry.row_bytes)
@@ -171,12 +180,12 @@ def _own_bases(
         ends[:num_rows] = taken
         before = ends.view(-1, _GROUP).cumsum(1).view(-1)[:num_rows] - taken
         own = bases.repeat_interleave(_GROUP)[:num_rows] + before
-    # Only an aligned part may be rounded up to whole sectors: the next part may begin directly behind an unaligned one.
+    # Only an aligned part may be rounded up to whole sectors: the next part may begin directly after an unaligned one.
     is_aligned = own % _SECTOR == 0 if slot_bytes else torch.zeros_like(own, dtype=torch.bool)
     rooms = (parts + torch.where(is_aligned, _SECTOR - 1, 0)) // _SECTOR
     own = torch.where(parts > 0, own, _NO_BASE)
     if not _are_apart(own, torch.maximum(parts, rooms * _SECTOR), overflow_bytes):
-        # The parts overlap, so no row may write to its old part: rows that change take new parts.
+        # Parts overlap or exceed the overflow, so no row may write to its old part. Rows that change get new parts.
         rooms = torch.zeros_like(rooms)
     return {"bases": own, "rooms": rooms.to(torch.int16).view(torch.uint16)}
 

@@ -1,8 +1,8 @@
 """The state of a table: its tensors, the values that are derived from them, its handles for the devices that use it,
 and the faults that operations on it have noted.
 
-`_fetch/` fetches the rows of such a table. `_tables/compressed_tensor.py` adds the verbs: `index_select`, `decompress`,
-`[]`.
+`_fetch/` fetches the rows of a `Table`. The class `CompressedTensor` in `_tables/compressed_tensor.py` adds the methods
+that users call, such as `index_select` and `decompress`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .plan import Plan, plan_of
 from .room import Room
 
 AnyTable = TypeVar("AnyTable", bound="Table")
-# Number of the fault record for work that reads a selection of a table's items: such work knows the positions of the
-# items, but not their ids.
+# Index of the fault record (see `Faults.on`) for work that reads a selection of a table's items. Such work knows the
+# positions of the items in the list of ids, but not the ids, so its faults need other messages.
 OF_SELECTIONS = 1
 _WORDS = FaultWords(
     "{status}: item or row {value} at position {position}",
@@ -44,8 +44,9 @@ _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "over
 
 
 class Table(TensorManners, Saves):
-    """A table of coded rows. The constructor checks parts that come from a file, a pickle or a caller; `of_parts` takes
-    parts that the library itself has made. Later only `update_`, `append` and `refit` change them."""
+    """A table of coded rows. The constructor checks its arguments, which may come from a file, a pickle or a caller.
+    `of_parts` does not: it takes tensors that the library itself has made. Afterwards only `update_`, `append` and
+    `refit` change the table."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -57,21 +58,23 @@ class Table(TensorManners, Saves):
     codebook: AnyCodebook | None
     geometry: Geometry
     _faults: Faults
-    _room: Room | None = None  # The memory of a table whose rows have changed; None if they never have.
-    # The state of the rows when `ibp.linear` listed their escapes, and the list (see _fetch/escapes.py).
+    _room: Room | None = None  # The memory of a table whose rows have been changed; None if they never were.
+    # (state of the rows when `ibp.linear` listed their escapes, list of the escapes); see _fetch/escapes.py.
     _escapes: tuple | None = None
-    _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs still read
-    version = 0  # Counts changes of rows in place. Whoever holds copies of rows compares it.
+    _escapes_of_graphs: tuple = ()  # Lists of escapes that captured CUDA graphs still read.
+    # Number of changes of rows in place. Whoever keeps copies of rows compares this number to detect stale copies.
+    version = 0
     _is_live: bool = False  # Rows may be encoded into the table's memory at any time (see `CodedRows.table`).
     _is_aliased: bool = False  # Another table may have the same memory.
-    _is_refused: bool = False  # The system refused to pin the table, and no caller had asked for pinned memory.
+    _is_refused: bool = False  # True if the library tried to pin the table unasked, and the system refused.
     _stored_bytes: int | None
     _link_bytes: int | None
     _is_pinned: bool
     _handles: dict[torch.device, Handle]
-    _owner: torch.Tensor | None  # The tensor that the slots are the memory of, if the table was made in place.
+    _owner: torch.Tensor | None  # The tensor whose memory holds the slots, if the table was made in place.
     _pinned_range: object
-    _segment: Segment | FileRows | None  # Memory that is shared with other processes, or the memory of a mapped file.
+    # The memory that holds the rows, if it is shared with other processes or is a mapped file.
+    _segment: Segment | FileRows | None
 
     def __init__(
         self,
@@ -107,9 +110,10 @@ class Table(TensorManners, Saves):
         overflow: torch.Tensor | None = None,
         bases: torch.Tensor | None = None,
     ) -> AnyTable:
-        """Returns a table of parts that the library itself has made. These parts are not checked; the constructor
-        checks parts that come from files and pickles. None stands for an empty part. The index is moved to the device
-        of the slots. If the slots are on a GPU and the overflow is in host memory, the overflow is pinned."""
+        """Returns a table of tensors that the library itself has made. They are not checked; for tensors from files and
+        pickles, call the constructor, which checks them. None stands for an empty tensor. lengths and bases are moved
+        to the device of the slots. If the slots are on a GPU and the overflow is in host memory, the overflow is
+        pinned."""
         table, home = object.__new__(cls), slots.device
         if overflow is None:
             overflow = torch.empty(0, dtype=torch.uint8, device=home)
@@ -150,16 +154,16 @@ class Table(TensorManners, Saves):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Lengths of the rows as stored, uint16 [num_rows] (FORMAT.md section 2)."""
+        """Lengths of the coded rows, uint16 [num_rows] (FORMAT.md section 2)."""
         return self._settled("lengths")
 
     @property
     def bases(self) -> torch.Tensor:
-        """Offsets of the rows' parts in the overflow, int64 (FORMAT.md section 2)."""
+        """Offsets in the overflow at which parts of rows lie, int64 (FORMAT.md section 2)."""
         return self._settled("bases")
 
     def _settled(self, name: str) -> torch.Tensor:
-        """Returns a tensor of the table after GPUs that change it are done."""
+        """Waits until GPUs have finished changing the table. Then returns the tensor with this name."""
         if self._room is not None:
             self._room.settle()
         return vars(self)[name]
@@ -192,8 +196,8 @@ class Table(TensorManners, Saves):
 
     @property
     def stored_bytes(self) -> int:
-        """Size in bytes of the coded rows and the codebook, exactly. `savings` is computed from them. The memory that
-        the table takes is `nbytes`."""
+        """Exact size in bytes of the coded rows and the codebook, from which `savings` is computed. `nbytes` is the
+        size of the memory that the table takes."""
         if self._stored_bytes is None:
             lengths, geometry = self.lengths, self.geometry
             coded = geometry.survey(lengths.cpu()).stored if lengths.numel() else geometry.num_bytes
@@ -202,14 +206,14 @@ class Table(TensorManners, Saves):
 
     @property
     def index_bytes(self) -> int:
-        """Size in bytes of the row index: at most 2.25 for each row. In a table whose rows have changed: at most 12 for
-        each row that the table has capacity for, and 8 more."""
+        """Size of the row index in bytes: at most 2 per row, plus 8 per group of 32 rows. In a table whose rows have
+        been changed: at most 12 per row of capacity, plus 8."""
         return self._room.index_bytes if self._room is not None else self.lengths.nbytes + self.bases.nbytes
 
     @property
     def nbytes(self) -> int:
         """Size in bytes of all memory that the table occupies: slots, overflow, index, the codebook and its working
-        form, and the escapes that `ibp.linear` lists. Copies of the index on other devices do not count."""
+        form, and the list of escapes that `ibp.linear` has made. Copies of the index on other devices do not count."""
         beside = self.codebook.nbytes + self.codebook.words(_CPU).nbytes if self.codebook else 0
         if self._escapes is not None and self._escapes[1] is not None:
             beside += self._escapes[1].nbytes
@@ -232,28 +236,29 @@ class Table(TensorManners, Saves):
 
     @property
     def _has_own_bases(self) -> bool:
-        """Whether every row has a base of its own, as rows have in tables that were changed (FORMAT.md section 2)."""
+        """Whether every row has its own base, as in tables whose rows have been changed (FORMAT.md section 2)."""
         return 1 < self.num_rows == vars(self)["bases"].numel()
 
     @property
     def link_bytes(self) -> int:
-        """Number of bytes that a GPU reads over the link to fetch every row once, in whole sectors of 32 bytes."""
+        """Number of bytes that a GPU reads over the link to fetch every row once. It reads whole sectors of 32
+        bytes."""
         if self._link_bytes is None:
             bases = self.bases.cpu() if self._has_own_bases else None
             self._link_bytes = self.geometry.link_bytes(self.lengths.cpu(), self.slot_bytes, bases)
         return self._link_bytes
 
     def is_pinned(self) -> bool:
-        """Returns whether GPUs can fetch rows from the table's host memory themselves."""
+        """Returns whether the rows are in pinned host memory, from which GPUs can fetch rows without the CPU."""
         return self._is_pinned
 
     def pin_memory(self, *, numa: _numa.Numa = None) -> Table:
         """Moves the rows to pinned host memory, so that GPUs fetch them without the CPU. Returns the table itself.
 
-        The `pin_memory` of torch leaves an unpinned copy behind. Because tables are large, this method moves the rows
-        instead. A table that was made by `compress(inplace=True)` is pinned where it is. A table that is shared with
-        other processes is also pinned where it is, for this process only. Nothing happens if the table is already
-        pinned or on a GPU.
+        torch's `pin_memory` returns a pinned copy and keeps the unpinned tensor. Because tables are large, this method
+        replaces the table's own memory instead. A table that was made by `compress(inplace=True)` is pinned at its
+        present address. So is a table that is shared with other processes, but for this process only. Nothing happens
+        if the table is already pinned or is on a GPU.
 
         Args:
             numa: the NUMA node whose memory is preferred, or a device, which stands for the node nearest to it. None:
@@ -278,8 +283,8 @@ class Table(TensorManners, Saves):
         return self
 
     def _serves(self, device: torch.device) -> bool:
-        """Returns whether a GPU can fetch rows itself. Shared memory is first pinned for this process, if the system
-        allows it."""
+        """Returns whether a GPU can fetch the rows from host memory itself. Shared memory that is not yet pinned in
+        this process is first pinned, if the system allows it."""
         segment = self._segment
         if not self._is_pinned or segment is None or torch.compiler.is_compiling() or segment.is_pinned:
             return self._is_pinned
@@ -293,9 +298,9 @@ class Table(TensorManners, Saves):
         return self._is_pinned
 
     def _pin_segment(self, node: int = -1) -> None:
-        """Pins shared memory, or the memory of a mapped file, where it is. If the system does not pin a mapped file,
-        the rows move to other, pinned memory, and a warning says so once per process. Raises PinningError if the system
-        pins no memory."""
+        """Pins shared memory, or the memory of a mapped file, at its present address. If the system refuses to pin a
+        mapped file, copies the rows to new pinned memory and warns of the copy. Raises PinningError if the system
+        refuses to pin shared memory, or the memory for the copy. node: the preferred NUMA node of the copy."""
         segment = self._segment
         assert segment is not None
         try:
@@ -308,25 +313,25 @@ class Table(TensorManners, Saves):
             self._move(pinned)
 
     def _lie_in_file(self, rows: FileRows | None) -> None:
-        """Records that the table's memory is a mapped file. The file is not written to: the first change of rows copies
-        them to memory of the table's own.
+        """Records that the table's memory is a mapped file, which must not be written to. The first change of rows then
+        copies all rows to memory of the table's own.
 
         Args:
-            rows: the part of the file that can be pinned. None: nothing of the file can be pinned.
+            rows: the part of the file that can be pinned. None: the file cannot be pinned.
         """
         self._is_aliased = True
         self._move({}, rows)
 
     def _move(self, tensors: dict[str, torch.Tensor], segment: Segment | FileRows | None = None) -> None:
-        """Replaces tensors by copies of the same bytes in other memory. segment: the memory that they are in, if it is
-        shared or a mapped file."""
+        """Replaces tensors of the table by copies of the same bytes in other memory. segment: the memory that holds the
+        copies, if this memory is shared or is a mapped file."""
         vars(self).update(tensors, _segment=segment, _room=None)
         self._refresh()
 
     # ---- changing ----
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the table, without the overflow that has not been handed out yet."""
+        """Returns the tensors of the table by name. The overflow ends after the bytes that have been handed out."""
         tensors = {name: getattr(self, name) for name in TENSORS}
         if self._room is not None:
             tensors["overflow"] = self.overflow[: int(self._room.index.used)]
@@ -335,9 +340,8 @@ class Table(TensorManners, Saves):
         return tensors
 
     def _set_room(self, room: Room, geometry: Geometry | None = None) -> Room:
-        """Replaces the table's memory by the memory of a room, and the number of items by that of the geometry. Both
-        are replaced at once: if the call is interrupted, the table is either unchanged or completely changed. Returns
-        the room.
+        """Makes the table use the memory of a room and, if a geometry is given, this geometry. All fields change in one
+        step: if the call is interrupted, the table is either unchanged or completely changed. Returns the room.
 
         Args:
             room: holds the rows of the table.
@@ -367,18 +371,18 @@ class Table(TensorManners, Saves):
         return room
 
     def _forget_handles(self, changing: torch.device) -> None:
-        """Drops all that was derived from the rows, because a device is about to change them. The handle for that
-        device stays."""
+        """Drops all values that are derived from the rows, and all handles except that of one device. Call it before
+        that device changes rows."""
         vars(self).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
         for device in [device for device in self._handles if device != changing]:
             del self._handles[device]
 
     def _note_change(self) -> None:
-        """Counts one more change of rows in place."""
+        """Increments `version` after a change of rows in place."""
         vars(self)["version"] = self.version + 1
 
     def _become(self, other: Table) -> None:
-        """Replaces the fields and the memory by those of another table of the same tensor, all at once. Nobody else may
+        """Replaces all fields and the memory by those of another table of the same tensor, in one step. Nobody else may
         hold the other table."""
         self._handles.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
@@ -432,20 +436,21 @@ class Table(TensorManners, Saves):
     # ---- handles for the operations ----
 
     def _refresh(self) -> None:
-        """Drops what was derived from the tensors, and determines whether they are pinned."""
+        """Drops all values that are derived from the tensors, and determines again whether the tensors are pinned."""
         self._handles.clear()
         slots, overflow, is_pinned = self.slots, self.overflow, False
         if self._segment is not None:
             is_pinned = self._segment.pin and torch.cuda.is_available()
-        # If torch has not begun to use CUDA, no memory is pinned. Asking for devices in that state would keep child
-        # processes from using CUDA.
+        # Before torch has initialised CUDA, no memory is pinned. Asking whether it is would initialise CUDA, after
+        # which forked child processes could not use CUDA.
         elif not slots.is_cuda and torch.cuda.is_initialized():
             is_pinned = all(not part.numel() or part.is_pinned() for part in (slots, overflow))
         vars(self).update(_stored_bytes=None, _link_bytes=None, _is_pinned=is_pinned)
 
     def _keep_handle(self, device: torch.device, parts: Parts) -> Handle:
-        """Makes the table's handle for a device from parts that the device can read. Stores and returns the handle."""
-        # The record is made here so that compiled code and captured graphs find it.
+        """Makes the table's handle for a device, stores it in the table and returns it. parts: the table's memory as
+        the device reads it."""
+        # The fault record is allocated here, so that compiled code and captured graphs find it.
         fault, plan, machine = self._faults.on(device), Plan(), None
         if device.type == "cuda":
             rates = calibration.in_force(device)
@@ -458,11 +463,11 @@ class Table(TensorManners, Saves):
         return handle
 
     def _parts(self, device: torch.device, geometry: Geometry) -> Parts:
-        """Returns the table's memory as a device reads it, for a handle. If the table has a room, rows can also be
-        encoded through the handle.
+        """Returns the table's memory as a device reads it, from which a handle is made. If the table has a room, rows
+        can also be encoded through this handle.
 
         Args:
-            geometry: the table's own, or one with more items, if the table's room has capacity for them.
+            geometry: the table's own geometry, or one with more items if the table's room has capacity for them.
         """
         (codec, words), sizes = self._coding(device), (self.slot_bytes, 0, geometry.num_items, geometry.item_bytes)
         overflow = memory.seen_from(device, self.overflow)
@@ -474,13 +479,14 @@ class Table(TensorManners, Saves):
         return Parts(slots, overflow, lengths, bases, words, codec, *sizes, rooms, used)
 
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
-        """Returns how the rows are coded, as operations on a device take it: (codec, words of the codebook)."""
+        """Returns (codec, words): the table's codebook as operations on a device take it."""
         return coding_of(self.codebook, self.row_bytes, device)
 
     # ---- faults ----
 
     def check(self) -> None:
-        """Waits for this table's work on all GPUs and raises the faults that were met there or in compiled code.
+        """Waits for all GPUs that have used this table. Raises the first fault that work on them, or compiled code, has
+        noted.
 
         Raises:
             IndexError: an id was out of range.
@@ -492,24 +498,24 @@ class Table(TensorManners, Saves):
             self._raise_pending(device)
 
     def _raise_pending(self, device: torch.device) -> None:
-        """Raises the faults that earlier calls have noted on a device."""
+        """Raises the fault that earlier calls have noted on a device, if any."""
         self._faults.raise_pending(device, last=self.geometry.num_items - 1)
 
     def _raise_when_done(self, device: torch.device) -> None:
-        """Waits for the current stream of a GPU, and raises the faults that calls have noted there."""
+        """Waits for the current stream of a GPU, and raises the fault that calls have noted on this GPU, if any."""
         torch.cuda.current_stream(device).synchronize()
         self._faults.raise_pending(device, last=self.geometry.num_items - 1)
 
     def _raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
-        """Raises the fault that a call has noted in a record of its own. of_selections: whether the call read a
-        selection of items."""
+        """Raises the fault in the record of a single call, if the record holds one. of_selections: whether the call
+        read a selection of items."""
         (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.geometry.num_items - 1)
 
 
 def handle_on(table: Table, device: torch.device) -> Handle:
-    """Returns the table's handle for the operations of a device. The handle is made once for each device: the index and
-    the codebook are copied to a GPU, and pinned rows are mapped. It is made anew after a calibration, because its plan
-    depends on the calibrated rates."""
+    """Returns the table's handle for the operations of a device. The first call for a device makes the handle: on a
+    GPU, it copies the index and the codebook there and maps pinned rows. After a calibration the next call makes a new
+    handle, because the plan in it depends on the calibrated rates."""
     handle = table._handles.get(device)
     if handle is not None:
         is_planned = handle.machine is None or torch.compiler.is_compiling()
@@ -527,7 +533,7 @@ def handle_on(table: Table, device: torch.device) -> Handle:
 
 
 def _check_version(version: Any, release: Any) -> None:
-    """Raises ValueError if a pickled table has a format version that this ibp does not read."""
+    """Raises ValueError if a pickled table has a format version that this release of ibp does not read."""
     if type(version) is int and version == _core.FORMAT_VERSION:
         return
     if version == 0:
@@ -568,9 +574,9 @@ def _check_kinds(shape: Any, dtype: Any, scheme: Any, row_bytes: Any, slot_bytes
 def _checked_tensors(
     geometry: Geometry, scheme: str, slot_bytes: int, slots: Any, overflow: Any, lengths: Any, bases: Any
 ) -> dict[str, torch.Tensor]:
-    """Returns the table's tensors. Each is a new tensor object over the given memory, so that nobody else holds it.
-    Raises ValueError unless sizes, dtypes and devices fit. The contents of the bytes are checked when they are
-    decoded."""
+    """Checks the sizes, dtypes and devices of the table's tensors; raises ValueError if one is wrong. Returns the
+    tensors by name, each as a new tensor object over the given memory that no caller holds. The contents are not
+    checked here, but by the decoders."""
     num_bases = -(-geometry.num_rows // _core.ROWS_PER_BASE)
     raw_overflow = geometry.raw_overflow_bytes(slot_bytes)
     is_raw = scheme == "raw"
@@ -607,7 +613,8 @@ def _checked_tensors(
 
 
 def _flaw(tensor: torch.Tensor) -> str | None:
-    """Returns why a tensor is not plain memory, or None if it is."""
+    """Returns a description of what keeps a tensor from being plain contiguous memory on the CPU or a CUDA device, or
+    None if it is such memory."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -635,5 +642,6 @@ def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a copy if it is a part of a larger storage: pickle would write the whole storage."""
+    """Returns the tensor, or a copy if the tensor is a part of a larger storage, because pickle would write all of that
+    storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,5 +1,6 @@
-"""Codebooks for rows of several kinds (the paper's section 6.5; FORMAT.md section 7). A clustered codebook holds a
-codebook for each kind. The clusters are found by k-means, and then improved by the bytes that rows take."""
+"""Codebooks for tables with rows of several kinds (the paper's section 6.5; FORMAT.md section 7). A clustered codebook
+holds a codebook for each cluster of similar rows. k-means finds the clusters; then each row moves to the cluster whose
+codebook codes it in the fewest bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ MAX_CLUSTERS = 256
 
 @public
 class ClusteredCodebook(AnyCodebook):
-    """Two to 256 codebooks of one scheme. Every coded row begins with the number of the codebook that it is coded with.
+    """Two to 256 codebooks of one scheme. Every coded row begins with the number of the codebook that codes it.
 
-    Clustered codebooks are made by `ibp.compress(..., clusters=)`, or from their codebooks. They cannot be changed.
+    Clustered codebooks are made by `ibp.compress(..., clusters=)`, or by the constructor. They cannot be changed.
 
     Example:
         >>> x = torch.randn(200, 1024).bfloat16()
@@ -27,8 +28,8 @@ class ClusteredCodebook(AnyCodebook):
         ('ClusteredCodebook', 2)
 
     Attributes:
-        codebooks: tuple of `Codebook` with equal chunk_bytes and flag_all, or of `PlanesCodebook` that differ in their
-            entries only.
+        codebooks: a tuple of `Codebook` objects with equal row_bytes, chunk_bytes and flag_all, or of `PlanesCodebook`
+            objects that differ only in their entries.
         expected_savings: 1 - coded / original bytes on the rows that were analysed. The coded bytes include the
             codebooks. None if the codebooks were not learned.
 
@@ -92,7 +93,7 @@ class ClusteredCodebook(AnyCodebook):
 
     @property
     def codec(self) -> list[int]:
-        """The numbers that the operations take besides the words. They are those of the first codebook."""
+        """The numbers that the operations take besides the words. They are the numbers of the first codebook."""
         return self.codebooks[0].codec
 
     @property
@@ -114,7 +115,8 @@ class ClusteredCodebook(AnyCodebook):
 
 
 def with_clusters(codebook: AnyCodebook | None) -> list[AnyCodebook]:
-    """Returns a list of a codebook and the codebooks of its clusters; an empty list for None."""
+    """Returns a list of a codebook and, if it is clustered, the codebooks of its clusters. Returns an empty list for
+    None."""
     if codebook is None:
         return []
     return [codebook, *codebook.codebooks] if isinstance(codebook, ClusteredCodebook) else [codebook]
@@ -122,10 +124,10 @@ def with_clusters(codebook: AnyCodebook | None) -> list[AnyCodebook]:
 
 # ---- learning --------------------------------------------------------------------------------------------------------
 
-_STEPS = (2, 4, 8, 16, 32, 64)  # "auto" tries these numbers of clusters.
-_COST_ROUNDS = 2  # Number of rounds in which rows move to the codebook that codes them best.
-# A function of (rows, sizes) that returns codebooks of one form, one for each group of rows. rows is uint8
-# [n * row_bytes], with the rows of a group next to each other; sizes are the numbers of rows of the groups.
+_STEPS = (2, 4, 8, 16, 32, 64)  # The numbers of clusters that "auto" tries, in this order.
+_COST_ROUNDS = 2  # Largest number of rounds in which rows move to the codebook that codes them in the fewest bytes.
+# A function that takes (rows, sizes) and returns codebooks of one form, one for each group of rows. rows is uint8
+# [n * row_bytes], with the rows of a group next to each other; sizes[i] is the number of rows in group i.
 Relearn = Callable[[torch.Tensor, list[int]], Sequence[AnyCodebook]]
 
 
@@ -138,14 +140,15 @@ def check_clusters(clusters: int | str | None) -> None:
 def split(
     codebook: AnyCodebook, rows: torch.Tensor, num_rows: int, clusters: int | str, relearn: Relearn
 ) -> AnyCodebook:
-    """Returns a clustered codebook for a table's rows, or the given codebook if clusters do not pay.
+    """Divides a table's rows into clusters. Returns a clustered codebook, or the given codebook if clusters do not save
+    more than their codebooks take.
 
     Args:
-        codebook: learned from all rows. The codebooks of the clusters keep its form.
+        codebook: a codebook that was learned from rows of all kinds. The codebooks of the clusters get its form.
         rows: uint8 [n * row_bytes], a sample of whole rows.
         num_rows: number of rows of the table.
-        clusters: the largest number of clusters. "auto" doubles the number as long as the net saving grows.
-        relearn: learns the codebooks of the clusters.
+        clusters: the largest number of clusters. "auto" doubles the number as long as the net savings grow.
+        relearn: a function that learns the codebooks of the clusters.
     """
     is_auto = clusters == "auto"
     learned, compared = _halves(rows.view(-1, codebook.row_bytes), num_rows)
@@ -163,8 +166,9 @@ def split(
 
 
 def _halves(table: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divides rows at random into rows to learn codebooks from and rows to compare codebooks on. If the sample is the
-    whole table, possibly without a short last row, returns all rows twice."""
+    """Divides sampled rows at random into two halves. Returns (rows to learn codebooks from, rows to compare codebooks
+    on). If the sample has fewer than two rows, or is the whole table (a short last row may be missing), both are all
+    rows."""
     if len(table) >= num_rows - 1 or len(table) < 2:
         return table, table
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0), device="cpu").to(table.device)
@@ -172,12 +176,13 @@ def _halves(table: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _cost(codebook: AnyCodebook, table: torch.Tensor, num_rows: int) -> float:
-    """Returns the stored bytes of a mean row of the table [n, row_bytes], including the row's share of the codebook."""
+    """Returns the mean size in bytes of a stored row, plus the size of the codebook divided by num_rows. table: the
+    rows, uint8 [n, row_bytes]."""
     return int(_stored(codebook, table).sum()) / len(table) + codebook.nbytes / num_rows
 
 
 def _stored(codebook: AnyCodebook, table: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of every row as stored: int64 [n]."""
+    """Returns the size in bytes of every stored row: int64 [n]. table: the rows, uint8 [n, row_bytes]."""
     lengths = measure(table.reshape(-1), codebook, table.device)
     return stored_sizes(lengths, codebook.row_bytes, codebook.row_bytes)
 
@@ -185,8 +190,8 @@ def _stored(codebook: AnyCodebook, table: torch.Tensor) -> torch.Tensor:
 def _with_count(
     codebook: AnyCodebook, table: torch.Tensor, count: int, num_rows: int, relearn: Relearn
 ) -> ClusteredCodebook | None:
-    """Returns a codebook with at most `count` clusters. Returns None if all rows end up in one cluster, or if codebooks
-    of this form cannot differ."""
+    """Learns a clustered codebook with at most `count` clusters. Returns None if all rows end up in one cluster, or if
+    codebooks of this form cannot differ."""
     if not codebook.can_differ:
         return None
     most = max(2, len(table) // 2)  # A codebook for one row takes more bytes than the row.
@@ -206,8 +211,8 @@ def _with_count(
 
 
 def _cheapest(codebooks: Sequence[AnyCodebook], table: torch.Tensor) -> torch.Tensor:
-    """Returns the number of the codebook that codes each row in the fewest bytes, int64 [n]. If several do, it is the
-    first of them."""
+    """Returns, for each row, the index of the codebook that codes it in the fewest bytes: int64 [n]. If several
+    codebooks do, the first of them is chosen."""
     least = _stored(codebooks[0], table)
     assigned = torch.zeros_like(least)
     for k, codebook in enumerate(codebooks[1:], 1):
@@ -218,23 +223,24 @@ def _cheapest(codebooks: Sequence[AnyCodebook], table: torch.Tensor) -> torch.Te
 
 
 def _relearned(table: torch.Tensor, assigned: torch.Tensor, relearn: Relearn) -> Sequence[AnyCodebook]:
-    """Returns a codebook for each cluster that has rows. assigned: the cluster of each row."""
+    """Learns a codebook for each cluster that has rows. assigned: the cluster of each row, int64 [n]."""
     sizes = [size for size in torch.bincount(assigned).tolist() if size]
     return relearn(table[assigned.argsort(stable=True)].reshape(-1), sizes)
 
 
 # ---- k-means ---------------------------------------------------------------------------------------------------------
 
-# For up to _FULL_SAMPLE_CLUSTERS clusters, k-means looks at _SAMPLE_BITS bits of the rows, which are 256 MiB as
+# For up to _FULL_SAMPLE_CLUSTERS clusters, k-means looks at _SAMPLE_BITS bits of the rows, which take 256 MiB as
 # float32. For more clusters it looks at fewer bits, so that its time does not grow with the number of clusters.
 _SAMPLE_BITS, _FULL_SAMPLE_CLUSTERS = 1 << 26, 64
-_ROUNDS = 8  # Largest number of iterations.
-_MOST_SEEDS = 1 << 16  # Seeds are drawn from at most this many rows; torch.multinomial takes at most 2^24.
+_ROUNDS = 8  # Largest number of iterations of k-means.
+# Largest number of rows from which the first centres are drawn. (The limit of torch.multinomial is 2^24.)
+_MOST_SEEDS = 1 << 16
 
 
 def kmeans(table: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the cluster of each row, int64 [n], by Hamming distance. Lloyd's iteration runs on the bits of the rows,
-    from seeds that are far apart, until no centre moves or after a fixed number of rounds.
+    """Divides rows into clusters by the Hamming distances of their bits. Returns the cluster of each row, int64 [n].
+    Lloyd's iteration begins with seeds that are far apart, and ends when no centre moves, or after _ROUNDS rounds.
 
     Args:
         table: uint8 [n, row_bytes].
@@ -259,13 +265,14 @@ def kmeans(table: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _distances(bits: torch.Tensor, norms: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-    """Returns Hamming distances, float32 [rows, centres]. norms: the number of bits of each row that are 1."""
+    """Returns the Hamming distance of each row to each centre, float32 [rows, centres]. norms: the number of ones in
+    each row."""
     return (bits @ centres.t()).mul_(-2).add_(norms[:, None]).add_(centres.sum(1))
 
 
 def _far_seeds(bits: torch.Tensor, norms: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns at most `count` rows as the first centres (k-means++). A row is drawn with a probability that grows with
-    its distance to the nearest row that was drawn before. The generator has a fixed seed."""
+    """Draws at most `count` rows as the first centres (k-means++). The probability of a row is proportional to the
+    square of its distance to the nearest row that is already drawn. The random generator has a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     if len(bits) > _MOST_SEEDS:
         some = sampled(len(bits), _MOST_SEEDS).to(bits.device)

@@ -1,6 +1,6 @@
-"""The base class of the codebooks of all schemes. Codebooks are frozen values that are checked once, when they are made
-or unpickled. `measure` and `surveyed` return how many bytes rows take with a codebook, and `coder_rates` returns how
-fast its rows are encoded and decoded."""
+"""The base class of the codebooks of all schemes. Codebooks are immutable, and are checked once, when they are made or
+unpickled. `measure` and `surveyed` return the sizes that rows have with a codebook, and `coder_rates` returns the rates
+at which its rows are encoded and decoded."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _Book = TypeVar("_Book", bound="AnyCodebook")
 
 
 def public(kind: _Class) -> _Class:
-    """Allows torch.load(weights_only=True), and messages from other processes, to make objects of a class. The name
-    `ibp.<name>`, under which ibp 0.2 pickled the class, is allowed, too."""
+    """A class decorator. Allows torch.load(weights_only=True), and messages from other processes, to make objects of
+    the class. The name `ibp.<name>`, under which ibp 0.2 pickled the class, is also allowed."""
     wire.sent(kind)
     torch.serialization.add_safe_globals([kind, (kind, f"ibp.{kind.__name__}")])
     return kind
@@ -61,7 +61,7 @@ class AnyCodebook(ABC):
     @property
     @abstractmethod
     def form(self) -> Hashable:
-        """The fields that all codebooks of one table have in common."""
+        """The fields that are equal in all codebooks of one table, as a hashable value."""
 
     @property
     @abstractmethod
@@ -87,7 +87,7 @@ class AnyCodebook(ABC):
     @property
     @abstractmethod
     def _coder(self) -> str:
-        """The field of `Calibration` that holds the rates of the coders for rows of this form."""
+        """Name of the field of `Calibration` that holds the rates of the coders for rows of this form."""
 
     @abstractmethod
     def _work(self, row_bytes: int, stored_bytes: float) -> float:
@@ -97,21 +97,23 @@ class AnyCodebook(ABC):
     @property
     @abstractmethod
     def cluster_words(self) -> torch.Tensor:
-        """The working form of this codebook as one of several clusters: a flat CPU tensor."""
+        """The part of the words of a clustered codebook that describes this codebook, as a flat CPU tensor."""
 
     @property
     def shared_words(self) -> torch.Tensor:
-        """The words that all clusters share. They stand once, in front of the words of the clusters."""
+        """The words that all clusters share. In a clustered codebook they come once, before the words of the first
+        cluster."""
         return self.cluster_words[:0]
 
     @property
     def is_partial(self) -> bool:
-        """Whether some rows have no coded form, because they lack what all analysed rows have in common."""
+        """Whether the codebook leaves out what all analysed rows have in common, so that rows that lack it have no
+        coded form."""
         return False
 
     def words(self, device: torch.device | str) -> torch.Tensor:
-        """Returns the working form of the codebook, which the coders read, on a device. It is made once for each device
-        and then kept. It must not be written to."""
+        """Returns the words of the codebook, the form that encoders and decoders read, on a device. They are copied to
+        each device once and then kept. Callers must not write to them."""
         device = torch.device(device)
         if device not in self._words:
             with outside_of_modes():
@@ -119,7 +121,7 @@ class AnyCodebook(ABC):
         return self._words[device]
 
     def with_savings(self: _Book, expected_savings: float | None) -> _Book:
-        """Returns the same codebook with other expected_savings."""
+        """Returns a copy of the codebook with another value of expected_savings."""
         same = object.__new__(type(self))
         vars(same).update(vars(self), expected_savings=checked_savings(expected_savings))
         return same
@@ -134,7 +136,8 @@ class AnyCodebook(ABC):
     _shared: bytes = b""  # The bytes of `shared_words`.
 
     def _finish(self, words: torch.Tensor, **attributes: Any) -> None:
-        """Sets the attributes, which have been checked, for good."""
+        """Finishes the codebook: sets its words and attributes, which the caller has checked. They cannot be changed
+        afterwards."""
         vars(self).update(attributes, _words={_CPU: words})
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -147,10 +150,10 @@ class AnyCodebook(ABC):
         return {name: getattr(self, name) for name in self._fields}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes and checks a codebook that is unpickled.
+        """Finishes a codebook that is being unpickled, after checking its state.
 
         Raises:
-            ValueError: the codebook is already finished, or the state has other fields or contradicts itself.
+            ValueError: the codebook is already finished, or the state is invalid or has wrong fields.
         """
         kind = type(self).__name__
         if self.is_finished:
@@ -187,7 +190,7 @@ class AnyCodebook(ABC):
         return hash((self.form, self.words(_CPU).numpy().tobytes()))
 
 
-# ---- checks of fields, which may come from a hostile file ----------------------------------------------------------
+# ---- checks of fields, which may come from a malicious file --------------------------------------------------------
 
 
 def whole(name: str, value: object, least: int, most: int) -> int:
@@ -215,8 +218,8 @@ def checked_savings(value: object) -> float | None:
 
 
 def private_copy(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns a contiguous copy on the CPU, which nobody else can write to. Raises ValueError unless the tensor is
-    dense and has the dtype and shape."""
+    """Returns a contiguous copy of a tensor on the CPU, to which nobody else can write. Raises ValueError unless the
+    tensor is dense and has the given dtype and shape."""
     if (
         not isinstance(tensor, torch.Tensor)
         or tensor.layout != torch.strided
@@ -260,14 +263,15 @@ def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, pro
 
 
 def surveyed(data: torch.Tensor, codebook: AnyCodebook, device: torch.device | None = None) -> _rows.Survey:
-    """Measures all rows of the bytes on a device, and returns their survey. device: None: the device of the bytes."""
+    """Measures all rows of `data` on a device. Returns the survey of their sizes. device: None stands for the device of
+    the data."""
     rows = _rows.Geometry(data.shape, torch.uint8, codebook.row_bytes)
     return rows.survey(measure(data, codebook, device or data.device))
 
 
 def coding_of(codebook: AnyCodebook | None, row_bytes: int, device: torch.device) -> tuple[list[int], torch.Tensor]:
-    """Returns (codec, words): a codebook as the operations of torch.ops.ibp take it, with its words on a device.
-    codebook: None for raw rows."""
+    """Returns (codec, words): a codebook in the form that the operations of torch.ops.ibp take, with its words on a
+    device. codebook: None for raw rows."""
     if codebook is None:
         return [_RAW, row_bytes], torch.empty(0, dtype=torch.int32, device=device)
     return codebook.codec, codebook.words(device)
@@ -284,13 +288,13 @@ def work_of(codebook: AnyCodebook, row_bytes: int, stored_bytes: float) -> float
 
     Args:
         row_bytes: size in bytes of a row.
-        stored_bytes: size in bytes of a mean row as stored.
+        stored_bytes: mean size in bytes of a stored row.
     """
     return codebook._work(row_bytes, stored_bytes)
 
 
 def fingerprint_of(codebook: AnyCodebook, *sizes: float) -> int:
-    """Returns a hash of 63 bits of a codebook and of sizes that are given with it."""
+    """Returns a 63-bit hash of a codebook and of the given sizes."""
     content = hashlib.blake2b(repr((codebook.codec, sizes)).encode(), digest_size=8)
     content.update(codebook.words(_CPU).contiguous().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(content.digest(), "little") >> 1

@@ -27,10 +27,12 @@ from .learning import (
     learned,
 )
 
-_LONGER_ROW_BYTES = 512  # Dense rows of this size are fetched at more than 0.9 of the link's rate (results/gather.csv).
+# The smallest row size in bytes that the advice suggests. Dense rows of this size are fetched at more than 0.9 of the
+# link's rate (results/gather.csv).
+_LONGER_ROW_BYTES = 512
 
-# The sample has a quarter of the elements, but at least and at most these numbers of them. `compress` learns from 2^19
-# elements, and an estimate should take at most half of its time.
+# The sample has a quarter of the tensor's elements, but at least _LEAST_ELEMENTS and at most _MOST_ELEMENTS. `compress`
+# learns from 2^19 elements, and an estimate should take at most half of the time of `compress`.
 _LEAST_ELEMENTS, _MOST_ELEMENTS = 1 << 15, 1 << 17
 _LEAST_ROWS = 64  # The sample has at least this many rows, because symbols may be learned for each column.
 
@@ -48,8 +50,8 @@ class SchemeEstimate:
         memory_savings: 1 - nbytes / original bytes; negative if the table is larger than x.
         link_bytes: size in bytes of the 32-byte sectors that are read to fetch every row once.
         link_savings: 1 - link_bytes / link_bytes of raw rows.
-        fetch_speedup: how many times as fast as raw rows a GPU fetches and decodes these rows from pinned memory, by
-            the calibration in force (see `ibp.calibration.calibrate`).
+        fetch_speedup: the rate at which a GPU fetches and decodes these rows from pinned memory, divided by the rate
+            for raw rows, according to the calibration in force (see `ibp.calibration.calibrate`).
     """
 
     scheme: str
@@ -65,11 +67,11 @@ class SchemeEstimate:
 
 class Estimate(Mapping[str, float]):
     """An estimate of what `compress` would do to a tensor. It is a mapping from scheme to savings, such as {"raw": 0.0,
-    "ibp": 0.23, "planes": 0.33}, with more attributes.
+    "ibp": 0.23, "planes": 0.33}, and has further attributes.
 
     Attributes:
-        shape, dtype, original_bytes: shape, dtype and bytes of the tensor.
-        layout, row_bytes: the layout and the bytes of a row that the estimate is for.
+        shape, dtype, original_bytes: shape, dtype and size in bytes of the tensor.
+        layout, row_bytes: the layout, and the size in bytes of a row, for which the estimate is made.
         schemes: dict from scheme to `SchemeEstimate`.
         auto: the scheme that `compress` chooses for this layout.
         advice: a sentence that says what `compress` chooses. If it chooses raw rows, the sentence also says what would
@@ -83,7 +85,7 @@ class Estimate(Mapping[str, float]):
 
     @property
     def stored_bytes(self) -> int:
-        """Size in bytes of the rows and the codebook, as `compress` would store them."""
+        """Size in bytes of the coded rows and the codebook, with the scheme that `compress` would choose."""
         return self.schemes[self.auto].stored_bytes
 
     def __getitem__(self, scheme: str) -> float:
@@ -123,12 +125,12 @@ def estimate(
 ) -> Estimate:
     """Estimates what compressing x would save, without compressing it.
 
-    With a codebook, all rows are measured: `stored_bytes` is exactly what `compress(x, codebook=codebook)` reports, or
-    the size of x if nothing would be saved. Without a codebook, a sample of the rows is measured. The estimate then
-    says how much each scheme should save in coded bytes, in memory and over the link, and which scheme `compress`
-    chooses. As in `compress`, a scheme that cannot be the best on the sample is not learned. Its numbers are
-    approximate, because they follow from a count of equal bits (about 3 points of savings for 1,000 rows).
-    `ibp.checkpoints.estimate` takes a model or a checkpoint.
+    With a codebook, all rows are measured: `stored_bytes` is exactly that of `compress(x, codebook=codebook)`, or the
+    size of x if nothing would be saved. Without a codebook, a sample of the rows is measured. The estimate then says
+    how much each scheme is expected to save in coded bytes, in memory and over the link, and which scheme `compress`
+    chooses. As in `compress`, a scheme that cannot be the best on the sample is not learned. The numbers of such a
+    scheme follow from a count of equal bits, and are approximate (within about 3 percentage points of savings for 1,000
+    rows). For a model or a checkpoint, call `ibp.checkpoints.estimate`.
 
     Example:
         >>> estimate = ibp.estimate(torch.randn(1000, 1024).bfloat16(), device="cpu")
@@ -139,8 +141,8 @@ def estimate(
 
     Args:
         x: tensor [N, ...]. If it requires grad, only its values count.
-        codebook: a codebook made by `analyze` or `Codebook.from_masks`, or of a table. x is cut into rows of
-            `codebook.row_bytes` bytes. None: codebooks are learned from a sample.
+        codebook: a codebook made by `analyze` or `Codebook.from_masks`, or the codebook of a table. x is cut into rows
+            of `codebook.row_bytes` bytes. None: codebooks are learned from a sample.
         layout, slot_bytes, level, row_bytes: as in `compress`. They cannot be given with a codebook.
         device: the device that measures rows, as in `analyze`.
         progress: whether to show progress bars.
@@ -185,11 +187,11 @@ def estimate(
 
 
 def expected_savings(scheme: str, request: Request) -> float:
-    """Returns the share of the bytes of a tensor that a packed table of a scheme would save, index included. Scheme
-    "ibp" is not learned: its savings follow from their bound.
+    """Returns the fraction of a tensor's bytes that a packed table of a scheme would save; the index counts as stored.
+    If the scheme has `estimates`, its savings follow from these bounds; otherwise a codebook is learned.
 
     Args:
-        request: its data are a sample of the tensor's rows, and its geometry is that of the whole tensor.
+        request: a request with a sample of the tensor's rows as its data, and the geometry of the whole tensor.
     """
     geometry, bounds = request.geometry, SCHEMES[scheme].estimates
     if bounds is None:
@@ -201,7 +203,7 @@ def expected_savings(scheme: str, request: Request) -> float:
 
 
 def _beside(raw: Candidate, scheme: str, of: Candidate) -> SchemeEstimate:
-    """Returns the estimate of a scheme, from the costs of its rows and of raw rows."""
+    """Returns the estimate of a scheme. raw: the candidate of raw rows. of: the candidate of the scheme."""
     return SchemeEstimate(
         scheme,
         share_saved(raw.stored_bytes, of.stored_bytes),
@@ -216,12 +218,12 @@ def _beside(raw: Candidate, scheme: str, of: Candidate) -> SchemeEstimate:
 
 
 def _bounded(request: Request, savings: float) -> Candidate:
-    """Returns the costs of a table of scheme "ibp" that was not learned. All rows count as equally long. The codebook
-    counts as a byte for each chunk of 4 bytes. If there are few rows, masks and bitvals count as well, because hardly
-    any two chunks have the same ones.
+    """Returns a candidate with the approximate costs of scheme "ibp", for which no codebook was learned. All coded rows
+    are assumed to have the same size. The codebook is assumed to take a byte for each chunk of 4 bytes, plus
+    2 * row_bytes / num_rows for masks and bitvals: in a table of few rows, hardly any two chunks have the same pair.
 
     Args:
-        savings: the bound of the share of the bytes that the rows save.
+        savings: an upper bound on the fraction of the bytes that the rows save.
     """
     geometry, machine, sector = request.geometry, calibration.in_force(request.device), _rows.SECTOR_BYTES
     row_bytes, num_rows = geometry.row_bytes, geometry.num_rows
@@ -247,8 +249,8 @@ def _bounded(request: Request, savings: float) -> Candidate:
 
 
 def _advice(geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> str:
-    """Returns a sentence that says what `compress` chooses. If it chooses raw rows, the sentence says why, and what
-    would help."""
+    """Returns the text of `Estimate.advice`. It says what `compress` chooses and, if it chooses raw rows, why it does,
+    and which arguments would help."""
     best = max(schemes.values(), key=lambda scheme: scheme.savings)
     rows = f"rows of {geometry.row_bytes} bytes"
     if auto != "raw":

@@ -1,11 +1,11 @@
-"""Decides which codebook a tensor gets: the options of `ibp.compress`, the table of schemes, and the choice among them.
-The `Learner` decides when a codebook for data of one kind is learned anew.
+"""Decides which codebook a tensor gets. Defines the options of `ibp.compress`, the table of schemes, and the choice
+among the schemes. A `Learner` decides when a codebook for data of one kind is learned again.
 
 `learn` finds the codebook for a `Request`, which holds the rows of a tensor and the options. Scheme "auto" learns a
 codebook of every scheme that may be best, measures a sample of the rows with each codebook, and chooses by the expected
-cost of the whole table. If the table has slots, a scheme must not be slower than raw rows: the link brings a row's
-sectors while the decoder rebuilds rows, and the slower of the two determines the time. For packed rows and for
-`compress(inplace=True)` the choice depends only on the bytes.
+cost of the whole table. If the table has slots, a scheme must not be slower than raw rows. The link transfers a row's
+sectors while the decoder rebuilds other rows, so the slower of the two determines the time of a row. For packed rows
+and for `compress(inplace=True)` the choice depends only on the size in bytes.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from . import masks, planes
 from .clusters import check_clusters, split
 from .codebook import AnyCodebook, check_codebook, coder_rates, measure, work_of
 
-# Sizes of the samples of a `Request`. `rows` are at least _LEAST_ROWS rows. `few_rows` are a share of _FEW_SHARE of the
-# table's rows, but at least _LEAST_FEW_ROWS rows. `host_rows` are about _HOST_ELEMENTS elements, but at least
-# _LEAST_HOST_ROWS rows.
+# Sizes of the samples of a `Request`, unless the table has fewer rows. `rows` has at least _LEAST_ROWS rows. If the
+# caller does not say how large the sample is, `few_rows` has the fraction _FEW_SHARE of the table's rows, but at least
+# _LEAST_FEW_ROWS rows. `host_rows` has about _HOST_ELEMENTS elements, but at least _LEAST_HOST_ROWS rows.
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
 _HOST_ELEMENTS, _LEAST_HOST_ROWS = 1 << 19, 16
 _FEW_SHARE = 0.01
-# Number of bytes that an analysis looks at if the caller does not say how large the sample is. If a table has one
-# codebook, a sample of 1 % of its rows loses at most 0.07 points of savings (benchmarks/sampling.py).
+# Size in bytes of the sample if the caller does not say how large it is, by the type of the device that analyses it.
+# For a table with a single codebook, a sample of 1 % of the rows loses at most 0.07 percentage points of savings
+# (benchmarks/sampling.py).
 _SAMPLE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
-# The coded bytes of a scheme are at least this share of their estimate (0.985 to 1.03 on the data sets of ratio.csv).
+# The coded size of a table is assumed to be at least this fraction of its estimate. Measured fractions are 0.985 to
+# 1.03 (on the data sets of ratio.csv).
 ESTIMATE_MARGIN = 0.98
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `ibp.compress` other than x and inplace. The docstring of `ibp.compress` describes them. All
-    code that `ibp.compress` calls reads them from here. `checked` checks what can be checked without the tensor."""
+    """The arguments of `ibp.compress` other than x and inplace, which its docstring describes. All code that
+    `ibp.compress` calls reads them from this class. `checked` checks what can be checked without the tensor."""
 
     scheme: str = "auto"
     chunk_bytes: int | None = None
@@ -64,15 +66,12 @@ class Options:
 
 
 def checked(options: Options) -> Options:
-    """Checks the options as far as possible without the tensor, and returns them. Numbers of numpy, and numbers in
-    tensors, become numbers of Python.
-
-    Only the options that say how a codebook is learned are checked. The other options, and a given codebook, can be
-    checked only with the tensor.
+    """Checks the options that say how a codebook is learned, and returns the options with Python's own numbers in place
+    of numbers of NumPy. The other options, and a given codebook, can be checked only together with the tensor.
 
     Raises:
-        TypeError: an option is of another type.
-        ValueError: an option is out of its range, or contradicts another one.
+        TypeError: an option has a wrong type.
+        ValueError: an option is out of range, or contradicts another option.
     """
     chunk_bytes, tau, sample, clusters = options.chunk_bytes, options.tau, options.sample, options.clusters
     chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
@@ -102,24 +101,25 @@ def checked(options: Options) -> Options:
 
 @dataclass(frozen=True)
 class Request:
-    """The rows of a tensor to encode, and the options. `of` makes a request from a tensor. Samples of the rows are
-    drawn when they are first asked for.
+    """The rows of a tensor that are to be encoded, with the options. `of` makes a request from a tensor. The properties
+    `rows`, `few_rows` and `host_rows` are samples of the rows; each is drawn when it is first read.
 
     Attributes:
         data: the bytes of the tensor, uint8 [geometry.num_bytes].
-        geometry: how these bytes are cut into rows.
+        geometry: the division of these bytes into rows.
         device: the device that learns the codebook and encodes the rows.
         options: the options, which `checked` has checked.
         slot_bytes: size in bytes of a slot of the table. 0: the table is packed. None: the size is still to be chosen.
-        paper: an option of scheme "ibp" (see `ibp.codecs.analyze`).
-        codes_invariant: whether the codebook must have a coded form for every row, also for rows that lack what all
+        paper: the option of this name of `ibp.codecs.analyze`, for scheme "ibp".
+        codes_invariant: whether the codebook must have a coded form for every row, including rows that lack what all
             sampled rows have in common.
-        in_place: whether the rows stay in the tensor's own memory, so that "auto" takes the scheme with the fewest
-            bytes.
-        near: a function that returns the bytes in memory of the device, to which they are copied ahead of their use.
-            None: they are not copied ahead.
-        measured: the codebooks that were learned from `host_rows`, each with the lengths of these rows and the survey
-            of the lengths.
+        in_place: whether the rows stay in the tensor's own memory. If so, "auto" takes the scheme with the fewest
+            stored bytes.
+        near: a function that returns the bytes of `data` in the memory from which work on the device is to read them:
+            a copy on the device that is made in the background, or `data` itself (see `staging.whole_ahead`). None:
+            work reads `data` itself.
+        measured: the codebooks that were learned from `host_rows`, each with the coded lengths of `host_rows` and the
+            survey of these lengths.
     """
 
     data: torch.Tensor
@@ -137,12 +137,12 @@ class Request:
 
     @classmethod
     def of(cls, x: torch.Tensor, options: Options, paper: bool = False) -> Request:
-        """Returns a request for the rows of a tensor, which `check_tensor` has checked. All options are checked here,
-        both those that need the tensor and those that do not.
+        """Returns a request for the rows of a tensor. Checks all options. The caller must have checked the tensor with
+        `check_tensor`.
 
         Raises:
-            TypeError: an option is of another type.
-            ValueError: an option is out of its range, or contradicts another one.
+            TypeError: an option has a wrong type.
+            ValueError: an option is out of range, or contradicts another option.
         """
         options = checked(options)
         device, codebook = memory.usual(options.device, x), options.codebook
@@ -160,8 +160,8 @@ class Request:
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
-        """Sampled whole rows on the device, uint8 [n * row_bytes]. If the tensor is shorter than a row, it is the
-        tensor's bytes, filled up with zeros."""
+        """A sample of whole rows on the device, uint8 [n * row_bytes]. If the tensor is shorter than a row, the sample
+        is one row: the tensor's bytes, padded with zeros."""
         geometry = self.geometry
         if 0 < geometry.num_bytes < geometry.row_bytes:
             return torch.nn.functional.pad(self.data, (0, geometry.row_bytes - geometry.num_bytes)).to(self.device)
@@ -176,7 +176,7 @@ class Request:
 
     @functools.cached_property
     def few_rows(self) -> torch.Tensor:
-        """The sampled rows that clusters are learned from."""
+        """The rows of the sample `rows` from which clusters are learned."""
         geometry = self.geometry
         if self.options.sample is None:
             most = max(1, _SAMPLE_BYTES[self.device.type] // geometry.row_bytes)
@@ -187,8 +187,8 @@ class Request:
 
     @functools.cached_property
     def host_rows(self) -> torch.Tensor:
-        """Sampled whole rows on the CPU, about 2^19 elements. The core learns symbols from these rows, and "auto"
-        measures them with every scheme."""
+        """A sample of whole rows on the CPU, with about 2^19 elements. The core learns symbols from it, and "auto"
+        measures it with the codebook of every scheme."""
         geometry = self.geometry
         if geometry.num_bytes < geometry.row_bytes:
             return self.rows.cpu()
@@ -208,19 +208,20 @@ class Request:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The functions by which codebooks of a scheme are learned. A new scheme needs a file in this folder and a row in
-    `SCHEMES`, besides its entries in csrc/FORMAT.md and csrc/core/schemes.h.
+    """The functions that learn codebooks of a scheme. A new scheme needs a file in this folder, an entry in `SCHEMES`,
+    and entries in csrc/FORMAT.md and csrc/core/schemes.h.
 
     Attributes:
-        learn: a function of a request that returns a codebook, or None if raw rows are best.
-        estimates: a function of (rows, row_bytes, num_rows) that returns upper bounds of the share of a table's bytes
-            that the scheme saves. The bound that takes the least time to find comes first. rows is a sample of the
-            table's rows on the CPU, uint8 [n * row_bytes]. None: learning takes no longer than estimating.
-        relearn: a function of (codebook, rows, sizes, options) that returns codebooks of the same form, one for each
-            group of rows. rows is uint8 [n * row_bytes], with the rows of a group next to each other; sizes are the
-            numbers of rows of the groups. None: the scheme cannot learn codebooks for clusters.
+        learn: takes a request. Returns a codebook, or None if raw rows are best.
+        estimates: takes (rows, row_bytes, num_rows). Returns upper bounds on the fraction of a table's bytes that the
+            scheme can save; bounds that take less time to compute come first. rows is a sample of the table's rows on
+            the CPU, uint8 [n * row_bytes]; num_rows is the number of rows of the whole table. None: learning takes no
+            longer than estimating would.
+        relearn: takes (codebook, rows, sizes, options). Returns codebooks of the same form as the given one, one for
+            each group of rows. rows is uint8 [n * row_bytes], with the rows of a group next to each other; sizes[i] is
+            the number of rows in group i. None: the scheme cannot learn codebooks for clusters.
         options: the arguments of `ibp.compress` and `ibp.codecs.analyze` that belong to the scheme, each with a
-            function that raises ValueError for wrong values.
+            function that raises ValueError for an invalid value.
     """
 
     learn: Callable[[Request], AnyCodebook | None]
@@ -243,7 +244,7 @@ def _masks_for(request: Request) -> AnyCodebook:
 
 
 def _planes_for(request: Request) -> AnyCodebook:
-    """Returns the best codebook of scheme planes for which the device has an encoder."""
+    """Returns the best codebook of scheme planes among those that the device can encode with."""
 
     def learned(codes_invariant: bool) -> planes.PlanesCodebook:
         rows, geometry, level = request.host_rows, request.geometry, request.options.level
@@ -276,14 +277,14 @@ SCHEMES: Mapping[str, Scheme] = {
         options={"level": planes.check_level},
     ),
 }
-# "auto" chooses among these schemes and raw rows. Schemes with estimates come last, because they are learned only if
-# they may still be best.
+# "auto" chooses among these schemes and raw rows. Schemes with estimates come last: a codebook of such a scheme is
+# learned only if the estimates say that it may be better than the best scheme before it.
 _CODED = sorted((name for name in SCHEMES if name != "raw"), key=lambda name: SCHEMES[name].estimates is not None)
 
 
 def check_scheme(scheme: str, **options: object) -> None:
-    """Raises ValueError for an unknown scheme, for wrong options, and for options of other schemes. Scheme "auto" takes
-    the options of any one scheme. An option that is None or has its default value counts as not given."""
+    """Raises ValueError for an unknown scheme, for an invalid option, and for an option of another scheme. Scheme
+    "auto" accepts the options of every scheme. An option that is None or has its default value counts as not given."""
     if scheme not in ("auto", *SCHEMES):
         raise ValueError(
             f"scheme is {scheme!r}; wanted one of {['auto', *SCHEMES]} (general codecs, such as 'zstd' and "
@@ -307,9 +308,10 @@ def _owner(option: str) -> str:
 
 
 def learn(scheme: str, request: Request) -> AnyCodebook | None:
-    """Returns a codebook of a scheme for a table, or None for raw rows.
+    """Learns a codebook of a scheme for a table. Returns the codebook, or None if the rows are to stay raw.
 
-    Scheme "auto" takes the scheme that is best on a sample (see `choose`), or the scheme whose options are given.
+    Scheme "auto" stands for the scheme whose options are given, or otherwise for the scheme that is best on a sample
+    (see `choose`).
     """
     if scheme == "auto":
         scheme = implied_scheme(request) or scheme
@@ -319,7 +321,8 @@ def learn(scheme: str, request: Request) -> AnyCodebook | None:
 
 
 def implied_scheme(request: Request) -> str | None:
-    """Returns the scheme whose options are given, which "auto" takes then. Returns None if no scheme's are."""
+    """Returns the scheme that "auto" must take because options of this scheme are given, or None if no scheme's options
+    are given."""
     options = request.options
     if options.chunk_bytes is not None or options.tau is not None or request.paper:
         return "ibp"
@@ -327,8 +330,8 @@ def implied_scheme(request: Request) -> str | None:
 
 
 def learn_scheme(scheme: str, request: Request) -> AnyCodebook | None:
-    """Returns a codebook of a scheme for a table, or None for raw rows. If the options ask for clusters and clusters
-    pay, it is a clustered codebook."""
+    """Learns a codebook of a scheme for a table. Returns the codebook, or None if the rows are to stay raw. The result
+    is a clustered codebook if the options ask for clusters and clusters save more than they cost."""
     codebook, clusters = SCHEMES[scheme].learn(request), request.options.clusters
     if codebook is None or clusters in (None, 1) or request.geometry.num_rows < 2:
         return codebook
@@ -369,13 +372,13 @@ def analyze(
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, on the CPU or a GPU.
         scheme: "ibp", "planes", or "auto" for the better of the two. With "auto" the result is None if raw rows are
             best.
-        sample: the fraction of the rows to look at, in (0, 1]. The analysis looks at 1,024 rows or more in any case.
-            None: as many rows as `compress` looks at.
+        sample: the fraction of the rows to look at, in (0, 1]. The analysis looks at 1,024 rows at least, or at all
+            rows of a smaller tensor. None: the same number of rows as in `compress`.
         chunk_bytes: size in bytes of a chunk, 1, 2, 4 or 8, for scheme "ibp" only. None: the best size.
-        tau: one threshold for all chunks, in [0.5, 1], as in the paper. None: the best mask is taken for each chunk;
-            thresholds from 0.55 to 1 are tried.
-        paper: whether to use one threshold for all chunks, the best one unless tau is given, and to give every chunk a
-            participation bit. The coded bytes are then those of the paper.
+        tau: one threshold for all chunks, in [0.5, 1], as in the paper. None: thresholds from 0.55 to 1 are tried, and
+            each chunk gets its best mask.
+        paper: whether to code as in the paper, byte for byte: all chunks have the same threshold (tau, or the best
+            threshold if tau is None), and every chunk has a participation bit.
         level: the level of scheme "planes", see `compress`.
         row_bytes: size in bytes of a row, see `compress`.
         device: the device that runs the analysis. None: the GPU that x is on, or otherwise the current GPU if there is
@@ -400,8 +403,8 @@ def analyze(
 
 @dataclass(frozen=True)
 class Candidate:
-    """The expected cost of coding a whole table with a codebook, estimated from a sample that was measured with this
-    codebook.
+    """A codebook, with the expected cost of coding a whole table with it. The cost is estimated from a sample of the
+    rows that was measured with the codebook.
 
     Attributes:
         codebook: the codebook; None for raw rows.
@@ -409,10 +412,11 @@ class Candidate:
         slot_bytes: size in bytes of a slot; 0 for packed rows.
         nbytes: size in bytes of all memory that the table takes, as `table.nbytes`.
         link_bytes: size in bytes of the sectors that are read to fetch every row once, as `table.link_bytes`.
-        fetch_bytes: link_bytes, plus the price of the second fetches of rows that overflow their slot, plus the bytes
-            of the codebook.
+        fetch_bytes: link_bytes, plus SECOND_FETCH_BYTES for each row that overflows its slot, plus the size in bytes of
+            the codebook.
         index_bytes: size in bytes of lengths and bases.
-        row_ns: time, in ns, in which a GPU fetches a row from pinned memory, by the calibration in force.
+        row_ns: time, in ns, that a GPU takes to fetch and rebuild a row from pinned memory, according to the
+            calibration in force.
     """
 
     codebook: AnyCodebook | None
@@ -432,12 +436,12 @@ class Candidate:
 def compare(request: Request) -> tuple[list[Candidate], dict[str, float]]:
     """Compares the schemes on a sample of the table's rows.
 
-    A scheme is not learned if it cannot be best, or if options of another scheme are given. A scheme is left out if its
-    table would not take fewer bytes than x.
+    Schemes with `estimates` are not learned if an estimate shows that they cannot be best, or if options of another
+    scheme are given. A scheme whose table would not take fewer bytes than x does not become a candidate.
 
     Returns:
-        The candidates, raw rows first; and the share of the bytes that each scheme would save that was not learned, by
-        its bound.
+        (candidates, not_learned). The first candidate is raw rows. For each scheme that was not learned, not_learned
+        has the upper bound on the fraction of the bytes that this scheme saves.
     """
     candidates, not_learned, geometry = [_raw(request)], dict[str, float](), request.geometry
     implied = implied_scheme(request)
@@ -455,22 +459,23 @@ def compare(request: Request) -> tuple[list[Candidate], dict[str, float]]:
 
 
 def learned(request: Request, scheme: str) -> list[Candidate]:
-    """Returns a list of the candidate of a scheme, which is learned and measured on a sample of the rows. The list is
-    empty if its table would not take fewer bytes than raw rows."""
+    """Learns a codebook of a scheme and measures it on a sample of the rows. Returns a list with this candidate, or an
+    empty list if the table would not take fewer bytes than raw rows."""
     return _coded(request, learn_scheme(scheme, request), request.host_rows, _CPU)
 
 
 def exact(request: Request, codebook: AnyCodebook) -> list[Candidate]:
-    """Returns the candidate of raw rows, and that of a codebook, measured on all rows, if it takes fewer bytes."""
+    """Measures a codebook on all rows. Returns a list with the candidate of raw rows and, if the codebook makes the
+    table smaller, the candidate of the codebook."""
     return [_raw(request), *_coded(request, codebook, request.data, request.device, request.options.progress)]
 
 
 def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
-    """Returns the best of the candidates, the first of which has to be raw rows.
+    """Returns the best candidate. The first of the candidates must be raw rows.
 
-    In place, it is the candidate with the fewest stored bytes. For packed rows, the bytes of the index count, too. For
-    slots, only those candidates count that a GPU fetches faster than raw rows, or as fast as raw rows and from less
-    memory; among these it is the candidate that fetches the fewest bytes. If there are none, it is raw rows.
+    For compression in place, the best candidate has the fewest stored bytes. For packed rows, it has the fewest bytes
+    of stored data and index together. For slots, it has the fewest fetch_bytes among the candidates that a GPU fetches
+    faster than raw rows, or equally fast and from less memory. If there is no such candidate, raw rows are best.
     """
     raw, coded = candidates[0], candidates[1:]
     if in_place:
@@ -482,11 +487,11 @@ def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
 
 
 def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:
-    """Returns whether a scheme may be better than the best candidate so far. If raw rows are the best so far and the
-    table has slots, the scheme has to save at least one sector of a row.
+    """Returns whether a scheme may be better than the best candidate so far. If this candidate is raw rows and the
+    table has slots, the scheme must save at least one sector of a row.
 
     Args:
-        savings: the share of the table's bytes that the scheme is estimated to save.
+        savings: an upper bound on the fraction of the table's bytes that the scheme saves.
     """
     row_bytes, savings = request.geometry.row_bytes, 1 - (1 - savings) * ESTIMATE_MARGIN
     if best.codebook is None and request.slot_bytes != 0:
@@ -496,7 +501,7 @@ def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:
 
 
 def _raw(request: Request) -> Candidate:
-    """Returns the candidate of raw rows. No rows have to be measured for it."""
+    """Returns the candidate of raw rows. Its costs follow from the geometry, so no rows are measured."""
     geometry, row_bytes = request.geometry, request.geometry.row_bytes
     link_bytes, machine = geometry.raw_link_bytes(), calibration.in_force(request.device)
     time = row_ns(None, row_bytes, row_bytes, link_bytes / max(1, geometry.num_rows), machine)
@@ -506,8 +511,8 @@ def _raw(request: Request) -> Candidate:
 def _coded(
     request: Request, codebook: AnyCodebook | None, rows: torch.Tensor, device: torch.device, progress: bool = False
 ) -> list[Candidate]:
-    """Returns a list of the candidate of a codebook. The list is empty if there is no codebook or no row, or if the
-    table would not take fewer bytes than raw rows.
+    """Returns a list with the candidate of a codebook. The list is empty if the codebook is None, if there are no rows,
+    or if the table would not take fewer bytes than raw rows.
 
     Args:
         rows: a sample of the request's rows, or all of its data.
@@ -556,13 +561,14 @@ def _coded(
 def row_ns(
     codebook: AnyCodebook | None, row_bytes: int, stored_bytes: float, link_bytes: float, machine: Calibration
 ) -> float:
-    """Returns the time in which a GPU fetches a row from pinned memory and rebuilds it, in ns.
+    """Returns the mean time, in ns, that a GPU takes for each row if it fetches many rows from pinned memory and
+    rebuilds them.
 
     Args:
         codebook: the codebook of the rows; None for raw rows.
         row_bytes: size in bytes of a row.
-        stored_bytes: size in bytes of a mean row as coded.
-        link_bytes: size in bytes of the sectors that are read to fetch a mean row.
+        stored_bytes: mean size in bytes of a coded row.
+        link_bytes: mean size in bytes of the sectors that are read to fetch a row.
         machine: the calibration whose rates are used.
     """
     if codebook is None:
@@ -572,7 +578,8 @@ def row_ns(
 
 
 def coded_row_ns(rates: CoderRates, work: float, row_bytes: int, link_bytes: float, machine: Calibration) -> float:
-    """Returns what `row_ns` returns, for a decoder of these rates. work: see `work_of`."""
+    """Returns the time of `row_ns`, in ns, for coded rows and a decoder with the given rates. work: the amount of work
+    in decoding a row, as `work_of` returns it."""
     fetch_ns = max(link_bytes / (machine.read_gbps * machine.coded_read_share), machine.least_row_ns)
     # While the decoder works, the row is also written to device memory, at memset_gbps.
     return max(fetch_ns, row_bytes / machine.memset_gbps, rates.least_row_ns, work / rates.work_per_ns)
@@ -581,16 +588,19 @@ def coded_row_ns(rates: CoderRates, work: float, row_bytes: int, link_bytes: flo
 # ---- one codebook for data of a kind -------------------------------------------------------------------------------
 # Learning a codebook takes far longer than encoding with it, so weights, caches, activations and messages of one kind
 # share a codebook, which is learned from a sample. If the codebook saves clearly less on other data of the kind, it is
-# learned anew, or these data get a codebook of their own.
+# learned again, or the other data get a codebook of their own.
 
 ROW_BYTES = 4096  # Size in bytes of a row of weights. Longer rows save 0.1 % more, but keep fewer warps of an SM busy.
-LEAST_BYTES = 4096  # A smaller tensor is a single row, whose fetch takes the same time for any number of bytes.
-CLEARLY_LESS = 0.01  # Savings are clearly less if they are lower by more than this share of the original bytes.
-# A codebook has drifted if its savings are lower by more than this share of the original bytes. The share is larger
-# than CLEARLY_LESS, because learning anew interrupts other work.
+# Smallest size in bytes of a tensor that is worth coding. A smaller tensor would be a single row, and fetching one row
+# takes the same time for any size.
+LEAST_BYTES = 4096
+CLEARLY_LESS = 0.01  # Savings are clearly less if they are lower by more than this fraction of the original bytes.
+# A codebook has drifted if its savings are lower by more than this fraction of the original bytes. The fraction is
+# larger than CLEARLY_LESS, because learning again interrupts other work.
 _DRIFT = 0.02
-_GROWTH = 2.0  # A codebook that was learned for use n is learned anew at use _GROWTH * n or later.
-# If data that do not fit have to be sent twice, they are sent raw after the codebook was learned anew this many times.
+_GROWTH = 2.0  # A codebook that was learned for use n is learned again at use _GROWTH * n or later.
+# If a codebook has been learned again this many times and has drifted once more, senders give up coding data of this
+# kind and send the data raw, because data that do not fit must be sent twice.
 _MOST_TIMES = 3
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -599,8 +609,9 @@ _Found = TypeVar("_Found")
 
 
 def kind_of(name: str, shape: torch.Size, dtype: torch.dtype) -> Kind:
-    """Returns the kind of a tensor: its name without the numbers between dots, its shape and its dtype. The tensors
-    `layers.0.fc1.weight` and `layers.1.fc1.weight` are of the same kind, if their shapes and dtypes are equal."""
+    """Returns the kind of a tensor: its name, shape and dtype. In the name, each dot-separated component that is a
+    number becomes "#", so `layers.0.fc1.weight` and `layers.1.fc1.weight` are of the same kind if their shapes and
+    dtypes are equal."""
     return _NUMBER.sub("#", name), shape, dtype
 
 
@@ -613,16 +624,18 @@ def learned_from(
     level: str = "default",
     num_rows: int | None = None,
 ) -> AnyCodebook | None:
-    """Returns a codebook for later data of the same kind as a sample, or None if raw rows are best. The codebook has a
-    coded form for every row, also for rows that lack what all rows of the sample have in common.
+    """Learns a codebook from a sample, for later data of the same kind. Returns the codebook, or None if raw rows are
+    best. The codebook has a coded form for every row, including rows that lack what all rows of the sample have in
+    common.
 
     Args:
         rows: uint8 [n * row_bytes], the sample.
-        row_bytes: bytes of a row.
+        row_bytes: size in bytes of a row.
         dtype: dtype of the elements.
         scheme: "planes" or "ibp".
         level: as in `ibp.compress`.
-        num_rows: the number of rows over which the bytes of the codebook are spread. None: the rows of the sample.
+        num_rows: the number of rows over which the size of the codebook is spread. None: the number of rows of the
+            sample.
     """
     num_rows = rows.numel() // row_bytes if num_rows is None else num_rows
     geometry = _rows.Geometry(torch.Size((num_rows, row_bytes // dtype.itemsize)), dtype, row_bytes)
@@ -631,17 +644,17 @@ def learned_from(
 
 @dataclass
 class Learner(Generic[_Found]):
-    """The codebook that was learned for a kind of data, with the decision when to learn it again. If the data do not
-    compress, or keep changing, it is learned ever more rarely.
+    """Holds the codebook that was learned for a kind of data, and decides when to learn it again. If the data do not
+    compress, or keep changing, the codebook is learned ever more rarely.
 
     Attributes:
         found: a codebook, or an object made from one. None: raw data are best, or nothing was learned yet.
-        share: coded bytes / raw bytes of the data that the codebook was learned from. None: the share of the data that
-            `note` is next called for will be taken.
-        learned_at: the number of the use that the codebook was learned for; uses count from 1. 0: nothing was learned
-            yet.
-        times: number of times that the codebook was learned.
-        has_drifted: whether later data take clearly more bytes, or do not fit the room that they have.
+        share: coded bytes / raw bytes of the data that the codebook was learned from. None: not known yet; the next
+            call of `note` sets it.
+        learned_at: the number of the use for which the codebook was learned; the first use has number 1. 0: nothing was
+            learned yet.
+        times: number of times that the codebook was learned again, not counting the first time.
+        has_drifted: whether later data took clearly more bytes, or did not fit the memory reserved for them.
     """
 
     found: _Found | None = None
@@ -651,12 +664,12 @@ class Learner(Generic[_Found]):
     has_drifted: bool = False
 
     def take(self, found: _Found | None, share: float | None = None, use: int = 1) -> None:
-        """Stores what was learned for a use. use: its number."""
+        """Stores what was learned. use: the number of the use for which it was learned."""
         self.times += self.learned_at > 0
         self.found, self.share, self.learned_at, self.has_drifted = found, share, use, False
 
     def fits(self, coded_bytes: float, raw_bytes: float) -> bool:
-        """Returns whether the codebook fits other data of the kind, so that they do not need a codebook of their own.
+        """Returns whether the codebook fits other data of the kind. If not, the data need a codebook of their own.
 
         Args:
             coded_bytes: size in bytes of the other data if they are coded with the codebook.
@@ -665,7 +678,7 @@ class Learner(Generic[_Found]):
         return self.share is None or coded_bytes <= (self.share + CLEARLY_LESS) * raw_bytes
 
     def note(self, coded_bytes: float, raw_bytes: float) -> None:
-        """Records the coded and the raw size of the newest data, and whether the codebook has drifted."""
+        """Sets `has_drifted` from the size in bytes of the newest data, coded and raw."""
         if self.share is None:
             self.share = coded_bytes / raw_bytes
         self.has_drifted = coded_bytes > (self.share + _DRIFT) * raw_bytes
@@ -678,5 +691,5 @@ class Learner(Generic[_Found]):
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the codebook has drifted again although it was learned `_MOST_TIMES` times."""
+        """Whether the codebook has drifted even after it was learned again `_MOST_TIMES` times."""
         return self.has_drifted and self.times >= _MOST_TIMES

@@ -1,9 +1,10 @@
-"""Scheme "ibp", which is called masks inside the library: a codebook says which bits of a row are invariant, and their
-values (FORMAT.md section 5).
+"""Scheme "ibp", which is called masks inside the library. Its codebook says which bits of a row are invariant, and
+which values they have (FORMAT.md section 5).
 
 The second half of the file learns codebooks from rows (the paper's sections 4.1 and 6.1). It works on groups of rows,
-and learns a codebook for each group. A whole table is one group; clusters are several groups. Below, K is the number of
-groups. Operations count the bits of rows. Masks and sums are small, so they are numpy arrays for all groups at once.
+and learns a codebook for each group. A whole table is one group; clusters are several groups. K is the number of
+groups. Operations of the library count the bits of rows. Masks and sums are small, so each is one NumPy array for all
+groups.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .._machine import staging
 from .codebook import AnyCodebook, checked_savings, fraction, private_copy, public, shown, whole
 
 CHUNK_BYTES = (1, 2, 4, 8)
-_INDEX_DTYPES = {torch.uint8: 256, torch.uint16: 65536}  # Dtypes of an index, each with the most pairs it can number.
+_INDEX_DTYPES = {torch.uint8: 256, torch.uint16: 65536}  # Dtypes of an index, each with its largest number of pairs.
 
 
 class MasksForm(NamedTuple):
@@ -40,7 +41,8 @@ class MasksForm(NamedTuple):
 
 @public
 class Codebook(AnyCodebook):
-    """The codebook of scheme "ibp": a mask and a bitval for each chunk of a row. Each distinct pair is stored once.
+    """The codebook of scheme "ibp": for each chunk of a row, a mask of the invariant bits and a bitval, which holds the
+    values of these bits. Each distinct pair (mask, bitval) is stored once.
 
     Codebooks are made by `ibp.codecs.analyze`, by `ibp.compress`, or from masks by `Codebook.from_masks`. A codebook
     cannot be changed, and tables may share it. Its tensors are its own copies and must not be written to.
@@ -58,13 +60,13 @@ class Codebook(AnyCodebook):
         flag_all: whether chunks without a mask also have a participation bit. The coded bytes are then those of the
             paper.
         palette: uint8 [P, 2, chunk_bytes], the distinct (mask, bitval) pairs. P is 1 to 65,536.
-        index: uint8 [num_chunks], or uint16 if there are more than 256 pairs: the number of each chunk's pair. It is
-            empty if there is only one pair.
+        index: uint8 [num_chunks], or uint16 if there are more than 256 pairs: for each chunk, the position of its pair
+            in the palette. The index is empty if there is only one pair.
         tau: the paper's threshold, if one threshold was used for all chunks; otherwise None.
         expected_savings: 1 - coded / original bytes on the rows that were analysed. The coded bytes include the
             codebook. None if the codebook was made from masks.
         mask, bitval: uint8 [row_bytes], the mask and the bitval of a whole row.
-        num_flags: the number of participation bits of a row.
+        num_flags: the number of participation bits in a coded row.
 
     Raises:
         ValueError: fields are out of range or contradict each other.
@@ -108,7 +110,7 @@ class Codebook(AnyCodebook):
         if (values & ~ones).any():
             raise ValueError("bitval has bits set where mask has none")
         mask, bitval = torch.from_numpy(ones[:row_bytes]), torch.from_numpy(values[:row_bytes])
-        starts = np.arange(0, row_bytes, chunk_bytes)  # of chunks
+        starts = np.arange(0, row_bytes, chunk_bytes)  # offsets of the chunks
         words = torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, flag_all)
         self._finish(
             words,
@@ -140,7 +142,7 @@ class Codebook(AnyCodebook):
         Args:
             mask: uint8 [row_bytes]. Bits that are 1 mark invariant bits of a row.
             bitval: uint8 [row_bytes], the values of the invariant bits, and 0 in all other bits.
-            chunk_bytes: bytes of a chunk: 1, 2, 4 or 8.
+            chunk_bytes: size in bytes of a chunk: 1, 2, 4 or 8.
             flag_all: whether chunks without a mask also get a participation bit, as in the paper.
             tau, expected_savings: attributes of the codebook. They do not affect how rows are coded.
 
@@ -197,7 +199,7 @@ class Codebook(AnyCodebook):
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of a row. The last chunk may be short."""
+        """Number of chunks in a row. The last chunk may be shorter than chunk_bytes."""
         return -(-self.row_bytes // self.chunk_bytes)
 
     @property
@@ -207,8 +209,8 @@ class Codebook(AnyCodebook):
 
     @property
     def cluster_words(self) -> torch.Tensor:
-        """The words of one cluster, then its num_flags and three unused numbers, which align the words of the next
-        cluster to 16 bytes."""
+        """The words of this codebook as one cluster, followed by its num_flags and three unused words, which align the
+        words of the next cluster to 16 bytes."""
         return torch.cat(
             [self.words("cpu").reshape(-1), torch.tensor([self.num_flags, 0, 0, 0], dtype=torch.int32, device="cpu")]
         )
@@ -251,7 +253,7 @@ def check_chunk_bytes(chunk_bytes: int) -> int:
 def _checked_pairs(
     palette: object, index: object, chunk_bytes: int, num_chunks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Checks palette and index, and returns copies of them."""
+    """Returns copies of palette and index. Raises ValueError if they are invalid or do not fit each other."""
     if not isinstance(palette, torch.Tensor) or palette.dim() != 3 or not 1 <= len(palette) <= 65536:
         raise ValueError(
             f"palette is {shown(palette)}; wanted torch.uint8 [P, 2, {chunk_bytes}] with P from 1 to 65,536"
@@ -267,7 +269,8 @@ def _checked_pairs(
 
 
 def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the distinct rows of uint8 [n, up to 16] in increasing order, and the number of each row among them."""
+    """Returns (the distinct rows of pairs in increasing order, for each row its position among the distinct rows).
+    pairs: uint8 [n, up to 16]."""
     keys = np.zeros((len(pairs), 16), np.uint8)
     keys[:, : pairs.shape[1]] = pairs
     words = keys.view(">u8").astype(np.uint64)
@@ -282,10 +285,12 @@ def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)  # The paper's artifact sweeps 0.70 to 1.0.
-# The greedy choice of masks looks at _GREEDY_BYTES bytes of a group's rows, but at least at _LEAST_GREEDY_ROWS rows.
+# The greedy choice of masks looks at rows of a group with _GREEDY_BYTES bytes, but at least at _LEAST_GREEDY_ROWS rows.
 _GREEDY_BYTES, _LEAST_GREEDY_ROWS = 2 << 20, 256
-_LEAST_MASKED_ROWS = 64  # In tables of fewer rows, masks that differ from chunk to chunk take more than they save.
-# The CPU analyses at most this many bytes sooner than a GPU, because the analysis waits for a GPU about 60 times.
+# In tables with fewer rows, masks that differ from chunk to chunk take more bytes than they save.
+_LEAST_MASKED_ROWS = 64
+# Samples of up to this many bytes are analysed on the CPU. A GPU would take longer, because the host waits for it about
+# 60 times during an analysis.
 _FEW_BYTES = 32 << 10
 _FINALISTS = 3  # Number of thresholds whose savings, with one threshold for all chunks, are compared exactly.
 _BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)  # Number of ones in each byte.
@@ -307,11 +312,11 @@ def learn_masks(
     paper: bool = False,
     progress: bool = False,
 ) -> Codebook:
-    """Returns the best codebook of scheme ibp for a table, by a sample of its rows.
+    """Learns codebooks of scheme ibp from a sample of a table's rows. Returns the best one for the whole table.
 
     Args:
         rows: uint8 [n * row_bytes], whole rows in any order, on the device that analyses them.
-        num_rows: number of rows of the whole table, over which the bytes of the codebook are spread.
+        num_rows: number of rows of the whole table, over which the size of the codebook is spread.
         chunk_bytes, tau, paper, progress: as in `ibp.codecs.analyze`.
     """
     if rows.numel() <= _FEW_BYTES:
@@ -328,8 +333,8 @@ def learn_masks(
 
 
 def estimates(rows: torch.Tensor, row_bytes: int, num_rows: int) -> Iterator[float]:
-    """Yields upper bounds of the share of a table's bytes that masks save, estimated from a sample of its rows. The
-    bound that takes the least time to find comes first.
+    """Yields upper bounds on the fraction of a table's bytes that masks save, estimated from a sample of its rows. The
+    bound that takes the least time to compute comes first.
 
     Args:
         rows: uint8 [n * row_bytes], whole rows on the CPU.
@@ -342,11 +347,11 @@ def estimates(rows: torch.Tensor, row_bytes: int, num_rows: int) -> Iterator[flo
 
 
 def _single_row_bytes(row: np.ndarray, chunk_bytes: int) -> int:
-    """Returns a lower bound of the bytes that a table of one row takes. All bits of the row are invariant, so that the
-    codebook holds its chunks."""
+    """Returns a lower bound on the size in bytes of a table of one row. All bits of the only row are invariant, so the
+    codebook holds all of its chunks."""
     whole = row[: len(row) // chunk_bytes * chunk_bytes].view(f"u{chunk_bytes}")
-    # With chunks of one byte it is enough to know whether two bytes differ, because the index of two or more pairs
-    # already takes as many bytes as the row.
+    # With chunks of one byte it is enough to know whether two bytes differ: an index of two or more pairs alone takes
+    # as many bytes as the row.
     ordered = np.sort(whole) if chunk_bytes > 1 else np.array([whole.min(), whole.max()])
     chunks, pairs = -(-len(row) // chunk_bytes), 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
     flags = chunks // 8 if row.any() else 0  # A default row takes no bytes.
@@ -354,18 +359,19 @@ def _single_row_bytes(row: np.ndarray, chunk_bytes: int) -> int:
 
 
 def _palette_bytes(pairs: int, chunks: int, chunk_bytes: int) -> int:
-    """Returns the bytes of a codebook. pairs: the number of distinct pairs of a mask and a bitval."""
+    """Returns the size in bytes of a stored codebook. pairs: the number of distinct pairs of a mask and a bitval.
+    chunks: the number of chunks in a row."""
     return pairs * 2 * chunk_bytes + (chunks * (2 if pairs > 256 else 1) if pairs > 1 else 0)
 
 
 def relearn(codebook: Codebook, rows: torch.Tensor, sizes: list[int], tau: float | None) -> list[Codebook]:
-    """Learns a codebook for each group of rows, all of the form of a given one.
+    """Learns a codebook for each group of rows. The new codebooks have the same form as the given one.
 
     Args:
-        codebook: the codebook whose form the others get.
+        codebook: the codebook that gives the form.
         rows: uint8 [n * row_bytes], whole rows, with the rows of each group next to each other.
-        sizes: number of rows of each group, at least 1.
-        tau: the threshold for all chunks. None: the best thresholds are found for each group.
+        sizes: number of rows in each group, at least 1.
+        tau: the threshold for all chunks. None: the best masks are found for each group.
     """
     return _Sweep(rows, codebook.row_bytes, sizes, sizes).best(codebook.chunk_bytes, tau, codebook.flag_all).codebooks()
 
@@ -383,19 +389,20 @@ class _Masks(NamedTuple):
     tau: np.ndarray
 
     def where(self, condition: np.ndarray, other: _Masks) -> _Masks:
-        """Returns masks that are `self` for the groups whose condition is true, and `other` for all other groups.
-        condition: bool [K]."""
+        """Returns the masks of `self` for the groups whose condition is true, and the masks of `other` for all other
+        groups. condition: bool [K]."""
         by_row = condition[:, None]
         mask, bitval = np.where(by_row, self.mask, other.mask), np.where(by_row, self.bitval, other.bitval)
         return _Masks(mask, bitval, np.where(condition, self.tau, other.tau))
 
 
 class _Best(NamedTuple):
-    """The masks that save most with chunks of one size, for each group.
+    """The masks that save the most bytes in each group, with chunks of a given size.
 
     Attributes:
         masks: the masks of all groups.
-        savings: float64 [K], the share of the bytes that they save.
+        savings: float64 [K], the fraction of the bytes that the masks of each group save.
+        chunk_bytes, flag_all: as in `Codebook`.
     """
 
     masks: _Masks
@@ -404,7 +411,7 @@ class _Best(NamedTuple):
     flag_all: bool
 
     def codebooks(self) -> list[Codebook]:
-        """Returns a codebook for every group, with expected_savings."""
+        """Returns a codebook for every group, with its expected_savings set."""
         return [
             Codebook.from_masks(
                 torch.from_numpy(mask),
@@ -424,8 +431,8 @@ class _Sweep:
     Args:
         rows: uint8 [n * row_bytes], whole rows, with the rows of each group next to each other, on the device that
             analyses them.
-        sizes: number of sampled rows of each group, at least 1.
-        num_rows: for each group, the number of rows over which the bytes of its codebook are spread.
+        sizes: number of sampled rows in each group, at least 1.
+        num_rows: for each group, the number of rows over which the size of its codebook is spread.
     """
 
     def __init__(self, rows: torch.Tensor, row_bytes: int, sizes: list[int], num_rows: list[int]) -> None:
@@ -436,13 +443,18 @@ class _Sweep:
         self._thresholds: dict[float, _Masks] = {}
 
     def best(self, chunk_bytes: int, tau: float | None, paper: bool) -> _Best:
-        """Returns, for each group, the masks that save most with chunks of this size. tau: the only threshold to try.
-        None: all of `TAUS`. paper: whether all chunks have participation bits and one threshold."""
+        """Returns, for each group, the masks that save the most bytes with chunks of this size.
+
+        Args:
+            tau: the only threshold to try. None: all of `TAUS`, and also a greedy choice of masks.
+            paper: whether every chunk has a participation bit and all chunks have the same threshold.
+        """
         tried = self.thresholds(TAUS if tau is None else (tau,))
         gains = self.gains(tried, chunk_bytes) if not paper and tau is None else []
         found, savings = self._best_threshold(tried, gains, chunk_bytes, paper)
         if gains:
-            # Each chunk gets the mask that saves most there: the mask of a threshold, the greedy one, or none.
+            # Each chunk gets the mask that saves the most bits in it: the mask of a threshold, the greedy mask, or no
+            # mask.
             greedy = self._greedy(chunk_bytes)
             mask, bitval = np.zeros_like(greedy.mask), np.zeros_like(greedy.mask)
             best = np.zeros_like(gains[0])
@@ -456,8 +468,8 @@ class _Sweep:
         return _Best(found, savings, chunk_bytes, paper)
 
     def thresholds(self, taus: tuple[float, ...]) -> list[_Masks]:
-        """Returns the masks of each threshold. A threshold is left out if it gives the same masks as the threshold
-        before it in every group."""
+        """Returns a list of the masks of each threshold, in order. A threshold is left out if it gives every group the
+        same mask as the threshold before it."""
         found: list[_Masks] = []
         for tau in taus:
             if tau not in self._thresholds:
@@ -474,18 +486,20 @@ class _Sweep:
     def _best_threshold(
         self, tried: list[_Masks], gains: list[np.ndarray], chunk_bytes: int, paper: bool
     ) -> tuple[_Masks, np.ndarray]:
-        """Returns (masks, savings [K]) of the paper's choice: of the tried masks, each of which has one threshold for
-        all chunks, those that save most in each group.
+        """Chooses one threshold per group for all chunks, as the paper does. Returns (masks, savings): for each group
+        the masks of the threshold that saves the most bytes, and the savings [K].
 
         Args:
             tried: the masks of each threshold.
-            gains: the result of `gains` for these masks. If it is given, the savings are computed exactly only for the
-                `_FINALISTS` thresholds with the largest gains in a group. An empty list: for all thresholds.
+            gains: the result of `gains` for `tried`. For each group, the exact savings are then computed only for the
+                `_FINALISTS` thresholds with the largest gains. If the list is empty, they are computed for all
+                thresholds.
         """
         ranked = np.tile(np.arange(len(tried))[:, None], (1, len(self.sizes)))
         if gains and len(tried) > _FINALISTS:
             totals = np.stack([gain.sum(1) for gain in gains])
-            for at in range(1, len(tried)):  # Masks that equal those of the threshold before them cannot be finalists.
+            # A threshold that gives a group the same mask as the threshold before it is no finalist of this group.
+            for at in range(1, len(tried)):
                 totals[at][(tried[at].mask == tried[at - 1].mask).all(1)] = np.iinfo(np.int64).min
             ranked = np.sort((-totals.astype(np.float64)).argsort(axis=0, kind="stable")[:_FINALISTS], axis=0)
         best, most = None, np.full(len(self.sizes), -np.inf)
@@ -505,13 +519,13 @@ class _Sweep:
 
     @functools.cached_property
     def _few_rows(self) -> list[torch.Tensor]:
-        """The rows of each group that the greedy choice looks at, on the CPU."""
+        """For each group, the rows that the greedy choice looks at, on the CPU."""
         most = max(_LEAST_GREEDY_ROWS, _GREEDY_BYTES // self.row_bytes)
         return [_rows.sample(part, self.row_bytes, most).cpu() for part in self.parts]
 
     def gains(self, tried: list[_Masks], chunk_bytes: int) -> list[np.ndarray]:
-        """Returns, for each of the tried masks, how many bits each chunk saves over all rows of a group: int64 [K,
-        chunks]. The chunk's participation bits are subtracted."""
+        """Returns, for each of the tried masks, the number of bits that each chunk saves in all rows of a group, minus
+        the chunk's participation bits: int64 [K, chunks]."""
         codec, found = MasksForm(self.row_bytes, chunk_bytes, False).codec(num_flags=0), []
         for masks in tried:
             words = self._words(masks, chunk_bytes, False)
@@ -528,7 +542,7 @@ class _Sweep:
 
     def savings(self, masks: _Masks, chunk_bytes: int, flag_all: bool) -> np.ndarray:
         """Returns the exact savings on the rows of each group, 1 - coded / original bytes: float64 [K]. The coded bytes
-        include the codebook. Rows that would grow are raw."""
+        include the codebook. Rows that coding would enlarge count as raw."""
         fixed = self._per_chunk(_BITS_SET[masks.mask], chunk_bytes)
         num_flags = np.count_nonzero(fixed, axis=1) if not flag_all else np.full(len(fixed), fixed.shape[1])
         form, stored = MasksForm(self.row_bytes, chunk_bytes, flag_all), []
@@ -550,7 +564,7 @@ class _Sweep:
         return np.add.reduceat(values, np.arange(0, self.row_bytes, chunk_bytes), axis=1, dtype=np.int64)
 
     def _codebook_bytes(self, masks: _Masks, chunk_bytes: int) -> np.ndarray:
-        """Returns `nbytes` of each group's codebook, int64 [K]."""
+        """Returns the size in bytes of each group's codebook, as `Codebook.nbytes`: int64 [K]."""
         chunks = -(-self.row_bytes // chunk_bytes)
         padded = np.zeros((2, len(self.sizes), chunks * chunk_bytes), np.uint8)
         padded[:, :, : self.row_bytes] = masks[:2]

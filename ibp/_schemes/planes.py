@@ -1,5 +1,6 @@
 """Scheme "planes": a codebook says how elements are split, and which symbols are frequent (FORMAT.md section 6). The
-second half of the file learns codebooks from rows. For that, the core counts symbols and compares plans."""
+second half of the file learns codebooks from rows. The core does most of this work: it counts symbols and compares the
+sizes that rows would have with different codebooks."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from .._layout import geometry as _rows
 from .._machine import staging
 from .codebook import AnyCodebook, checked_savings, private_copy, public, shown, whole
 
-# Names of the numbers in a codec that stand between the scheme's number and the widths of the digits (read_planes in
-# csrc/bindings).
+# Names of the numbers in a codec, in order, without the scheme's number before them and the widths of the digits after
+# them (read_planes in csrc/bindings).
 _NUMBERS = (
     *("row_bytes", "element_bytes", "rotate", "residual_bits", "per_column", "listed", "default", "closed"),
     *("invariant_bits", "invariant_value", "consecutive", "first_symbol", "signed_default", "num_constant"),
@@ -28,7 +29,8 @@ MAX_PLANES, MAX_DIGIT_BITS = 4, 4
 
 
 class PlanesForm(NamedTuple):
-    """The fields that all codebooks of one table have in common: all fields of PlanesCodebook except the entries."""
+    """The fields that all codebooks of one table have in common: all fields of PlanesCodebook except entries and
+    expected_savings."""
 
     row_bytes: int
     element_bytes: int
@@ -78,26 +80,26 @@ class PlanesCodebook(AnyCodebook):
         rotate: 0 or 1, the number of bits by which elements are rotated left before they are split.
         residual_bits: the number of low bits that are stored as they are, 0 to 8 * element_bytes - invariant_bits. The
             bits above them are the symbol.
-        digit_bits: the width of each plane's digits: up to 4 planes of 1 to 4 bits.
+        digit_bits: the number of bits of a digit in each plane: up to 4 planes, with digits of 1 to 4 bits.
         per_column: whether every column has its own entries. It cannot be combined with listed.
         listed: whether rows list the elements that differ from default.
-        default, closed: bit patterns of elements, not negative. A row in which every element is default takes no bytes.
-            Otherwise both are used only in listed rows.
-        entries: int64 [live columns or 1, E] on the CPU: the bit patterns of the symbols, the most frequent first.
-            Symbols of 64 bits are signed numbers. [1, 0] if symbols are consecutive.
+        default, closed: two bit patterns of elements, as numbers of at least 0. A row in which every element is default
+            takes no bytes. Apart from that, they matter only if rows are listed (FORMAT.md section 6).
+        entries: int64 [C, E] on the CPU: the bit patterns of the symbols, the most frequent first. C is the number of
+            live columns if per_column is set, and otherwise 1. E is `num_entries`, or 0 if symbols are consecutive.
+            Symbols of 64 bits are given as signed numbers.
         expected_savings: 1 - coded / original bytes on the rows that were analysed. The coded bytes include the
             codebook. None if the codebook was not learned.
         invariant_bits: the number of lowest bits of every element that are not stored, 0 to 8 * element_bytes - 1. Rows
             in which these bits are not invariant_value are stored raw.
         invariant_value: the value of the invariant bits.
-        first_symbol: if it is given, symbols are consecutive: entry i is first_symbol + i, modulo 2 to the number of
-            bits of a symbol. It cannot be combined with per_column, nor used in clusters. None: `entries` has the
-            symbols.
-        signed_default: whether elements that differ from default only in their highest bit are also not listed. It
-            needs listed.
+        first_symbol: if it is given, symbols are consecutive: entry i is (first_symbol + i) mod 2^symbol_bits. It
+            cannot be combined with per_column, nor used in clusters. None: `entries` has the symbols.
+        signed_default: whether listed rows also omit elements that differ from default only in their highest bit. It
+            can be set only if listed is set.
         live_columns: int64 [n], increasing: the columns that are coded, at least one. None: all columns.
-        row_template: uint8 [row_bytes]: the values that the other columns have in every row that is not stored raw. In
-            live columns it is default. None if live_columns is None.
+        row_template: uint8 [row_bytes], a row whose constant (not live) columns have the values that these columns have
+            in every row that is not stored raw. Its live columns are default. None if live_columns is None.
 
     Raises:
         ValueError: fields are out of range or contradict each other.
@@ -147,7 +149,7 @@ class PlanesCodebook(AnyCodebook):
         )
         entries = _checked_entries(self.entries, shape, symbol_bits)
         symbols = entries.numpy().astype(f"<u{symbol_bytes(symbol_bits)}")
-        constants = b""  # The beginning of the words. Each part is padded to a multiple of 16 bytes.
+        constants = b""  # The words begin with row_template and live_columns, each padded to a multiple of 16 bytes.
         if live is not None and row_template is not None:
             parts = row_template.numpy().tobytes(), live.numpy().astype("<u2").tobytes()
             constants = b"".join(part + bytes(-len(part) % 16) for part in parts)
@@ -167,7 +169,8 @@ class PlanesCodebook(AnyCodebook):
 
     @classmethod
     def of_words(cls, words: torch.Tensor, codec: list[int]) -> PlanesCodebook:
-        """Makes a codebook from words and their codec, both made by the core. Nobody else may write to the words."""
+        """Makes a codebook from words and their codec, both made by the core. The codebook keeps the words, so the
+        caller must not write to them."""
         fields: dict[str, Any] = dict(zip(_NUMBERS, codec[1:]))
         num_constant, is_consecutive = fields.pop("num_constant"), fields.pop("consecutive")
         row_bytes, element_bytes = fields["row_bytes"], fields["element_bytes"]
@@ -192,7 +195,8 @@ class PlanesCodebook(AnyCodebook):
         return book
 
     def _checked_numbers(self, width: int) -> dict[str, Any]:
-        """Checks the fields that are whole numbers, for elements of `width` bits, and returns them."""
+        """Checks the fields that are whole numbers or flags, for elements of `width` bits, and returns them by name.
+        Raises ValueError if a field is out of range or contradicts another field."""
         invariant_bits = whole("invariant_bits", self.invariant_bits, 0, width - 1)
         most = {
             "rotate": 1,
@@ -228,39 +232,43 @@ class PlanesCodebook(AnyCodebook):
 
     @property
     def width(self) -> int:
-        """Number of bits of an element."""
+        """Number of bits in an element."""
         return 8 * self.element_bytes
 
     @property
     def columns(self) -> int:
-        """Number of elements of a row."""
+        """Number of elements in a row."""
         return self.row_bytes // self.element_bytes
 
     @property
     def num_constant(self) -> int:
-        """Number of columns that are not coded, because they are constant."""
+        """Number of columns that are constant and therefore not coded."""
         return 0 if self.live_columns is None else self.columns - len(self.live_columns)
 
     @property
     def symbol_bits(self) -> int:
-        """Number of bits of a symbol."""
+        """Number of bits in a symbol."""
         return self.width - self.invariant_bits - self.residual_bits
 
     @property
     def symbol_bytes(self) -> int:
-        """Size in bytes of an entry as stored: 1, 2, 4 or 8."""
+        """Size in bytes of a stored entry: 1, 2, 4 or 8."""
         return symbol_bytes(self.symbol_bits)
 
     @property
     def num_entries(self) -> int:
-        """Number of entries E of a column, in all planes together."""
+        """Number of symbols that the digits of all planes can name: the E of `entries`."""
         return num_entries(self.digit_bits)
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Size of the stored codebook in bytes. It consists of all entries, or of one symbol if the symbols are
-        consecutive; of `default` and `closed` if rows are listed, or of `default` alone if it is not 0; of the
-        invariant bits; and, if columns are constant, of a bit for each column and the constant elements."""
+        """Size in bytes of the stored codebook, which consists of:
+
+        - all entries, or the first symbol if the symbols are consecutive;
+        - `default` and `closed` if rows are listed, or otherwise `default` if it is not 0;
+        - the invariant bits;
+        - if columns are constant, a bit for each column, and the constant elements.
+        """
         symbols = self.entries.numel() + (self.first_symbol is not None)
         values = 2 if self.listed else int(self.default != 0)
         constants = -(-self.columns // 8) + self.num_constant * self.element_bytes if self.num_constant else 0
@@ -272,8 +280,8 @@ class PlanesCodebook(AnyCodebook):
 
     @property
     def is_fast(self) -> bool:
-        """Whether rows are dense, with digits of two bits and symbols of at most a byte. Most tables of floats have
-        such rows (csrc/cuda/decode/decode_pairs.cuh)."""
+        """Whether rows are dense (not listed), with digits of two bits and symbols of at most 8 bits. Most tables of
+        floats have such rows, and GPUs have a faster decoder for them (csrc/cuda/decode/decode_pairs.cuh)."""
         return not self.listed and self.symbol_bits <= 8 and set(self.digit_bits) <= {2}
 
     @property
@@ -331,25 +339,25 @@ PlanesCodebook._fields = tuple(field.name for field in fields(PlanesCodebook))
 
 
 def symbol_bytes(symbol_bits: int) -> int:
-    """Returns the bytes of the smallest unsigned type that holds a symbol."""
+    """Returns the size in bytes of the smallest unsigned type that holds a symbol of symbol_bits bits."""
     return next(size for size in ELEMENT_BYTES if 8 * size >= symbol_bits)
 
 
 def num_entries(digit_bits: tuple[int, ...]) -> int:
-    """Returns the number of symbols that digits of these widths stand for."""
+    """Returns the number of symbols that digits can name. digit_bits: the number of bits of a digit in each plane."""
     return sum(2**b - 1 for b in digit_bits)
 
 
 def signed(number: int, bits: int) -> int:
-    """Returns the signed number with the same bits as a number that is not negative. bits: how many bits it has."""
+    """Converts an unsigned number to the signed number with the same bit pattern. bits: the number of bits of both."""
     return number - 2**bits if number >= 2 ** (bits - 1) else number
 
 
 def _checked_constants(
     live: object, row_template: object, columns: int, default: bytes
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Returns copies of live_columns and row_template. The live columns of the row_template are set to `default`.
-    Returns (None, None) if all columns are live."""
+    """Returns copies of live_columns and row_template, with `default` in the live columns of row_template, or (None,
+    None) if all columns are live. Raises ValueError if an argument is invalid."""
     if live is None and row_template is None:
         return None, None
     if not isinstance(live, torch.Tensor) or live.dim() != 1 or not 1 <= len(live) <= columns:
@@ -376,8 +384,9 @@ def _checked_entries(entries: object, shape: tuple[int, int], symbol_bits: int) 
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 LEVELS = ("default", "fast")
-_LEARN_ELEMENTS = 1 << 19  # A cluster's entries are learned from at most this many elements.
-_RUN_ELEMENTS = 1 << 20  # A run of consecutive symbols is chosen by about this many elements of all rows.
+_LEARN_ELEMENTS = 1 << 19  # Largest number of elements from which the entries of a cluster are learned.
+# Approximate number of elements, taken from all rows, whose symbols decide where a run of consecutive symbols begins.
+_RUN_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -387,7 +396,7 @@ class LearnedPlanes:
     Attributes:
         codebook: the codebook, with expected_savings.
         entries: uint16 [n], the `lengths` of the sample's rows (FORMAT.md section 2).
-        survey: the survey of these lengths; None if the codebook leaves all rows as they are.
+        survey: the survey of these lengths. None if the sample does not compress, so that all rows stay as they are.
     """
 
     codebook: PlanesCodebook
@@ -407,8 +416,8 @@ def check_level(level: str) -> None:
 
 
 def can_code(codebook: PlanesCodebook, device: torch.device) -> bool:
-    """Returns whether the device has an encoder for a codebook. Not every codebook that leaves out bits or columns has
-    one on a GPU (csrc/cuda/encode/encode.cu)."""
+    """Returns whether the device has an encoder for a codebook. GPUs lack encoders for some codebooks that leave out
+    bits or columns (csrc/cuda/encode/encode.cu)."""
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
     try:
         torch.ops.ibp.measure_rows.default(nothing, codebook.words(device), codebook.codec)
@@ -426,25 +435,25 @@ def learn_planes(
     level: str = "default",
     codes_invariant: bool = False,
 ) -> LearnedPlanes:
-    """Returns the best codebook of scheme planes for a table, learned from a sample of its rows.
+    """Learns the best codebook of scheme planes for a table from a sample of its rows.
 
-    It compares widths of symbols, rotations, widths of digits, dense and listed rows, and entries for the whole table
-    or for each column. The bytes that rows would take follow from counts of the symbols. Entries for each column are
-    learned from one half of the sample and compared on the other half, unless the sample is the whole table.
+    The search compares widths of symbols, rotations, widths of digits, dense and listed rows, and entries for the whole
+    table or for each column. The sizes of coded rows are computed from histograms of the symbols. Entries for each
+    column are learned from one half of the sample and compared on the other half, unless the sample is the whole table.
 
-    The expected savings are too high if there are few rows, because they are measured on the rows that the codebook was
-    learned from: expect 2 points of savings less for 30 rows, and 0.2 points less for 300 rows.
+    The expected savings are measured on the rows that the codebook was learned from, so they are too high if the sample
+    is small: by 2 percentage points for 30 rows, and by 0.2 for 300 rows.
 
     Args:
         sample: uint8 [n * row_bytes], whole rows in any order, on the CPU.
         row_bytes: size in bytes of a row.
-        num_rows: number of rows of the whole table, over which the bytes of the codebook are spread.
-        dtype: dtype of the elements. It decides where exponents are looked for. The elements that are split into
-            symbols are those of this dtype, or the real and imaginary parts of complex ones; if their size does not
-            divide row_bytes, they are the largest parts that do.
+        num_rows: number of rows of the whole table, over which the size of the codebook is spread.
+        dtype: dtype of the tensor, which tells where the bits of exponents are. The elements that are split into
+            symbols are the elements of this dtype, or for a complex dtype their real and imaginary parts. If the size
+            of such an element does not divide row_bytes, the elements have the largest size that divides both.
         level: "default" or "fast", as in `ibp.compress`.
-        codes_invariant: whether bits and columns that are the same in all of the sample are also coded, so that every
-            row has a coded form.
+        codes_invariant: whether bits and columns that are the same in the whole sample are also coded. If so, every row
+            has a coded form.
 
     Raises:
         ValueError: the sample has no rows or does not consist of whole rows.
@@ -461,13 +470,13 @@ def learn_planes(
     entries = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
     survey = _rows.Geometry(sample.shape, torch.uint8, row_bytes).survey(entries)
     coded_bytes = survey.stored / len(entries) + codebook.nbytes / num_rows
-    if coded_bytes > row_bytes:  # The codebook of a few rows takes more than it saves.
+    if coded_bytes > row_bytes:  # If there are few rows, the codebook may take more bytes than it saves.
         return LearnedPlanes(_rows_as_they_are(row_bytes, element_bytes), torch.zeros_like(entries), None)
     return LearnedPlanes(codebook.with_savings(1 - coded_bytes / row_bytes), entries, survey)
 
 
 def _rows_as_they_are(row_bytes: int, element_bytes: int) -> PlanesCodebook:
-    """Returns a codebook that leaves all bits of the elements as they are. The codebook itself takes no bytes."""
+    """Returns a codebook of 0 bytes that stores all bits of the elements unchanged."""
     return PlanesCodebook(
         row_bytes=row_bytes,
         element_bytes=element_bytes,
@@ -484,13 +493,13 @@ def _rows_as_they_are(row_bytes: int, element_bytes: int) -> PlanesCodebook:
 
 
 def relearn(codebook: PlanesCodebook, rows: torch.Tensor, sizes: list[int]) -> list[PlanesCodebook]:
-    """Returns a codebook for each group of rows. They differ from the given codebook only in their entries, which are
-    the most frequent symbols of the group.
+    """Learns a codebook for each group of rows. The new codebooks differ from the given one only in their entries,
+    which are the most frequent symbols of each group, and have no expected_savings.
 
     Args:
         codebook: a codebook with at least one entry.
         rows: uint8 [n * row_bytes], whole rows, with the rows of each group next to each other.
-        sizes: number of rows of each group, at least 1.
+        sizes: number of rows in each group, at least 1.
     """
     _check_sample(rows, codebook.row_bytes)
     return [_relearned(codebook, part) for part in rows.split([size * codebook.row_bytes for size in sizes])]
@@ -503,9 +512,9 @@ def _relearned(codebook: PlanesCodebook, rows: torch.Tensor) -> PlanesCodebook:
 
 
 def with_fullest_run(codebook: PlanesCodebook, data: torch.Tensor) -> PlanesCodebook:
-    """Returns the codebook with another first symbol: that of the run of consecutive symbols which covers the most
-    elements of all rows. A small sample may lack rows with larger elements, for example if they are one row in fifty;
-    each element of such a row would then be an escape.
+    """Returns a copy of the codebook whose run of consecutive symbols covers the most elements of all rows. Only
+    first_symbol changes. This is needed because a small sample may lack rare rows with larger elements (say, one row in
+    fifty), and every element of such a row would then be an escape.
 
     Args:
         codebook: a codebook that has consecutive symbols and codes all bits and columns.
@@ -519,11 +528,11 @@ def with_fullest_run(codebook: PlanesCodebook, data: torch.Tensor) -> PlanesCode
 
 
 def _symbol_counts(codebook: PlanesCodebook, data: torch.Tensor) -> torch.Tensor:
-    """Returns a histogram of the symbols of elements that are sampled from all rows. Elements that are the default are
-    not counted."""
+    """Returns a histogram of the symbols of a sample of elements from all rows, without the elements that are
+    `default`."""
     size, num_symbols = codebook.element_bytes, 2**codebook.symbol_bits
     elements = data[: data.numel() // size * size].view(_rows.INTEGERS[size])
-    # An odd step takes different columns of different rows.
+    # An odd step makes the sample take different columns in different rows.
     elements = elements[:: elements.numel() // _RUN_ELEMENTS | 1]
     elements = elements[elements != signed(codebook.default, 8 * size)]
     symbols = elements >> codebook.residual_bits - codebook.rotate & num_symbols - 1
@@ -536,12 +545,13 @@ def _check_sample(sample: torch.Tensor, row_bytes: int) -> None:
 
 
 def _element_of(dtype: torch.dtype, row_bytes: int) -> tuple[int, int]:
-    """Returns (bytes of an element, bits of its exponent). The bits are 0 if the element has no exponent."""
+    """Returns (size in bytes of the elements that rows of this dtype are split into, number of bits of their exponent).
+    The number is 0 if the elements have no exponent. See `dtype` of `learn_planes`."""
     exponent_bits, own_bytes = 0, dtype.itemsize
     if dtype.is_floating_point or dtype.is_complex:
         own_bytes = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
         exponent_bits = (
             8 * own_bytes - 1 + round(math.log2(torch.finfo(dtype).eps)) if own_bytes > 1 else 4
-        )  # All bits of a byte are tried.
+        )  # The core tries all widths of symbols for one-byte elements, so 4 stands for every float8 format.
     element_bytes = math.gcd(own_bytes, row_bytes)
     return element_bytes, exponent_bits if element_bytes == own_bytes else 0

@@ -1,6 +1,5 @@
-"""Changes of a table's rows: `update_` and `append`. Rows are encoded with the codebook that the table has. One
-operation writes each row to its slot and, if the row does not fit, to a part of the overflow that only this row
-owns."""
+"""Changes rows of a table: `update_` and `append`. New rows are encoded with the table's own codebook. An operation
+writes each row to its slot and, if the row does not fit, to a part of the overflow that belongs to this row alone."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from .._rows.room import Room, room_of
 from .._rows.table import Table, handle_on
 
 _SECTOR = _core.SECTOR_BYTES
-_FEW_IDS = 256  # The host compares at most this many ids sooner than a GPU sorts them.
+_FEW_IDS = 256  # Up to this many ids are compared on the host, because a GPU would take longer to sort them.
 
 
 def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
@@ -31,7 +30,8 @@ def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
 
 
 def put_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> None:
-    """Changes items of a table. ids: int64, all different and in range. items: as `check_rows` wants them."""
+    """Replaces items of a table. ids: int64, all different and in range. items: the new items, which `check_rows` has
+    checked."""
     if ids.numel() == 0 or table.geometry.item_bytes == 0:
         return
     worker = _worker_of(table, items.device, ids.device)
@@ -42,7 +42,8 @@ def put_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> None:
 
 
 def put_rows(table: Table, numbers: torch.Tensor, data: torch.Tensor) -> None:
-    """Changes whole rows of a table. numbers: int64, all different and in range. data: the bytes of the rows."""
+    """Replaces whole rows of a table. numbers: the row numbers, int64, all different and in range. data: the bytes of
+    the new rows."""
     worker = _worker_of(table, data.device)
     _make_room(table)
     _encode(table, table.geometry, data.to(worker), worker, numbers.to(worker), 0)
@@ -78,15 +79,15 @@ def append(table: Table, rows: torch.Tensor) -> None:
 
 
 def reserve(table: Table, num_items: int) -> None:
-    """Reserves room for `num_items` items, so that `append` does not move any row until the table has more items than
-    that."""
+    """Allocates memory for `num_items` items in total, so that `append` does not move rows until the table has more
+    items than that."""
     _make_room(table)
     geometry = Geometry(torch.Size((num_items, *table.shape[1:])), table.dtype, table.row_bytes)
     table._set_room(_room_of(table).with_rows(geometry.num_rows, table.slot_bytes, _memory_of(table)))
 
 
 def check_can_change(table: Table) -> None:
-    """Raises RuntimeError if the table is shared with other processes."""
+    """Raises RuntimeError if rows of the table must not change, because it is shared with other processes."""
     if isinstance(table._segment, Segment):
         raise RuntimeError("the table is shared with other processes, which would read its old index: clone() it first")
 
@@ -96,7 +97,7 @@ def check_can_change(table: Table) -> None:
 
 def check_rows(table: Table, rows: Any, count: int | None) -> None:
     """Raises TypeError or ValueError unless rows is a tensor of items that fit the table, and RuntimeError if the table
-    is shared with other processes. count: the number of items. None: any number."""
+    is shared with other processes. count: the number of items that rows must have. None: any number."""
     if not isinstance(rows, torch.Tensor):
         raise TypeError(f"rows is a {type(rows).__name__}; wanted a torch.Tensor")
     if rows.dtype != table.dtype:
@@ -110,8 +111,8 @@ def check_rows(table: Table, rows: Any, count: int | None) -> None:
 
 
 def changed_items(table: Table, ids: Ids, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the arguments of `update` as `put_items` wants them: (ids, items). If ids are equal, only the last of
-    them is kept. Raises IndexError, TypeError, ValueError or RuntimeError as `update_` does."""
+    """Checks the arguments of `update` and converts them to the arguments (ids, items) of `put_items`. If an id occurs
+    more than once, only its last occurrence is kept. Raises the same errors as `CompressedTensor.update_`."""
     ids = list_of_ids(ids)
     check_rows(table, rows, ids.numel())
     chosen, places = last_of_each(ids, table.geometry.num_items)
@@ -119,9 +120,9 @@ def changed_items(table: Table, ids: Ids, rows: torch.Tensor) -> tuple[torch.Ten
 
 
 def _worker_of(table: Table, *devices: torch.device) -> torch.device:
-    """Returns the device that encodes rows. Usually it is the table's own device. If the table is in pinned memory, it
-    is the first GPU among the given devices, or otherwise a GPU that has used the table, so that the reads of this GPU
-    and the change are in order. If there is no such GPU, the CPU encodes the rows."""
+    """Returns the device that is to encode new rows. If the table is pinned, this is the first GPU among the given
+    devices, or otherwise a GPU that has used the table, so that this GPU's reads and the change are in stream order.
+    Otherwise, or if there is no such GPU, it is the table's own device."""
     home = table.device
     if home.type == "cuda" or not table.is_pinned():
         return home
@@ -130,21 +131,21 @@ def _worker_of(table: Table, *devices: torch.device) -> torch.device:
 
 
 def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Removes repeated ids. Returns (the ids, the positions in `ids` that they were taken from). If ids are equal, the
-    last of them is taken. The positions are None if all ids are taken as they are. Raises IndexError if an id is out of
-    range."""
+    """Removes repeated ids and keeps the last occurrence of each. Returns (the remaining ids, their positions in
+    `ids`). If no id is repeated, returns (ids, None). Raises IndexError if an id is out of range."""
     if ids.numel() == 0:
         return ids, None
     if ids.dtype != torch.int64:
         ids = ids.to(torch.int64)
     if ids.numel() <= _FEW_IDS:
-        few = ids.tolist()  # waits for a GPU
+        few = ids.tolist()  # If the ids are on a GPU, the host waits for it here.
         if 0 <= min(few) and max(few) < num_items and len(set(few)) == len(few):
             return ids, None
     ordered, order = ids.sort(stable=True)
     is_last = torch.ones_like(ids, dtype=torch.bool)
     is_last[:-1] = ordered[1:] != ordered[:-1]
-    low, high, count = torch.stack((ordered[0], ordered[-1], is_last.sum())).tolist()  # waits for a GPU
+    # If the ids are on a GPU, the host waits for it here.
+    low, high, count = torch.stack((ordered[0], ordered[-1], is_last.sum())).tolist()
     if low < 0 or high >= num_items:
         check_range(ids.cpu(), num_items)
     if count == ids.numel():
@@ -154,7 +155,8 @@ def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch
 
 def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (numbers of the rows that hold the items, new contents of these rows). The contents are the items
-    themselves if each item is one row, and bytes otherwise. Rows that hold other items, too, are decoded first."""
+    themselves if each item is one row, and bytes otherwise. Rows that also hold bytes of other items are decoded, and
+    the new bytes are inserted."""
     item_bytes, row_bytes = table.geometry.item_bytes, table.row_bytes
     is_bare = items.is_contiguous() and not (items.requires_grad or items.is_conj() or items.is_neg())
     if item_bytes == row_bytes and is_bare:
@@ -172,10 +174,11 @@ def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tupl
     return numbers, held
 
 
-# ---- rows as they are ----
+# ---- present contents of rows ----
 
 
 def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> torch.Tensor:
+    """Decodes a byte range of the table's tensor on a device. Returns uint8 [end - start]."""
     out = torch.empty(end - start, dtype=torch.uint8, device=worker)
     fault = new_record(worker)
     torch.ops.ibp.decode_bytes.default(handle_on(table, worker).table, start, end, 0, out, fault)
@@ -184,8 +187,8 @@ def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> t
 
 
 def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
-    """Returns the decoded bytes of rows, one row after the other. A short last row is followed by undefined bytes.
-    numbers: the numbers of the rows, in increasing order."""
+    """Decodes rows, and returns their bytes one row after the other. If the last row of the table is short and is among
+    them, its bytes are followed by undefined bytes. numbers: the row numbers, in increasing order."""
     geometry, worker = table.geometry, numbers.device
     row_bytes = geometry.row_bytes
     num_whole, rest = divmod(geometry.num_bytes, row_bytes)
@@ -206,7 +209,7 @@ def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
 
 
 class _Row:
-    """A copy of a stored row, with which the row can be restored."""
+    """A copy of a stored row and of its index entries. `put_back` restores the row."""
 
     def __init__(self, table: Table, room: Room, row: int, worker: torch.device) -> None:
         self._parts = []
@@ -229,12 +232,12 @@ class _Row:
 
 
 def _memory_of(table: Table) -> Callable[[int], torch.Tensor]:
-    """Returns a function that allocates bytes for slots in the same kind of memory as the table's slots."""
+    """Returns a function that allocates a number of bytes in the same kind of memory as the table's slots."""
     return lambda num_bytes: memory.empty(num_bytes, table.device, table.is_pinned())
 
 
 def _overflow_memory_of(table: Table) -> Callable[[int], torch.Tensor]:
-    """Returns a function that allocates bytes for overflow in the same kind of memory as the table's overflow."""
+    """Returns a function that allocates a number of bytes in the same kind of memory as the table's overflow."""
     pin = table.is_pinned() or table.spills_to_host
     return lambda num_bytes: memory.empty(num_bytes, table.overflow.device, pin)
 
@@ -245,7 +248,8 @@ def _room_of(table: Table) -> Room:
 
 
 def _make_room(table: Table) -> None:
-    """Gives the table a `Room`, in which its rows can change, unless it already has one that no other table shares."""
+    """Makes sure that the table has a `Room`, in which its rows can change, and that no other table uses the same
+    memory."""
     if table._room is not None and not table._is_aliased:
         return
     if table.scheme == "raw" and table.slot_bytes < table.row_bytes:
@@ -265,13 +269,14 @@ def _encode(
     numbers: torch.Tensor | None,
     first_row: int,
 ) -> None:
-    """Encodes rows into the table's room. The operation needs no fault record, because ids have been checked and the
-    overflow has room for every row.
+    """Encodes rows into the table's room. The operation needs no fault record, because the ids have been checked, and
+    the overflow is first enlarged until it has room for every row.
 
     Args:
-        geometry: of the tensor that the table holds after the change.
-        data: the rows, contiguous, on the worker.
-        numbers: the numbers of the rows, all different. None: the rows from first_row on.
+        geometry: the geometry of the table after the change.
+        data: the new rows, contiguous, on the worker.
+        worker: the device that encodes the rows.
+        numbers: the row numbers, all different. None: the rows that begin at first_row.
     """
     row_bytes, slot_bytes = table.row_bytes, table.slot_bytes
     most_bytes = -(-data.nbytes // row_bytes) * rounded_up(row_bytes - slot_bytes, _SECTOR)

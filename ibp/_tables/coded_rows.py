@@ -20,7 +20,7 @@ from .._schemes import AnyCodebook, check_codebook
 from .._schemes.planes import signed
 from .compressed_tensor import CompressedTensor
 
-_NO_BASE = -1  # The base of a row that has no part in overflow.
+_NO_BASE = -1  # The base of a row without a part in overflow.
 _CPU = torch.device("cpu")
 _OUT_OF_RANGE = "row_ids[{position}] is {value}; the place has {num_rows} rows"
 _CODING = FaultWords("row_ids has {value} more than once", RuntimeError, _OUT_OF_RANGE)
@@ -31,9 +31,9 @@ class RowCounts(NamedTuple):
     """Counts of the rows of a `CodedRows`, over all calls of `encode_into`.
 
     Attributes:
-        spilled: the number of rows that were stored with a part in overflow.
-        lost: the number of rows that were lost, because overflow had no room for their part. Reading them raises.
-        used_bytes: number of bytes of overflow that are reserved.
+        spilled: number of rows that were stored with a part in overflow.
+        lost: number of rows that were lost because overflow had no room for their part. Reading a lost row raises.
+        used_bytes: number of bytes of overflow that have been handed out to rows.
     """
 
     spilled: int
@@ -45,7 +45,8 @@ class CodedRows(OfThisProcess):
     """Memory for coded rows. `ibp.encode_into` encodes rows into it, in any order and as often as needed.
 
     Every row has a slot of fixed size. Bytes that do not fit the slot go to a part of `overflow`, which the device
-    hands out. Rows that were never encoded read as default rows: zeros, or the codebook's default value.
+    allocates when it encodes the row. Rows that were never encoded read as default rows: zeros, or the codebook's
+    default value.
 
     Example:
         >>> x = torch.randn(100, 1024).bfloat16()
@@ -60,24 +61,26 @@ class CodedRows(OfThisProcess):
         num_rows: the number of rows, each of codebook.row_bytes bytes.
         slot_bytes: size in bytes of a slot: row_bytes, in which case no row ever overflows, or a multiple of 32 below
             row_bytes. None: row_bytes.
-        overflow_bytes: size in bytes of the overflow for the parts of all rows. It has to be given if slot_bytes is
-            less than row_bytes.
+        overflow_bytes: size in bytes of the overflow, which holds the parts of all rows. It must be given if slot_bytes
+            is less than row_bytes.
         device: the device that encodes rows and holds the index. None: the device of `buffer`, or otherwise the current
             CUDA device if there is one, or otherwise the CPU.
         memory: the memory for slots and overflow: "device"; or "pinned", which is host memory that the GPU writes and
-            reads over the link. None: "device". If the device is a CPU, they are in host memory.
-        overflow_memory: "pinned": overflow is in pinned host memory, so that the rows take little more of the GPU's
-            memory than their slots (see `ibp.spill.place`). None: overflow is in the same memory as the slots.
+            reads over the link. None: "device". If the device is a CPU, slots and overflow are in host memory.
+        overflow_memory: "pinned" puts overflow in pinned host memory even if the slots are on the GPU. The rows then
+            take little more GPU memory than their slots (see `ibp.spill.place`). None: overflow is in the same memory
+            as the slots.
         buffer: uint8 [at least CodedRows.memory_bytes(...)] on the device, contiguous. Its bytes are, in this order:
             counters, bases, rooms, lengths, slots, overflow. `CodedRows.over` reads a copy of these bytes. None: new
             memory is allocated.
-        host_buffer: uint8 host memory, 1-D and contiguous, for the slots, if `memory` is "pinned", and for overflow
-            behind them. It has to be pinned, unless the device is a CPU. None: new memory is allocated.
+        host_buffer: a 1-D contiguous uint8 tensor in host memory. It holds the slots if `memory` is "pinned", followed
+            by overflow. It must be pinned, unless the device is a CPU. None: new memory is allocated.
 
     Attributes:
         memory, overflow_memory: "device" or "pinned"; or "host" if the device is a CPU.
-        counters: int64 [8] on the device: bytes of overflow that were handed out, number of rows that spilled, number
-            of rows that were lost, and the fault record of `encode_into`. `used` and `fault` are views of parts of it.
+        counters: int64 [8] on the device: number of bytes of overflow that were handed out, number of rows that
+            spilled, number of rows that were lost, and the fault record of `encode_into`. `used` and `fault` are views
+            of entries of it.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
@@ -118,14 +121,14 @@ class CodedRows(OfThisProcess):
         slot_bytes: int | None = None,
         overflow_bytes: int | None = None,
     ) -> CodedRows:
-        """Returns a `CodedRows` over memory that holds the bytes of another `CodedRows` with the same codebook and
-        sizes, or that will hold them before it is read. Nothing is cleared. Because overflow is the last part, the
-        memory may end behind the bytes of overflow that are in use.
+        """Returns a `CodedRows` over a buffer with the bytes of another `CodedRows` that has the same codebook and
+        sizes. The bytes may also be copied to the buffer later, before rows are read. The buffer is not cleared.
+        Because overflow is the last part, the buffer may end after the bytes of overflow that are in use.
 
         Args:
             buffer: memory as for `CodedRows`. Its device becomes the device of the result.
-            codebook, num_rows, slot_bytes: those of the `CodedRows` whose bytes the memory holds.
-            overflow_bytes: size in bytes of the memory's overflow.
+            codebook, num_rows, slot_bytes: as for the `CodedRows` whose bytes the buffer holds.
+            overflow_bytes: size in bytes of the overflow in this buffer.
 
         Raises:
             TypeError, ValueError: an argument is not as described for `CodedRows`.
@@ -138,8 +141,8 @@ class CodedRows(OfThisProcess):
     def memory_bytes(
         codebook: AnyCodebook, num_rows: int, *, slot_bytes: int | None = None, overflow_bytes: int | None = None
     ) -> int:
-        """Returns the bytes of memory that a `CodedRows` of these sizes takes. Overflow is the last `overflow_bytes`
-        bytes of them.
+        """Returns the size in bytes of the memory that a `CodedRows` of these sizes takes. Its last `overflow_bytes`
+        bytes are overflow.
 
         Raises:
             TypeError, ValueError: an argument is not as described for `CodedRows`.
@@ -159,7 +162,8 @@ class CodedRows(OfThisProcess):
         buffer: torch.Tensor | None,
         host_buffer: torch.Tensor | None,
     ) -> None:
-        """Checks the arguments, and makes the tensors."""
+        """Checks the arguments of the constructor, and makes the tensors over existing or new memory, without clearing
+        them."""
         check_codebook(codebook)
         form = _form_of(codebook, num_rows, slot_bytes, overflow_bytes)
         if buffer is not None:
@@ -196,20 +200,21 @@ class CodedRows(OfThisProcess):
         self.handle = Handle(Parts(slots, overflow, *index, words, codebook.codec, *rows, self.rooms, self.used))
 
     def clear(self) -> None:
-        """Removes all rows. Afterwards they read as default rows, and all of the overflow is free."""
+        """Removes all rows. Afterwards all rows read as default rows, and the whole overflow is free."""
         self.lengths.view(torch.int16).fill_(signed(default_length(self.row_bytes), 16))
         self.bases.fill_(_NO_BASE)
         self.rooms.view(torch.int16).zero_()
         self.counters.zero_()
 
     def counts(self) -> RowCounts:
-        """Returns how many rows spilled, how many were lost, and how much of overflow is used. Waits for the work on
-        the current stream."""
+        """Waits for the work on the current stream. Returns the number of rows that spilled, the number of rows that
+        were lost, and the size in bytes of the used overflow."""
         spilled, lost = self._counts.tolist()
         return RowCounts(spilled, lost, min(int(self.used), self.overflow.numel()))
 
     def check(self) -> None:
-        """Raises the fault that calls of `encode_into` have noted. Waits for the work on the current stream.
+        """Waits for the work on the current stream. Raises the fault that calls of `encode_into` have noted, if any,
+        and clears it.
 
         Raises:
             IndexError: an id was out of range.
@@ -220,13 +225,14 @@ class CodedRows(OfThisProcess):
         _CODING.raise_for(record, num_rows=self.num_rows)
 
     def decode(self, row_ids: torch.Tensor | None = None, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Decodes rows. Returns a tensor [rows, row_bytes / itemsize] of dtype on the device of the rows.
+        """Decodes rows. Returns a tensor [number of rows, row_bytes / itemsize] of the given dtype on the device of
+        this object.
 
         Args:
             row_ids: the numbers of the rows, int32 or int64, on the same device. None: all rows.
 
         Raises:
-            ValueError: a row was lost, or is damaged.
+            ValueError: a row was lost or is damaged.
             IndexError: an id is out of range.
         """
         count = self.num_rows if row_ids is None else row_ids.numel()
@@ -240,15 +246,15 @@ class CodedRows(OfThisProcess):
         return out.view(count, self.row_bytes).view(dtype)
 
     def table(self, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.uint8) -> CompressedTensor:
-        """Returns a table over the memory of the rows. It sees rows that are encoded later. But if `memory` is
-        "pinned", the index is copied, and the table sees only rows that were encoded before.
+        """Returns a table over the memory of the rows, which also shows rows that are encoded later. If `memory` is
+        "pinned", however, the index is copied, and the table shows only rows that were encoded before the call.
 
         Args:
-            shape, dtype: of the table's tensor, which has to have as many bytes as all rows together. shape None:
-                [num_rows, row_bytes / itemsize].
+            shape, dtype: the shape and dtype of the table. A tensor of this shape and dtype must have the size of all
+                rows together. shape None: [num_rows, row_bytes / itemsize].
 
         Raises:
-            ValueError: shape and dtype have another number of bytes.
+            ValueError: a tensor of this shape and dtype has another size.
         """
         of_rows = (self.num_rows, self.row_bytes // dtype.itemsize)
         table = CompressedTensor(
@@ -267,8 +273,8 @@ class CodedRows(OfThisProcess):
         return table
 
     def _live_table(self) -> CompressedTensor:
-        """Returns a table over the memory of the rows that sees rows that are encoded later, even if `memory` is
-        "pinned"."""
+        """Returns a table over the memory of the rows, which also shows rows that are encoded later, even if `memory`
+        is "pinned"."""
         table = self.table()
         table._keep_handle(self.device, self.handle.parts)
         return table
@@ -277,7 +283,7 @@ class CodedRows(OfThisProcess):
 def _form_of(
     codebook: AnyCodebook, num_rows: int, slot_bytes: int | None, overflow_bytes: int | None
 ) -> forms.PieceForm:
-    """Returns the layout of the parts of coded rows. Raises ValueError if a size is out of range."""
+    """Returns the layout of the memory of a `CodedRows`. Raises ValueError if a size is out of range."""
     row_bytes = codebook.row_bytes
     slot_bytes = row_bytes if slot_bytes is None else slot_bytes
     if num_rows < 0 or num_rows * row_bytes > 2**58:
@@ -312,8 +318,9 @@ def _allocated(
     """Returns separate memory for the head and for each part of a form.
 
     Args:
-        in_host: whether slots, and whether overflow, are in host memory, which is pinned if the device is a GPU.
-        host_buffer: memory of which the parts in host memory become views. None: new memory is allocated.
+        in_host: two flags: whether slots, and whether overflow, are in host memory. This memory is pinned if the device
+            is a GPU.
+        host_buffer: the parts in host memory become views of this buffer. None: new memory is allocated.
     """
     *index, slots, overflow = forms.HEAD_BYTES, *(part.stop - part.start for part in form)
     parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in index]
@@ -328,8 +335,8 @@ def _allocated(
 
 
 class Buffers:
-    """Tensors with the same layout, such as pages of a cache or layers of a model, that `ibp.encode_into` encodes in
-    one launch. Their addresses are copied to the device once, when the object is made.
+    """A list of tensors with the same layout, such as pages of a cache or layers of a model. `ibp.encode_into` encodes
+    all of them in one launch. The addresses of the tensors are copied to the device once, by the constructor.
 
     Example:
         >>> pages = [torch.randn(4, 1024).bfloat16() for _ in range(25)]
@@ -340,7 +347,7 @@ class Buffers:
         True
 
     Args:
-        tensors: at least one tensor; all have the same shape, dtype, strides and device.
+        tensors: one or more tensors with the same shape, dtype, strides and device.
 
     Raises:
         ValueError: there are no tensors, or they differ.
@@ -372,9 +379,9 @@ def encode_into(
     first_row: int = 0,
     max_sms: int | None = None,
 ) -> None:
-    """Encodes the rows of a tensor into an `ibp.CodedRows`, on the current stream of its device, by one launch. The
-    call does not measure the rows first, does not allocate memory and does not synchronise. It can be captured in a
-    CUDA graph.
+    """Encodes the rows of a tensor into an `ibp.CodedRows`, in one launch on the current stream of its device. The call
+    does not measure the rows first, does not allocate memory and does not synchronise. It can be captured in a CUDA
+    graph.
 
     If overflow has no room for a row, the row is lost: reading it raises, and `place.counts()` counts it.
 
@@ -390,7 +397,7 @@ def encode_into(
         x: a tensor of any dtype on the device of `place`; or `Buffers`; or a sequence of tensors, from which `Buffers`
             are made. The elements of x, in their order, are cut into rows of place.row_bytes bytes. A dense tensor with
             permuted dimensions, such as channels_last, is encoded in the order of its memory. If x is not dense, each
-            row has to be contiguous in memory. If x is contiguous, its last row may be short; it is filled up with
+            row has to be contiguous in memory. If x is contiguous, its last row may be short, and is padded with
             zeros.
         place: the memory to encode into.
         row_ids: int64 [rows of x], the numbers of the rows of `place` to write to, all different. None: first_row and
@@ -399,9 +406,10 @@ def encode_into(
         max_sms: the largest number of multiprocessors to keep busy. None: all.
 
     Raises:
-        TypeError: place or x is of another type.
-        RuntimeError: x, row_ids and place contradict each other. Ids that are out of range are noted, and
-            `place.check()` raises them.
+        TypeError: place or x has a wrong type.
+        RuntimeError: x, row_ids and place contradict each other.
+
+    If an id is out of range or is given twice, the call notes a fault, which `place.check()` raises.
     """
     if not isinstance(place, CodedRows):
         raise TypeError(f"place is a {type(place).__name__}; wanted an ibp.CodedRows")
@@ -415,7 +423,8 @@ def encode_into(
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
-    """Returns x, or a view of x with its dimensions in the order of memory, if x is dense and they are permuted."""
+    """Returns a view of x whose dimensions are in the order of memory, if x is dense with permuted dimensions, and
+    otherwise x itself."""
     if x.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(x):
         return x
     strides = x.stride()

@@ -1,6 +1,7 @@
-"""Makes tables from the rows of a tensor, which `Request.of` makes. `compressed` calls `coded`, which finds a codebook
-and measures all rows with it, then allocates the table, and calls `encode`, which writes the rows. `placed` makes
-tables whose overflow is in host memory, and `compressed_in_place` makes tables in the tensor's own memory."""
+"""Makes tables from the rows of a tensor, given as a `Request`. `compressed` works in three steps: `coded` finds a
+codebook and measures all rows with it; then the memory of the table is allocated; then `encode` writes the rows.
+`placed` makes tables whose overflow is in host memory, and `compressed_in_place` makes tables in the tensor's own
+memory."""
 
 from __future__ import annotations
 
@@ -22,14 +23,19 @@ from .._rows.handle import Handle, Parts
 from .._rows.table import AnyTable, Table
 from .._schemes import AnyCodebook, Options, Request, checked, learn, measure, surveyed
 
-_FEW_BYTES = 1 << 20  # The CPU encodes at most this many bytes of host memory sooner than they are copied to a GPU.
-# With a given codebook, rows are encoded while they are measured if there are at least _LEAST_TIMES times as many bytes
-# as are surveyed to choose the slots.
+# Tensors in host memory of up to this size in bytes are encoded by the CPU, unless the caller names a device. Copying
+# them to a GPU would take longer.
+_FEW_BYTES = 1 << 20
+# Rows can be encoded in the pass that measures them, with slots that are chosen from the survey of a sample. If such a
+# survey was not made when the codebook was learned, a sample of _SURVEYED_BYTES bytes is surveyed, provided that the
+# tensor has at least _LEAST_TIMES times as many bytes.
 _SURVEYED_BYTES, _LEAST_TIMES = 1 << 20, 32
-# The overflow of rows that are encoded while they are measured has 1.25 times the size that the sample predicts, plus
-# 1/512 of all bytes, because the prediction rests on few rows.
+# Overflow for rows that are encoded while they are measured has _MORE_OVERFLOW times the size that the sample predicts,
+# plus the fraction _LEAST_SHARE of all bytes, because the sample has few rows.
 _MORE_OVERFLOW, _LEAST_SHARE = 1.25, 1 / 512
-MOST_LACKING = 0.01  # Share of the bytes that may stay raw because rows lack what all sampled rows have in common.
+# If savings are lower than expected by at least this fraction of the original bytes, because rows lack what all sampled
+# rows have in common, a codebook that codes all rows is learned as well.
+MOST_LACKING = 0.01
 _CPU = torch.device("cpu")
 CHANGED = FaultWords(
     "x changed while it was being compressed: row {position} of a block no longer has the length measured", RuntimeError
@@ -44,7 +50,7 @@ class Coding(NamedTuple):
         lengths: uint16 [num_rows], the lengths of all rows (FORMAT.md section 2), on the device that measured the rows
             and encodes them.
         survey: the survey of the lengths.
-        place: slots that already hold the encoded rows, and the rows' parts in the overflow, which lie there in any
+        place: slots and overflow that already hold the encoded rows. The parts in the overflow are in no particular
             order. None: the rows were only measured.
     """
 
@@ -55,12 +61,12 @@ class Coding(NamedTuple):
 
     @property
     def stored_bytes(self) -> int:
-        """Size in bytes of the rows and the codebook."""
+        """Size in bytes of the coded rows and the codebook."""
         return self.survey.stored + self.codebook.nbytes
 
 
 def warn_of_gradient(x: torch.Tensor) -> None:
-    """Warns once per process that a table has no gradient, if x requires grad."""
+    """If x requires grad, warns (once per process) that a table has no gradient."""
     if x.requires_grad and torch.is_grad_enabled():
         warn_once(
             "x requires grad, and a table of it has no gradient: give x.detach() if its values alone are meant. Rows "
@@ -70,7 +76,7 @@ def warn_of_gradient(x: torch.Tensor) -> None:
 
 
 def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
-    """Returns a table of the rows, in memory of its own.
+    """Compresses the rows of a request. Returns a table in new memory.
 
     Args:
         kind: the class of the table.
@@ -108,7 +114,7 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
                 if sizes[1]:
                     bases = geometry.index_rows(coding.lengths, slot_bytes)
                     torch.ops.ibp.move_parts.default(place.table, bases, overflow)
-            else:  # No rows are encoded yet, or all rows ask for other slots than the sample did.
+            else:  # No rows are encoded yet, or the survey of all rows asks for another slot size than the sample.
                 place, coding = None, coding._replace(place=None)  # frees the memory of the place
                 (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
                 bases = encode(request, coding, slot_bytes, slots, overflow, not is_pinned)
@@ -117,15 +123,16 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
         table._is_refused = True
     if is_there:
         return table
-    # The table is a CompressedTensor here: `code_anew`, which makes a Table, never asks for another device.
+    # The table is a CompressedTensor here: `code_anew`, which makes a Table, never requests another device.
     moved = table.to(home)  # type: ignore[attr-defined]
     return moved.pin_memory(numa=options.numa) if pins else moved
 
 
 def code_anew(table: Table, options: Options, level: str | None) -> Table:
-    """Returns a new table of the same tensor, for `CompressedTensor.refit`.
+    """Decompresses a table and compresses the tensor again, for `CompressedTensor.refit`. Returns the new table.
 
     Args:
+        options: the arguments of `refit`.
         level: the level at which a codebook is learned. None: the level of the table's codebook, unless the options say
             otherwise.
     """
@@ -143,11 +150,13 @@ def code_anew(table: Table, options: Options, level: str | None) -> Table:
 
 
 def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding], int]) -> AnyTable:
-    """Returns a table with slots on the device that codes the rows, and with the overflow in host memory, pinned for a
-    GPU. If slots hold whole rows, and rows take no fewer bytes encoded, they stay raw.
+    """Compresses the rows of a request. Returns a table with slots on the device that encodes the rows, and with the
+    overflow in host memory, which is pinned if the device is a GPU. If slots hold whole rows, and encoding does not
+    make the table smaller, the rows stay raw.
 
     Args:
-        slots_for: returns the bytes of a slot if the request leaves them open.
+        kind: the class of the table.
+        slots_for: returns the size of a slot in bytes. It is called if the request does not give the size.
     """
     data, geometry, device, slot_bytes = request.data, request.geometry, request.device, request.slot_bytes
     is_near = device.type == "cpu"
@@ -173,15 +182,16 @@ def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding],
 
 
 def coded(request: Request, room: Callable[[int], torch.Tensor] | None = None) -> Coding | None:
-    """Measures all rows with the codebook that is given, or with one that it learns. Returns None if there are no rows,
+    """Measures all rows with the given codebook, or with a codebook that it learns. Returns None if there are no rows,
     or if raw rows are best.
 
-    A codebook may leave out what all sampled rows have in common; rows that lack it stay raw. If these are too many, a
-    second codebook is learned that leaves out nothing, and the better one is taken.
+    A learned codebook may leave out what all sampled rows have in common; rows that lack it are stored raw. If they
+    lower the savings too much (see MOST_LACKING), a second codebook is learned that leaves out nothing, and the better
+    of the two is used.
 
     Args:
-        room: allocates slots beside the tensor, so that many rows are encoded in the pass that measures them; None:
-            rows are only measured.
+        room: a function that allocates a number of bytes for slots. If it pays, the rows are then encoded in the pass
+            that measures them. None: rows are only measured.
     """
     options, num_bytes = request.options, request.geometry.num_bytes
     if not num_bytes:
@@ -203,8 +213,8 @@ def coded(request: Request, room: Callable[[int], torch.Tensor] | None = None) -
 
 
 def coded_in_slots(request: Request) -> Coding:
-    """Returns what `coded` returns, for slots that are smaller than rows. There is always a codebook, because even a
-    table whose rows are all raw has parts in the overflow. The tensor is not empty."""
+    """Measures all rows as `coded` does, for slots that may be smaller than rows. If raw rows are best, it still
+    returns a `Coding`, with a codebook of scheme "planes". The tensor must not be empty."""
     found = coded(request)
     if found is None:
         codebook = learn("planes", request)
@@ -214,8 +224,8 @@ def coded_in_slots(request: Request) -> Coding:
 
 
 def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], torch.Tensor] | None) -> Coding:
-    """Returns the results of measuring all rows with a codebook. If there is a room for slots, and if it pays, the rows
-    are encoded in the same pass."""
+    """Measures all rows with a codebook and returns the results. If `room` is given and encoding in the same pass is
+    worthwhile, the rows are also encoded (see `_encoded_ahead`)."""
     data, device = request.data, request.device
     known = None if codebook is request.options.codebook else request.known(codebook)
     is_free = request.options.device is None and not data.is_cuda  # The caller has not named a device.
@@ -240,12 +250,12 @@ def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], tor
 def _encoded_ahead(
     request: Request, codebook: AnyCodebook, some: _rows.Survey, room: Callable[[int], torch.Tensor]
 ) -> Coding:
-    """Encodes the rows into slots in the pass that measures them, and returns the results. If the overflow does not
-    hold all parts, the results have no place, and the rows are encoded again.
+    """Encodes the rows into slots in the pass that measures them, and returns the results. If the overflow turns out to
+    be too small, the results have no `place`, and the caller must encode the rows again.
 
     Args:
-        some: the survey of a sample of the rows, by which the sizes of slots and overflow are chosen.
-        room: allocates the slots.
+        some: the survey of a sample of the rows, from which the sizes of slots and overflow are chosen.
+        room: a function that allocates a number of bytes for slots.
     """
     data, geometry = request.data, request.geometry
     slot_bytes = request.slot_bytes or some.table_slot_bytes
@@ -277,13 +287,13 @@ def encode(
     overflow: torch.Tensor,
     pageable: bool,
 ) -> torch.Tensor:
-    """Encodes rows, on the device of the coding, into slots and overflow. Returns the table's bases, which are empty if
-    no row has a part in the overflow.
+    """Encodes the rows into slots and overflow, on the device of coding.lengths. Returns the table's bases, which are
+    empty if no row has a part in the overflow.
 
     Args:
-        slots, overflow: uint8, of the sizes that the survey asks for; both on the device of the coding, or both in host
-            memory.
-        pageable: whether this host memory is pageable.
+        slots, overflow: uint8, with the sizes that follow from the survey. Both are on the device that encodes, or both
+            are in host memory.
+        pageable: whether slots and overflow are in pageable host memory.
 
     Raises:
         RuntimeError: a row no longer has the length that was measured, because the tensor was changed.
@@ -294,8 +304,8 @@ def encode(
     bases = torch.empty(0, dtype=torch.int64, device=worker)
     if num_bytes:
         bases = geometry.index_rows(lengths, slot_bytes)
-    # Whether each block of rows gets only its own range of the overflow. A GPU that writes to its own memory gets all
-    # of the overflow, so that it need not be asked for the ranges.
+    # is_cut: whether the operation is given, for each block of rows, only the range of the overflow for this block. A
+    # GPU that writes to its own memory is given the whole overflow, so that the host need not read the bases.
     is_cut = num_bytes > 0 and not (lies_near and worker.type == "cuda")
     starts, fault = bases.cpu() if is_cut else bases, new_record(worker)
     words, codec = codebook.words(worker), codebook.codec
@@ -320,10 +330,11 @@ def encode(
 
 
 def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options) -> AnyTable:
-    """Returns a table in the memory of x, for `ibp.compress(x, inplace=True)`.
+    """Compresses x in its own memory, for `ibp.compress(x, inplace=True)`. Returns the table.
 
-    All analysis is done before the first write. Then the rows are rewritten block by block. One operation writes a
-    block and the lengths of its rows, so that the table decompresses to x at any time."""
+    All analysis is done before the first write. Then the rows are rewritten block by block. One operation writes the
+    bytes of a block together with the lengths of its rows, so the table decompresses to x at any time. If the call is
+    interrupted after the first write, the exception has the table as its attribute `table`."""
     _check_owns_memory(x)
     request = Request.of(x, options)
     data, geometry, row_bytes = request.data, request.geometry, request.geometry.row_bytes
@@ -342,7 +353,7 @@ def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options)
     kept: list[AnyTable] = []
 
     def work() -> AnyTable:
-        kept.append(table)  # Once the first row is rewritten, x can be read through the table alone.
+        kept.append(table)  # After the first row is rewritten, x can be read only through the table.
         if coding is not None:
             _encode_in_place(table, data, coding, options.progress)
         if pin:
@@ -373,9 +384,9 @@ def _check_owns_memory(x: torch.Tensor) -> None:
 
 
 def _encode_in_place(table: Table, data: torch.Tensor, coding: Coding, progress: bool) -> None:
-    """Rewrites the rows of a table, all of which are still raw. One operation of torch changes the bytes of a block and
-    the lengths of its rows. The table can be decoded before and after each such operation, so that an interrupt does no
-    harm at any time."""
+    """Encodes the rows of a table in place. All rows must still be raw. One operation of torch changes the bytes of a
+    block together with the lengths of its rows. The table can be decoded before and after each such operation, so an
+    interrupt does no harm."""
     codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
     row_bytes, words, entries = table.row_bytes, codebook.words(worker), table.lengths.view(torch.uint8)
     no_bases = torch.empty(0, dtype=torch.int64, device=worker)

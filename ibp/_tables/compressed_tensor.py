@@ -24,7 +24,8 @@ from .._rows.table import TENSORS, Table
 from .._schemes import AnyCodebook, Options, Request
 from . import changes, coding, torch_functions
 
-_ITERATED_BYTES = 4 << 20  # Iteration decodes blocks of this many bytes at once: they hold many rows in little memory.
+# Size in bytes of the blocks that iteration decodes. A block has many rows, but takes little memory.
+_ITERATED_BYTES = 4 << 20
 
 
 class CompressedTensor(Movable, CodedManners, Table):
@@ -33,7 +34,7 @@ class CompressedTensor(Movable, CodedManners, Table):
 
     A table supports much of the interface of a tensor (`shape`, `size()`, `to()`, `table[key]`, iteration,
     `torch.index_select`, `F.embedding`, `F.embedding_bag`, `F.linear`) and decodes the rows that are needed. It is not
-    a torch.Tensor, does not support arithmetic and has no gradient. `==` and `hash` go by identity.
+    a torch.Tensor, does not support arithmetic and has no gradient. `==` and `hash` compare identity, not contents.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -48,13 +49,13 @@ class CompressedTensor(Movable, CodedManners, Table):
         device: the device that the coded rows are on.
         nbytes: size in bytes of all memory that the table takes.
         stored_bytes: size in bytes of the coded rows and the codebook, from which `savings` is computed. `nbytes` is
-            larger, because it also counts the index, unused bytes of slots, and overflow that changed rows no longer
-            use.
+            larger, because it also counts the index, unused bytes in slots, and unused parts of the overflow.
         scheme: "ibp" or "planes"; or "raw" if compression would not have saved anything.
         codebook: the `ibp.codecs.Codebook`, `ibp.codecs.PlanesCodebook` or `ibp.codecs.ClusteredCodebook`; None for
             scheme "raw".
-        row_bytes, num_rows: bytes and number of the rows. A row is an item x[i] of up to 64 KiB, or a piece of the
-            flattened tensor if items are longer.
+        row_bytes: size in bytes of a row. By default a row is an item x[i]. If items are longer than 64 KiB, or x has
+            fewer than two dimensions, a row is a stretch of the flattened tensor.
+        num_rows: number of rows.
         slot_bytes: size in bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
         slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3). They must not be changed.
         version: the number of in-place changes so far. A copy of rows is stale if `version` has grown since the copy
@@ -111,8 +112,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         memory.
 
         Args:
-            device: the device of the result; or another tensor or table, whose device is meant. None: the table's own
-                device.
+            device: the device of the result; or a tensor or a table, which stands for its device and dtype. None: the
+                table's own device.
             dtype: None or the table's own dtype, because coded rows cannot be converted.
             non_blocking: whether the call returns without waiting for copies from pinned memory to a GPU.
             copy: whether to make a copy even if the table is already on the device.
@@ -159,8 +160,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         forked, and processes that open the handle of `share`. Returns self. Nothing happens if the table is on a GPU or
         is already shared.
 
-        The bytes exist once, however many processes read them. They are freed with the last table that uses them. If
-        the table was pinned, each process pins the shared memory for itself.
+        All processes read the same copy of the bytes. The memory is freed with the last table that uses it. If the
+        table was pinned, each process pins the shared memory for itself.
 
         Args:
             numa: the NUMA node whose memory is preferred, or a device, which stands for the node nearest to it. None:
@@ -193,10 +194,10 @@ class CompressedTensor(Movable, CodedManners, Table):
         return (self.is_cuda and not self.spills_to_host) or isinstance(self._segment, Segment)
 
     def share(self) -> SharedHandle:
-        """Returns a handle with which other processes open the table by `ibp.distributed.open_shared`, without a copy.
+        """Moves the table to shared memory (see `share_memory_`) and returns a handle. Other processes pass the handle
+        to `ibp.distributed.open_shared` to open the table without a copy.
 
-        The table is first moved to shared memory (see `share_memory_`). Queues of `multiprocessing`, and arguments of
-        its processes, send tables in this way.
+        Queues of `multiprocessing`, and arguments of its processes, send tables in this way.
 
         The handle is plain data and can be sent by any means, such as `torch.distributed.broadcast_object_list`, a
         store or a socket. Any number of processes may open it, as long as this process lives and holds the table. For
@@ -231,19 +232,19 @@ class CompressedTensor(Movable, CodedManners, Table):
         dtype: torch.dtype | None = None,
         change_overflow: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> CompressedTensor:
-        """Returns a table whose tensors are the results of `change`.
+        """Returns a new table whose tensors are the results of `change` on the tensors of this table.
 
         Args:
-            change: is called for each tensor of the table.
-            shape, dtype: of the tensor that the new table holds. None: the table's own.
-            change_overflow: is called for the overflow instead of `change`. None: `change` is.
+            change: called with each tensor of the table; returns the tensor of the new table.
+            shape, dtype: the shape and dtype of the new table. None: those of this table.
+            change_overflow: called with the overflow instead of `change`. None: `change` is called.
         """
         held = self._tensors()
         moved: dict[str, Any] = {name: change(tensor) for name, tensor in held.items() if name != "overflow"}
         moved["overflow"] = (change_overflow or change)(held["overflow"])
         kept = {name: getattr(self, name) for name in ("scheme", "row_bytes", "slot_bytes", "codebook")}
         made = type(self)(shape=self.shape if shape is None else shape, dtype=dtype or self.dtype, **kept, **moved)
-        # If the new table has the same memory, it also keeps the owner of the memory, and its pinning, alive.
+        # If both tables use the same memory, the new table must also keep the owner and the pinning of this memory.
         if any(moved[name].numel() and moved[name].data_ptr() == held[name].data_ptr() for name in TENSORS):
             made._owner, made._pinned_range = self._owner, self._pinned_range
             made._move({}, self._segment)
@@ -254,28 +255,29 @@ class CompressedTensor(Movable, CodedManners, Table):
     # ---- rows that change ----
 
     def update_(self, ids: gather.Ids, rows: torch.Tensor) -> CompressedTensor:
-        """Sets x[ids] = rows: encodes rows with the table's codebook and replaces the rows of these ids. Returns self.
+        """Sets x[ids] = rows: encodes the new rows with the table's codebook and replaces the items of these ids.
+        Returns self.
 
-        Other rows stay where they are and are not read. The codebook does not change: rows unlike the rows that it was
-        learned from save less, or are kept raw (`refit` learns a new codebook). A row that no longer fits takes a new
-        part of the overflow. The overflow grows as needed, so that an update does not fail because there is no room
-        left. `refit` frees the parts that rows no longer use.
+        Other rows are neither read nor moved. The codebook stays the same, so new rows that differ from the rows that
+        it was learned from save less, or are stored raw (`refit` learns a new codebook). A row that no longer fits its
+        slot and its part of the overflow gets a new part. The overflow grows as needed, so an update does not fail for
+        lack of room. `refit` frees the parts that rows no longer use.
 
         The first change copies the index, which then takes at most 12 bytes per row. A packed table stays packed; its
-        changed rows move to another place in the overflow. The time of later changes depends only on the rows that
-        change. If several items share a row, the whole row is decoded and encoded again.
+        changed rows move to another place in the overflow. The time of later changes depends only on the number of rows
+        that change. If several items share a row, the whole row is decoded and encoded again.
 
-        If the table is on a GPU, the rows are encoded there on the current stream, in order with reads on that stream.
-        Other streams have to wait for an event of the current stream before they read, and the next change has to wait
-        for an event of theirs. If the table is pinned, the GPU that holds the new rows encodes them, or otherwise the
-        GPU that last used the table; reads by the CPU wait for this GPU. The call waits for ids that are on a GPU. CUDA
-        graphs that read the table have to be captured again after the overflow has grown, and after `append` and
-        `refit`.
+        If the table is on a GPU, this GPU encodes the rows on its current stream, in order with reads on that stream.
+        Before another stream reads, it must wait for an event of the current stream; before the next change, the
+        current stream must wait for an event of every other stream that reads. If the table is pinned, the GPU that
+        holds the new rows (or the ids) encodes them, or otherwise a GPU that has used the table; reads by the CPU wait
+        for this GPU. If the ids are on a GPU, the call waits for this GPU. CUDA graphs that read the table have to be
+        captured again after the overflow has grown, and after `append` and `refit`.
 
         If the call is interrupted or refused, the table holds either all old rows or all new ones.
 
         Args:
-            ids: the items to change, int32 or int64 [K]. If ids are equal, the last of them counts.
+            ids: the items to change, int32 or int64 [K]. If an id occurs more than once, its last occurrence counts.
             rows: [K, ...] tensor of the table's dtype, on any device.
 
         Raises:
@@ -287,10 +289,10 @@ class CompressedTensor(Movable, CodedManners, Table):
         return self
 
     def append(self, rows: torch.Tensor) -> CompressedTensor:
-        """Adds items at the end, encoded with the table's codebook. Dimension 0 grows. Returns self.
+        """Adds items at the end of dimension 0, encoded with the table's codebook. Returns self.
 
-        When the memory is full, it grows by half, so that many calls together copy each row only a few times. All else
-        is as in `update_`.
+        When the memory is full, it grows by half, so that many calls together copy each row only a few times. In all
+        other respects `append` behaves as `update_` does.
 
         Args:
             rows: [K, ...] tensor of the table's dtype, on any device.
@@ -313,7 +315,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         slot_bytes: int | None = None,
         device: torch.device | str | int | None = None,
     ) -> CompressedTensor:
-        """Compresses the table's present rows anew: learns a codebook that fits them, and frees unused memory. Returns
+        """Compresses the table's present rows again: learns a codebook that fits them, and frees unused memory. Returns
         self.
 
         The call needs additional memory for the whole decoded tensor. Rows keep their size, and the layout ("slots" or
@@ -323,7 +325,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         Args:
             level: as in `ibp.compress`. None: the level of the table's present codebook, unless scheme, codebook or
                 clusters say otherwise.
-            all others: as in `ibp.compress`.
+            scheme, codebook, sample, clusters, slot_bytes, device: as in `ibp.compress`.
 
         Raises:
             TypeError, ValueError: as for `ibp.compress`.
@@ -376,8 +378,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         max_sms: int | None = None,
         path: str | None = None,
     ) -> torch.Tensor:
-        """Returns x[first:last], as `ibp.decompress` returns x: for a part of a table, which goes to memory that is
-        there already.
+        """Decodes the items x[first:last] and returns them, as `ibp.decompress` does for all of x. If out is given, the
+        items are decoded directly into it.
 
         Example:
             >>> x = torch.randn(1000, 1024).bfloat16()
@@ -387,7 +389,8 @@ class CompressedTensor(Movable, CodedManners, Table):
             True
 
         Args:
-            first, last: the first item, and the one behind the last. A table without dimensions has one item.
+            first, last: the index of the first item, and the index after the last item. A table without dimensions has
+                one item.
             device, out, check, max_sms, path: as in `ibp.decompress`. out has the shape of x[first:last].
 
         Raises:
@@ -411,8 +414,9 @@ class CompressedTensor(Movable, CodedManners, Table):
     ) -> prefetching.Prefetch:
         """Starts to bring items, or the whole tensor, to a GPU on another stream, while the current stream goes on.
 
-        The prefetch begins after the work that is now queued on the current stream, so that this work may still write
-        the ids and use out. If the result goes to the CPU, the prefetch is done before the call returns.
+        The prefetch begins after the work that is queued on the current stream at the time of the call, so this work
+        may still write the ids and use out. If the result goes to the CPU, the prefetch is done before the call
+        returns.
 
         Args:
             ids: as in `index_select`. None: the whole tensor, as `decompress` returns it.
@@ -421,10 +425,10 @@ class CompressedTensor(Movable, CodedManners, Table):
                 share, so that they run one after the other.
 
         Returns:
-            An `ibp.Prefetch`: `wait()` returns the result, and `close()` gives it up.
+            An `ibp.Prefetch`. Its `wait()` returns the result; its `close()` releases the result.
 
         Raises:
-            ValueError: stream is of another device.
+            ValueError: stream belongs to another device.
 
         It also raises what `index_select` and `decompress` raise.
         """
@@ -433,10 +437,11 @@ class CompressedTensor(Movable, CodedManners, Table):
     def prepare_linear(self) -> CompressedTensor:
         """Prepares the table for `ibp.linear` on the device that it is on. Returns self.
 
-        On a GPU, the call decodes the table once, in parts, lists its escaped weights, which the coded digits do not
-        represent, and waits. If it is not called, the first call of `ibp.linear` does the same, unless that call is
-        compiled or captured in a CUDA graph. The list counts in `nbytes`. Call `prepare_linear` again after rows have
-        changed. Modules of `ibp.nn` call it whenever they take a table.
+        On a GPU, the call decodes the table once, block by block, lists the escapes (the weights that the coded digits
+        do not represent), and waits until the list is complete. If `prepare_linear` was not called, the first call of
+        `ibp.linear` prepares the table, unless that call is compiled or captured in a CUDA graph. `nbytes` includes the
+        list. Call `prepare_linear` again after rows have changed. Modules of `ibp.nn` call it whenever they are given a
+        table.
 
         Example:
             >>> table = ibp.compress(torch.randn(512, 1024).bfloat16(), level="fast").prepare_linear()
@@ -452,8 +457,8 @@ class CompressedTensor(Movable, CodedManners, Table):
 
     @property
     def fits_linear(self) -> bool:
-        """Whether the kernel of `ibp.linear` multiplies by these rows as they are coded, on a GPU that has them: a
-        matrix of BF16 at level "fast", whose rows are slots that are large enough."""
+        """Whether the kernel of `ibp.linear` can multiply by the coded rows directly, if they are in the memory of the
+        GPU. This holds for a BF16 matrix that was coded at level "fast" with large enough slots."""
         return escapes.takes(self)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
@@ -465,16 +470,18 @@ class CompressedTensor(Movable, CodedManners, Table):
 
         Raises:
             IndexError: an index is out of range, a mask does not have the table's shape, or there are too many indices.
-            TypeError: the key is of another type.
+            TypeError: the key has an unsupported type.
             ValueError: a slice has a step below 1.
         """
         return indexing.take(self, key)
 
     def __getitems__(self, ids: Sequence[int]) -> list[torch.Tensor]:
-        """Returns the items of some ids by one call. torch's DataLoader asks for the items of a batch in this way.
+        """Returns a list of the items of the given ids, decoded in one call. torch's DataLoader calls this method for
+        the items of a batch.
 
         Raises:
-            IndexError, TypeError: an id is out of range, or no integer.
+            IndexError: an id is out of range.
+            TypeError: an id is not an integer.
         """
         return list(self[torch.as_tensor(ids, device="cpu")])
 

@@ -1,4 +1,4 @@
-"""Joins rows of several tables into one table. The coded rows are copied; nothing is decoded."""
+"""Joins rows of several tables into one table, by copying the coded rows. No row is decoded."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Items(NamedTuple):
         return self.table.slots[self.first * self.table.slot_bytes : self.last * self.table.slot_bytes]
 
     def overflow(self) -> torch.Tensor:
-        """Returns the parts of these items that lie in the overflow."""
+        """Returns the bytes of the overflow that belong to these items."""
         return self.table.overflow[_overflow_before(self.table, self.first) : _overflow_before(self.table, self.last)]
 
 
 def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | None:
-    """Returns a table on a device that has the items of several tables, one after the other. Nothing is decoded.
-    Returns None unless all tables have the same form: every row is an item, all slots have the same size and are
-    smaller than a row, and all codebooks are equal."""
+    """Concatenates items of several tables into a table on a device, without decoding them. Returns None if the tables
+    cannot be joined. They can be if every row is an item, all slots have the same size, which is smaller than a row,
+    and the codebooks, dtypes and item shapes are equal."""
     table = parts[0].table
     form = _form(table)
     if form is None or any(_form(part.table) != form for part in parts[1:]):
@@ -50,8 +50,8 @@ def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | Non
 
 
 def _form(table: CompressedTensor) -> Hashable | None:
-    """Returns a value that is equal for tables whose rows can be joined in one table. Returns None if the coded bytes
-    of a table cannot be cut between any two items."""
+    """Returns a value that is equal for all tables that can be joined with each other. Returns None for a table that
+    cannot be joined at all, because its coded bytes cannot be cut between any two items."""
     if table.codebook is None or table.geometry.item_bytes != table.row_bytes or table._has_own_bases:
         return None
     if not 0 < table.slot_bytes < table.row_bytes:
@@ -60,6 +60,6 @@ def _form(table: CompressedTensor) -> Hashable | None:
 
 
 def _overflow_before(table: CompressedTensor, item: int) -> int:
-    """Returns the bytes of overflow that the items before `item` take."""
+    """Returns the number of bytes of overflow that the items before `item` take."""
     geometry = Geometry(torch.Size((item, *table.shape[1:])), table.dtype, table.row_bytes)
     return geometry.survey(table.lengths[:item]).overflow_bytes(table.slot_bytes)

@@ -1,5 +1,5 @@
-"""Implements torch's own functions for tables. torch calls `__torch_function__` of an argument that is a table, and
-that method calls this file."""
+"""Implements some functions of torch for tables. If an argument of a function is a table, torch calls the table's
+method `__torch_function__`, which calls `call`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .._rows.table import Table
 
 
 def call(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Returns function(*args, **kwargs), where one of the arguments is a table. Raises TypeError if the function does
-    not support tables."""
+    """Calls a function of torch with arguments of which at least one is a table. Returns the result. Raises TypeError
+    if the function does not support tables."""
     handler = _HANDLERS.get(function)
-    if function is torch.index_select:  # PyTorch Geometric replaces it by a function of its own.
+    if function is torch.index_select:  # PyTorch Geometric replaces torch.index_select, so it is looked up here.
         handler = _index_select
     if handler is None:
         known = ", ".join(sorted({name for name, _ in _NAMED}))
@@ -40,8 +40,8 @@ def _check_table(table: Any, name: str) -> None:
 
 
 def _index_select(input: Table, dim: int, index: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns items along a dimension. For dimension 0 only the selected rows are decoded. Any other dimension needs
-    all rows, which are decoded on the device of the index."""
+    """Implements torch.index_select. For dimension 0, only the selected rows are decoded. For any other dimension, the
+    whole table is decoded on the device of the index."""
     _check_table(input, "input")
     if dim in (0, -len(input.shape)):
         return index_select(input, index, out=out)
@@ -57,8 +57,9 @@ def embedding_of(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """Returns the rows of the table whose ids are in input, on the device of input. padding_idx, scale_grad_by_freq and
-    sparse concern only gradients of the weight, and a table has no gradient."""
+    """Implements F.embedding. Returns the rows of the table whose ids are in input, on the device of input.
+    padding_idx, scale_grad_by_freq and sparse are ignored, because they concern only the gradient of the weight, and a
+    table has none."""
     _check_table(weight, "weight")
     _refuse_max_norm(max_norm)
     if len(weight.shape) != 2:
@@ -79,7 +80,8 @@ def embedding_bag_of(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> torch.Tensor:
-    """Returns bags of the table's rows, as `ibp.embedding_bag` computes them, on the device of input."""
+    """Implements F.embedding_bag by `ibp.embedding_bag`. The result is on the device of input. scale_grad_by_freq and
+    sparse are ignored."""
     _check_table(weight, "weight")
     _refuse_max_norm(max_norm)
     return embedding_bag(
@@ -105,8 +107,8 @@ def _torch_embedding(
 
 
 def linear_of(input: torch.Tensor, weight: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the product with the whole table, which is decoded on the device of input for the time of the call. If
-    input needs a gradient, backward decodes the table again."""
+    """Implements F.linear. Decodes the whole table on the device of input for the duration of the call. If input
+    requires grad, the backward pass decodes the table again."""
     _check_table(weight, "weight")
     return differentiable(_decoded_linear, input, weight, bias)
 

@@ -1,5 +1,5 @@
-"""Compresses the weights of models into packed tables, in the order of their memory, and with one codebook for many
-weights."""
+"""Compresses the weights of models into packed tables. The dimensions of a weight are coded in the order that they have
+in memory, and weights of one kind share a codebook."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .._schemes import AnyCodebook, Options
 from .._schemes.learning import LEAST_BYTES, ROW_BYTES, Kind, Learner, kind_of
 from .compressed_tensor import CompressedTensor, compress_rows
 
-# Options that are not passed on together with a codebook, because they say how a codebook is learned.
+# Options that say how a codebook is learned. They are left out when a weight is compressed with an existing codebook.
 _OF_LEARNING = {"scheme", "chunk_bytes", "tau", "sample", "clusters"}
 _OF_A_MODEL = {field.name for field in fields(Options)} - {"codebook"}
 
 
 def is_worth_coding(x: torch.Tensor) -> bool:
-    """Returns whether x is a dense tensor of at least 4 KiB and of class torch.Tensor itself. Subclasses, such as
-    quantised weights, are not worth coding."""
+    """Returns whether x is a dense tensor of at least 4 KiB and of class torch.Tensor itself. Instances of subclasses,
+    such as quantised weights, are not worth coding."""
     return type(x) is torch.Tensor and x.layout == torch.strided and x.dtype in DTYPES and x.nbytes >= LEAST_BYTES
 
 
 @dataclass(frozen=True)
 class CodedWeight:
-    """A weight as a table, with the order that its dimensions had in memory, such as channels last.
+    """A compressed weight, with the strides that the weight had in memory, such as channels last.
 
     Example:
         >>> weight = torch.randn(64, 32, 3, 3).to(memory_format=torch.channels_last)
@@ -39,9 +39,9 @@ class CodedWeight:
         True
 
     Attributes:
-        table: holds the weight with its dimensions in the order of memory.
-        shape, stride: of the weight. If the weight had gaps in memory or overlapped itself, the stride is that of a
-            contiguous tensor.
+        table: the weight, with its dimensions permuted to their order in memory.
+        shape, stride: the shape and strides of the weight. If the weight had gaps in memory or overlapped itself, the
+            strides are those of a contiguous tensor.
     """
 
     table: CompressedTensor
@@ -49,20 +49,21 @@ class CodedWeight:
     stride: tuple[int, ...]
 
     def decoded(self, device: torch.device | str | int) -> torch.Tensor:
-        """Returns the weight, decoded on a device."""
+        """Decodes the weight on a device. Returns it with its own shape and strides."""
         return self.as_it_was(decompress(self.table, device=device))
 
     def as_it_was(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the weight as a view of a tensor that its table was decoded to."""
+        """Returns the weight as a view of `tensor`, the decoded table."""
         return tensor.as_strided(self.shape, self.stride)
 
 
 class WeightCompressor:
     """Compresses the weights of a model into packed tables, one after the other.
 
-    Weights of one kind share a codebook, which is learned from the first of them. They are of one kind if they have the
-    same shape and dtype, and if their names differ only in numbers, such as the same weight of all layers. If the first
-    one is best kept raw, all weights of its kind are kept raw.
+    Weights of one kind share a codebook, which is learned from the first of them. Weights are of one kind if they have
+    the same shape and dtype, and if their names differ only in numbers; examples are the same weight in all layers. If
+    raw rows are best for the first weight, all weights of its kind are kept raw. If the codebook saves clearly less for
+    a later weight, this weight gets a codebook of its own.
 
     Example:
         >>> compressor = ibp.adapters.WeightCompressor({"device": "cpu", "memory": "host"})
@@ -89,19 +90,20 @@ class WeightCompressor:
 
     @staticmethod
     def takes(x: torch.Tensor) -> bool:
-        """Returns whether coding a tensor is worth the time: it is dense, has at least 4 KiB, and is of class
-        torch.Tensor itself. Subclasses, such as quantised weights and parameters, are not; pass `parameter.data`."""
+        """Returns whether a tensor is worth compressing: it must be dense, have at least 4 KiB, and be of class
+        torch.Tensor itself. Instances of subclasses, such as quantised weights and parameters, are not worth
+        compressing; for a parameter, pass `parameter.data`."""
         return is_worth_coding(x)
 
     def code(self, name: str, x: torch.Tensor, **defaults: Any) -> CodedWeight:
-        """Compresses a weight of any strides. Arguments as in `compress`."""
+        """Compresses a weight with any strides. The arguments are those of `compress`."""
         ordered = x.permute(memory_order(x))
         if not ordered.is_contiguous():
             x = ordered = x.contiguous()
         return CodedWeight(self.compress(name, ordered, **defaults), x.shape, x.stride())
 
     def compress(self, name: str, x: torch.Tensor, **defaults: Any) -> CompressedTensor:
-        """Returns a table of a weight.
+        """Compresses a weight. Returns the table.
 
         Args:
             name: the name of the weight in its model.
@@ -109,7 +111,7 @@ class WeightCompressor:
             defaults: options for this weight. They apply only if the constructor was not given the same options.
         """
         options = {"layout": "packed", "row_bytes": ROW_BYTES, **defaults, **self._options}
-        kind = kind_of(name, x.shape, x.dtype), options["row_bytes"]  # A codebook is for rows of one length.
+        kind = kind_of(name, x.shape, x.dtype), options["row_bytes"]  # A codebook fits only rows of one size.
         if kind in self._learned:
             learned = self._learned[kind]
             of_memory = {key: value for key, value in options.items() if key not in _OF_LEARNING}

@@ -3,7 +3,7 @@
     calibration = ibp.calibration.calibrate()    # a few seconds, once for each GPU and driver
     print(calibration)
 
-`ibp.compress` uses them to choose a scheme, and the calls that fetch use them to choose a path.
+`ibp.compress` uses the rates to choose a scheme, and calls that fetch rows use them to choose a path to the GPU.
 """
 
 from .._common.publishing import published

@@ -1,4 +1,4 @@
-"""Measures a calibration: each rate by the calls for which it is used, on data made for it."""
+"""Measures a calibration. Each rate is measured with the calls whose speed it describes, on synthetic data."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ from .._schemes.codebook import work_of
 from .._tables.coded_rows import CodedRows, encode_into
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
-_NEAR_BYTES = 128 << 20  # bytes of pinned memory that address translation reaches on every GPU
-_STREAMED_BYTES = 32 << 20  # size in bytes of the tensor that measures how long a stream takes to start
+_NEAR_BYTES = 128 << 20  # A size in bytes of pinned memory in which address translation is fast on every GPU.
+_STREAMED_BYTES = 32 << 20  # Size in bytes of the tensor with which stream_start_us is measured.
 _ROW_BYTES, _SHORT_ROW_BYTES, _MEDIUM_ROW_BYTES, _SECTOR_BYTES = 2048, 128, 256, _core.SECTOR_BYTES
-_ID_SETS = 16
-_BUCKETED_SMS = (8, 16, 32)
-# A rate below the first factor counts as less; a time up to the second factor counts as the same.
+_ID_SETS = 16  # Number of different sets of random ids that repeated calls use.
+_BUCKETED_SMS = (8, 16, 32)  # The numbers of multiprocessors that are tried for bucketed_sms.
+# A rate counts as lower than another if it is below _SMALLER times the other. A time counts as equal to the best time
+# if it is at most _AS_FAST times as long.
 _SMALLER, _AS_FAST = 0.8, 1.03
-# A short row's time is multiplied by this, because codebooks of a family differ, and none may be slower than raw rows.
+# The measured time of a short row is multiplied by this factor. Codebooks of a family differ in speed, and "auto" must
+# not choose a codebook that is slower than raw rows.
 _SPREAD = 1.08
-# Rows that take at most this many times what the link takes are bound by the link, not by the decoder.
+# The link, not the decoder, is taken to limit rows whose time is at most this many times the time of the link alone.
 _LINK_BOUND = 1.1
-_NUM_MEASUREMENTS = 60  # number of measurements that share the given time
+_NUM_MEASUREMENTS = 60  # Approximate number of measurements, which share the time that the caller allows.
 _CPU = torch.device("cpu")
 
 
@@ -46,12 +48,12 @@ def calibrate(
     """Measures how fast this machine and one of its GPUs move and decode data. Takes a few seconds, and saves the
     result.
 
-    From then on `ibp.compress` uses the result to choose a scheme, and the calls that fetch use it to choose a path: in
-    this process and, for the same GPU, driver and version of ibp, in every later process. It is written to `ibp/` in
-    the directory that XDG_CACHE_HOME names, or in `~/.cache`. If `calibrate` was never called, the rates of an H200 are
-    used; ibp never measures unasked.
+    From then on `ibp.compress` uses the result to choose a scheme, and calls that fetch rows use it to choose a path to
+    the GPU. This holds for this process and for all later processes with the same GPU, driver and version of ibp. The
+    result is saved in the folder `ibp` of the directory that XDG_CACHE_HOME names, or of `~/.cache`. ibp never measures
+    unless `calibrate` is called; until then, it uses the rates of an H200.
 
-    The GPU should be idle, and the host should have some GiB of free memory: meanwhile up to 2 GiB are pinned.
+    The GPU should be idle. Up to 2 GiB of host memory are pinned during the call, so some GiB should be free.
 
     Example:
         >>> # needs a GPU
@@ -60,12 +62,12 @@ def calibrate(
         True
 
     Args:
-        device: a CUDA device; None: the current one.
-        refresh: whether to measure even if there is a calibration in memory or on disk.
-        seconds: about how long to measure, 0.5 to 60. Pinning memory takes additional time.
+        device: a CUDA device. None: the current CUDA device.
+        refresh: whether to measure even if there is already a calibration in memory or on disk.
+        seconds: approximate time to measure, in seconds, 0.5 to 60. Pinning memory takes additional time.
 
     Returns:
-        The calibration. Its repr is a table.
+        The calibration. Its repr shows the rates as a table.
 
     Raises:
         RuntimeError: there is no CUDA device, or this build of ibp has no CUDA kernels.
@@ -87,7 +89,7 @@ def calibrate(
 
 
 def measure(device: torch.device, seconds: float) -> Calibration:
-    """Returns the calibration of a CUDA device, measured in about `seconds` seconds, on a stream of its own."""
+    """Measures a CUDA device for about `seconds` seconds, on a new stream. Returns the calibration."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         clock = Clock(device, seconds / _NUM_MEASUREMENTS)
         rates = _of_link(clock) | _of_device(clock)
@@ -120,7 +122,8 @@ def _of_link(clock: Clock) -> dict[str, Any]:
 
 
 def _stream_start_us(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Returns how much later a tensor arrives by the copy engine than by a kernel, beyond what their rates explain."""
+    """Returns the additional time, in us, that a whole tensor takes by the copy engine rather than by a kernel, apart
+    from the difference that follows from their rates. It is at least 1."""
     table = family.table(_ROW_BYTES, min(_STREAMED_BYTES, clock.table_bytes), _CPU)
     out = torch.empty(table.shape, dtype=table.dtype, device=clock.device)
 
@@ -141,7 +144,7 @@ def _of_device(clock: Clock) -> dict[str, Any]:
 
 
 def _raw_table(memory: torch.Tensor, row_bytes: int) -> CompressedTensor:
-    """Returns a table of raw rows over memory as it is."""
+    """Returns a table of raw rows over the given memory, without copying or initialising it."""
     rows = memory[: memory.numel() // row_bytes * row_bytes].view(-1, row_bytes)
     return CompressedTensor.of_parts(Geometry.of(rows, row_bytes), "raw", row_bytes, rows.view(-1))
 
@@ -155,8 +158,14 @@ def _row_ns(
     max_sms: int | None = None,
     path: str = "gpu",
 ) -> float:
-    """Returns the nanoseconds per row of a gather of random rows. Each call gathers other rows, because the
-    addresses of earlier rows may still be known."""
+    """Measures a gather of random rows. Returns the time per row, in ns. Each call gathers other rows, because the
+    translations of the addresses of earlier rows may still be cached.
+
+    Args:
+        num_ids: the largest number of rows per call.
+        in_order: whether the rows of a call are in the order of their addresses.
+        max_sms, path: as in `index_select`.
+    """
     num_ids = min(num_ids, max(1, clock.table_bytes // table.row_bytes))
     sets = torch.randint(table.num_rows, (_ID_SETS, num_ids), device=clock.device)
     ids = itertools.cycle(sets.sort(1).values if in_order else sets)
@@ -183,8 +192,8 @@ def _of_large_table(clock: Clock) -> dict[str, Any]:
 
 
 def _reach_bytes(clock: Clock, host: torch.Tensor) -> int:
-    """Returns the bytes of the largest measured table whose rows of one sector come as fast as those of the smallest
-    table."""
+    """Measures tables of growing size. Returns the size in bytes of the largest table from which random rows of one
+    sector are fetched about as fast as from the smallest table."""
     size, reached = _NEAR_BYTES, _NEAR_BYTES
     least_ns = _row_ns(clock, _raw_table(host[:size], _SECTOR_BYTES))
     while 2 * size <= host.numel():
@@ -196,13 +205,14 @@ def _reach_bytes(clock: Clock, host: torch.Tensor) -> int:
 
 
 def _bucketed_sms(clock: Clock, table: CompressedTensor) -> int:
-    """Returns the smallest of the numbers of multiprocessors that were tried whose time is within 3 % of the best."""
+    """Tries the numbers of multiprocessors in _BUCKETED_SMS. Returns the smallest one whose time is within 3 % of the
+    best time."""
     times = {sms: _row_ns(clock, table, max_sms=sms, path="bucketed") for sms in _BUCKETED_SMS}
     return min(sms for sms, taken in times.items() if taken <= _AS_FAST * min(times.values()))
 
 
 def _gather_gbps(clock: Clock, host: torch.Tensor) -> float:
-    """Returns the GB/s at which each of torch's threads gathers rows."""
+    """Returns the rate, in GB/s, at which each of torch's threads gathers rows of 512 bytes from host memory."""
     table = _raw_table(host, 512)
     ids = torch.randint(table.num_rows, (host_gather.rows_at_once(table),), device="cpu")
     parts = host_gather.parts_of(_memory.empty(host_gather.CHUNK_BYTES, _CPU, pin=True), ids.numel())
@@ -214,14 +224,19 @@ def _gather_gbps(clock: Clock, host: torch.Tensor) -> float:
 
 
 class _Family(NamedTuple):
-    """Rows of 2 KiB on the device, and a function that makes the codebook of the same elements for rows of another
-    size."""
+    """Synthetic data for one family of coders.
+
+    Attributes:
+        rows: rows of 2 KiB on the device.
+        codebook: a function of row_bytes that returns a codebook for the same elements, cut into rows of this size.
+    """
 
     rows: torch.Tensor
     codebook: Callable[[int], AnyCodebook]
 
     def table(self, row_bytes: int, num_bytes: int, device: torch.device) -> CompressedTensor:
-        """Returns the first num_bytes bytes as a table on a device; pinned if the device is the CPU."""
+        """Returns a table, on a device, of the first num_bytes bytes of the data, cut into rows of row_bytes bytes. If
+        the device is the CPU, the table is pinned."""
         rows = self.rows.view(-1)[: num_bytes // self.rows.itemsize].view(-1, row_bytes // self.rows.itemsize)
         return compress_rows(rows.to(device), codebook=self.codebook(row_bytes), device=self.rows.device)
 
@@ -243,8 +258,8 @@ def _families(clock: Clock) -> dict[str, _Family]:
 
 
 def _exponents(rows: torch.Tensor, residual_bits: int, listed: bool) -> torch.Tensor:
-    """Returns how often each exponent occurs in floats with residual_bits bits of sign and mantissa. listed: whether
-    to leave out zeros."""
+    """Returns a histogram of the exponents of floats whose sign and mantissa together have residual_bits bits. listed:
+    whether to leave out elements that are zero."""
     width = 8 * rows.itemsize
     elements = rows.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]).view(-1)
     elements = elements[elements != 0] if listed else elements
@@ -253,8 +268,8 @@ def _exponents(rows: torch.Tensor, residual_bits: int, listed: bool) -> torch.Te
 
 
 def consecutive(rows: torch.Tensor, residual_bits: int) -> _Family:
-    """Returns a family of scheme planes at level "fast": the fifteen consecutive exponents that are the most
-    frequent together."""
+    """Returns a family of scheme planes at level "fast". Its codebook has the fifteen consecutive exponents that
+    together occur most often. residual_bits: the number of bits of sign and mantissa."""
     counts = torch.nn.functional.pad(_exponents(rows, residual_bits, listed=False), (0, 15))
     first = int(counts.unfold(0, 15, 1).sum(1).argmax())
     entries = torch.empty(1, 0, dtype=torch.int64, device="cpu")
@@ -267,8 +282,13 @@ def consecutive(rows: torch.Tensor, residual_bits: int) -> _Family:
 
 
 def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...], listed: bool = False) -> _Family:
-    """Returns a family of scheme planes for floats with `residual_bits` bits of sign and mantissa: the most frequent
-    exponents."""
+    """Returns a family of scheme planes whose codebook has the most frequent exponents.
+
+    Args:
+        residual_bits: the number of bits of sign and mantissa of an element.
+        digit_bits: the number of bits of a digit in each plane.
+        listed: whether rows are listed.
+    """
     ranked = _exponents(rows, residual_bits, listed).argsort(descending=True)
     num_entries = sum(2**bits - 1 for bits in digit_bits)
     entries = ranked[torch.arange(num_entries, device="cpu").clamp(max=len(ranked) - 1)].cpu().view(1, -1)
@@ -280,8 +300,8 @@ def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...],
 
 
 def _masks(floats: torch.Tensor) -> _Family:
-    """Returns a family of scheme ibp. Three quarters of the bits of every chunk are the same in all rows, so that
-    the link is less of a limit."""
+    """Returns a family of scheme ibp. 26 of the 32 bits of every chunk are equal in all rows, so coded rows are short
+    and the link limits the decoder less."""
     fixed, chunk_bytes = 0x7FFFFFC1, 4
     rows = (floats.view(torch.int32) & ~fixed) | (fixed & 0x3F800001)
 
@@ -314,21 +334,22 @@ def _of_coder(clock: Clock, family: _Family, known: Calibration) -> CoderRates:
 
 
 def _place_for(table: CompressedTensor, codebook: AnyCodebook, device: torch.device) -> CodedRows:
-    """Returns room in which a table's rows can be coded again."""
+    """Allocates memory in which all rows of a table can be encoded again."""
     room_bytes = 2 * table.num_rows * _SECTOR_BYTES
     return CodedRows(codebook, table.num_rows, slot_bytes=table.slot_bytes, overflow_bytes=room_bytes, device=device)
 
 
 def _coded_read_share(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Returns the rate at which the sectors of short coded rows come, as a share of the rate of raw rows."""
+    """Returns the rate at which sectors of coded rows of 256 original bytes are fetched, as a fraction of the rate for
+    raw rows, at most 1."""
     table = family.table(_MEDIUM_ROW_BYTES, min(_NEAR_BYTES, clock.table_bytes), _CPU)
     return min(1.0, table.link_bytes / table.num_rows / _row_ns(clock, table) / known.read_gbps)
 
 
 def _least_row_ns(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Returns the least time of a row, measured with rows of 128 bytes from pinned memory. If the link is what
-    limits these, it is what the link takes for any row. The time is measured relative to that of raw rows, whose
-    rate is known."""
+    """Measures the shortest time, in ns, in which a coded row is fetched from pinned memory and decoded, with rows of
+    128 original bytes. If the link limits these rows, returns the shortest time of the link for any row. The time is
+    measured relative to raw rows of the same size, whose time is known from the rates of the link."""
     num_bytes = min(_NEAR_BYTES, clock.table_bytes)
     table = family.table(_SHORT_ROW_BYTES, num_bytes, _CPU)
     raw = _raw_table(_memory.empty(num_bytes, _CPU, pin=True), _SHORT_ROW_BYTES)

@@ -1,7 +1,7 @@
 """Tables whose slots are on a GPU, and whose overflow is in pinned host memory (Buddy Compression, ISCA 2020).
 
-    profile = ibp.spill.profile(snapshots)               # how large slots have to be
-    table   = ibp.spill.place(x, profile["weight"])      # slots of that size on the GPU, the rest in host memory
+    profile = ibp.spill.profile(snapshots)               # finds the sizes of slots
+    table   = ibp.spill.place(x, profile["weight"])      # slots of this size on the GPU, the rest in host memory
 
 `_targets.py` computes sizes of slots from ratios and thresholds, `_profiling.py` finds the sizes of slots that
 snapshots of a run need, and `_placing.py` moves tensors and tables.

@@ -30,17 +30,17 @@ def place(
     device: torch.device | str | int | None = None,
     progress: bool = False,
 ) -> CompressedTensor:
-    """Returns a table with a fixed part on a GPU and the rest in pinned host memory. The GPU reads the rest from there
-    when it decodes (Buddy Compression, ISCA 2020).
+    """Returns a table of which a part of fixed size is on a GPU, and the rest in pinned host memory. The GPU reads the
+    rest over the link when it decodes rows (Buddy Compression, ISCA 2020).
 
     Every row has a slot on the device. If a stored row is larger than its slot, the rest of its bytes are in host
     memory. The same holds for a row that grows when it is changed: `update_` moves no other row, and the slots never
-    grow. A default row, which is zeros or another row that the codebook defines, has no bytes anywhere, and reading it
-    reads no slot. With a target of infinity there are no slots: all rows except default rows are in host memory.
+    grow. A default row (zeros, or another row that the codebook defines) takes no bytes, and reading it reads no slot.
+    With a target of infinity there are no slots, and all rows except default rows are in host memory.
 
-    The table is used like any other. `table.device_bytes` and `table.host_bytes` say how much memory it takes in each
-    place. `to` another GPU moves the slots; `cpu` and files hold ordinary tables, which `place` moves back. On a CPU
-    everything is in host memory.
+    The table can be used like any other table. `table.device_bytes` and `table.host_bytes` are the sizes of its memory
+    on the GPU and in host memory. `to(device)` moves the slots to another GPU. `cpu()` and files make ordinary tables,
+    which `place` can move to a GPU again. If the device is a CPU, everything is in host memory.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -49,22 +49,24 @@ def place(
         (1536, True)
 
     Args:
-        x: tensor [N, ...]; or a table, whose rows are moved without coding them again, unless target or slot_bytes is
-            given.
-        target: the size of x divided by that of the slots, at least 1; slots are rounded to sectors of 32 bytes.
-            math.inf: no slots. Or a tensor's profile, from `ibp.spill.profile`, whose codebook and slots are used.
-            None: the largest of 1, 4/3, 2, 4, 16 and infinity at which at most `threshold` of the rows do not fit their
-            slots.
+        x: tensor [N, ...]; or a table. The rows of a table are moved without coding them again, unless target or
+            slot_bytes is given.
+        target: the size of x divided by the size of all slots, at least 1. The size of a slot is rounded to sectors of
+            32 bytes. math.inf: there are no slots. Or a profile of the tensor from `ibp.spill.profile`, whose codebook
+            and slot size are used. None: the largest of 1, 4/3, 2, 4, 16 and infinity at which at most the fraction
+            `threshold` of the rows does not fit the slots.
         slot_bytes: size in bytes of a row's slot, instead of target: a multiple of 32 below row_bytes, or row_bytes.
-        threshold: share of the rows, used if target and slot_bytes are None; the paper's is 0.30.
+        threshold: the fraction of the rows that need not fit their slots, 0 to 1. It is used only if target and
+            slot_bytes are None. The paper uses 0.30.
         codebook, scheme, level, row_bytes: as in `compress`; scheme is "planes", "ibp" or "auto".
-        device: the device of the slots. None: x's GPU, else the current GPU if there is one, else the CPU.
+        device: the device of the slots. None: the GPU of x, otherwise the current GPU if there is one, otherwise the
+            CPU. For a table that is moved: the device of the table.
         progress: whether to show progress bars.
 
     Raises:
-        TypeError, ValueError: as in `compress`; target, slot_bytes or threshold is out of range, or two of them are
-            given; x is not the tensor that was profiled.
-        RuntimeError: the system does not pin the memory of the overflow.
+        TypeError, ValueError: as in `compress`. Also if target, slot_bytes or threshold is out of range, if target and
+            slot_bytes are both given, or if x does not fit the profile.
+        RuntimeError: the system refuses to pin the memory of the overflow.
     """
     if isinstance(target, TensorProfile):
         if codebook is not None or slot_bytes is not None or row_bytes is not None:
@@ -100,8 +102,8 @@ def place(
 
 
 def _moved(table: CompressedTensor, device: torch.device) -> CompressedTensor:
-    """Returns a table with the same coded rows, with slots and overflow where `place` puts them; the table itself if
-    they are there already."""
+    """Returns a table with the same coded rows, whose slots are on the device and whose overflow is in pinned host
+    memory. If the device is a CPU, both are in host memory. Returns the table itself if it is already there."""
     if device.type == "cpu" or (table.device == device and table.spills_to_host):
         return table.to(device)
 

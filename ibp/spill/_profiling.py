@@ -1,4 +1,4 @@
-"""`profile`: finds the slots that snapshots of a run need."""
+"""`profile`: finds the sizes of slots from snapshots of a run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from .._schemes import AnyCodebook, Options, Request, checked, surveyed
 from .._tables.coding import coded_in_slots
 from . import _targets
 
-_SWEEP = (0.10, 0.20, 0.30, 0.40)  # the thresholds of Buddy Compression, figure 9
-_LEAST_ROWS = 64  # rows of a tensor that are looked at in a snapshot, at least
-_SAMPLE_BYTES = 1 << 20  # bytes of rows of a tensor that are kept of a snapshot
+_SWEEP = (0.10, 0.20, 0.30, 0.40)  # The thresholds in figure 9 of Buddy Compression.
+# From each snapshot, sampled rows of each tensor are kept: about _SAMPLE_BYTES bytes, but at least _LEAST_ROWS rows.
+_LEAST_ROWS = 64
+_SAMPLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Spill:
-    """The cost of rows that do not fit their slots, if each row is read once.
+    """The cost of rows that do not fit their slots.
 
     Attributes:
-        rows: share of the rows that have a part in host memory.
-        num_bytes: number of bytes of these parts, in whole sectors of 32 bytes.
-        traffic: num_bytes / original bytes.
+        rows: fraction of the rows that have a part in host memory.
+        num_bytes: total size in bytes of these parts, each rounded up to whole sectors of 32 bytes.
+        traffic: num_bytes / original bytes. This is the traffic over the link if each row is read once.
     """
 
     rows: float
@@ -37,16 +38,17 @@ class Spill:
 
 @dataclass(frozen=True)
 class TensorProfile:
-    """The sizes of a tensor's rows in each snapshot, and the slots chosen for them. `ibp.spill.place` takes it as a
-    target.
+    """The sizes of a tensor's rows in each snapshot, and the slot size that was chosen for the tensor. It can be passed
+    to `ibp.spill.place` as the target.
 
     Attributes:
-        name: name in the snapshots.
+        name: name of the tensor in the snapshots.
         num_bytes, row_bytes: size in bytes of the tensor, and of each of its rows.
-        codebook: learned from rows of all snapshots.
-        slot_bytes: the slot size that was chosen. 0: rows have no bytes on the GPU; only their index is there.
-        histograms: for each snapshot, how many of the rows that were looked at take k sectors of 32 bytes as stored.
-        ratios: the target ratios to choose from. None: every whole number of sectors.
+        codebook: a codebook that was learned from rows of all snapshots.
+        slot_bytes: the chosen size of a slot in bytes. 0: there are no slots, and only the index is on the GPU.
+        histograms: for each snapshot, a histogram of its sampled rows: entry k is the number of rows that take k
+            sectors of 32 bytes when stored.
+        ratios: the target ratios to choose from. None: slots of any whole number of sectors.
     """
 
     name: str
@@ -63,24 +65,28 @@ class TensorProfile:
 
     @property
     def target(self) -> float:
-        """The size of the tensor divided by that of the slots."""
+        """The size of the tensor divided by the size of all slots; infinity if there are no slots."""
         return self.row_bytes / self.slot_bytes if self.slot_bytes else math.inf
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of the slots and of the index: 2 bytes for each row, and 8 for every 32 rows if rows may
-        spill."""
+        """Size in bytes of the slots and the index on the GPU. The index takes 2 bytes for each row, plus 8 bytes for
+        every 32 rows if slots are smaller than rows."""
         index = 2 * self.num_rows + (8 * -(-self.num_rows // 32) if self.slot_bytes < self.row_bytes else 0)
         return self.num_rows * self.slot_bytes + index
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the overflow, in the snapshot that needs the most."""
+        """Size in bytes of the overflow for the snapshot that needs the most."""
         return max(self.spill(snapshot).num_bytes for snapshot in range(len(self.histograms)))
 
     def spill(self, snapshot: int | None = None, slot_bytes: int | None = None) -> Spill:
-        """Returns what does not fit slots of a size (None: the chosen size) in a snapshot (None: on average over
-        all)."""
+        """Returns the cost of the rows that do not fit their slots.
+
+        Args:
+            snapshot: index of the snapshot. None: the mean of all snapshots.
+            slot_bytes: size in bytes of a slot. None: the chosen size.
+        """
         chosen = self.histograms if snapshot is None else (self.histograms[snapshot],)
         slot_bytes = self.slot_bytes if slot_bytes is None else slot_bytes
         found = [self._survey(sectors).spilled(slot_bytes) for sectors in chosen]
@@ -89,28 +95,28 @@ class TensorProfile:
         return Spill(rows, round(num_bytes * self.num_rows), num_bytes * self.num_rows / max(1, self.num_bytes))
 
     def at(self, threshold: float) -> TensorProfile:
-        """Returns the profile with the smallest slots that at most this share of the rows does not fit in any
-        snapshot."""
+        """Returns a copy of the profile with another slot size: the smallest one that, in every snapshot, at most the
+        fraction `threshold` of the rows exceeds."""
         share = _targets.checked_threshold(threshold)
         surveys = map(self._survey, self.histograms)
         wanted = (_targets.slots_within(share, found, self.ratios) for found in surveys)
         return replace(self, slot_bytes=max(wanted))
 
     def _survey(self, sectors: tuple[int, ...]) -> geometry.Survey:
-        """Returns the survey of rows that take k sectors each, as `histograms` counts them."""
+        """Returns a survey of the sampled rows of a snapshot. sectors: the histogram of the snapshot."""
         stored = geometry.SECTOR_BYTES * sum(k * count for k, count in enumerate(sectors))
         return geometry.Survey(self.row_bytes, stored, torch.tensor(sectors, dtype=torch.int64, device="cpu"))
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """The result for all tensors at a threshold.
+    """The result of a profile at one threshold, for all tensors together.
 
     Attributes:
-        threshold: share of a tensor's rows that may be larger than their slots.
-        ratio: original bytes divided by bytes on the GPU.
-        rows: share of the rows that are larger than their slots, on average over the snapshots.
-        traffic: bytes read from host memory if each row is read once, divided by original bytes.
+        threshold: the fraction of a tensor's rows that may be larger than their slots.
+        ratio: original bytes / bytes on the GPU.
+        rows: the fraction of all rows that are larger than their slots, averaged over the snapshots.
+        traffic: bytes that are read from host memory if each row is read once / original bytes.
     """
 
     threshold: float
@@ -123,12 +129,14 @@ class Profile(Mapping[str, TensorProfile]):
     """The result of `ibp.spill.profile`: a mapping from names of tensors to `TensorProfile`.
 
     Attributes:
-        threshold: the threshold for which the targets were chosen.
+        threshold: the threshold for which the slot sizes were chosen.
         num_snapshots: number of snapshots that were profiled.
-        original_bytes: size in bytes of all tensors. device_bytes, host_bytes: bytes that their slots and index take,
-            and bytes that their overflow takes at most.
+        original_bytes: size in bytes of all tensors together.
+        device_bytes: size in bytes of their slots and index.
+        host_bytes: size in bytes of their overflow, for each tensor in the snapshot that needs the most.
         ratio: original_bytes / device_bytes.
-        best_ratio: original bytes divided by those of all rows as stored. No threshold can exceed it by much.
+        best_ratio: original_bytes / size in bytes of all stored rows, each in whole sectors. No threshold can give a
+            ratio that is much larger.
         sweep: the results at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
     """
 
@@ -179,7 +187,7 @@ class Profile(Mapping[str, TensorProfile]):
         return SweepPoint(self.threshold, self.ratio, rows / max(1, num_rows), num_bytes / max(1, self.original_bytes))
 
     def at(self, threshold: float) -> Profile:
-        """Returns the profile of the same snapshots at another threshold."""
+        """Returns a profile of the same snapshots with the slot sizes for another threshold."""
         tensors = {name: tensor.at(threshold) for name, tensor in self.items()}
         return Profile(tensors, threshold, self.num_snapshots)
 
@@ -216,12 +224,12 @@ def profile(
     progress: bool = False,
 ) -> Profile:
     """Finds how small the slots of tensors can be, from snapshots of a run (Buddy Compression, section 3.4). For each
-    tensor it chooses the largest target ratio at which, in every snapshot, at most a given share of the rows is larger
-    than its slot.
+    tensor it chooses the largest target ratio at which, in every snapshot, at most a given fraction of the rows is
+    larger than the slots.
 
-    Rows of every snapshot are drawn at random, and kept in host memory until the last snapshot has been seen (1 MiB of
-    a tensor, or 64 rows). Then a codebook is learned from them, and the stored size of each is measured. Snapshots may
-    be tensors that change in place, such as those of a model.
+    From every snapshot, rows are drawn at random (1 MiB of each tensor, but at least 64 rows) and copied to host
+    memory. After the last snapshot, a codebook for each tensor is learned from these rows, and their stored sizes are
+    measured. Because rows are copied, the tensors of a snapshot may change in place afterwards, like those of a model.
 
     Example:
         >>> snapshots = [{"weight": torch.randn(1000, 1024).bfloat16()} for _ in range(3)]
@@ -231,12 +239,13 @@ def profile(
         >>> tables = {name: ibp.spill.place(x, profile[name], device="cpu") for name, x in snapshots[-1].items()}
 
     Args:
-        snapshots: mappings from names to tensors, such as 10 state_dicts. A tensor has the same shape and dtype in all
-            snapshots that have it. Tensors without bytes are left out.
-        threshold: share of a tensor's rows that may be larger than their slots; the paper's is 0.30.
-        ratios: targets to choose from. None: all whole numbers of 32-byte sectors.
+        snapshots: mappings from names to tensors, such as 10 state_dicts. A tensor must have the same shape and dtype
+            in all snapshots that contain it. Tensors without elements are ignored.
+        threshold: the fraction of a tensor's rows that may be larger than their slots. The paper uses 0.30.
+        ratios: target ratios to choose from. None: slots of any whole number of 32-byte sectors.
         scheme, level, row_bytes: as in `ibp.compress`.
-        device: where rows are measured. None: a tensor's GPU, else the current GPU if there is one, else the CPU.
+        device: the device that measures rows. None: the GPU of each tensor, otherwise the current GPU if there is one,
+            otherwise the CPU.
         progress: whether to show progress bars.
 
     Raises:
@@ -266,7 +275,7 @@ def profile(
 
 
 class _Kept:
-    """Rows of a tensor, by snapshot."""
+    """The sampled rows of a tensor from each snapshot, in host memory."""
 
     def __init__(
         self, name: str, x: torch.Tensor, row_bytes: int | None, device: torch.device | str | int | None

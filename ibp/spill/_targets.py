@@ -1,4 +1,4 @@
-"""Targets: the factors by which tensors should become smaller on a GPU, and the slots that follow from them."""
+"""Target ratios, by which tensors are to become smaller on a GPU, and the sizes of slots that follow from them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .. import _core
 from .._common.arguments import number
 from .._layout.geometry import Survey
 
-# The targets of Buddy Compression (section 3.4), with 16 for data that are mostly zero; and infinity, for which rows
-# have no slots.
+# The target ratios of Buddy Compression (section 3.4), including 16 for data that is mostly zero; plus infinity, at
+# which rows have no slots.
 RATIOS = (1.0, 4 / 3, 2.0, 4.0, 16.0, math.inf)
-THRESHOLD = 0.30  # the paper's share of rows that may be larger than their slots
+THRESHOLD = 0.30  # The fraction of rows that may be larger than their slots, as in the paper.
 
 
 def slot_bytes_of(ratio: float, row_bytes: int) -> int:
-    """Returns the bytes of a slot for which rows take `ratio` times fewer bytes on a GPU: whole sectors of 32 bytes,
-    at least one; the whole row for a ratio of 1, and 0 for infinity."""
+    """Returns the size in bytes of a slot with which a row takes 1/ratio of its bytes on a GPU, rounded down to whole
+    sectors of 32 bytes, but at least one sector. A ratio of 1 gives row_bytes, and infinity gives 0."""
     if ratio == 1:
         return row_bytes
     if math.isinf(ratio):
@@ -27,7 +27,7 @@ def slot_bytes_of(ratio: float, row_bytes: int) -> int:
 
 
 def checked_ratio(target: float) -> float:
-    """Returns target as a float. Raises TypeError or ValueError if it is not a ratio."""
+    """Returns target as a float. Raises TypeError or ValueError if it is not a number of at least 1."""
     ratio = number("target", target)
     if not ratio >= 1:
         raise ValueError(
@@ -37,7 +37,7 @@ def checked_ratio(target: float) -> float:
 
 
 def checked_threshold(threshold: float) -> float:
-    """Returns threshold as a float. Raises TypeError or ValueError if it is not a share."""
+    """Returns threshold as a float. Raises TypeError or ValueError if it is not a number from 0 to 1."""
     share = number("threshold", threshold)
     if not 0 <= share <= 1:
         raise ValueError(f"threshold is {threshold}; wanted a share of the rows from 0 to 1")
@@ -45,8 +45,13 @@ def checked_threshold(threshold: float) -> float:
 
 
 def slots_within(share: float, found: Survey, ratios: Sequence[float] | None) -> int:
-    """Returns the smallest slots that at most this share of the rows does not fit. ratios: the ratios to choose
-    from, in addition to 1. None: all whole numbers of sectors."""
+    """Returns the smallest size of slots, in bytes, such that at most a given fraction of the rows does not fit.
+
+    Args:
+        share: this fraction, 0 to 1.
+        found: the survey of the rows.
+        ratios: the target ratios to choose from, in addition to 1. None: slots of any whole number of sectors.
+    """
     row_bytes = found.row_bytes
     sizes = None if ratios is None else [row_bytes, *(slot_bytes_of(ratio, row_bytes) for ratio in ratios)]
     return found.best_slots(overflow_cost=0.0, most_spilled=share * found.num_rows, sizes=sizes)[0]
