@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _INDEX_NAME = "model.safetensors.index.json"
 
 _LONGEST_ELEMENT = 16  # size in bytes of an element of complex128
-_LEAST_STACKED_ROW_BYTES = 64  # in bytes; the index of shorter rows takes more than they save
+_LEAST_STACKED_ROW_BYTES = 64  # The index of rows of fewer bytes takes more than compression saves.
 
 Value = torch.Tensor | CompressedTensor
 Checkpoint = str | Path | Mapping[str, Value] | Iterable[tuple[str, Value]]
@@ -44,8 +44,8 @@ class Weight:
         self.names: list[str] = []  # its names in `state_dict()`
         self.holders: list[tuple[torch.nn.Module, str]] = []  # (module, attribute) for each name
         self.tensors: list[torch.Tensor] = []  # the parameters or buffers, each object once
-        self.requires_grad: list[bool] = []  # of each tensor, before it was offloaded
-        self.shape, self.dtype = tensor.shape, tensor.dtype  # of all of them
+        self.requires_grad: list[bool] = []  # requires_grad of each tensor before it was offloaded
+        self.shape, self.dtype = tensor.shape, tensor.dtype  # the same for all of these tensors
         self.num_bytes = tensor.shape.numel() * tensor.dtype.itemsize
         # The dimensions in their order in memory: `x.permute(order)` is contiguous if x is dense.
         self.order = memory_order(tensor)
@@ -162,8 +162,8 @@ class Weight:
         Args:
             x: the values, on any device.
             compressor: makes the table, if x is not a table that can be used without decoding it.
-            scheme: the scheme that the user wants.
-            is_borrowed: whether x must not become the model's own memory.
+            scheme: as in `ibp.offload`.
+            is_borrowed: whether x belongs to a checkpoint, so that it is copied before the model uses it.
         """
         if isinstance(x, CompressedTensor) and (self.stays or not self._fits(x, scheme)):
             x = x.decompress(device="cpu").to(self.dtype)

@@ -243,8 +243,8 @@ class RowsModule(TableModule):
 
     def refit(self, **options: Any) -> None:
         """Compresses the rows again, with a codebook that fits their present values, and frees unused memory. It calls
-        `CompressedTensor.refit`, which needs memory for a second copy of the table while it works. Use it when
-        `weight.savings` has fallen. The cache is filled again with the rows that it had.
+        `CompressedTensor.refit`, which needs additional memory for all rows, decoded. Use it when `weight.savings` has
+        fallen. The cache is filled again with the rows that it had.
 
         Args:
             options: arguments of `CompressedTensor.refit`.
