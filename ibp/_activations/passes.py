@@ -36,7 +36,7 @@ class ForwardPass:
     ) -> None:
         self.faults, self.note_outgrown = faults, note_outgrown
         self.numbers = 0  # number of regions so far, including regions that are not moved
-        self.is_used = False  # whether a tensor that it saved has been read, so that its backward pass has begun
+        self.is_used = False  # whether a saved tensor has been read since the pass began
         self.uses: list[int] = []  # numbers of regions in the order of their first use
         self._order, self._transfers = order, transfers
         self._positions = {number: position for position, number in enumerate(order)}

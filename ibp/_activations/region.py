@@ -177,7 +177,7 @@ class SavedRegion:
 
     def _again(self, decoded: UnchangedTensor, current: torch.Stream | None) -> torch.Tensor:
         """Returns bytes that an earlier read has decoded. If the operation that received them has changed them, they
-        are decoded again. If only the decoded bytes are left, raises RuntimeError instead."""
+        are decoded again. If no encoded bytes are left, raises RuntimeError instead."""
         if decoded.is_changed and self.memory is None and not self._is_decoded_only:
             return self._read(current)
         data = self._usable(decoded.get(), current)

@@ -96,8 +96,8 @@ class PieceTransfers:
             self.buffers.give(buffer, done)
 
     def make_room(self, num_bytes: int) -> None:
-        """Frees the memory of pieces that have been copied, and waits for copies until num_bytes more bytes fit the
-        window or only the pieces that are always allowed are in transit."""
+        """Makes room in the window for num_bytes more bytes. Waits for the oldest copies, and frees the memory of their
+        pieces, until the bytes fit or only as many pieces are in transit as are always allowed."""
         self._note_misfits(waits=self._keeps_codes)
         least = 0 if self._keeps_codes else _LEAST_MOVING
         while len(self._leaving) > least and self.leaving_bytes + num_bytes > self.window_bytes:
