@@ -97,7 +97,7 @@ class PieceTransfers:
 
     def make_room(self, num_bytes: int) -> None:
         """Makes room in the window for num_bytes more bytes. Waits for the oldest copies, and frees the memory of their
-        pieces, until the bytes fit or only as many pieces are in transit as are always allowed."""
+        pieces, until the bytes fit or only the number of pieces that is always allowed is in transit."""
         self._note_misfits(waits=self._keeps_codes)
         least = 0 if self._keeps_codes else _LEAST_MOVING
         while len(self._leaving) > least and self.leaving_bytes + num_bytes > self.window_bytes:

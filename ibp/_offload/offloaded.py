@@ -58,8 +58,8 @@ def offload(
     tables where they are: use `ibp.nn.compress` for the part of a model that stays on the GPU.
 
     Call the model as before. `state_dict()` returns plain tensors on the CPU. Between calls a weight has its shape,
-    dtype and device, and reading its values returns a decompressed copy. A module that reads a weight that it does not
-    own also gets a copy; if it does so while the model runs, its next calls fetch the weight as if it were its own. In
+    dtype and device, and reading its values returns a decompressed copy. A module that reads another module's weight
+    also gets a copy; if it does so while the model runs, its next calls fetch the weight as if it were its own. In
     transforms of `torch.func` each module decompresses its weights when it reads them, and nothing is fetched ahead.
 
     Offloaded weights are frozen; gradients flow through them to inputs and to other parameters. Between calls, writing

@@ -288,8 +288,8 @@ def _plan_memory(plan: OffloadPlan, number: int, resident_bytes: int, lookahead:
 
 
 def spread(groups: Sequence[Group], num_bytes: int) -> list[Group]:
-    """Chooses groups that have at most num_bytes bytes in total. The chosen groups are evenly spaced. The groups between
-    them can then be fetched while they are used."""
+    """Chooses groups that have at most num_bytes bytes in total. The chosen groups are evenly spaced, so
+    that the groups between them can be fetched while they are used."""
     share = min(1.0, num_bytes / max(1, sum(group.num_bytes for group in groups)))
     chosen, left, due = [], num_bytes, 0.0
     for group in groups:

@@ -67,8 +67,8 @@ class _Group(RowsModule):
     def rows_of(self, ids: torch.Tensor, numbers: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
         """Returns the number of each id's row in the group. ids: [K]; ids[k] is the number of a row in part numbers[k].
 
-        If an id is out of range of its part, IndexError is raised on the CPU. On a GPU the result is out of range of
-        the group, so that reading the row fails; the row of another part is never read instead.
+        If an id is out of range of its part, the CPU raises IndexError. On a GPU its row number is then out of range of
+        the group, so reading the row fails. The row of another part is never read instead.
         """
         if ids.device not in self._near:
             with outside_of_modes():
@@ -86,8 +86,8 @@ class _Group(RowsModule):
     def pooled(self, jagged: _Jagged, mode: str, names: Sequence[str]) -> torch.Tensor:
         """Returns the pooled bags, [bags, embedding_dim].
 
-        If the lengths do not add up to the number of ids, or one is negative, ValueError is raised on the CPU. On a GPU
-        all ids then become invalid, so that reading the rows fails.
+        If the lengths do not add up to the number of ids, or one is negative, the CPU raises ValueError. On a GPU all
+        ids then become invalid, so reading the rows fails.
 
         On the CPU each part is pooled by a call of its own. The order in which torch adds up the gradients of a row
         depends on the other ids of the call, and gradients must have the same bits as with a module for each part.

@@ -1,4 +1,4 @@
-"""`compress`: replaces the matrices of a model by tables, one after the other."""
+"""`compress`: replaces the matrices and embeddings of a model by tables, one after the other."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def compress(
     min_bytes: int = _MIN_BYTES,
     progress: bool = False,
 ) -> ModelReport:
-    """Replaces the matrices of a model by tables, in place. The memory of each plain weight is freed before the next
-    weight is coded, so that at most one table exists in addition to the plain model.
+    """Replaces the matrices and embeddings of a model by tables, in place. The memory of each plain weight is freed
+    before the next weight is coded, so at most one table exists in addition to its plain weight.
 
     Every `torch.nn.Linear` becomes an `ibp.nn.Linear`, `torch.nn.Embedding` an `ibp.nn.Embedding`, transformers'
     `Conv1D` an `ibp.nn.Conv1D`, and a module of experts that transformers has stacked an `ibp.nn.Experts`. Subclasses
@@ -125,18 +125,19 @@ def compress(
     table would not make at least 2 % smaller stays plain.
 
     Tables are in the memory where the weights were: on the GPU, or in host memory (pinned, if there is a GPU), from
-    which `model.to("cuda")` moves them. Their weights are fixed: `parameters()` lists each as an
+    which `model.to("cuda")` moves them. Coded weights are fixed: `parameters()` lists each one as an
     `ibp.nn.TableParameter`, which gets no gradient. Gradients reach inputs, biases and all other parameters. On the
-    CPU, results have the bits of the plain model. On a GPU, `ibp.linear` adds the products of few vectors in another
-    order, unless `fused=False`.
+    CPU, results have the same bits as those of the plain model. On a GPU, `ibp.linear` multiplies few vectors and adds
+    the products in another order, unless `fused=False`.
 
-    `model.state_dict()`, `save_pretrained` and `safetensors.torch.save_model` give plain tensors on the CPU, under the
-    names of the plain model; `load_state_dict` takes them and codes them. `ibp.nn.coded_state_dict` gives the tables.
-    If the coded weights do not fit the GPU either, call `ibp.offload` afterwards: it leaves tables where they are.
+    `model.state_dict()`, `save_pretrained` and `safetensors.torch.save_model` produce plain tensors on the CPU, under
+    the names of the plain model; `load_state_dict` accepts these tensors and codes them. `ibp.nn.coded_state_dict`
+    returns the tables. If the model does not fit the GPU even then, call `ibp.offload` afterwards: it leaves tables
+    where they are.
 
     Tables keep their dtype. `model.half()` and other conversions to another dtype raise TypeError before they change
-    anything: convert the plain model first, and compress it then. If the model is a part of another module, and that
-    module is converted, other parts of it may already have changed when the error is raised.
+    anything: convert the plain model, and then compress it. If the model is a part of another module, and that module
+    is converted, other parts of it may already have changed when the error is raised.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(4096, 512), torch.nn.Linear(512, 4096)).bfloat16().eval()
@@ -149,11 +150,12 @@ def compress(
 
     Args:
         model: on the CPU or on GPUs; in eval mode, or with frozen weights.
-        include: names of modules, or patterns of `fnmatch`, to compress with all modules below them. None: all modules.
-        exclude: names or patterns of modules to leave out with all modules below them: `exclude="lm_head"`.
-        level: level of matrices that are multiplied: "fast", the form that `ibp.linear` multiplies without decoding it
-            first, or "default", as in `ibp.compress`. FP16 saves an eighth at "fast", a seventh at "default".
-            Embeddings that share no table with a matrix take "default", which needs the fewest bytes.
+        include: names of modules, or patterns of `fnmatch`. The modules that match are compressed, with all modules
+            below them. None: all modules.
+        exclude: names or patterns of modules that are left out, with all modules below them: `exclude="lm_head"`.
+        level: the level of matrices that are multiplied: "fast", the form that `ibp.linear` multiplies without decoding
+            it first, or "default", as in `ibp.compress`. FP16 weights shrink by an eighth at "fast", by a seventh at
+            "default". Embeddings that share no table with a matrix always get "default", which needs the fewest bytes.
         fused: as in `ibp.nn.Linear`.
         min_bytes: smaller weights stay plain.
         progress: whether to show a progress bar.

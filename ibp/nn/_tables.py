@@ -30,7 +30,7 @@ _is_coded: ContextVar[bool] = ContextVar("is_coded", default=False)
 
 
 def saves_tables() -> bool:
-    """Returns whether `coded_state_dict` is making the present state dict, so that it gets tables."""
+    """Returns whether `coded_state_dict` is making the present state dict. If so, the state dict gets tables."""
     return _is_coded.get()
 
 
@@ -193,7 +193,7 @@ class TableModule(CodedModule):
 
     @property
     def stays(self) -> bool:
-        """Whether the table keeps its place and its dtype when the module is moved or converted."""
+        """Whether the table stays in its memory, with its dtype, when the module is moved or converted."""
         return self._shared.stays
 
     @stays.setter
@@ -278,8 +278,8 @@ def is_fast_matrix(table: CompressedTensor) -> bool:
 
 
 def check_forward(name: str, module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
-    """Raises TypeError if a module does not compute the forward of a class of torch, so that a module over a table
-    could not replace it.
+    """Raises TypeError if a module has another forward than a class of torch, because a module over a table would not
+    compute the same.
 
     Args:
         name: what the error calls the module.
