@@ -15,7 +15,7 @@ from .._schemes.learning import Learner
 from . import coding
 from .spans import SpanView
 
-# Not moved; encoded on the device; raw on the host; encoded on the host.
+# The modes of a region: not moved; encoded on the device; raw on the host; encoded on the host.
 KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"
 _LEAST_SAVED = 0.05  # least fraction of the bytes that encoding must save to be worth its time
 

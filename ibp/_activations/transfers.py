@@ -189,7 +189,8 @@ class PieceTransfers:
     # ---- regions that end ----
 
     def drop_codes(self, piece: SavedPiece) -> None:
-        """Frees the GPU memory of a piece. Copies to the host may still be reading it."""
+        """Frees the GPU memory of a piece. If a copy to the host is still reading it, the memory is reused only after
+        the copy."""
         if piece.memory is not None and piece.sent is not None and not piece.sent.query():
             piece.memory.record_stream(self.out)
         piece.memory = piece.kept = None

@@ -33,7 +33,8 @@ class Place:
         # Whether the weights are in `memory`, or will be when `ready` has been reached.
         self.is_loaded = False
         self.is_ahead = False  # whether they were fetched ahead of a use that has not begun
-        # The present or latest region of the arena. None: the group has an allocation of its own, or no memory.
+        # The region of the arena that the group has, or had last. None: the group has an allocation of its own, or no
+        # memory.
         self.region: Region | None = None
         self.memory: torch.Tensor | None = None  # uint8: the memory of the whole group
         self.data: list[torch.Tensor] = []  # the bytes of each weight
@@ -48,7 +49,8 @@ class Place:
         self.done: dict[int, torch.cuda.Event] = {}
 
     def move(self, region: Region | None, memory: torch.Tensor | None) -> None:
-        """Gives the group other memory, or none. region: the region of the arena that the memory is, if it is one."""
+        """Gives the group other memory, or none. region: the region of the memory in the arena. None: the memory is not
+        in the arena."""
         self.region, self.memory, self.data, self.values, self.prepared = region, memory, [], [], []
         if memory is not None:
             weights, offsets = self.group.weights, self.group.offsets

@@ -61,8 +61,8 @@ def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[Experts
 
 
 class Hook(functools.partial[Any]):
-    """A closure in a module of an offloaded model. It can be neither copied nor pickled with the module, because the
-    copy would act on the model."""
+    """A closure in a module of an offloaded model. It refuses to be copied or pickled with the module, because the copy
+    would act on the original model."""
 
     __deepcopy__, __reduce_ex__ = refuse_copy, refuse_pickle
 

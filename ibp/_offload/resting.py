@@ -27,7 +27,7 @@ class Source(Protocol):
         """Returns the values in newly allocated memory."""
 
 
-# Attributes of resting tensors, and of tensors of values that were read from them.
+# Names of the attributes that this file gives to resting tensors and to tensors that were read from them.
 _SOURCE, _NAME = "_ibp_source", "_ibp_name"
 
 # Attributes of a tensor that give its values.

@@ -109,7 +109,7 @@ class Weight:
             resting.bind(tensor, value)
 
     def prepare(self, blank: torch.Tensor, read: Callable[[Weight], torch.Tensor]) -> None:
-        """Removes the content of the tensors for the first time.
+        """Makes the tensors rest for the first time, which frees their memory.
 
         Args:
             blank: a tensor of their shape, dtype and device without values.
@@ -120,7 +120,7 @@ class Weight:
         self.rest()
 
     def rest(self) -> None:
-        """Removes the content of the tensors again."""
+        """Makes the tensors rest again: they give up their memory, and reading them decodes the weight."""
         assert self._blank is not None
         for tensor in self.tensors:
             resting.rest(tensor, self, self._blank)
@@ -148,8 +148,8 @@ class Weight:
             tensor.requires_grad_(requires_grad)
 
     def is_held(self, module: torch.nn.Module, attribute: str) -> bool:
-        """Returns whether an attribute of a module still is one of the tensors. It may have been assigned another
-        tensor."""
+        """Returns whether an attribute of a module is still one of the tensors. Otherwise another tensor has been
+        assigned to it."""
         held = module._parameters.get(attribute, module._buffers.get(attribute))
         return any(held is tensor for tensor in self.tensors)
 

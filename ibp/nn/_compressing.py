@@ -115,7 +115,7 @@ def compress(
     progress: bool = False,
 ) -> ModelReport:
     """Replaces the matrices and embeddings of a model by tables, in place. The memory of each plain weight is freed
-    before the next weight is coded, so at most one table exists in addition to its plain weight.
+    before the next weight is coded, so memory never holds more than the plain model and one table.
 
     Every `torch.nn.Linear` becomes an `ibp.nn.Linear`, `torch.nn.Embedding` an `ibp.nn.Embedding`, transformers'
     `Conv1D` an `ibp.nn.Conv1D`, and a module of experts that transformers has stacked an `ibp.nn.Experts`. Subclasses

@@ -19,7 +19,7 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 def decompress(model: _Model) -> _Model:
     """Gives the modules of a model their plain weights back, in place: undoes `compress`. The memory of each table is
-    freed before the next table is decoded, so at most one table exists in addition to its plain weight.
+    freed before the next table is decoded, so memory never holds more than the plain model and one table.
 
     Every `ibp.nn.Linear`, `Embedding` and `EmbeddingBag` becomes torch's module of that name, and `Conv1D` and
     `Experts` become modules of transformers. The modules stay the same objects, with their hooks, mode and biases.

@@ -20,7 +20,8 @@ from .._fetch.ids import check_range, checked_ids
 from .._fetch.linear import MOST_STACKED
 from .._tables.compressed_tensor import CompressedTensor
 
-# A call with this many choices for each expert uses all experts: uniform choices reach 98 % of them.
+# A call with at least this many choices per expert decodes all experts, because uniform random choices would name 98 %
+# of them.
 MOST_CHOICES = 4
 
 
