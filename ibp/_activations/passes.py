@@ -42,7 +42,7 @@ class ForwardPass:
         self._positions = {number: position for position, number in enumerate(order)}
         self._regions: dict[int, weakref.ref[SavedRegion]] = {}
         self._ended: deque[int] = deque()  # numbers of regions that have been destroyed
-        # For each device, the position in the order of the next region to fetch.
+        # For each device, the position in `order` from which regions are fetched next.
         self._next: dict[PieceTransfers, int] = {}
 
     @property

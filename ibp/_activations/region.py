@@ -20,7 +20,7 @@ class SavedPiece:
     """The bytes [start, end) of a region, and the memory that holds them."""
 
     def __init__(self, start: int, end: int, stream: torch.Stream | None) -> None:
-        # stream: the stream that owns the tensors memory, kept or coming.
+        # stream: the stream to which the memory of `memory`, `kept` or `coming` belongs.
         self.start, self.end, self.num_bytes, self.stream = start, end, end - start, stream
         # Encoded bytes on the device, with room for raw rows. If bytes are not encoded, they are in the region's own
         # memory.
@@ -82,7 +82,7 @@ class SavedRegion:
         self.coming: torch.Tensor | None = None  # the memory to which raw pieces are copied back
         self.misfits: torch.Tensor | None = None  # on the device: whether the narrower bytes lose anything
         self.saves = self.uses = 0  # number of times that tensors of the region were saved, and were read
-        # the error if the source was changed before its copy had ended
+        # The error to raise at the next read, if the source was changed before its copy had ended.
         self._changed: RuntimeError | None = None
         self._decoded: UnchangedTensor | None = None
         self._is_decoded_only = False

@@ -39,8 +39,8 @@ class PieceTransfers:
         # torch's general class, because torch.cuda's class costs the host two or three more calls of Python functions.
         self.out, self.back, self._notes = (torch.Stream(device) for _ in range(3))
         self.buffers = Pool()
-        # Number of pieces that are being copied back, size of these in bytes, and size in bytes of the device memory of
-        # pieces that are leaving.
+        # Number of pieces that are being copied back, their size in bytes, and the size in bytes of the device memory
+        # of the pieces in `_leaving`.
         self.coming = self.coming_bytes = self.leaving_bytes = 0
         # Pieces of destroyed regions: (piece, recipe, number of bytes that were being copied back).
         self._ended: deque[tuple[SavedPiece, coding.ActivationRecipe | None, int]] = deque()

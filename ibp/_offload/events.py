@@ -38,8 +38,8 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Schedule(Generic[Item]):
-    """Predicts which item is used next. If the last two uses have followed each other before, it predicts the item that
-    then came next, the latest time. Otherwise it predicts the item that came after the last use, the latest time.
+    """Predicts which item is used next. If the last two items have been used in this order before, it predicts the item
+    that followed them the last time. Otherwise it predicts the item that followed the last item the last time.
 
     After one pass, a constant order is predicted without error. If the order changes, each new step is mispredicted
     once. If an item is used twice in a pass, the item before it tells the two uses apart. If the same two items follow
@@ -90,7 +90,7 @@ class Events:
     Attributes:
         lock: guards the places, and everything else that changes while the model runs.
         thread: what the current thread is doing with the model.
-        fetchers: the memory of each device.
+        fetchers: the fetcher of each device, in the order of the plan's devices.
         places: the place of each group that is fetched.
         users: the modules that use groups, with the places of these groups.
         undo: functions that remove what was installed in the model. They are called from the last to the first.
@@ -282,8 +282,8 @@ class Events:
         return weight.value(weight.device)
 
     def _saving(self) -> Any:
-        """Makes autograd save functions that decode weights, instead of their memory, which other weights will
-        overwrite. Returns the hooks, which `__exit__` removes."""
+        """Makes autograd save functions that decode weights, instead of the weights' memory, which other weights will
+        overwrite. Returns torch's context of these hooks; its `__exit__` removes them."""
         saving = torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked)
         saving.__enter__()
         return saving

@@ -111,7 +111,7 @@ class WeightFetcher:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        self.misses = 0  # number of uses whose weights were not being fetched when the use began
+        self.misses = 0  # number of uses whose weights were neither loaded nor being fetched when the use began
         self.fetched_bytes = self.link_bytes = 0  # sizes in bytes of fetched weights, and of their compressed rows
         self.waited_s = 0.0  # seconds that uses have waited for their weights
 

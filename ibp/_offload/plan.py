@@ -175,8 +175,8 @@ class _Divider:
     """Divides the weights of a plan into groups, and finds the modules that use them.
 
     Attributes:
-        nested_bytes: by number of the device, the largest size in bytes of groups that are in use at the same time
-            because a module uses its own group while its submodules use theirs.
+        nested_bytes: by number of the device, the largest total size in bytes of the groups that modules use while
+            their submodules use other groups.
     """
 
     def __init__(self, plan: OffloadPlan, group_bytes: int) -> None:

@@ -59,7 +59,7 @@ class Weight:
         # The plan sets the next three attributes.
         self.group: Group | None = None  # the group that it is fetched with; None if single rows of it are looked up
         self.device = device  # the device that uses it
-        self.unit: Literal["weight", "row", "expert"] = "weight"  # what a fetch brings: all of it, or parts
+        self.unit: Literal["weight", "row", "expert"] = "weight"  # what one fetch brings
         # The table of `x.permute(order)`; None before the weight is stored and after it is restored.
         self.table: CompressedTensor | None = None
         self.saved = SavedTensor()  # the tensor that state_dict() returned for it
