@@ -89,8 +89,8 @@ class _Weight:
 
     def __init__(self) -> None:
         self.num_bytes = 0  # uncompressed
-        # Names of the modules of kinds that `compress` replaces which hold the weight; a module may have several. For a
-        # stacked weight: the names of the parameter.
+        # Names of the modules that hold the weight and are of a kind that `compress` replaces; a module may have
+        # several names. For a stacked weight: the names of the parameter.
         self.names: list[str] = []
         self.is_stacked = False  # whether it is a stacked weight of a module of experts
         self.is_left = False  # whether it is left plain
@@ -367,9 +367,9 @@ def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]
 
 
 def _find(model: torch.nn.Module, chosen: set[str], min_bytes: int) -> tuple[list[_Weight], dict[str, str]]:
-    """Returns (the weights to code; a dict from the names of the other modules and stacked weights that `compress`
-    could replace to the reasons why they stay plain). The result does not keep the values of the weights alive. chosen:
-    the names of the modules that may be coded."""
+    """Finds the weights to code. Returns them, and a dict: the name of every other module, or stacked weight, of the
+    kinds that `compress` replaces -> why it stays plain. The result does not keep the values of the weights alive.
+    chosen: the names of the modules that may be coded."""
     found: dict[object, _Weight] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():

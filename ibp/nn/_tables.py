@@ -140,7 +140,8 @@ class CodedModule(torch.nn.Module):
 
     def _load_table(self, name: str, shared: SharedTable, *args: Any) -> None:
         """Replaces a table by its entry in a state, which is a table or a plain tensor. If the entry is missing or does
-        not fit, the table stays, and the lists in args report this. args: the arguments of `_load_from_state_dict`."""
+        not fit, keeps the table and adds this to torch's lists of errors. args: the arguments of
+        `_load_from_state_dict`, which contain these lists."""
         state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs = args
         held, key, shape = shared.weight, prefix + name, shared.plain_shape
         is_coded = shared.transposed and key + TRANSPOSED in state_dict
@@ -218,7 +219,7 @@ class TableModule(CodedModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "weight" not in self._parameters:  # pickled before tables were parameters
+        if "weight" not in self._parameters:  # a version in which tables were not parameters has pickled the module
             self._shared.transposed, self._shared.stays = self.transposed, vars(self).pop("stays")
             weight = TableParameter(self._shared, getattr(self, "trainable", False))
             vars(self)["_parameters"] = {"weight": weight, **self._parameters}
@@ -312,7 +313,7 @@ class Linear(TableModule):
         bias: [out_features], an ordinary parameter. None: no bias.
         stays: as in `Embedding`.
         fused: whether few vectors are multiplied as in `ibp.linear`, by weights that are decoded in registers. The
-            results of that can differ from torch's by rounding. False: results have torch's bits.
+            results of such calls can differ from torch's by rounding. False: results have torch's bits.
 
     Attributes:
         place: (the modules that multiply together with this one, this module's number among them), as

@@ -162,8 +162,8 @@ class RowsModule(TableModule):
         rows.register_post_accumulate_grad_hook(note)
 
     def _count_pass(self) -> None:
-        """Counts the backward pass that is running, once. Warns if no optimizer has read the gradients of the last
-        _MOST_UNREAD passes."""
+        """Counts the running backward pass, unless it has been counted already. Warns if no optimizer has read the
+        gradients of the last _MOST_UNREAD passes."""
         number = torch._C._current_graph_task_id()
         if number == self._last_pass:
             return
