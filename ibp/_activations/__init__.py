@@ -1,8 +1,8 @@
 """Moves activations off the GPU between the forward and the backward pass (cDMA: Rhu and others, HPCA 2018).
 
-spans.py finds the bytes of a saved tensor; coding.py and origin.py encode them; region.py holds saved bytes, wherever
-they are; transfers.py moves them; passes.py knows the order in which the backward pass needs them; policy.py decides
-which of them leave; offload.py has the hooks.
+spans.py finds the bytes of a saved tensor; coding.py and origin.py encode bytes; region.py holds saved bytes on the
+device or the host; transfers.py moves them; passes.py knows the order in which the backward pass needs regions;
+policy.py decides which regions leave the device; offload.py has the hooks of autograd.
 """
 
 from .offload import ActivationOffload, ActivationStats, offload_activations

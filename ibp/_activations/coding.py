@@ -1,6 +1,6 @@
-"""Encodes activations into one piece of memory, a packed piece of coded rows (`_layout.forms`), and decodes them. Only
-the bytes up to the last one in use have to be copied. One operation encodes a piece, and one decodes it, because a step
-encodes hundreds of tensors."""
+"""Encodes activations into packed pieces of coded rows (`_layout.forms`), and decodes them. Of an encoded piece, only
+the bytes up to the last one in use have to be copied. A step encodes hundreds of tensors, so a piece is encoded by a
+single operation and decoded by a single one, which keeps the host's work small."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from .._schemes.learning import learned_from
 from .origin import IndexOrigin
 from .spans import SpanView
 
-ROW_BYTES = 4096
-# Size of a piece in bytes: a millisecond of the link, so that a piece is copied while the next one is encoded.
+ROW_BYTES = 4096  # Size in bytes of the rows into which activations are cut.
+# Size of a piece in bytes. The link copies it in about a millisecond, while the next piece is encoded.
 PIECE_BYTES = 64 << 20
-_SAMPLE_BYTES = 1 << 20
-_FIRST_MARGIN = 1 / 32  # fraction that is added to the share that a sample needed
-_LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # fractions that may be added to the share that was needed
-_CHANGES = 4  # a margin is this many times the last change
-_SPARE_BYTES = 4096
+_SAMPLE_BYTES = 1 << 20  # Size in bytes of the sample from which a codebook is learned.
+# The room for encoded bytes is the share of the raw size that was needed before, plus a margin: a fraction of this
+# share.
+_FIRST_MARGIN = 1 / 32  # The margin as long as only a sample has been encoded.
+_LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # Bounds of all later margins.
+_CHANGES = 4  # Within these bounds, the margin is this many times the last relative change of the share.
+_SPARE_BYTES = 4096  # Size in bytes that is added to the room of every piece.
 
 
 class ActivationRecipe:
     """The codebook for activations of one kind, and their expected size.
 
     Args:
-        codebook: of rows of ROW_BYTES bytes.
+        codebook: a codebook for rows of ROW_BYTES bytes.
         share: size of a coded sample as a fraction of its raw size.
         origin: the origin that is subtracted from elements before they are encoded. None: elements are encoded as they
             are.
@@ -37,6 +39,7 @@ class ActivationRecipe:
     def __init__(self, codebook: AnyCodebook, share: float, origin: IndexOrigin | None = None) -> None:
         self.codebook, self.needed_share = codebook, share
         self.codec, self.origin = codebook.codec, origin
+        # The share that pieces get room for, and the largest share that a piece has used since the last `begin`.
         self._room_share, self._noted_share = share * (1 + _FIRST_MARGIN), 0.0
         # The last relative change of the needed share, and whether a share has been recorded.
         self._change, self._has_needed = 0.0, False
@@ -47,16 +50,16 @@ class ActivationRecipe:
         return 1 if self.origin is None else self.origin.times_narrower
 
     def takes(self, num_bytes: int) -> bool:
-        """Returns whether activations of num_bytes bytes can be encoded."""
+        """Returns whether activations of num_bytes bytes can be encoded with this recipe."""
         return self.origin is None or self.origin.takes(num_bytes)
 
     def room(self, num_bytes: int) -> int:
-        """Returns the size in bytes of an overflow that num_bytes bytes are expected to fit. If there is an origin,
-        num_bytes counts the narrower elements."""
+        """Returns the size in bytes of the overflow that num_bytes bytes are expected to need when they are encoded. If
+        there is an origin, num_bytes is the size of the narrower elements."""
         return min(_most_overflow(num_bytes), int(self._room_share * num_bytes) + _SPARE_BYTES)
 
     def expected_bytes(self, num_bytes: int) -> int:
-        """Returns the expected size in bytes of num_bytes bytes of activations that are encoded in pieces."""
+        """Returns the expected encoded size in bytes, in pieces, of num_bytes bytes of activations."""
         parts = [end - start for start, end in pieces(num_bytes // self.times_narrower)]
         return sum(index_bytes(part) + self.room(part) for part in parts)
 
@@ -66,8 +69,8 @@ class ActivationRecipe:
         return self.needed_share / self.times_narrower
 
     def begin(self) -> None:
-        """Called before activations are encoded. Sets their room by the piece that needed most since the last call,
-        plus a margin for changes of the latest size."""
+        """Updates the room for pieces. Must be called before a region is encoded. The room is for the largest share
+        that a piece has used since the last call, plus a margin that grows with the latest changes of this share."""
         needed, self._noted_share = self._noted_share, 0.0
         if needed == 0:
             return
@@ -101,13 +104,13 @@ def _most_overflow(num_bytes: int) -> int:
 
 @functools.lru_cache(1024)
 def index_bytes(num_bytes: int) -> int:
-    """Returns the size in bytes of what precedes the overflow: the head, and a base and a length for each row."""
+    """Returns the size in bytes of the parts before the overflow: the head, and a base and a length for each row."""
     return forms.packed(_num_rows(num_bytes)).overflow.start
 
 
 @functools.lru_cache(1024)
 def memory_bytes(num_bytes: int) -> int:
-    """Returns the size in bytes of memory that is enough for num_bytes bytes of any content."""
+    """Returns the size in bytes of memory that is enough to encode num_bytes bytes of any content."""
     return index_bytes(num_bytes) + _most_overflow(num_bytes)
 
 

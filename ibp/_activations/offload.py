@@ -27,8 +27,8 @@ from .policy import KEEP, ActivationPolicy, OffloadOptions
 from .region import SavedPiece, SavedRegion
 from .transfers import PieceTransfers
 
-LEAST_BYTES = 1 << 20  # in bytes; for smaller tensors the host takes longer than the link
-WINDOW_BYTES = 768 << 20  # in bytes: some milliseconds of the link, even for compressed bytes
+LEAST_BYTES = 1 << 20  # Default of least_bytes: to move a smaller tensor, the host takes longer than the link.
+WINDOW_BYTES = 768 << 20  # Default of window_bytes: the link takes some milliseconds for them, even compressed.
 MEMORY = ("pinned", "device")
 _WORDS = FaultWords(
     "saved activations came back damaged in an earlier step: its gradients are wrong", RuntimeError, later=""
@@ -43,10 +43,10 @@ class _SavedTensor(NamedTuple):
 
 @dataclass
 class _SpanEntry:
-    """The region of a span, or None if the span is not moved, and the number of the pass in which this was decided."""
+    """What is known of a span that was saved."""
 
-    region: weakref.ref[SavedRegion] | None
-    passes: int
+    region: weakref.ref[SavedRegion] | None  # the region that holds the span; None: the span is not moved
+    passes: int  # number of the last pass that saved the span
 
 
 @dataclass
@@ -97,6 +97,7 @@ class ActivationOffload(OfThisProcess):
     _instead = "call ibp.offload_activations() where another one is needed"
 
     def __init__(self, options: OffloadOptions, least_bytes: int, device: torch.device | None) -> None:
+        # device: the device whose tensors are moved; None: all CUDA devices.
         self.least_bytes, self.device = least_bytes, device
         self._options, self._policy = options, ActivationPolicy(options)
         self._stats = ActivationStats()
@@ -147,12 +148,13 @@ class ActivationOffload(OfThisProcess):
 
     @property
     def is_settled(self) -> bool:
-        """Whether codebooks are learned and a budget's sizes are known. This is so after the first step."""
+        """Whether codebooks have been learned and, if there is a budget, the sizes of the saved tensors are known. This
+        is so after the first step."""
         return self._policy.is_settled
 
     @property
     def pinned_bytes(self) -> int:
-        """Size in bytes of the pinned memory that it has allocated."""
+        """Size in bytes of the pinned memory that this object has allocated."""
         return sum(transfers.buffers.held_bytes for transfers in self._transfers.values())
 
     # ---- hooks ----
@@ -199,8 +201,8 @@ class ActivationOffload(OfThisProcess):
         return _SavedTensor(region, view)
 
     def _shared(self, entry: _SpanEntry | None) -> SavedRegion | None:
-        """Returns the region in which a span has been saved already, or None. If an earlier pass saved it, the call
-        also uses up a region number of this pass, so that the regions after it have the same numbers in every pass."""
+        """Returns the region in which a span has been saved already, or None. If this pass has not saved the span yet,
+        the call also uses up a region number, so that the next regions have the same numbers in every pass."""
         region = entry.region() if entry is not None and entry.region is not None else None
         if entry is None or region is None:
             return None
@@ -213,7 +215,8 @@ class ActivationOffload(OfThisProcess):
     def _new(
         self, x: torch.Tensor, span: spans.ByteSpan, view: spans.SpanView, entry: _SpanEntry | None
     ) -> SavedRegion | None:
-        """Returns a region for a span that was not saved before, or None if the span is not moved."""
+        """Makes a region for a span that no region holds, and saves the bytes of x in it. Returns None if the span is
+        not moved."""
         if entry is not None and entry.region is None and entry.passes == self._passes:
             return None
         number, data = self._pass.take_number(), spans.bytes_of(x, span)
@@ -230,11 +233,12 @@ class ActivationOffload(OfThisProcess):
         return region
 
     def _fill(self, region: SavedRegion, x: torch.Tensor, data: torch.Tensor) -> None:
-        """Encodes a region and moves it to its memory, piece by piece."""
+        """Encodes the bytes of a region, if it has a recipe, and moves them to the memory that is to hold them, piece
+        by piece."""
         recipe, transfers = region.recipe, region.transfers
         if recipe is None:
             if transfers is not None:
-                transfers.make_room(region.num_bytes)  # all pieces stay until the last one has left
+                transfers.make_room(region.num_bytes)  # x is held until its last piece has been copied
             self._stats.raw_bytes += region.num_bytes
             region.hold(data, x)
         else:
@@ -264,6 +268,7 @@ class ActivationOffload(OfThisProcess):
         return rest
 
     def _move(self, region: SavedRegion, piece: SavedPiece) -> None:
+        """Moves a piece to the memory that is to hold it, and counts its bytes."""
         if region.transfers is None:
             self._stats.device_bytes += region.trim(piece)
             return
@@ -335,14 +340,13 @@ def offload_activations(
         memory: "pinned": tensors are moved to pinned host memory. "device": compressed tensors stay on the device until
             the backward pass has decompressed them.
         device_bytes: number of bytes of saved tensors that may stay on each device during a pass. The first step moves
-            all tensors. Later steps choose by the sizes of the step before; the most compressible tensors are moved
-            first.
-            None: all tensors are moved.
+            all tensors. Later steps choose by the sizes of the step before: the most compressible tensors are moved,
+            until the others fit this number of bytes. None: all tensors are moved.
         coded: whether tensors are compressed. False: they are moved uncompressed.
         least_bytes: size in bytes below which tensors are not moved.
-        window_bytes: number of bytes of device memory that copies to the host may use at the same time, and likewise
-            copies back. Two pieces of 64 MiB are always allowed. With memory="device", at most two pieces wait until
-            the host knows their size.
+        window_bytes: largest number of bytes of device memory that copies to the host use at the same time. The same
+            limit holds separately for copies back. Two pieces of 64 MiB are always allowed. With memory="device", at
+            most two pieces wait until the host knows their size.
         max_sms: keep at most this many of the GPU's multiprocessors busy with compression and decompression, which
             limits their use of memory bandwidth while the net computes (cDMA, section V-C). None: all.
         device: the device whose tensors are moved. None: all CUDA devices; if torch sees no CUDA device, the CPU, whose

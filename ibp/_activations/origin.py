@@ -8,16 +8,19 @@ import torch
 
 from .spans import SpanView
 
-_LEAST_CHANNELS = 16  # number over all images; with fewer, it may be that no index is the first of its window
+# Least number of channels of all images together. With fewer, it may be that no index is the first position of its
+# window, so that the smallest index is not the window's origin.
+_LEAST_CHANNELS = 16
 _NARROW = (torch.uint8, torch.int16)  # narrowest first
 _ITEM = 8  # size in bytes of an int64 element
 
 
 class IndexOrigin:
-    """The origins that are subtracted from int64 elements, one for each position in an image.
+    """The origins that are subtracted from int64 elements: one value for each element of an image. All images have the
+    same origins.
 
     Args:
-        places: int64 [elements of an image], in memory order; none is negative.
+        places: int64 [elements of an image, in all of its channels], in the order of memory; none is negative.
         dtype: dtype of the differences.
     """
 
@@ -29,7 +32,7 @@ class IndexOrigin:
     def of(cls, data: torch.Tensor, view: SpanView) -> IndexOrigin | None:
         """Returns an origin whose value at each position is the minimum over all images and channels. The tensor must
         be dense int64 [images, channels, one or more dimensions of positions], one image after the other in memory.
-        Returns None for other tensors, if all images have fewer than 16 channels together, if an element is negative,
+        Returns None for other tensors, if the images together have fewer than 16 channels, if an element is negative,
         or if a difference does not fit int16. Waits for the device.
 
         Args:

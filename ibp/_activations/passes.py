@@ -36,13 +36,13 @@ class ForwardPass:
     ) -> None:
         self.faults, self.note_outgrown = faults, note_outgrown
         self.numbers = 0  # number of regions so far, including regions that are not moved
-        self.is_used = False  # whether a saved tensor was read since the pass began
+        self.is_used = False  # whether a saved tensor has been read since the pass began
         self.uses: list[int] = []  # numbers of regions in the order of their first use
         self._order, self._transfers = order, transfers
         self._positions = {number: position for position, number in enumerate(order)}
         self._regions: dict[int, weakref.ref[SavedRegion]] = {}
-        self._ended: deque[int] = deque()
-        # For each device, the position in the order of the next region to fetch.
+        self._ended: deque[int] = deque()  # numbers of regions that have been destroyed
+        # For each device, the position in `order` from which regions are fetched next.
         self._next: dict[PieceTransfers, int] = {}
 
     @property

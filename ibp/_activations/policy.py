@@ -1,5 +1,5 @@
-"""Decides which saved tensors are moved off the device, and in which form. There is a codebook for each position in a
-pass at which a tensor is saved; a budget limits the bytes that may stay."""
+"""Decides which saved tensors are moved off the device, and in which form. The tensors that passes save under the same
+region number share a codebook. A budget, if there is one, limits the bytes that may stay on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._schemes.learning import Learner
 from . import coding
 from .spans import SpanView
 
-# Not moved; encoded on the device; raw on the host; encoded on the host.
+# The modes of a region: not moved; encoded on the device; raw on the host; encoded on the host.
 KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"
 _LEAST_SAVED = 0.05  # least fraction of the bytes that encoding must save to be worth its time
 
@@ -32,9 +32,10 @@ class OffloadOptions:
 
 
 class _RegionSize(NamedTuple):
-    """The sizes of the region with a number in a pass.
+    """The sizes of one region. Sorting puts the most compressible regions first.
 
-    share: the bytes that are moved or encoded, as a fraction of the region's bytes.
+    share: the size of the bytes that are moved or encoded, as a fraction of the region's size.
+    number: the number of the region in its pass.
     num_bytes, left_bytes: size in bytes on the device if the region stays, and if it is moved.
     """
 
@@ -59,7 +60,8 @@ class ActivationPolicy:
         self.is_settled = False
 
     def begin_pass(self, was_used: bool) -> None:
-        """Begins a pass. was_used: whether all tensors that the pass before saved were read."""
+        """Begins a pass. was_used: whether the pass before is complete: its backward pass has begun, and its regions
+        have been destroyed."""
         if was_used:
             self.is_settled = True
             self._staying = {(device, k) for device, sizes in self._sizes.items() for k in self._that_fit(sizes)}
@@ -79,9 +81,10 @@ class ActivationPolicy:
     def choose(
         self, number: int, data: torch.Tensor, view: SpanView, passes: int
     ) -> tuple[str, coding.ActivationRecipe | None]:
-        """Returns (mode, recipe) for a region. number: the region's number in its pass.
+        """Returns (mode, recipe) for a region.
 
         Args:
+            number: the number of the region in its pass.
             data: uint8 [num_bytes].
             view: describes a tensor in the region.
             passes: number of passes that have begun.
@@ -102,8 +105,9 @@ class ActivationPolicy:
         self._sizes.setdefault(data.device, []).append(_RegionSize(share, number, num_bytes, left))
 
     def _recipe(self, number: int, data: torch.Tensor, view: SpanView, passes: int) -> coding.ActivationRecipe | None:
-        """Returns the recipe for a region's number. It is learned when the first region with this number is saved. If
-        it saves too little, it is learned again after increasing numbers of passes."""
+        """Returns the recipe for regions with a number, or None. It is learned when the first region with this number
+        is saved. If none was found, or encoded sizes have grown since, it is learned again after increasing numbers of
+        passes."""
         learner = self._learners[number, view.dtype, data.device]
         if learner.found is not None:
             learner.note(learner.found.needed_share, 1)

@@ -20,7 +20,7 @@ class SavedPiece:
     """The bytes [start, end) of a region, and the memory that holds them."""
 
     def __init__(self, start: int, end: int, stream: torch.Stream | None) -> None:
-        # stream: the stream that owns the tensors memory, kept or coming.
+        # stream: the stream to which the memory of `memory`, `kept` or `coming` belongs.
         self.start, self.end, self.num_bytes, self.stream = start, end, end - start, stream
         # Encoded bytes on the device, with room for raw rows. If bytes are not encoded, they are in the region's own
         # memory.
@@ -40,8 +40,9 @@ class SavedPiece:
         return data if self.num_bytes == data.numel() else data[self.start : self.end]
 
     def note_used(self, recipe: coding.ActivationRecipe, counters: torch.Tensor) -> int:
-        """Returns how many bytes of the encoded memory are in use, counted from its first byte, and tells the recipe.
-        counters: the memory, or a copy of its counters, which the host may read only after `sent`."""
+        """Records in the recipe how much overflow the piece uses. Returns the size in bytes of the used part of the
+        encoded memory, from its first byte. counters: the encoded memory, or a copy of its counters; the host must wait
+        for `sent` before it passes a copy."""
         used = forms.used_bytes(counters)
         recipe.note(self.num_bytes, used)
         return coding.index_bytes(self.num_bytes) + used
@@ -80,8 +81,8 @@ class SavedRegion:
         self.source: UnchangedTensor | None = None  # the saved tensor whose bytes `memory` has
         self.coming: torch.Tensor | None = None  # the memory to which raw pieces are copied back
         self.misfits: torch.Tensor | None = None  # on the device: whether the narrower bytes lose anything
-        self.saves = self.uses = 0  # how often tensors of the region were saved, and read
-        # the error if the source was changed before its copy had ended
+        self.saves = self.uses = 0  # number of times that tensors of the region were saved, and were read
+        # The error to raise at the next read, if the source was changed before its copy had ended.
         self._changed: RuntimeError | None = None
         self._decoded: UnchangedTensor | None = None
         self._is_decoded_only = False
@@ -93,7 +94,7 @@ class SavedRegion:
     # ---- leaving ----
 
     def hold(self, data: torch.Tensor, x: torch.Tensor) -> None:
-        """Keeps bytes without encoding them. data: uint8 [num_bytes] of a saved tensor x."""
+        """Makes the bytes of a saved tensor x the memory of the region. data: these bytes, uint8 [num_bytes]."""
         self.memory, self.source = data, UnchangedTensor.of(x)
 
     def encode(self, piece: SavedPiece, data: torch.Tensor) -> None:
@@ -111,8 +112,8 @@ class SavedRegion:
         return piece.memory[: coding.index_bytes(piece.num_bytes) + self.recipe.room(piece.num_bytes)]
 
     def trim(self, piece: SavedPiece) -> int:
-        """Frees the memory that a piece, which was encoded on the CPU, does not need. Returns the size in bytes that it
-        needs."""
+        """Frees the unused memory of a piece that was encoded on the CPU. Returns the size in bytes of the memory that
+        is left."""
         assert piece.memory is not None and self.recipe is not None
         piece.memory = piece.memory[: piece.note_used(self.recipe, piece.memory)].clone()
         return piece.memory.numel()
@@ -175,8 +176,8 @@ class SavedRegion:
         self._is_decoded_only = True
 
     def _again(self, decoded: UnchangedTensor, current: torch.Stream | None) -> torch.Tensor:
-        """Returns for another operation the bytes that one operation has been given. If that operation has changed
-        them, they are decoded again."""
+        """Returns bytes that an earlier read has decoded. If the operation that received them has changed them, they
+        are decoded again. If no encoded bytes are left, raises RuntimeError instead."""
         if decoded.is_changed and self.memory is None and not self._is_decoded_only:
             return self._read(current)
         data = self._usable(decoded.get(), current)

@@ -1,4 +1,5 @@
-"""Finds which bytes of memory a saved tensor has, so that bytes that are saved twice are encoded once."""
+"""Finds the range of memory that a saved tensor occupies, so that bytes which several tensors share are encoded
+once."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ _MOST_OF_A_STORAGE = 4  # a tensor with gaps is encoded with its whole storage i
 class ByteSpan(NamedTuple):
     """A range of bytes of a storage that are compressed together.
 
+    storage: the address of torch's object for the storage.
     start, num_bytes: offset in the storage and size, in bytes.
     version: torch's counter of changes in place.
     """
@@ -28,7 +30,7 @@ class ByteSpan(NamedTuple):
 
 
 class SpanView(NamedTuple):
-    """The layout of a tensor in its span. offset: in elements."""
+    """The layout of a tensor in its span. offset: the position of its first element in the span, in elements."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -42,7 +44,7 @@ class SpanView(NamedTuple):
 
 
 class UnchangedTensor(NamedTuple):
-    """A saved tensor that is not moved, and its version when it was saved."""
+    """A tensor that must not be changed any more, and its version when this was recorded."""
 
     tensor: torch.Tensor
     version: int

@@ -20,8 +20,9 @@ _LEAST_MOVING = 2
 class PieceTransfers:
     """The transfers of pieces between a GPU and pinned memory, or to memory of their encoded size on the GPU.
 
-    A piece is encoded into memory that has room for raw rows. As many bytes as it is expected to need are copied. The
-    memory is freed when the host knows that these bytes were enough. `make_room` limits how much memory waits for this.
+    A piece is encoded into memory that has room for raw rows. Only the bytes that it is expected to use are copied. The
+    memory is freed when the host knows that the piece did not use more. `make_room` limits how much memory waits for
+    this.
 
     Args:
         device: the GPU.
@@ -34,14 +35,19 @@ class PieceTransfers:
     def __init__(self, device: torch.device, window_bytes: int | None, max_sms: int = 0) -> None:
         self.device, self.max_sms, self._keeps_codes = device, max_sms, window_bytes is None
         self.window_bytes = 2 * coding.memory_bytes(coding.PIECE_BYTES) if window_bytes is None else window_bytes
-        # The streams have torch's general class, because torch.cuda's class costs the host two or three more calls of
-        # Python functions.
+        # The streams of copies to the host, of copies back, and of the copies that `ask_for_misfits` makes. They have
+        # torch's general class, because torch.cuda's class costs the host two or three more calls of Python functions.
         self.out, self.back, self._notes = (torch.Stream(device) for _ in range(3))
         self.buffers = Pool()
+        # Number of pieces that are being copied back, their size in bytes, and the size in bytes of the device memory
+        # of the pieces in `_leaving`.
         self.coming = self.coming_bytes = self.leaving_bytes = 0
-        # (piece, recipe, number of bytes that were being copied back)
+        # Pieces of destroyed regions: (piece, recipe, number of bytes that were being copied back).
         self._ended: deque[tuple[SavedPiece, coding.ActivationRecipe | None, int]] = deque()
+        # Pieces whose copies to the host may not have ended: (region, piece, size of the piece's device memory in
+        # bytes).
         self._leaving: deque[tuple[weakref.ref[SavedRegion], weakref.ref[SavedPiece], int]] = deque()
+        # (region, pinned memory whose first byte says whether an element does not fit, event after the copy to it)
         self._narrowed: deque[tuple[weakref.ref[SavedRegion], torch.Tensor, torch.Event]] = deque()
 
     def current(self) -> torch.Stream:
@@ -70,8 +76,8 @@ class PieceTransfers:
         return num_bytes
 
     def ask_for_misfits(self, region: SavedRegion) -> None:
-        """Starts to copy to the host whether a region's narrower elements lose nothing. This copy does not wait for
-        other copies."""
+        """Starts to copy to the host the flag that says whether an element of a region does not fit its narrower dtype.
+        This copy does not wait for other copies."""
         assert region.misfits is not None and region.stream is not None
         buffer = self.buffers.take(1, self._notes)
         done = _copy(buffer[:1], region.misfits.view(1).view(torch.uint8), self._notes, region.stream)
@@ -79,7 +85,8 @@ class PieceTransfers:
         self._narrowed.append((weakref.ref(region), buffer, done))
 
     def _note_misfits(self, waits: bool = False) -> None:
-        """Frees the memory of regions whose narrower elements are known to lose nothing."""
+        """Reads the flags that have been copied by `ask_for_misfits`, and frees the original bytes of regions whose
+        elements all fit. waits: whether to wait for copies that have not ended."""
         while self._narrowed and (waits or self._narrowed[0][2].query()):
             of, buffer, done = self._narrowed.popleft()
             region = of()
@@ -89,8 +96,8 @@ class PieceTransfers:
             self.buffers.give(buffer, done)
 
     def make_room(self, num_bytes: int) -> None:
-        """Waits until num_bytes more bytes fit the window, or until few pieces are in transit, and frees the memory of
-        pieces that have been copied."""
+        """Makes room in the window for num_bytes more bytes. Waits for the oldest copies, and frees the memory of their
+        pieces, until the bytes fit or only the number of pieces that is always allowed is in transit."""
         self._note_misfits(waits=self._keeps_codes)
         least = 0 if self._keeps_codes else _LEAST_MOVING
         while len(self._leaving) > least and self.leaving_bytes + num_bytes > self.window_bytes:
@@ -182,7 +189,8 @@ class PieceTransfers:
     # ---- regions that end ----
 
     def drop_codes(self, piece: SavedPiece) -> None:
-        """Frees the GPU memory of a piece. Copies to the host may still be reading it."""
+        """Frees the GPU memory of a piece. If a copy to the host is still reading it, the memory is reused only after
+        the copy."""
         if piece.memory is not None and piece.sent is not None and not piece.sent.query():
             piece.memory.record_stream(self.out)
         piece.memory = piece.kept = None

@@ -1,8 +1,8 @@
 """The events of an offloaded model while it runs, in the order in which a call of a module meets them:
 
     a module begins          `begin`, by a hook before each call of a module that uses weights
-      a group is wanted        `WeightFetcher.begin_use`: fetches the group if nobody fetched it ahead
-      its bytes have come      `CudaWeightFetcher._wait`: the caller's stream waits, not the host
+      a group is needed        `WeightFetcher.begin_use`: fetches the group if it was not fetched ahead
+      its weights arrive       `CudaWeightFetcher._wait`: the caller's stream waits for them, the host does not
                              the model's tensors get the memory of the weights; the next groups are fetched ahead
     (the module computes)
     a module ends            `end`, by a hook after the call: the tensors rest, and other groups may take the memory
@@ -38,12 +38,12 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Schedule(Generic[Item]):
-    """A predictor of uses. It expects the item that followed the last two uses when they occurred before, or otherwise
-    the item that followed the last use.
+    """Predicts which item is used next. If the last two items have been used in this order before, it predicts the item
+    that followed them the last time. Otherwise it predicts the item that followed the last item the last time.
 
     After one pass, a constant order is predicted without error. If the order changes, each new step is mispredicted
-    once. If an item is used twice in a pass, the item before it tells the two uses apart. If the same run of items
-    occurs twice in a pass with different successors, one prediction per pass is wrong.
+    once. If an item is used twice in a pass, the item before it tells the two uses apart. If the same two items follow
+    each other twice in a pass, and another item comes next each time, both predictions are wrong in every pass.
 
     items: in the order that is expected for the first pass and, until another order is seen, for the following ones."""
 
@@ -90,8 +90,8 @@ class Events:
     Attributes:
         lock: guards the places, and everything else that changes while the model runs.
         thread: what the current thread is doing with the model.
-        fetchers: the memory of each device.
-        places: where each group that is fetched is.
+        fetchers: the fetcher of each device, in the order of the plan's devices.
+        places: the place of each group that is fetched.
         users: the modules that use groups, with the places of these groups.
         undo: functions that remove what was installed in the model. They are called from the last to the first.
         uses: number of times that a module used a group.
@@ -110,9 +110,10 @@ class Events:
         self.users: dict[nn.Module, list[Place]] = {}
         self.undo: list[Callable[[], object]] = []
         self._schedule: Schedule[Place] = Schedule(list(self.places.values()))
-        # The parent of each module below the model's children.
+        # For each module below the model's children, its parent.
         self._parents = {child: part for part in model.modules() if part is not model for child in part.children()}
-        self._readers: dict[Weight, nn.Module] = {}  # modules that read weights which are not their own
+        # For each weight that another module than its owner reads, the module that is assumed to read it.
+        self._readers: dict[Weight, nn.Module] = {}
         self._uses_all_experts = False  # whether the last call of a mixture used all of its experts
         self._is_short = False  # whether the arena had no room for an expected group; the end of a use makes room
         self.reset_counts()
@@ -145,12 +146,12 @@ class Events:
     # ---- a module begins ----
 
     def begin(self, module: nn.Module, places: Sequence[Place]) -> None:
-        """Fetches and binds groups of weights for a call of a module. If it raises, it leaves no group in use that was
-        not in use before.
+        """Fetches groups of weights for a call of a module, and gives the model's tensors the memory of these weights.
+        If it raises an error, it ends the uses that it has begun.
 
-        In a transform of torch.func the module computes with its resting weights, each of which is decoded when it is
-        read: after the call other weights use the memory, and these transforms do not support autograd's saved-tensor
-        hooks."""
+        In a transform of torch.func nothing is fetched: the module computes with its resting weights, each of which is
+        decoded when it is read. Other weights overwrite fetched ones after the call, and a backward pass in such a
+        transform could not decode them again, because it does not support autograd's saved-tensor hooks."""
         with self.lock:
             if is_transformed():
                 self.thread.calls.append((module, (), None))
@@ -174,16 +175,16 @@ class Events:
                 self._fetch_ahead()
 
     def note_choice(self, place: Place) -> None:
-        """Records a call of a mixture that uses some experts, which are not fetched to the group's place. All experts
-        are then no longer fetched ahead."""
+        """Records a call of a mixture that uses only some of its experts, which are not fetched to the group's place.
+        From now on, groups of experts are not fetched ahead."""
         with self.lock:
             self._uses_all_experts = False
             self._note(place)
 
     @contextmanager
     def using_all(self, module: nn.Module, place: Place) -> Iterator[None]:
-        """A context for a call of a mixture that uses all experts. The next calls are expected to use all experts,
-        too."""
+        """A context for a call of a mixture that uses all of its experts. From now on, groups of experts are fetched
+        ahead."""
         with self.lock:
             self._uses_all_experts = True
             self.begin(module, [place])
@@ -221,7 +222,7 @@ class Events:
     # ---- a module ends ----
 
     def end(self, module: nn.Module) -> None:
-        """Ends the call of a module that began last."""
+        """Ends the latest call of a module. If the call has failed to begin, does nothing."""
         with self.lock:
             calls = self.thread.calls
             if calls and calls[-1][0] is module:  # otherwise the call failed to begin
@@ -253,7 +254,8 @@ class Events:
     # ---- a call of the whole model ----
 
     def begin_model(self, *_: Any) -> None:
-        """Called before each call of the model. This thread cannot be within another call of it."""
+        """Prepares for a call of the whole model. Such calls do not nest, so uses that this thread has not ended were
+        interrupted; they are ended here."""
         if self.thread.calls:
             self.abandon()
         self.thread.is_running = True
@@ -280,13 +282,15 @@ class Events:
         return weight.value(weight.device)
 
     def _saving(self) -> Any:
-        """Makes autograd save functions that decode weights, instead of their memory, which other weights will
-        overwrite. Returns the hooks, which `__exit__` removes."""
+        """Makes autograd save functions that decode weights, instead of the weights' memory, which other weights will
+        overwrite. Returns torch's context of these hooks; its `__exit__` removes them."""
         saving = torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked)
         saving.__enter__()
         return saving
 
     def _packed(self, tensor: torch.Tensor) -> Any:
+        """Returns what autograd saves for a tensor. If it is a part of a loaded weight, that is a function that decodes
+        the part; otherwise it is the tensor itself."""
         with self.lock:
             for fetcher in self.fetchers:
                 found = fetcher.find(tensor) if fetcher.device == tensor.device else None
@@ -300,7 +304,8 @@ class Events:
 def _decoded(
     weight: Weight, device: torch.device, dtype: torch.dtype, shape: tuple[torch.Size, tuple[int, ...], int]
 ) -> torch.Tensor:
-    """Returns a part of a weight. shape: its shape, strides and offset, as `Tensor.as_strided` takes them."""
+    """Decodes a weight and returns a part of it. shape: the shape, strides and offset of the part, as
+    `Tensor.as_strided` takes them."""
     return weight.data(device).view(dtype).as_strided(*shape)
 
 

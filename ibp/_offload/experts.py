@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .events import Events
     from .plan import Group, OffloadPlan
 
-_BESIDE_ROWS = 512  # in bytes; the map and the counters of a cache of one row take less
+_BESIDE_ROWS = 512  # Size in bytes that is enough for the map and the counters of a cache of one row.
 
 
 class CachedStack:
@@ -50,7 +50,7 @@ class CachedStack:
             self.cache = RowCache(table, table.row_bytes + _BESIDE_ROWS, [0], devices=weight.device)
 
     def room_for(self, rows: torch.Tensor) -> torch.Tensor:
-        """Allocates memory for rows. rows: their numbers."""
+        """Allocates memory for decoded rows. rows: the numbers of the rows."""
         return torch.empty((rows.numel(), *self._row_shape), dtype=self._dtype, device=rows.device)
 
     def fetch(self, rows: torch.Tensor, out: torch.Tensor | None = None, max_sms: int | None = None) -> torch.Tensor:
@@ -61,13 +61,13 @@ class CachedStack:
 
 
 class ExpertsForward:
-    """The forward of a module of experts: the module's own, whichever implementation of experts transformers is set to
-    use.
+    """The forward that replaces a module of experts' own. It fetches experts, and calls the module's own forward with
+    them, whichever implementation of experts transformers is set to use.
 
     Args:
         module: the module of experts.
-        group: its stacked weights, which a call for many tokens uses.
-        events: brings the group, and is told of calls for few tokens.
+        group: the group of its stacked weights, which is fetched as a whole for a call for many tokens.
+        events: fetches the group, and records calls for few tokens.
     """
 
     def __init__(self, module: nn.Module, plan: OffloadPlan, group: Group, events: Events) -> None:
@@ -97,7 +97,7 @@ class ExpertsForward:
     def _call_beside(
         self, rows: Sequence[torch.Tensor], forward: Callable[[dict[str, functools.partial[torch.Tensor]]], Any]
     ) -> Any:
-        """Fetches experts on a stream beside the current one. Returns what forward computes.
+        """Calls forward while experts are fetched on a stream beside the current one. Returns the result of forward.
 
         Args:
             rows: for each stacked weight, the numbers of the rows of the slots.
@@ -117,7 +117,7 @@ class ExpertsForward:
                     ready = functools.partial(current.wait_event, beside.record_event())
                     tensors[name] = functools.partial(_awaited, fetched, ready, left, name)
             return forward(tensors)
-        finally:  # because the current stream owns the memory
+        finally:  # the current stream owns the memory, which it may reuse only after the fetches
             if left:
                 current.wait_stream(beside)
 

@@ -33,7 +33,8 @@ class Place:
         # Whether the weights are in `memory`, or will be when `ready` has been reached.
         self.is_loaded = False
         self.is_ahead = False  # whether they were fetched ahead of a use that has not begun
-        # The present or latest region of the arena. None: the group has an allocation of its own, or no memory.
+        # The region of the arena that the group has, or had last. None: the group has an allocation of its own, or no
+        # memory.
         self.region: Region | None = None
         self.memory: torch.Tensor | None = None  # uint8: the memory of the whole group
         self.data: list[torch.Tensor] = []  # the bytes of each weight
@@ -48,7 +49,8 @@ class Place:
         self.done: dict[int, torch.cuda.Event] = {}
 
     def move(self, region: Region | None, memory: torch.Tensor | None) -> None:
-        """Gives the group other memory, or none. region: the region of the arena that the memory is, if it is one."""
+        """Gives the group other memory, or none. region: the region of the memory in the arena. None: the memory is not
+        in the arena."""
         self.region, self.memory, self.data, self.values, self.prepared = region, memory, [], [], []
         if memory is not None:
             weights, offsets = self.group.weights, self.group.offsets
@@ -98,7 +100,7 @@ class WeightFetcher:
     Args:
         device: the device that uses the weights.
         arena_bytes: size of the arena, which holds several groups.
-        max_sms: number of a GPU's multiprocessors that may decode. None: as many as keep up with the link.
+        max_sms: number of a GPU's multiprocessors that may decode. None: STREAM_SMS, which are enough for the link.
     """
 
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
@@ -109,8 +111,8 @@ class WeightFetcher:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        self.misses = 0  # number of uses whose weights were not being fetched when the use began
-        self.fetched_bytes = self.link_bytes = 0  # bytes of fetched weights, and of their compressed rows
+        self.misses = 0  # number of uses whose weights were neither loaded nor being fetched when the use began
+        self.fetched_bytes = self.link_bytes = 0  # sizes in bytes of fetched weights, and of their compressed rows
         self.waited_s = 0.0  # seconds that uses have waited for their weights
 
     @property
@@ -236,7 +238,7 @@ class WeightFetcher:
         """Makes the caller's current stream wait for a loaded group."""
 
     def _note_reads(self, place: Place) -> None:
-        """Notes that the caller's current stream has been given all reads of a use."""
+        """Records that all work of a use has been issued to the caller's current stream."""
 
     def _queue(self, place: Place, over: list[Place]) -> None:
         """Decodes a group's weights into its memory, after the last read of the groups that it overwrites."""
@@ -254,8 +256,9 @@ class CudaWeightFetcher(WeightFetcher):
     """The arena of a GPU. Groups are fetched on a separate stream, by the copy engine through one ring, without a pause
     between two groups.
 
-    No call waits for the GPU. The stream of a use waits for the event that follows the fetch; the stream of fetches
-    waits for the events that follow the last uses of the groups that are overwritten.
+    Fetches and uses do not wait for the GPU, except fetches of tables in pageable memory. The stream of a use waits for
+    the event that follows the fetch; the stream of fetches waits for the events that follow the last uses of the groups
+    that are overwritten.
     """
 
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
@@ -340,8 +343,8 @@ class CudaWeightFetcher(WeightFetcher):
             place.ready.record(self._stream)
 
     def _stream_to(self, place: Place) -> None:
-        """Streams a group to its memory through the ring. The arguments of the stream are prepared once for each memory
-        of the group."""
+        """Streams a group to its memory through the ring. The arguments of the stream are prepared again only if the
+        group has moved or the number of multiprocessors has changed."""
         if self._from_host is None:
             self._from_host = TensorStream(self.device, ring_bytes=self._ring_bytes)
         sms = self.max_sms or STREAM_SMS

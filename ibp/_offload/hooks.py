@@ -1,5 +1,5 @@
-"""What `ibp.offload` installs in the modules of a model: hooks and forwards, which are closures. Each function returns
-functions that remove what it has installed."""
+"""Hooks and forwards that `ibp.offload` installs in the modules of a model. Functions that return `Undo` install
+something, and return the functions that remove it."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[Experts
 
 
 class Hook(functools.partial[Any]):
-    """A closure in a module of an offloaded model. It can be neither copied nor pickled with the module, because the
-    copy would act on the model."""
+    """A closure in a module of an offloaded model. It refuses to be copied or pickled with the module, because the copy
+    would act on the original model."""
 
     __deepcopy__, __reduce_ex__ = refuse_copy, refuse_pickle
 
@@ -79,7 +79,7 @@ def on_calls(module: nn.Module, begin: Callable[..., None], end: Callable[..., N
 
 
 def on_moves(module: nn.Module, device: torch.device) -> Undo:
-    """Moves the arguments of a module's calls to a device."""
+    """Makes each call of a module move its arguments to a device first."""
 
     def before(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return moved(args, device), moved(kwargs, device)
@@ -88,8 +88,8 @@ def on_moves(module: nn.Module, device: torch.device) -> Undo:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Returns a value with its tensors moved to a device, including tensors in lists, tuples and dicts. A cache of
-    transformers is returned as it is, because its layers stay on the devices that fill them."""
+    """Returns a value with its tensors moved to a device, including tensors in lists, tuples and dicts. Other objects
+    are returned as they are: the layers of a key-value cache of transformers stay on the devices that fill them."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if type(value) in (tuple, list):
@@ -100,11 +100,13 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callable[[Weight], Place | None]) -> Undo:
-    """Puts the values of a module's weights into its state_dict, and refuses to load others.
+    """Makes `state_dict()` of a module return the values of its offloaded weights, and makes `load_state_dict()` refuse
+    to load other values.
 
     Args:
         weights: the weights of the module, by attribute. Weights without a table are left to torch.
-        place_of: returns the place of a weight. If a call is using it, the weight must not rest.
+        place_of: returns the place of a weight's group, or None. After a save, a weight does not rest again if a call
+            is using its place.
     """
 
     def before_save(*_: Any) -> None:
@@ -134,7 +136,8 @@ def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callab
 
 
 def looking_up(module: nn.Module, weights: Mapping[str, Weight]) -> Callable[..., Any]:
-    """Returns a forward for a module that looks up rows: the module's own, with tables instead of the weights."""
+    """Returns a forward for a module that looks up rows. It calls the module's own forward with tables in place of the
+    weights."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kind: Any = type(module)

@@ -58,8 +58,8 @@ def offload(
     tables where they are: use `ibp.nn.compress` for the part of a model that stays on the GPU.
 
     Call the model as before. `state_dict()` returns plain tensors on the CPU. Between calls a weight has its shape,
-    dtype and device, and reading its values returns a decompressed copy. A module that reads a weight that it does not
-    own also gets a copy; if it does so while the model runs, its next calls fetch the weight as if it were its own. In
+    dtype and device, and reading its values returns a decompressed copy. A module that reads another module's weight
+    also gets a copy; if it does so while the model runs, its next calls fetch the weight as if it were its own. In
     transforms of `torch.func` each module decompresses its weights when it reads them, and nothing is fetched ahead.
 
     Offloaded weights are frozen; gradients flow through them to inputs and to other parameters. Between calls, writing
@@ -89,9 +89,9 @@ def offload(
             mapping are used without decompressing them, in pinned memory for a GPU, if they have the parameter's dtype
             and the given scheme; other tables are decompressed.
         resident_bytes: number of bytes of weights, counted before compression, that stay on the device; with several
-            devices, on each of them. In a mixture, the bytes that its other weights do not need hold a cache of
-            compressed experts, which is divided among the stacked weights by their sizes; requested experts replace the
-            least recently used. None: no weights stay.
+            devices, on each of them. In a model with mixtures of experts, the bytes that its other weights do not need
+            are used for caches of compressed experts. Each stacked weight has a cache in proportion to its size;
+            requested experts replace the least recently used ones. None: no weights stay.
         resident: "raw", the only value: weights that stay on the device are not compressed.
         max_sms: keep at most this many of the GPU's multiprocessors busy with decompression. None: 32.
         lookahead: number of groups of weights that are fetched ahead. None: 2 on a GPU; 0 on the CPU, where nothing
@@ -180,8 +180,8 @@ class OffloadStats(Statistics):
 
     Attributes:
         uses: number of times that a module used a group of weights.
-        misses: number of uses whose weights were not being fetched when the use began: first uses, and uses after a
-            change of order.
+        misses: number of uses whose weights were neither on the device nor being fetched when the use began: first
+            uses, and uses after a change of order.
         fetched_bytes: number of bytes of weights that were brought to the device, counted as the model uses them.
         link_bytes: number of bytes of their compressed rows that crossed the link from host memory.
         seconds: time in seconds from the first use to the last one, by the host's clock.

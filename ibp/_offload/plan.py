@@ -16,7 +16,7 @@ from ..nn._compressing import place_of
 from ..nn._stacks import is_stack
 from .weights import Weight
 
-# Alignment in bytes of the weights in a group. It is that of torch's allocator, and enough for cuBLAS.
+# Alignment in bytes of the weights in a group: that of memory from cudaMalloc, which is enough for cuBLAS.
 _ALIGNMENT = 256
 
 # Modules of torch that read the weights of their submodules to choose how they compute. They are used as a whole.
@@ -59,9 +59,9 @@ class OffloadPlan:
     """What `ibp.offload` does with each tensor and module of a model."""
 
     devices: list[torch.device]
-    # The number of each module's device in `devices`.
+    # For each module, the index of its device in `devices`.
     device_numbers: dict[nn.Module, int] = field(default_factory=dict)
-    # The repeated modules that are distributed over the devices in turn.
+    # The modules that are distributed over the devices in turn, such as the layers of a transformer.
     blocks: list[nn.Module] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)  # all offloaded weights
     # The weights of each module without its submodules, by attribute.
@@ -107,6 +107,8 @@ def plan_for(
 
 
 def _find_blocks(model: nn.Module, plan: OffloadPlan) -> None:
+    """Fills in `device_numbers` and `blocks` of a plan."""
+
     def visit(module: nn.Module, device_number: int, in_block: bool) -> None:
         if module in plan.device_numbers:
             return
@@ -173,8 +175,8 @@ class _Divider:
     """Divides the weights of a plan into groups, and finds the modules that use them.
 
     Attributes:
-        nested_bytes: by number of the device, the largest size in bytes of groups that are in use at the same time
-            because a module uses its own group while its submodules use theirs.
+        nested_bytes: by number of the device, the largest total size in bytes of the groups that modules use while
+            their submodules use other groups.
     """
 
     def __init__(self, plan: OffloadPlan, group_bytes: int) -> None:
@@ -183,8 +185,8 @@ class _Divider:
         self.nested_bytes: dict[int, int] = {}
 
     def visit(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
-        """Divides a module. outer: by number of the device, the size in bytes of the groups that the modules around
-        this one use."""
+        """Divides the weights of a module and of its submodules into groups. outer: by number of the device, the size
+        in bytes of the groups that the modules around this one use."""
         if module in self._visited:
             return
         self._visited.add(module)
@@ -218,7 +220,7 @@ class _Divider:
             self.visit(child, f"{name}.{child_name}" if name else child_name, held)
 
     def _weights_of(self, modules: Iterable[nn.Module]) -> list[Weight]:
-        """Returns the weights of modules without their submodules, each weight once."""
+        """Returns the weights that modules hold themselves, not those of their submodules, each weight once."""
         return list(dict.fromkeys(weight for part in modules for weight in self._plan.held.get(part, {}).values()))
 
     def _fits(self, module: nn.Module, below: list[Weight]) -> bool:
@@ -280,14 +282,14 @@ def _plan_memory(plan: OffloadPlan, number: int, resident_bytes: int, lookahead:
     plan.cache_bytes.update({weight: left * weight.num_bytes // total for weight in stacks})
     sizes = [group.num_bytes for group in groups if not group.stays]
     at_once = min(lookahead + 1, len(sizes))
-    # The first group follows the last.
+    # Sizes in bytes of consecutive groups that are on the device at the same time. The first group follows the last.
     runs = (sum([*sizes, *sizes][first : first + at_once]) for first in range(len(sizes)))
     plan.arena_bytes.append(nested_bytes + max(runs, default=0))
 
 
 def spread(groups: Sequence[Group], num_bytes: int) -> list[Group]:
-    """Returns groups of at most num_bytes in all, evenly spaced, so that the groups between them can be fetched while
-    they are used."""
+    """Chooses groups that have at most num_bytes bytes in total. The chosen groups are evenly spaced, so
+    that the groups between them can be fetched while they are used."""
     share = min(1.0, num_bytes / max(1, sum(group.num_bytes for group in groups)))
     chosen, left, due = [], num_bytes, 0.0
     for group in groups:
@@ -296,7 +298,7 @@ def spread(groups: Sequence[Group], num_bytes: int) -> list[Group]:
             chosen.append(group)
             left -= group.num_bytes
             due -= group.num_bytes
-    for group in groups:  # the room that even spacing left
+    for group in groups:  # fills the room that is left
         if group not in chosen and group.num_bytes <= left:
             chosen.append(group)
             left -= group.num_bytes

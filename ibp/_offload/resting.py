@@ -27,11 +27,12 @@ class Source(Protocol):
         """Returns the values in newly allocated memory."""
 
 
-# Attributes of resting tensors, and of tensors of values that were read from them.
+# Names of the attributes that this file gives to resting tensors and to tensors that were read from them.
 _SOURCE, _NAME = "_ibp_source", "_ibp_name"
 
-# Accessors of a tensor that neither read nor write its values.
+# Attributes of a tensor that give its values.
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+# Functions that neither read nor write the values of a tensor.
 _ABOUT: set[Any] = {
     accessor
     for name, attribute in vars(torch._C.TensorBase).items()
@@ -48,7 +49,9 @@ _ABOUT |= {
 }
 _ABOUT |= {torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type}
 _ABOUT |= {torch.autograd.grad, torch.Tensor.backward}
+# Functions of the strides. Those of a resting tensor's memory are not those of the weight.
 _OF_MEMORY = {torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.dim_order}
+# Conversions, which return the tensor itself if there is nothing to convert.
 _MOVES = {getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double")}
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
@@ -84,7 +87,7 @@ class _Reading(TorchDispatchMode):
         self._given: list[tuple[torch.Tensor, Any]] = []  # (plain values, the argument that they stand for)
 
     def values(self, given: Any) -> Any:
-        """Returns a function's arguments with plain tensors instead of resting tensors and of values that were read."""
+        """Returns arguments of a function with plain tensors in place of `Resting` and `ReadOnly` tensors."""
         if isinstance(given, Resting):
             with outside_of_modes():
                 values = vars(given)[_SOURCE].read()
@@ -115,8 +118,8 @@ class _Reading(TorchDispatchMode):
         return operation(*args, **kwargs)
 
     def kept(self, result: Any) -> Any:
-        """Returns the result of the function. Tensors in it that share memory with the values refuse to be written
-        to."""
+        """Returns the result of the function. Makes tensors in it that share memory with the values refuse to be
+        written to."""
         if type(result) is torch.Tensor:
             read = self._whole_of(result)
             if read is not None:
@@ -170,12 +173,12 @@ def _call(cls: type, function: Callable, types: tuple, args: tuple = (), kwargs:
 
 
 def refuse_copy(*_: Any) -> NoReturn:
-    """Raises the error of an object that is copied and belongs to an offloaded model."""
+    """Raises the error for copying an object that belongs to an offloaded model."""
     raise RuntimeError("an offloaded model cannot be copied: close() first, or copy its state_dict()")
 
 
 def refuse_pickle(*_: Any) -> NoReturn:
-    """Raises the error of an object that is pickled and belongs to an offloaded model."""
+    """Raises the error for pickling an object that belongs to an offloaded model."""
     raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
 
 

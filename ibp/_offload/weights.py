@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _INDEX_NAME = "model.safetensors.index.json"
 
 _LONGEST_ELEMENT = 16  # size in bytes of an element of complex128
-_LEAST_STACKED_ROW_BYTES = 64  # in bytes; the index of shorter rows takes more than they save
+_LEAST_STACKED_ROW_BYTES = 64  # The index of rows of fewer bytes takes more than compression saves.
 
 Value = torch.Tensor | CompressedTensor
 Checkpoint = str | Path | Mapping[str, Value] | Iterable[tuple[str, Value]]
@@ -44,8 +44,8 @@ class Weight:
         self.names: list[str] = []  # its names in `state_dict()`
         self.holders: list[tuple[torch.nn.Module, str]] = []  # (module, attribute) for each name
         self.tensors: list[torch.Tensor] = []  # the parameters or buffers, each object once
-        self.requires_grad: list[bool] = []  # of each tensor, before it was offloaded
-        self.shape, self.dtype = tensor.shape, tensor.dtype  # of all of them
+        self.requires_grad: list[bool] = []  # requires_grad of each tensor before it was offloaded
+        self.shape, self.dtype = tensor.shape, tensor.dtype  # the same for all of these tensors
         self.num_bytes = tensor.shape.numel() * tensor.dtype.itemsize
         # The dimensions in their order in memory: `x.permute(order)` is contiguous if x is dense.
         self.order = memory_order(tensor)
@@ -59,7 +59,7 @@ class Weight:
         # The plan sets the next three attributes.
         self.group: Group | None = None  # the group that it is fetched with; None if single rows of it are looked up
         self.device = device  # the device that uses it
-        self.unit: Literal["weight", "row", "expert"] = "weight"  # what a fetch brings: all of it, or parts
+        self.unit: Literal["weight", "row", "expert"] = "weight"  # what one fetch brings
         # The table of `x.permute(order)`; None before the weight is stored and after it is restored.
         self.table: CompressedTensor | None = None
         self.saved = SavedTensor()  # the tensor that state_dict() returned for it
@@ -109,7 +109,7 @@ class Weight:
             resting.bind(tensor, value)
 
     def prepare(self, blank: torch.Tensor, read: Callable[[Weight], torch.Tensor]) -> None:
-        """Removes the content of the tensors for the first time.
+        """Makes the tensors rest for the first time, which frees their memory.
 
         Args:
             blank: a tensor of their shape, dtype and device without values.
@@ -120,7 +120,7 @@ class Weight:
         self.rest()
 
     def rest(self) -> None:
-        """Removes the content of the tensors again."""
+        """Makes the tensors rest again: they give up their memory, and reading them decodes the weight."""
         assert self._blank is not None
         for tensor in self.tensors:
             resting.rest(tensor, self, self._blank)
@@ -148,8 +148,8 @@ class Weight:
             tensor.requires_grad_(requires_grad)
 
     def is_held(self, module: torch.nn.Module, attribute: str) -> bool:
-        """Returns whether an attribute of a module still is one of the tensors. It may have been assigned another
-        tensor."""
+        """Returns whether an attribute of a module is still one of the tensors. Otherwise another tensor has been
+        assigned to it."""
         held = module._parameters.get(attribute, module._buffers.get(attribute))
         return any(held is tensor for tensor in self.tensors)
 
@@ -162,8 +162,8 @@ class Weight:
         Args:
             x: the values, on any device.
             compressor: makes the table, if x is not a table that can be used without decoding it.
-            scheme: the scheme that the user wants.
-            is_borrowed: whether x must not become the model's own memory.
+            scheme: as in `ibp.offload`.
+            is_borrowed: whether x belongs to a checkpoint, so that it is copied before the model uses it.
         """
         if isinstance(x, CompressedTensor) and (self.stays or not self._fits(x, scheme)):
             x = x.decompress(device="cpu").to(self.dtype)

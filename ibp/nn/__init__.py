@@ -6,12 +6,12 @@
     bags      = ibp.nn.EmbeddingBag(1_000_000, 64, mode="sum")        # trained by ibp.optim
     linear    = ibp.nn.Linear(ibp.compress(weight, layout="packed"), bias)
 
-A table is not a torch.Tensor (docs/guide.md says why), so that a module cannot hold it as a parameter or buffer. These
+A table is not a torch.Tensor (docs/guide.md says why), so a module cannot hold it as a parameter or buffer. These
 modules hold it as `weight`. `module.to()`, `cuda()`, `state_dict()`, `load_state_dict()`, `copy.deepcopy`, pickling and
-torch.compile work as for other modules. `state_dict()` has plain tensors on the CPU, and `coded_state_dict` has the
-tables; `load_state_dict` takes both, and compresses plain tensors. `parameters()` lists each table as a
-`TableParameter` of the plain weight's shape, without a gradient: optimizers of torch leave it alone. docs/embeddings.md
-says how rows are trained.
+torch.compile work as for other modules. `state_dict()` returns plain tensors on the CPU, and `coded_state_dict` returns
+tables; `load_state_dict` accepts both, and compresses plain tensors. `parameters()` lists each table as a
+`TableParameter` with the plain weight's shape and without a gradient: optimizers of torch leave it alone.
+docs/embeddings.md says how rows are trained.
 """
 
 from .._common.publishing import published

@@ -20,11 +20,12 @@ from ._training import RowsModule
 Bags = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Weights = CompressedTensor | torch.Tensor | torch.nn.EmbeddingBag | tuple[int, int]
 
-_DENSE = "embedding_bags"  # where torchrec's EmbeddingBagCollection keeps its tables
+_DENSE = "embedding_bags"  # The name under which torchrec's EmbeddingBagCollection saves its tables.
 
 
 class _Part(NamedTuple):
-    """The rows of one table: rows [first, first + num_rows) of a group. number: the part's number in the group."""
+    """One table as a part of a group: rows [first, first + num_rows) of the group. number: the part's number in the
+    group."""
 
     group: int
     number: int
@@ -33,17 +34,17 @@ class _Part(NamedTuple):
 
 
 class _Jagged(NamedTuple):
-    """Ids in bags of several tables. The bags of the first table come first."""
+    """Ids for bags of several tables: first all bags of the first table, then those of the next one."""
 
-    ids: torch.Tensor  # [K], each an id of its own table
-    lengths: torch.Tensor  # int64 [bags], ids in each bag
-    parts: list[_Part]  # where the tables are
-    bags: list[int]  # how many bags each table has
-    weights: torch.Tensor | None  # [K], the factors of the rows; None: 1
+    ids: torch.Tensor  # [K], each is the number of a row in its own table
+    lengths: torch.Tensor  # int64 [bags], the number of ids in each bag
+    parts: list[_Part]  # the tables
+    bags: list[int]  # the number of bags of each table
+    weights: torch.Tensor | None  # [K], what each row is multiplied by; None: 1
 
 
 class _Group(RowsModule):
-    """The rows of all tables of one width, one table after the other."""
+    """All tables of one width in one compressed table, which has their rows one table after the other."""
 
     def __init__(
         self, table: CompressedTensor, sizes: Sequence[int], trainable: bool, cache: RowCache | int | None
@@ -55,7 +56,8 @@ class _Group(RowsModule):
         self._numbers: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
 
     def _numbers_on(self, device: torch.device, parts: Sequence[_Part]) -> torch.Tensor:
-        """Returns the parts' numbers on a device, and keeps them there for the next call."""
+        """Returns the numbers of the parts as int64 [parts] on a device. Keeps the tensor for later calls with the same
+        parts."""
         key = device, tuple(part.number for part in parts)
         if key not in self._numbers:
             with outside_of_modes():
@@ -63,10 +65,10 @@ class _Group(RowsModule):
         return self._numbers[key]
 
     def rows_of(self, ids: torch.Tensor, numbers: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
-        """Returns the group's row numbers of ids [K], where id k belongs to part numbers[k].
+        """Returns the number of each id's row in the group. ids: [K]; ids[k] is the number of a row in part numbers[k].
 
-        On the CPU an id that its part does not have raises IndexError. On a GPU it becomes an id that the group does
-        not have, so that reading it fails; otherwise it could name a row of the next part.
+        If an id is out of range of its part, the CPU raises IndexError. On a GPU its row number is then out of range of
+        the group, so reading the row fails. The row of another part is never read instead.
         """
         if ids.device not in self._near:
             with outside_of_modes():
@@ -84,10 +86,11 @@ class _Group(RowsModule):
     def pooled(self, jagged: _Jagged, mode: str, names: Sequence[str]) -> torch.Tensor:
         """Returns the pooled bags, [bags, embedding_dim].
 
-        If the lengths do not fit the ids, a ValueError is raised on the CPU; on a GPU all ids become invalid.
+        If the lengths do not add up to the number of ids, or one is negative, the CPU raises ValueError. On a GPU all
+        ids then become invalid, so reading the rows fails.
 
-        On the CPU each part is pooled alone. torch adds the gradients of a row in an order that depends on what else is
-        in the call, and the gradients must have the bits that a separate module for each part would give.
+        On the CPU each part is pooled by a call of its own. The order in which torch adds up the gradients of a row
+        depends on the other ids of the call, and gradients must have the same bits as with a module for each part.
         """
         ids = jagged.ids.to(torch.int64)
         offsets = torch.cat((jagged.lengths.new_zeros(1), jagged.lengths.cumsum(0)))
@@ -96,7 +99,8 @@ class _Group(RowsModule):
             raise ValueError(
                 f"lengths add up to {int(offsets[-1])}; wanted {ids.numel()}, one for each id, none below 0"
             )
-        device = offsets.device  # the part of each id, even if the offsets of the bags are wrong:
+        device = offsets.device
+        # Finds the part of each id. This must not fail, even if the lengths are wrong.
         ends = offsets[_ends_of(jagged.bags, device)]
         places = torch.searchsorted(ends, torch.arange(jagged.ids.numel(), device=device), right=True)
         numbers = self._numbers_on(device, jagged.parts)[places.clamp_(max=len(jagged.parts) - 1)]
@@ -124,7 +128,8 @@ class _Group(RowsModule):
 
 
 def _ends_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Returns the cumulative sums of the counts. If all counts are the same, nothing is copied to a GPU."""
+    """Returns the cumulative sums of the counts on a device. If all counts are equal, nothing is copied from the
+    host."""
     if len(set(counts)) == 1:
         return torch.arange(1, len(counts) + 1, device=device) * counts[0]
     return torch.tensor(counts, dtype=torch.int64, device=device).cumsum(0)
@@ -133,9 +138,9 @@ def _ends_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
 class EmbeddingCollection(torch.nn.Module):
     """Many embedding tables whose bags one call pools: `torchrec.EmbeddingBagCollection` over compressed rows.
 
-    Tables of one width form one compressed table, one after the other, so that a call launches the same number of
-    kernels for one table as for a hundred. Results have the bits of torch.nn.EmbeddingBag for each table, on the same
-    device.
+    The tables of one width are stored one after the other in one compressed table, so the number of kernels that a call
+    launches does not grow with the number of tables. Results have the same bits as those of one torch.nn.EmbeddingBag
+    for each table, on the same device.
 
     Example:
         >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
@@ -146,17 +151,17 @@ class EmbeddingCollection(torch.nn.Module):
 
     Args:
         tables: a dict from names to tables: a table or tensor [num_embeddings, embedding_dim], a torch.nn.EmbeddingBag,
-            or (num_embeddings, embedding_dim) for new weights, N(0, 1). All have one dtype.
+            or (num_embeddings, embedding_dim) for new weights, which are drawn from N(0, 1). All must have one dtype.
         mode: "sum", "mean" or "max", for all tables.
         trainable: whether rows get gradients. None: they do if all weights are new.
         device, dtype: where the weights are, and their dtype. None: the CPU, pinned if there is a GPU, and the dtype of
             the given weights, or torch's default dtype.
-        cache_bytes: bytes of device memory for a cache of each width, as `cache` of `Embedding`. None: no cache. If
-            rows train, `groups[number].cache.refill` fills the cache.
+        cache_bytes: size in bytes of the cache of each width in device memory, as `cache` of `Embedding`. None: no
+            cache. If rows train, `groups[number].cache.refill` fills the cache.
 
     Raises:
-        TypeError: a table is none of these, or weights that are to train are not floating-point numbers.
-        ValueError: there are no tables, their dtypes differ, they do not have two dimensions, or mode is none of these.
+        TypeError: a table has another type, or weights that are to train are not floating-point numbers.
+        ValueError: there are no tables, their dtypes differ, one does not have two dimensions, or mode is unknown.
     """
 
     def __init__(
@@ -209,21 +214,21 @@ class EmbeddingCollection(torch.nn.Module):
         Args:
             features: one of
                 a dict: the name of a table -> its bags, ids [B, L] or (ids [K], offsets [B]);
-                (keys, values, lengths) or (keys, values, lengths, weights): names of tables, the ids of all of them
-                [K], how many ids each bag has, integers [len(keys) * B], the first table's bags first, and what each
-                row is multiplied by [K] (mode "sum");
+                (keys, values, lengths) or (keys, values, lengths, weights): names of tables; the ids of all these
+                tables, [K]; the number of ids in each bag, integers [len(keys) * B], first all bags of the first table;
+                and what each row is multiplied by, [K], only for mode "sum";
                 an object with keys(), values(), lengths() and perhaps weights_or_none(), such as a KeyedJaggedTensor.
 
         Returns:
-            A dict for a dict: the name -> [B, embedding_dim]. Otherwise [B, sum of the dims of the keys]: the tables'
-            results side by side, in the order of the keys.
+            For a dict, a dict: the name of a table -> [B, embedding_dim]. Otherwise a tensor [B, sum of the tables'
+            embedding_dims]: the results of the tables side by side, in the order of the keys.
 
         Raises:
             KeyError: there is no table of that name.
             IndexError: an id is out of its table's range. On a GPU it is raised at once if rows train, otherwise as
                 `ibp.index_select` says.
-            TypeError, ValueError: features is none of these, its parts contradict each other, or ids, offsets or
-                lengths are not integers.
+            TypeError, ValueError: features is not as described, the sizes of its tensors do not fit each other, or ids,
+                offsets or lengths are not integers.
         """
         if isinstance(features, Mapping):
             return self._pool_dict(features)
@@ -235,7 +240,8 @@ class EmbeddingCollection(torch.nn.Module):
         raise TypeError(f"features is a {type(features).__name__}; wanted a dict, (keys, values, lengths) or the like")
 
     def lookup(self, ids: torch.Tensor, table_numbers: torch.Tensor) -> torch.Tensor:
-        """Returns rows ids[k] of the tables table_numbers[k], [K, embedding_dim]. Tables are numbered as given.
+        """Returns for each k row ids[k] of table table_numbers[k], as [K, embedding_dim]. Tables are numbered in the
+        order in which the constructor was given them.
 
         Args:
             ids: int32 or int64 [K].
@@ -317,7 +323,7 @@ class EmbeddingCollection(torch.nn.Module):
         return table[part.first : part.first + part.num_rows]
 
     def to_torch(self) -> dict[str, torch.nn.EmbeddingBag]:
-        """Returns torch's modules of the same weights, uncompressed, by name."""
+        """Returns a dict from the names of the tables to torch modules of the same weights, uncompressed."""
         return {
             name: torch.nn.EmbeddingBag.from_pretrained(
                 self.weight(name), freeze=not self._group(part.group).trainable, mode=self.mode
@@ -336,13 +342,15 @@ class EmbeddingCollection(torch.nn.Module):
             self._group(number).refit(**options)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Saves plain tensors of single tables, unless the state is to hold the groups' tables."""
+        """Saves a plain tensor for each table. For `coded_state_dict`, the groups save their compressed tables
+        instead."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not saves_tables():
             destination.update({_dense_key(prefix, name): self.weight(name).cpu() for name in self._parts})
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Makes tables of the groups from plain tensors of single tables, and lets the groups load them."""
+        """If the state has plain tensors of single tables, compresses them to one table for each group, and lets the
+        groups load these."""
         state_dict, prefix, _, _, missing_keys, _, error_msgs = args
         dense = {name: state_dict.pop(key) for name in self._parts if (key := _dense_key(prefix, name)) in state_dict}
         for number, names in enumerate(self._names):
@@ -379,10 +387,10 @@ def _dense_key(prefix: str, name: str) -> str:
 
 
 def _given(name: str, weights: Any) -> CompressedTensor | torch.Tensor | tuple[int, int]:
-    """Returns the checked weights that are given for a table.
+    """Checks what the constructor was given for a table, and returns its weights or sizes.
 
     Raises:
-        TypeError, ValueError: they are not as described.
+        TypeError, ValueError: the weights are not as `EmbeddingCollection` describes them.
     """
     if isinstance(weights, torch.nn.EmbeddingBag):
         check_forward(f"table {name!r}", weights, torch.nn.EmbeddingBag)
@@ -404,11 +412,11 @@ def _source(weights: CompressedTensor | torch.Tensor | tuple[int, int], dtype: t
 
 
 def _flat(name: str, bags: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (ids [K], lengths [B]) of a table's bags.
+    """Returns (ids [K], the number of ids in each bag [B]) for a table's bags. name: the table's name, for errors.
 
     Raises:
         TypeError: ids or offsets are not integers.
-        ValueError: the bags have another form.
+        ValueError: the bags are not as `EmbeddingCollection.forward` describes them.
     """
     what, of_offsets = (f"the {part} tensor of table {name!r}" for part in ("ids", "offsets"))
     if isinstance(bags, torch.Tensor) and bags.dim() == 2:
@@ -430,7 +438,8 @@ def _flat(name: str, bags: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _divided(whole: _Jagged, by_group: Sequence[Sequence[int]]) -> list[_Jagged]:
-    """Returns the bags of each group, for groups that have some. Waits for lengths on a GPU."""
+    """Divides bags among the groups of their tables. Returns the bags of each group that has some. Waits for the GPU if
+    the lengths are there. by_group: for each group, the positions of its tables in `whole.parts`."""
     lengths = whole.lengths.view(len(whole.parts), -1)
     counts = lengths.sum(1).tolist()
     if min(counts) < 0 or sum(counts) != whole.ids.numel():

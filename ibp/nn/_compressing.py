@@ -1,4 +1,4 @@
-"""`compress`: replaces the matrices of a model by tables, one after the other."""
+"""`compress`: replaces the matrices and embeddings of a model by tables, one after the other."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from ._experts import Experts
 from ._stacks import by_rows, is_stack, reshaped
 from ._tables import CodedModule, Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
 
-_MIN_BYTES = 1 << 20  # bytes; smaller weights are not coded unless the caller says otherwise
-# A weight of which a table saves a smaller share stays plain, because decoding it would gain nothing.
+_MIN_BYTES = 1 << 20  # Default of min_bytes: weights of fewer bytes stay plain.
+# Least fraction of its size that a weight must save as a table. Otherwise it stays plain, because decoding it would
+# gain nothing.
 LEAST_SAVINGS = 0.02
-# Names of modules that models call with the same x, in the order of the calls.
+# Each entry: names of sibling modules that models call with the same x, in the order of the calls.
 _NEIGHBOURS = (
     ("q_proj", "k_proj", "v_proj"),
     ("to_q", "to_k", "to_v"),
@@ -36,8 +37,8 @@ _NEIGHBOURS = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
-# If a table with a neighbour's codebook saves at most this much less, it takes that codebook, because engines join the
-# coded rows of both.
+# A table gets the codebook of its first neighbour if its savings are then less than this below the neighbour's savings
+# (fractions of the plain size). The codebook is shared because engines join the coded rows of both tables.
 _MOST_LACKING = 0.003
 _NO_GAIN, _SHARED, _TRAINS = "without gain", "shared with a module that stays plain", "in training"
 _SHARED_STACK = "in several modules of experts"
@@ -57,8 +58,8 @@ class ModelReport(NotTheModel):
         plain: name -> why it stays plain, for every other `torch.nn.Linear`, `torch.nn.Embedding` and `Conv1D`, for
             their subclasses, and for every other stacked weight. Modules that `include` and `exclude` leave out are not
             listed.
-        num_bytes: bytes of the coded weights, uncompressed. A weight that several modules share counts once.
-        nbytes: bytes of their tables.
+        num_bytes: size in bytes of the coded weights, uncompressed. A weight that several modules share counts once.
+        nbytes: size in bytes of the tables of these weights.
     """
 
     changed_by = "ibp.nn.compress(model)"
@@ -88,12 +89,13 @@ class _Weight:
 
     def __init__(self) -> None:
         self.num_bytes = 0  # uncompressed
-        # For modules of the kinds that `compress` replaces: each name that the model has for them. For a stacked
-        # weight: its own name.
+        # Names of the modules that hold the weight and are of a kind that `compress` replaces; a module may have
+        # several names. For a stacked weight: the names of the parameter.
         self.names: list[str] = []
         self.is_stacked = False  # whether it is a stacked weight of a module of experts
         self.is_left = False  # whether it is left plain
-        # Why a module of these kinds keeps it plain. None: none does, or another module does.
+        # Why one of the named modules keeps it plain. None: the weight is coded, or it is left plain because a module
+        # without an entry in `names` holds it, too.
         self.reason: str | None = None
 
     @property
@@ -112,8 +114,8 @@ def compress(
     min_bytes: int = _MIN_BYTES,
     progress: bool = False,
 ) -> ModelReport:
-    """Replaces the matrices of a model by tables, in place. The memory of each plain weight is freed before the next
-    weight is coded, so that at most one table exists in addition to the plain model.
+    """Replaces the matrices and embeddings of a model by tables, in place. The memory of each plain weight is freed
+    before the next weight is coded, so memory never holds more than the plain model and one table.
 
     Every `torch.nn.Linear` becomes an `ibp.nn.Linear`, `torch.nn.Embedding` an `ibp.nn.Embedding`, transformers'
     `Conv1D` an `ibp.nn.Conv1D`, and a module of experts that transformers has stacked an `ibp.nn.Experts`. Subclasses
@@ -123,18 +125,19 @@ def compress(
     table would not make at least 2 % smaller stays plain.
 
     Tables are in the memory where the weights were: on the GPU, or in host memory (pinned, if there is a GPU), from
-    which `model.to("cuda")` moves them. Their weights are fixed: `parameters()` lists each as an
+    which `model.to("cuda")` moves them. Coded weights are fixed: `parameters()` lists each one as an
     `ibp.nn.TableParameter`, which gets no gradient. Gradients reach inputs, biases and all other parameters. On the
-    CPU, results have the bits of the plain model. On a GPU, `ibp.linear` adds the products of few vectors in another
-    order, unless `fused=False`.
+    CPU, results have the same bits as those of the plain model. On a GPU, `ibp.linear` multiplies few vectors and adds
+    the products in another order, unless `fused=False`.
 
-    `model.state_dict()`, `save_pretrained` and `safetensors.torch.save_model` give plain tensors on the CPU, under the
-    names of the plain model; `load_state_dict` takes them and codes them. `ibp.nn.coded_state_dict` gives the tables.
-    If the coded weights do not fit the GPU either, call `ibp.offload` afterwards: it leaves tables where they are.
+    `model.state_dict()`, `save_pretrained` and `safetensors.torch.save_model` produce plain tensors on the CPU, under
+    the names of the plain model; `load_state_dict` accepts these tensors and codes them. `ibp.nn.coded_state_dict`
+    returns the tables. If the model does not fit the GPU even then, call `ibp.offload` afterwards: it leaves tables
+    where they are.
 
     Tables keep their dtype. `model.half()` and other conversions to another dtype raise TypeError before they change
-    anything: convert the plain model first, and compress it then. If the model is a part of another module, and that
-    module is converted, other parts of it may already have changed when the error is raised.
+    anything: convert the plain model, and then compress it. If the model is a part of another module, and that module
+    is converted, other parts of it may already have changed when the error is raised.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(4096, 512), torch.nn.Linear(512, 4096)).bfloat16().eval()
@@ -147,11 +150,12 @@ def compress(
 
     Args:
         model: on the CPU or on GPUs; in eval mode, or with frozen weights.
-        include: names of modules, or patterns of `fnmatch`, to compress with all modules below them. None: all modules.
-        exclude: names or patterns of modules to leave out with all modules below them: `exclude="lm_head"`.
-        level: level of matrices that are multiplied: "fast", the form that `ibp.linear` multiplies without decoding it
-            first, or "default", as in `ibp.compress`. FP16 saves an eighth at "fast", a seventh at "default".
-            Embeddings that share no table with a matrix take "default", which needs the fewest bytes.
+        include: names of modules, or patterns of `fnmatch`. The modules that match are compressed, with all modules
+            below them. None: all modules.
+        exclude: names or patterns of modules that are left out, with all modules below them: `exclude="lm_head"`.
+        level: the level of matrices that are multiplied: "fast", the form that `ibp.linear` multiplies without decoding
+            it first, or "default", as in `ibp.compress`. FP16 weights shrink by an eighth at "fast", by a seventh at
+            "default". Embeddings that share no table with a matrix always get "default", which needs the fewest bytes.
         fused: as in `ibp.nn.Linear`.
         min_bytes: smaller weights stay plain.
         progress: whether to show a progress bar.
@@ -174,7 +178,8 @@ def compress(
 
 
 def options_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Returns the arguments with which `compress` codes just those weights that are coded in a model."""
+    """Returns the arguments with which `compress`, called for the plain model, codes exactly the weights that are coded
+    in a model now."""
     coded = [module for module in model.modules() if isinstance(module, CodedModule)]
     tables = [(module, shared.weight) for module in coded for shared in module.shared_tables().values()]
     min_bytes = min([_MIN_BYTES, *(table.original_bytes for _, table in tables)])
@@ -190,8 +195,10 @@ def options_of(model: torch.nn.Module) -> dict[str, Any]:
 
 
 class ModelPlan:
-    """Plans what `compress` does to a model, weight by weight. A loader makes a plan of a model on the meta device,
-    and passes the values as it reads them. The arguments are as in `compress`; `min_bytes` must have been checked."""
+    """Finds the weights of a model that are to be coded, and codes them one by one. `compress` codes the values that
+    the model has. A loader makes the plan for a model on the meta device, and passes the values as it reads them.
+
+    The arguments are as in `compress`; the caller must have checked `min_bytes`."""
 
     def __init__(
         self,
@@ -219,13 +226,14 @@ class ModelPlan:
         return key in self._of
 
     def is_transposed(self, key: str) -> bool:
-        """Returns whether the table of a parameter holds it transposed, or its matrices transposed."""
+        """Returns whether the table of a parameter holds the transposed matrix, or, for a stack, the transposed
+        matrices."""
         module: Any = self._modules(key)[0]
         return bool(module.is_transposed) if self._of[key].is_stacked else not _has_rows(module)
 
     def takes(self, key: str, table: CompressedTensor) -> bool:
-        """Returns whether a table has the form that the modules of a parameter need. If not, a table is made of its
-        values."""
+        """Returns whether a table of a parameter has the form that the modules which hold the parameter need. Otherwise
+        the caller makes another table of its values."""
         is_stacked = self._of[key].is_stacked
         if table.dim() != (3 if is_stacked else 2) or self.is_transposed(key):
             return False
@@ -241,7 +249,7 @@ class ModelPlan:
         return not is_multiplied or self._level == "default" or is_fast_matrix(table)
 
     def table_of(self, key: str, values: torch.Tensor) -> CompressedTensor:
-        """Returns a table of a parameter's values, in the memory where they are."""
+        """Compresses the values of a parameter, in the memory where they are, and returns the table."""
         values = values.detach()
         if all(isinstance(module, torch.nn.Embedding) for module in self._modules(key)):
             return compress_rows(values.contiguous())
@@ -262,8 +270,8 @@ class ModelPlan:
         return table
 
     def put(self, key: str, table: CompressedTensor) -> bool:
-        """Replaces all modules that hold a parameter by modules over a table. Returns False, and changes nothing, if
-        the table is not small enough."""
+        """Replaces all modules that hold a parameter by modules over a table. If the table is not small enough, the
+        parameter stays plain, and the result is False."""
         weight = self._of[key]
         if table.nbytes > weight.num_bytes * (1 - LEAST_SAVINGS):
             self._plain.update(dict.fromkeys(weight.names, _NO_GAIN))
@@ -294,8 +302,9 @@ class ModelPlan:
         """Codes all weights that are still plain, one after the other.
 
         Args:
-            tables: tables of the same values, by parameter. A table is used if it has the form that is needed.
-            but: a function that says which parameters stay plain.
+            tables: known tables of the weights, by name of the parameter. A table is used if it has the form that the
+                modules need; otherwise the weight is compressed.
+            but: a function that receives the name of a parameter, and returns whether its weight is skipped.
             progress: whether to show a progress bar.
 
         Raises:
@@ -321,6 +330,7 @@ class ModelPlan:
         return [self._model.get_submodule(each.rpartition(".")[0]) for each in self._of[key].keys]
 
     def _known(self, weight: _Weight, tables: Mapping[str, CompressedTensor]) -> CompressedTensor | None:
+        """Returns the known table of a weight, on the weight's device, or None if no table of it can be used."""
         held = self._model.get_parameter(weight.keys[0])
         for key in weight.keys:
             table = tables.get(key)
@@ -344,7 +354,7 @@ def _chosen(
 
 
 def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
-    """Returns whether a module, or one around it, is included, and neither it nor one around it is excluded."""
+    """Returns whether include matches a module or a module around it, and exclude matches none of these modules."""
     parts = name.split(".")
     around = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
     return any(is_chosen(outer, include, ()) for outer in around) and all(
@@ -356,8 +366,9 @@ def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]
 
 
 def _find(model: torch.nn.Module, chosen: set[str], min_bytes: int) -> tuple[list[_Weight], dict[str, str]]:
-    """Returns the weights to code, and why other modules of these kinds stay plain, by name. It keeps no weight
-    alive. chosen: the names of the modules that may be coded."""
+    """Finds the weights to code. Returns them, and a dict: the name of every other module, or stacked weight, of the
+    kinds that `compress` replaces -> why it stays plain. The result does not keep the values of the weights alive.
+    chosen: the names of the modules that may be coded."""
     found: dict[object, _Weight] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
@@ -396,7 +407,8 @@ def _kinds() -> tuple[type[torch.nn.Module], ...]:
 
 
 def place_of(tensor: torch.Tensor) -> object:
-    """Returns a key that is equal for tensors over the same elements."""
+    """Returns a key that is equal for tensors of the same dtype, shape and strides at the same address. The key of a
+    tensor without an address, or of a subclass, is the object's own."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if tensor.is_meta or not is_plain:
         return id(tensor)
@@ -404,7 +416,8 @@ def place_of(tensor: torch.Tensor) -> object:
 
 
 def _reason(module: torch.nn.Module, weight: torch.nn.Parameter, min_bytes: int) -> str | None:
-    """Returns why a module of these kinds stays plain, or None if it does not."""
+    """Returns why a module stays plain, or None if its weight is to be coded. module: of a kind that `compress`
+    replaces."""
     if not is_stack(module) and (type(module) not in _kinds() or "forward" in vars(module)):
         return "with a class or forward of its own"
     if any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and hooks):
@@ -424,7 +437,7 @@ def _reason(module: torch.nn.Module, weight: torch.nn.Parameter, min_bytes: int)
 
 
 def join_neighbours(model: torch.nn.Module) -> None:
-    """Makes neighbours in a model multiply together."""
+    """Calls `multiply_together` for each complete set of neighbours in a model, such as q_proj, k_proj and v_proj."""
     for module in model.modules():
         for names in _NEIGHBOURS:
             modules = [module._modules.get(name) for name in names]
@@ -434,7 +447,7 @@ def join_neighbours(model: torch.nn.Module) -> None:
 
 
 def _put_in_experts(model: torch.nn.Module, name: str, table: CompressedTensor, fused: bool) -> CompressedTensor:
-    """Replaces a stacked weight by a table. Returns the table that is multiplied."""
+    """Replaces a stacked weight by a table. Returns the table in the form in which the module holds it."""
     of_module, _, attribute = name.rpartition(".")
     module = model.get_submodule(of_module)
     if not isinstance(module, Experts):

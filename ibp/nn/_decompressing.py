@@ -19,14 +19,14 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 def decompress(model: _Model) -> _Model:
     """Gives the modules of a model their plain weights back, in place: undoes `compress`. The memory of each table is
-    freed before the next one is decoded, so that at most one table exists in addition to the plain model.
+    freed before the next table is decoded, so memory never holds more than the plain model and one table.
 
     Every `ibp.nn.Linear`, `Embedding` and `EmbeddingBag` becomes torch's module of that name, and `Conv1D` and
-    `Experts` become those of transformers. They stay the same objects, with their hooks, their mode and their biases.
+    `Experts` become modules of transformers. The modules stay the same objects, with their hooks, mode and biases.
     Weights are in the memory where their tables were. A weight that several modules share becomes one parameter.
     Weights require grad as they did before `compress`; weights of modules that train require grad. Subclasses and
     `EmbeddingCollection`, for which torch has no module, stay as they are. If an optimizer of `ibp.optim` trained rows
-    of the model, replace it by one of torch.
+    of the model, replace it by an optimizer of torch.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(4096, 512), torch.nn.Linear(512, 4096)).bfloat16().eval()
@@ -49,8 +49,8 @@ def decompress(model: _Model) -> _Model:
     Raises:
         TypeError: model is not a module.
         ValueError: the forward of a module with a table has been replaced. The model is unchanged then.
-        CorruptTableError: a table is damaged. That table and those after it stay coded. The same holds if memory runs
-            out.
+        CorruptTableError: a table is damaged. This table and the following ones stay coded. If memory runs out, the
+            tables that have not been decoded stay coded, too.
     """
     check_model(model)
     by_table: dict[int, list[TableModule | Experts]] = {}

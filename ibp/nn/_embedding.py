@@ -60,13 +60,13 @@ class _Rows(RowsModule):
         Args:
             embeddings: a tensor [num_embeddings, embedding_dim], which is compressed; or torch's module of the same
                 name, whose weights and options are taken; or a table, which is used as it is.
-            freeze: whether the weights are fixed, so that they do not train.
+            freeze: whether the weights are fixed. False: rows train.
             options: arguments of the constructor.
 
         Raises:
             ValueError: torch's module has max_norm or scale_grad_by_freq, which change rows or gradients in ways that
                 this module does not support.
-            TypeError: a module has another forward than torch's module of the same name.
+            TypeError: embeddings is a module with another forward than torch's module of the same name.
             TypeError, ValueError: as in `ibp.compress` and the constructor.
         """
         if isinstance(embeddings, torch.nn.Module):
@@ -84,8 +84,8 @@ class _Rows(RowsModule):
 class Embedding(_Rows):
     """`torch.nn.Embedding` over compressed rows, which are decoded when they are looked up.
 
-    Results are on the device of the ids, wherever the table is: GPUs fetch rows of a table in pinned host memory
-    themselves. The optimizers of `ibp.optim` change rows that train.
+    Results are on the device of the ids, wherever the table is: a GPU itself fetches rows of a table in pinned host
+    memory. Rows that train are changed by the optimizers of `ibp.optim`.
 
     Example:
         >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
@@ -95,17 +95,19 @@ class Embedding(_Rows):
 
     Args:
         table: a table [num_embeddings, embedding_dim]; or the number num_embeddings, for new weights from N(0, 1).
-        embedding_dim, device, dtype: of new weights. device None: the CPU, in pinned memory if there is a GPU.
-        padding_idx: number of a row that gets no gradient; it is zeros in new weights. A negative number counts from
-            the end.
-        trainable: whether rows get gradients. None: new weights do, and a table's do not.
-        stays: whether the table keeps its place and its dtype when the module is moved or converted. None: it does if
-            it trains or has a cache.
-        cache: a cache of the table, or the bytes of device memory for a new one. A new cache holds the rows that were
-            used last. If rows train, `cache.refill` fills it instead, and it holds changed rows until `flush`.
+        embedding_dim, device, dtype: those of new weights. If device is None, new weights are on the CPU, in pinned
+            memory if there is a GPU.
+        padding_idx: number of a row that gets no gradient; in new weights it is all zeros. A negative number counts
+            from the end.
+        trainable: whether rows get gradients. None: new weights do, the rows of a given table do not.
+        stays: whether the table stays in its memory, with its dtype, when the module is moved or converted. None: it
+            stays if its rows train or it has a cache.
+        cache: a cache of the table, or the size in bytes of a new one in device memory. A new cache holds the rows that
+            were used last. If rows train, it holds the rows with which `cache.refill` fills it, and it keeps changed
+            rows until `flush` writes them to the table.
 
     Raises:
-        TypeError: table is neither, or it is to train but does not hold floating-point rows.
+        TypeError: table is neither a table nor a number, or is to train but does not hold floating-point rows.
         ValueError: table does not have two dimensions, padding_idx is out of range, or the cache belongs to another
             table.
     """
@@ -131,7 +133,8 @@ class Embedding(_Rows):
 class EmbeddingBag(_Rows):
     """`torch.nn.EmbeddingBag` over compressed rows: sums, means or maxima of bags of rows.
 
-    Results have the bits of torch's on the same device. The optimizers of `ibp.optim` change rows that train.
+    Results have the same bits as torch's on the same device. Rows that train are changed by the optimizers of
+    `ibp.optim`.
 
     Example:
         >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
@@ -142,12 +145,12 @@ class EmbeddingBag(_Rows):
     Args:
         table, embedding_dim, device, dtype, trainable, cache: as in `Embedding`.
         mode: "sum", "mean" or "max": how the rows of a bag are pooled.
-        padding_idx: number of a row that bags leave out, and that gets no gradient.
+        padding_idx: number of a row that is left out of bags and gets no gradient.
         include_last_offset: whether offsets have one more entry, the end of the last bag.
-        stays: as in `Embedding`, with another default.
+        stays: as in `Embedding`, but True by default.
 
     Raises:
-        TypeError, ValueError: as in `Embedding`; or mode is none of these.
+        TypeError, ValueError: as in `Embedding`; or mode is unknown.
     """
 
     def __init__(
@@ -176,8 +179,8 @@ class EmbeddingBag(_Rows):
 
         Args:
             input: int32 or int64 ids, [B, L] for bags of L ids, or [K] with offsets.
-            offsets: [B], where each bag begins in input; with include_last_offset [B + 1].
-            per_sample_weights: the factor of each row, in the shape of input; only for mode "sum".
+            offsets: [B], or [B + 1] with include_last_offset: where each bag begins in input.
+            per_sample_weights: what each row is multiplied by, in the shape of input; only for mode "sum".
 
         Raises:
             TypeError: ids or offsets are not integers.
@@ -205,7 +208,7 @@ def check_mode(mode: Any) -> None:
 
 
 def _options_of(module: torch.nn.Module, wanted: type) -> dict[str, Any]:
-    """Returns the options of a module of torch as arguments of this class."""
+    """Returns the options of a module of torch as arguments for the constructor of a class. wanted: that class."""
     kind = torch.nn.EmbeddingBag if issubclass(wanted, EmbeddingBag) else torch.nn.Embedding
     if not isinstance(module, kind):
         raise TypeError(f"embeddings is a {type(module).__name__}; wanted a torch.nn.{kind.__name__} or its weights")

@@ -29,21 +29,23 @@ def multiply_experts(
     stacks: Sequence[tuple[CompressedTensor, Escapes, torch.Tensor | None, Callable | None]],
     absent: float = torch.nan,
 ) -> torch.Tensor:
-    """Multiplies by the experts of two stacked matrices, with the kernel, and returns the weighted sums.
+    """Computes the experts of some tokens with the kernel, from two stacks of coded matrices. Returns for each token
+    the weighted sum of the results of its experts.
 
     Args:
+        x: [tokens, columns], the vectors that are multiplied by the first stack.
         index: [tokens, choices], the experts of each token.
-        weights: [tokens, choices], the weights of their results.
-        stacks: for each stacked matrix its table, what `escapes_for_groups` returns for it, biases [experts, rows] or
-            None, and a function to apply to its products [tokens * choices, rows], or None.
-        absent: what the second matrix gives for an expert that does not exist.
+        weights: [tokens, choices], the weights of the experts' results.
+        stacks: for each of the two stacks (its table; its entry in the result of `escapes_for_groups`; biases
+            [experts, rows] or None; a function to apply to the products [tokens * choices, rows], or None).
+        absent: the value of the products with the second matrix of an expert that does not exist.
     """
     ids = checked_ids(index).reshape(-1)
     order, groups = group_vectors(ids, num_experts)
     y, sharing = x, index.shape[1]
     for table, escapes, biases, then in stacks:
         shape = ids.shape[0], table.shape[0] // num_experts
-        out = x.new_empty(shape) if y is x else x.new_full(shape, absent)  # keeps this value if no group has the row
+        out = x.new_empty(shape) if y is x else x.new_full(shape, absent)  # rows in no group keep their value
         y = multiply_groups(y, table, escapes, groups, order, sharing, out)
         y = y if biases is None else y.add_(biases[ids.clamp(0, num_experts - 1)])
         y, sharing = y if then is None else then(y), 1
@@ -58,7 +60,7 @@ class Experts(CodedModule):
     class's own forward with decoded weights: of the experts that were chosen, or of all experts if most were chosen.
     Results on the CPU have the bits of the plain module.
 
-    Gradients reach inputs and small parameters; autograd keeps the experts that were decoded until backward.
+    Gradients reach inputs and the parameters that are not coded. Autograd keeps decoded experts until backward.
 
     Example:
         >>> # needs the package transformers
@@ -73,7 +75,7 @@ class Experts(CodedModule):
     Args:
         module: a module of a class that transformers' `use_experts_implementation` decorates. Its attributes become
             this module's.
-        fused: whether the kernel multiplies.
+        fused: whether a GPU uses the kernel for few tokens.
 
     Attributes:
         stacks: by the name of each coded weight, the holder of its table: `stacks[name].weight`.
@@ -109,7 +111,7 @@ class Experts(CodedModule):
         return stack
 
     def turn_plain(self) -> None:
-        """Turns this module itself into the plain module, of the class that it was made from."""
+        """Turns this object into the plain module, of the class from which it was made."""
         plain = {name: stack.plain_parameter(stack.requires_grad) for name, stack in self.stacks.items()}
         state = {
             name: value for name, value in vars(self).items() if name not in ("fused", "_kind", "_calls", "stacks")
@@ -118,7 +120,7 @@ class Experts(CodedModule):
         self.__dict__, self.__class__ = state, self._kind
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Computes the class's own forward.
+        """Computes what the class's own forward computes.
 
         Raises:
             IndexError: an expert does not exist. If the kernel multiplies on a GPU, no error is raised, and the results
@@ -132,7 +134,7 @@ class Experts(CodedModule):
         return self._decoded(args, kwargs, ids)
 
     def _escapes_for(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> dict[str, Escapes] | None:
-        """Returns the escapes of both stacks, by name, or None if the kernel cannot multiply by them."""
+        """Returns the escapes of both stacks, by name, or None if this call cannot use the kernel."""
         if not self.fused or hidden.dim() != 2 or ids.dim() != 2:
             return None
         stacks, names = self.stacks, {self._up, _DOWN}
@@ -150,7 +152,7 @@ class Experts(CodedModule):
         return None if found is None else dict(zip(stacks, found))
 
     def _rows_of_an_expert(self) -> list[int]:
-        """Returns how many rows an expert has in each table."""
+        """Returns the number of rows of an expert in each table."""
         return [stack.weight.shape[0] // self.num_experts for stack in self.stacks.values()]
 
     @property
@@ -160,7 +162,7 @@ class Experts(CodedModule):
     def _multiplied(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, escapes: dict[str, Escapes]
     ) -> torch.Tensor:
-        """Computes what transformers' implementations compute, from coded weights."""
+        """Computes what the forward of transformers' class computes, with the kernel and coded weights."""
         gate = functools.partial(self._kind._apply_gate, self) if self.has_gate else self.act_fn
         norm = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
         stacks = [

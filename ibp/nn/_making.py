@@ -11,8 +11,8 @@ from .._machine import memory
 from .._tables import changes
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
-_BLOCK_BYTES = 64 << 20
-_SAMPLED_ELEMENTS = 1 << 19  # elements of the rows from which a codebook is learned, as many as ibp.compress takes
+_BLOCK_BYTES = 64 << 20  # Size in bytes of a block of uncompressed rows.
+_SAMPLED_ELEMENTS = 1 << 19  # Number of elements from which a codebook is learned, the same as in ibp.compress.
 
 
 class NormalRows:
@@ -34,7 +34,7 @@ class NormalRows:
         return rows
 
     def sample(self, num_rows: int) -> torch.Tensor:
-        """Returns rows like those to come, and leaves the generator as it is."""
+        """Returns rows from the same distribution, without changing the state of the generator."""
         with torch.random.fork_rng(devices=[]):
             return torch.empty(num_rows, self._num_columns, dtype=self.dtype, device="cpu").normal_()
 
@@ -59,8 +59,8 @@ Rows = NormalRows | GivenRows
 def table_of(
     sources: Sequence[Rows], num_columns: int, dtype: torch.dtype, device: torch.device | str | int
 ) -> CompressedTensor:
-    """Returns one table of the rows of all sources, one after the other. It is in device memory or, for the CPU, in
-    host memory, pinned if there is a GPU. Its codebook is learned from rows of all sources."""
+    """Makes one table of the rows of all sources, one source after the other. The table is in device memory or, for the
+    CPU, in host memory, which is pinned if there is a GPU. Its codebook is learned from rows of all sources."""
     device = memory.canonical(device)
     total, row_bytes = sum(source.num_rows for source in sources), num_columns * dtype.itemsize
     block_rows = max(1, _BLOCK_BYTES // row_bytes)

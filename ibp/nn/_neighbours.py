@@ -12,26 +12,26 @@ from .._fetch.products import wants_gradients
 
 
 class _Kept(NamedTuple):
-    """Results for which modules have not asked yet."""
+    """The results of one call of `linear` for all modules, until the last module has returned its result."""
 
-    # x, version: the tensor that was multiplied, and how often it had been changed. None: torch does not count changes.
-    x: torch.Tensor
-    version: int | None
-    number: int  # the module that asks next
-    results: list[torch.Tensor]  # the results of all modules
+    x: torch.Tensor  # the tensor that was multiplied
+    version: int | None  # torch's count of changes of x at that time; None: torch does not count them
+    number: int  # number of the module that is expected to be called next
+    results: list[torch.Tensor]  # the results, one for each module
 
 
 class Neighbours:
-    """Modules over tables that share one call of `linear`, as long as the model calls them in turn with the same x.
-    modules: instances of `Linear`, in the order of the calls."""
+    """Modules over tables that share one call of `linear`, as long as the model calls them one after the other with the
+    same x. modules: instances of `Linear`, in the order of the calls."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self.modules = tuple(modules)
         self._kept: _Kept | None = None
-        self._is_used = True  # until a result that was made for a module was not asked for
+        # Whether all results that were computed ahead have been used. Once one was not, every module multiplies alone.
+        self._is_used = True
 
     def product(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Returns the product of x and a module's weights."""
+        """Returns the result of a module for x. number: the module's number in `modules`."""
         kept = self._kept
         if kept is not None and kept.number == number and kept.x is x and kept.version == _version(x):
             is_last = number + 1 == len(self.modules)

@@ -32,12 +32,12 @@ class SharedTable:
 
     Attributes:
         weight: the table [rows, columns].
-        requires_grad: of the parameter that the table has replaced.
+        requires_grad: requires_grad of the parameter that the table has replaced.
         transposed: whether the plain weight is [columns, rows], or a stack of such matrices.
-        stacked: () for a matrix. If the plain weight is a stack of matrices, which the table holds one below the other:
-            the leading dimensions of the stack.
-        stays: whether the table keeps its place when a module is moved.
-        saved: the plain weight in the `state_dict()` that was made last.
+        stacked: the leading dimensions of the plain weight, if it is a stack of matrices, whose rows the table holds
+            one matrix after the other. (): it is a matrix.
+        stays: whether the table stays where it is when a module is moved.
+        saved: the plain weight that was made for the latest `state_dict()`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SharedTable:
 
     @property
     def coded_shape(self) -> torch.Size:
-        """The shape of the table in a coded state."""
+        """The shape that the table has in the result of `coded_state_dict`."""
         rows, columns = self.weight.shape
         return torch.Size((*self.stacked, rows // prod(self.stacked), columns))
 
@@ -72,7 +72,7 @@ class SharedTable:
         return torch.Size((*leading, columns, rows) if self.transposed else (*leading, rows, columns))
 
     def plain_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the weight in its plain shape, made from rows of the table: from all rows, or from those of whole
+        """Returns decoded rows of the table in the shape of the plain weight. rows: all rows, or those of some whole
         matrices of a stack."""
         matrices = rows.view(-1, *self.coded_shape[1:]) if self.stacked else rows
         return matrices.mT.contiguous() if self.transposed else matrices
@@ -91,7 +91,8 @@ class SharedTable:
         return torch.nn.Parameter(self.plain_of(self.weight.decompress(check=True)), requires_grad=requires_grad)
 
     def holder_of(self, table: CompressedTensor) -> SharedTable:
-        """Returns a new holder, of a table that is a copy of this one in other memory."""
+        """Returns a new holder for a copy of the table in other memory. The copy moves with its modules, even if this
+        table stays."""
         return SharedTable(table, self.requires_grad, self.transposed, self.stacked)
 
     def __reduce__(self) -> tuple[type[SharedTable], tuple]:
@@ -103,7 +104,7 @@ class TableParameter(torch.nn.Parameter):
     of the plain weight, and it takes no memory besides the table.
 
     Functions of torch that read it decode the whole weight for the call. Functions that write to it, such as `copy_`,
-    decode it and code the results. A view such as `parameter[0]` is one of a decoded copy: writing to the view does not
+    decode it and code the results. A view such as `parameter[0]` is a view of a decoded copy: writing to it does not
     change the weight.
 
     It never has a gradient. `requires_grad` is True if rows of the table train; their gradients are given to an
@@ -153,8 +154,8 @@ class TableParameter(torch.nn.Parameter):
         return self._shared.weight
 
     def show(self, device: torch.device | None = None) -> None:
-        """Takes on shape and dtype of the plain weight, after its table was replaced, and a device. None: the
-        table's."""
+        """Updates the shape and dtype that the parameter shows, and its device. Call it when the table was replaced.
+        device: the device to show. None: the table's."""
         with torch._C.DisableTorchFunctionSubclass():
             self.data = TableParameter(self._shared, device=device)
 
@@ -165,7 +166,7 @@ class TableParameter(torch.nn.Parameter):
     @torch.no_grad()
     @outside_of_modes()
     def _write(self, values: torch.Tensor) -> None:
-        """Codes values in place of the table's rows, unless the rows have the same bits."""
+        """Replaces the rows of the table by coded values, unless they have the same bits already."""
         held = self.decoded()
         new = values.detach().to(held.device, held.dtype).expand_as(held).contiguous()
         if not torch.equal(bytes_of(held), bytes_of(new)):
@@ -175,7 +176,8 @@ class TableParameter(torch.nn.Parameter):
             table.refit(slot_bytes=table.slot_bytes or None if is_fast(table) else None).prepare_linear()
 
     def _set_data(self, data: torch.Tensor) -> None:
-        """Takes the table of another parameter, or codes a tensor's values."""
+        """Implements `parameter.data = data`. The values of a tensor are coded. The table of another TableParameter
+        replaces this one's, except if this one's stays: then the other's values are coded."""
         if (data.shape, data.dtype) != (self.shape, self.dtype):
             raise self._refusal(f"of {self.dtype} cannot become {list(data.shape)} of {data.dtype}")
         if not isinstance(data, TableParameter):
@@ -268,15 +270,20 @@ class TableParameter(torch.nn.Parameter):
 
 
 def rows_of(weight: torch.Tensor, turns: bool) -> torch.Tensor:
-    """Returns the rows that a table of a plain weight (a matrix or a stack of matrices) has, as one contiguous matrix.
-    turns: whether these are the columns of the matrices, as in a transposed weight."""
+    """Returns the rows that the table of a plain weight (a matrix or a stack of matrices) is to have, as one contiguous
+    matrix. turns: whether these rows are the columns of the weight's matrices."""
     matrices = weight.mT if turns else weight
     return matrices.reshape(-1, matrices.shape[-1]).contiguous()
 
 
 def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torch.Tensor | CompressedTensor:
-    """Returns the rows of a module's table, made from a plain weight (a matrix or a stack of matrices) or from a
-    table of it. turns: whether the rows are the matrices' columns."""
+    """Returns the rows that a module's table is to have: a table if weight is a table with the same rows, otherwise a
+    plain matrix.
+
+    Args:
+        weight: a matrix or a stack of matrices, plain or coded.
+        turns: whether the rows are the columns of the weight's matrices.
+    """
     columns = weight.shape[-1]
     if isinstance(weight, CompressedTensor):
         if weight.dim() == 2 and not turns:
@@ -288,9 +295,9 @@ def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torc
 
 
 def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:
-    """Returns a table of the weights in the same memory as another table, pinned if that is pinned. A plain tensor
-    is compressed with that table's layout and level. A table may share memory with the result until one of the two
-    changes."""
+    """Returns a table of weights on the device of another table, `held`, and pinned if `held` is pinned. A plain tensor
+    is compressed with the layout and the level of `held`. If weight is a table, the result may share its memory until
+    one of the two changes."""
     if isinstance(weight, torch.Tensor):
         options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
         if is_fast(held):

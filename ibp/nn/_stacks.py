@@ -1,8 +1,9 @@
 """Stacks of experts: finds the modules of transformers that hold them, and calls such a module for a few of its
 experts.
 
-The experts of a call are put in slots, of which there are as many as the call can need. The forward of the module's
-class computes with the slots instead of all experts, and with slot numbers instead of expert numbers.
+The experts of a call are put into slots. The number of slots is the largest number of experts that so many choices can
+name, so it is known without waiting for a GPU. The forward of the module's class computes with the slots instead of all
+experts, and with slot numbers instead of expert numbers.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from .._fetch.ids import check_range, checked_ids
 from .._fetch.linear import MOST_STACKED
 from .._tables.compressed_tensor import CompressedTensor
 
-# A call with this many choices for each expert uses all experts: uniform choices reach 98 % of them.
+# A call with at least this many choices per expert decodes all experts, because uniform random choices would name 98 %
+# of them.
 MOST_CHOICES = 4
 
 
 def is_stack(module: torch.nn.Module) -> bool:
-    """Returns whether a module is of a class that transformers' `use_experts_implementation` decorates, and has only
-    experts of this process: forward(hidden states, experts of each token, ...) over tensors [num_experts, ...]."""
+    """Returns whether a module holds stacked experts that `Calls` can call: its class is one that transformers'
+    `use_experts_implementation` decorates, with forward(hidden states, experts of each token, ...); all of its own
+    tensors are [num_experts, ...]; and the experts are not divided among processes."""
     has_attributes = all(hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed"))
     is_decorated = has_attributes and hasattr(type(module), "_apply_gate")
     if not is_decorated or getattr(module, "_is_expert_parallel", False) or "forward" in vars(module):
@@ -60,13 +63,12 @@ def are_few(ids: torch.Tensor | None, num_experts: int) -> TypeGuard[torch.Tenso
 def slots_for(
     ids: torch.Tensor, num_experts: int, num_rows: Sequence[int] = (), num_spare: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Chooses the slots of a workspace that hold the experts of a call, by one operation, which does not wait for a
-    GPU.
+    """Assigns the experts of a call to slots, by one operation, which does not wait for a GPU.
 
     Args:
         ids: integers [tokens, choices], the experts of each token.
-        num_rows: how many rows an expert has in each of several tables.
-        num_spare: int64; the number of slots that are left over is added to it.
+        num_rows: the number of rows of an expert in each of several tables.
+        num_spare: int64; the number of slots that are left over is added to it. None: it is not counted.
 
     Returns:
         (integers [tokens, choices], the slot of each choice; int64 [slots], the expert of each slot, -1 in slots that
@@ -85,10 +87,10 @@ def slots_for(
 
 
 class Calls:
-    """Calls the forward of a class of stacked experts with some tensors of the call in place of the module's own.
+    """Calls the forward of a class of stacked experts with other tensors in place of some of a module's own.
 
-    kind: the class. Modules of other classes need the attributes that its forward reads. stacks: names of the stacked
-    weights.
+    kind: the class. A module of another class can be called if it has the attributes that this forward reads. stacks:
+    names of the stacked weights.
     """
 
     def __init__(self, kind: Any, stacks: Iterable[str]) -> None:
@@ -106,8 +108,8 @@ class Calls:
             check_range(ids.reshape(-1), num_experts, name=f"{self._choice} of {name}")
 
     def with_all(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], values: Mapping[str, Any]) -> Any:
-        """Returns what forward computes with all experts. values: attributes for this call, such as the stacked
-        weights."""
+        """Calls forward with all experts, and returns its result. values: attributes that replace the module's own in
+        this call, such as the stacked weights."""
         return self.kind.forward(stand_in(module, values, self.kind), *args, **kwargs)
 
     def with_slots(
@@ -119,10 +121,10 @@ class Calls:
         held: torch.Tensor,
         weights: Mapping[str, torch.Tensor | functools.partial[torch.Tensor]],
     ) -> Any:
-        """Returns what forward computes with a few experts.
+        """Calls forward with the experts in slots, and returns its result.
 
-        slots, held: from `slots_for`. weights: the stacked weights of the experts held, by name, or functions that are
-        called when forward first reads the weight.
+        slots, held: from `slots_for`. weights: by name, the stacked weights of the experts in `held`, or functions that
+        return them and are called when forward first reads the weight.
         """
         if len(args) > 1:
             args = args[0], slots, *args[2:]
@@ -132,7 +134,7 @@ class Calls:
         return self.with_all(module, args, kwargs, values)
 
     def _small(self, module: Any, held: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the parts of the other tensors, such as biases and scales, that belong to the experts held."""
+        """Returns the module's other tensors, such as biases and scales, by name, for the experts in `held` only."""
         all_tensors = chain(module._parameters.items(), module._buffers.items())
         tensors = {name: tensor for name, tensor in all_tensors if tensor is not None and name not in self._stacks}
         if not tensors:
@@ -142,8 +144,9 @@ class Calls:
 
 
 def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> torch.nn.Module:
-    """Returns an object to call the forward of a class with. It has the module's attributes, except those in
-    `values`, which are for this call alone. A value that is a `functools.partial` is called when it is first read."""
+    """Returns an object that can be passed as self to the forward of a class, for one call. It has the attributes of
+    the module, but those in `values` replace the module's own. A value that is a `functools.partial` is called when it
+    is first read; its result is then the attribute."""
     later = {name: value for name, value in values.items() if isinstance(value, functools.partial)}
     made = object.__new__(_reading_later(kind) if later else kind)
     state = vars(made)
@@ -157,7 +160,8 @@ def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> t
 
 @functools.cache
 def _reading_later(kind: Any) -> Any:
-    """Returns a subclass whose objects call a function in `_read_later` when its value is first read."""
+    """Returns a subclass of a class. Each function in `_read_later` of its objects is called when the attribute of that
+    name is first read, and returns the attribute's value."""
 
     class ReadsLater(kind):
         def __getattr__(self, name: str) -> Any:

@@ -25,18 +25,18 @@ _LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments o
 TRANSPOSED = "_transposed"  # the end of the names of transposed tables in a coded state
 # Attributes that every module has besides its contents: its mode and its hooks.
 _OF_ANY_MODULE = vars(torch.nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
-# whether a state_dict() that is being made holds tables
+# Whether the state_dict() that is being made holds tables instead of plain tensors.
 _is_coded: ContextVar[bool] = ContextVar("is_coded", default=False)
 
 
 def saves_tables() -> bool:
-    """Returns whether this is a call of `coded_state_dict`."""
+    """Returns whether `coded_state_dict` is making the present state dict. If so, the state dict gets tables."""
     return _is_coded.get()
 
 
 class CodedModule(torch.nn.Module):
-    """A module that holds weights as tables. `parameters()` of a module around it lists each of them as a
-    `TableParameter`, which has no part in `forward`."""
+    """A module that holds weights as tables. `parameters()` lists each table as a `TableParameter`, which `forward`
+    does not use."""
 
     def shared_tables(self) -> dict[str, SharedTable]:
         """Returns the holders of the tables, by the names of the plain weights."""
@@ -45,8 +45,8 @@ class CodedModule(torch.nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yields names and parameters as torch does, but leaves tables out with recurse=False. FSDP2, DDP's reducer and
-        hooks of accelerate ask each module in this way for parameters that they shard, reduce or move themselves."""
+        """Yields names and parameters as torch does, but leaves tables out if recurse is False. FSDP2, DDP's reducer
+        and hooks of accelerate call it with recurse=False to find the parameters that they shard, reduce or move."""
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             if recurse or not isinstance(parameter, TableParameter):
                 yield name, parameter
@@ -72,7 +72,8 @@ class CodedModule(torch.nn.Module):
                 convert(compress_rows(torch.empty(0, table.shape[1], dtype=table.dtype, device="cpu")))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Raises an error; torch.jit.script calls this, also for modules within modules."""
+        """Raises an error. torch.jit.script calls this method of the module that it compiles and of all modules in
+        it."""
         raise cannot_record("torch.jit.script")
 
     @contextlib.contextmanager
@@ -119,7 +120,7 @@ class CodedModule(torch.nn.Module):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _save_tables(self, state: dict[str, Any], prefix: str) -> None:
-        """Puts the tables into a state, or their plain weights."""
+        """Puts the weights into a state: tables if `coded_state_dict` is making it, otherwise plain tensors."""
         for name, shared in self.shared_tables().items():
             key, table = prefix + name, shared.weight
             if saves_tables():
@@ -127,7 +128,7 @@ class CodedModule(torch.nn.Module):
                     reshaped(table, shared.coded_shape) if shared.stacked else table
                 )
                 continue
-            if key in state:  # from an earlier state_dict(): the tensor that was made for it may be old
+            if key in state:  # an earlier state_dict() filled the same dict, and its tensor may be out of date
                 shared.saved = SavedTensor()
             state[key] = shared.saved.of(state, functools.partial(shared.decoded, torch.device("cpu")))
 
@@ -138,7 +139,9 @@ class CodedModule(torch.nn.Module):
             self._load_table(name, shared, *args)
 
     def _load_table(self, name: str, shared: SharedTable, *args: Any) -> None:
-        """Takes the table that a state has under a name. args: the arguments of `_load_from_state_dict`."""
+        """Replaces a table by its entry in a state, which is a table or a plain tensor. If the entry is missing or does
+        not fit, keeps the table and adds this to torch's lists of errors. args: the arguments of
+        `_load_from_state_dict`, which contain these lists."""
         state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs = args
         held, key, shape = shared.weight, prefix + name, shared.plain_shape
         is_coded = shared.transposed and key + TRANSPOSED in state_dict
@@ -158,7 +161,7 @@ class CodedModule(torch.nn.Module):
             )
         else:
             table = rows_of_weight(value, shared.transposed and not is_coded)
-            # whether tables are used as they are; otherwise they are copied
+            # Whether a table of the state becomes the module's own. Otherwise it is moved or copied.
             assigns = metadata.get("assign_to_params_buffers", False)
             self._take(name, table if assigns and isinstance(table, CompressedTensor) else placed_like(held, table))
 
@@ -167,8 +170,8 @@ class TableModule(CodedModule):
     """A module with one table [rows, columns], its `weight`.
 
     Attributes:
-        transposed: whether plain weights are [columns, rows]. In a coded state such a table has a name of its own,
-            because the shape of a square table does not tell.
+        transposed: whether the plain weight is [columns, rows]. In a coded state the name of such a table ends in
+            `_transposed`, because the shape of a square table does not show that it is transposed.
     """
 
     transposed = False
@@ -191,7 +194,7 @@ class TableModule(CodedModule):
 
     @property
     def stays(self) -> bool:
-        """Whether the table keeps its place and its dtype when the module is moved or converted."""
+        """Whether the table stays in its memory, with its dtype, when the module is moved or converted."""
         return self._shared.stays
 
     @stays.setter
@@ -210,13 +213,13 @@ class TableModule(CodedModule):
         if name != "weight":
             super().__setattr__(name, value)
         elif isinstance(value, CompressedTensor):
-            object.__setattr__(self, name, value)  # torch's method takes nothing but a parameter under this name
-        elif name in self._parameters:  # else this is a replica of torch.nn.DataParallel, which gets a decoded copy
+            object.__setattr__(self, name, value)  # torch's method would accept only a parameter under this name
+        elif name in self._parameters:  # otherwise torch.nn.DataParallel sets a decoded copy, which is not used
             super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "weight" not in self._parameters:  # pickled before tables were parameters
+        if "weight" not in self._parameters:  # a version in which tables were not parameters has pickled the module
             self._shared.transposed, self._shared.stays = self.transposed, vars(self).pop("stays")
             weight = TableParameter(self._shared, getattr(self, "trainable", False))
             vars(self)["_parameters"] = {"weight": weight, **self._parameters}
@@ -246,16 +249,16 @@ class TableModule(CodedModule):
         return self._shared.plain_parameter(self._requires_grad)
 
     def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
-        """Returns the plain module over its weights."""
+        """Returns the plain module that corresponds to this one, with the given weights."""
         raise NotImplementedError
 
     def to_torch(self) -> torch.nn.Module:
-        """Returns the plain module of the same weights, uncompressed, in the memory where the table is. It shares
-        the bias."""
+        """Returns the plain module with the same weights, uncompressed, in the memory where the table is. Both modules
+        have the same bias object."""
         return self._module_over(self.parameter())
 
     def turn_plain(self, weight: torch.nn.Parameter) -> None:
-        """Turns this module itself into the plain module over its weights. It keeps its hooks and its mode."""
+        """Turns this object into the plain module with the given weights. The object keeps its hooks and its mode."""
         plain = self._module_over(weight)
         self.__dict__ = {**vars(plain), **{name: vars(self)[name] for name in _OF_ANY_MODULE}}
         self.__class__ = type(plain)  # type: ignore[assignment]
@@ -276,7 +279,13 @@ def is_fast_matrix(table: CompressedTensor) -> bool:
 
 
 def check_forward(name: str, module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
-    """Raises TypeError if a module computes something else than a torch module of this kind."""
+    """Raises TypeError if a module has another forward than a class of torch, because a module over a table would not
+    compute the same.
+
+    Args:
+        name: what the error calls the module.
+        kind: the class of torch.
+    """
     if type(module).forward is not kind.forward or "forward" in vars(module):
         raise TypeError(
             f"{name} is a {type(module).__name__} with a forward of its own, which a module over a table does not "
@@ -288,9 +297,9 @@ def check_forward(name: str, module: torch.nn.Module, kind: type[torch.nn.Module
 class Linear(TableModule):
     """`torch.nn.Linear` with fixed weights, which are decoded on the input's device for the duration of a call.
 
-    Gradients reach inputs and bias. Backward decodes the weights again, so that plain weights are not kept until then.
-    What `ibp.linear` needs on a GPU is prepared when the module takes the table, is moved or is loaded, so that even
-    the first call may be compiled or captured in a CUDA graph.
+    Gradients reach inputs and bias. Backward decodes the weights again, so plain weights are not kept until then.
+    Everything that `ibp.linear` needs on a GPU is prepared when the module is made, moved or loaded, so even the first
+    call may be compiled or captured in a CUDA graph.
 
     Example:
         >>> dense = torch.nn.Linear(256, 128)
@@ -304,10 +313,11 @@ class Linear(TableModule):
         bias: [out_features], an ordinary parameter. None: no bias.
         stays: as in `Embedding`.
         fused: whether few vectors are multiplied as in `ibp.linear`, by weights that are decoded in registers. The
-            results then have other bits than torch's; without it they have torch's bits.
+            results of such calls can differ from torch's by rounding. False: results have torch's bits.
 
     Attributes:
-        place: the modules that this one multiplies together with, and its number among them (`multiply_together`).
+        place: (the modules that multiply together with this one, this module's number among them), as
+            `multiply_together` sets it. None: the module multiplies alone.
 
     Raises:
         TypeError: table is not an `ibp.CompressedTensor`.
@@ -331,10 +341,10 @@ class Linear(TableModule):
 
     @classmethod
     def from_linear(cls, module: torch.nn.Linear, *, fused: bool = True, **options: Any) -> Linear:
-        """Returns the module with compressed weights, on the device where they are, and with the same bias.
+        """Returns a module with the same weights, compressed, on their device, and with the same bias.
 
         Args:
-            module: a module whose weights are compressed, at level "fast" unless options say otherwise.
+            module: the plain module. Its weights are compressed at level "fast" unless options say otherwise.
             fused: as in the constructor. If False, results have torch's bits.
             options: arguments of `ibp.compress`.
 
@@ -367,11 +377,11 @@ class Linear(TableModule):
 def multiply_together(*modules: Linear) -> None:
     """Makes modules that get the same x multiply by one launch of a kernel, as `ibp.linear` does for several tables.
 
-    The first module computes the results of all of them. The others return theirs if they are called next, one after
-    the other, with the same tensor. If they are not, each module computes its own result, and all modules do so from
-    then on. x must not change between these calls; outside of compiled code and inference mode a change is noticed. For
-    up to 64 vectors, results have the same bits as without this function. `ibp.nn.compress` calls it for modules with
-    names such as q_proj, k_proj and v_proj.
+    The first module computes the results of all of them. The other modules return their results if they are called
+    next, one after the other, with the same tensor. If they are not, each module computes its own result from then on.
+    x must not change between these calls; outside of compiled code and inference mode, a change is noticed and each
+    module computes its own result. For up to 64 vectors, results have the same bits as without this function.
+    `ibp.nn.compress` calls it for modules with names such as q_proj, k_proj and v_proj.
 
     Example:
         >>> gate, up = (ibp.nn.Linear.from_linear(torch.nn.Linear(256, 512).bfloat16()) for _ in range(2))
@@ -406,9 +416,9 @@ def multiply_together(*modules: Linear) -> None:
 class Conv1D(Linear):
     """transformers' `Conv1D` with fixed weights: a `Linear` whose plain weights are [in_features, out_features].
 
-    The table holds them transposed, in the rows that `ibp.linear` multiplies. On a GPU with `fused`, products have the
-    bits of `Linear`; otherwise they have those of transformers' module. In `state_dict()` the plain weights are called
-    `weight`; in `coded_state_dict` the table is called `weight_transposed`.
+    The table holds the transposed weights, whose rows `ibp.linear` multiplies. On a GPU with `fused`, results have the
+    same bits as those of `Linear`; otherwise they have the same bits as those of transformers' module. In
+    `state_dict()` the plain weights are called `weight`; in `coded_state_dict` the table is called `weight_transposed`.
 
     Example:
         >>> plain = torch.randn(64, 128)
@@ -452,8 +462,8 @@ def _transposed_product(x: torch.Tensor, table: CompressedTensor, bias: torch.Te
 def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
     """Compresses a weight matrix for use in matrix products.
 
-    Unless options choose slots, the level is "fast" by default. At that level the table has the form that the kernel of
-    `ibp.linear` takes, if the kernel takes the matrix.
+    Unless options choose slots, the level is "fast" by default. At that level the table gets the form that the kernel
+    of `ibp.linear` multiplies, if the kernel supports the matrix's dtype and number of columns.
     """
     if options.keys() <= _LEAVES_SLOTS:
         options = {"level": "fast", **options}
@@ -463,8 +473,8 @@ def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
 
 
 def coded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns `module.state_dict()` with tables in place of plain tensors. It is as small as the module; `torch.save`
-    saves it, and `load_state_dict` loads it.
+    """Returns `module.state_dict()` with tables in place of plain tensors. The tables take no memory besides the
+    module's own. `torch.save` saves the dict, and `load_state_dict` loads it.
 
     Example:
         >>> embedding = ibp.nn.Embedding(1000, 64, device="cpu")

@@ -18,8 +18,10 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
 from ._tables import TableModule
 
-_MOST_KEPT = 64  # gradients that are kept separately, because adding each at once would cost a pass over the sum
-_MOST_UNREAD = 64  # backward passes whose gradients nobody has read, after which a warning comes
+# Number of gradients that are collected before they are added up. Adding each one at once would cost a pass over the
+# sum.
+_MOST_KEPT = 64
+_MOST_UNREAD = 64  # A warning is given after this many backward passes whose gradients no optimizer has read.
 
 
 class RowGradient(NamedTuple):
@@ -28,15 +30,15 @@ class RowGradient(NamedTuple):
     ids: torch.Tensor  # int64 [U], the numbers of the rows, in increasing order
     rows: torch.Tensor  # [U, D], the values of the rows
     grad: torch.Tensor  # [U, D]
-    num_writes: int  # how often the module had written rows when these were looked up
+    num_writes: int  # the module's count of writes when the rows were looked up
 
 
 class LookedUp(NamedTuple):
-    """The rows of a call, each once."""
+    """The rows that the ids of a call name, each row once."""
 
     rows: torch.Tensor  # [U, D]; if the module trains, autograd gives it a gradient
-    places: torch.Tensor  # int64, in the shape of the call's ids: the place in rows of each id
-    padding: int | None  # the place in rows of the row padding_idx; None: there is no such row
+    places: torch.Tensor  # int64, in the shape of the call's ids: for each id, the index of its row in `rows`
+    padding: int | None  # index in `rows` of row padding_idx; None: there is no padding row
 
 
 class RowsModule(TableModule):
@@ -54,7 +56,8 @@ class RowsModule(TableModule):
         self.trainable = trainable
         self.cache = _checked_cache(cache, table, trainable)
         self._noted: list[RowGradient] = []
-        self._num_unread, self._last_pass = 0, -1  # backward passes since gradients were read or forgotten
+        # Number of backward passes since gradients were read or dropped, and torch's id of the latest pass.
+        self._num_unread, self._last_pass = 0, -1
         self._num_writes = 0
 
     # ---- forward ----
@@ -73,7 +76,7 @@ class RowsModule(TableModule):
 
     @outside_of_graphs
     def _look_up(self, ids: torch.Tensor, padding_idx: int | None) -> LookedUp:
-        """Looks up the rows of ids of any shape. Waits for ids on a GPU.
+        """Looks up the rows of ids of any shape. Waits for the GPU if the ids are there.
 
         Raises:
             TypeError: the ids are not integers.
@@ -114,8 +117,8 @@ class RowsModule(TableModule):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
     ) -> torch.Tensor:
-        """Returns bags of rows, like torch.nn.functional.embedding_bag. If rows train, each row is fetched once and
-        has one gradient."""
+        """Returns pooled bags, like torch.nn.functional.embedding_bag. If rows train, each different row is fetched
+        once and gets one gradient."""
         if not self._trains_now:
             return embedding_bag(
                 self._source,
@@ -130,7 +133,7 @@ class RowsModule(TableModule):
             offsets = _checked_offsets(offsets, ids.numel())
         looked_up = self._look_up(ids, padding_idx)
         is_plain = per_sample_weights is None and looked_up.padding is None
-        if ids.is_cuda and ids.dim() == 2 and ids.shape[1] == 1 and is_plain:  # eight times as fast as bags of one row
+        if ids.is_cuda and ids.dim() == 2 and ids.shape[1] == 1 and is_plain:  # eight times as fast as F.embedding_bag
             rows = F.embedding(looked_up.places[:, 0], looked_up.rows)
             return rows if mode == "max" else rows + 0  # -0 becomes +0, as in a sum
         return F.embedding_bag(
@@ -144,7 +147,8 @@ class RowsModule(TableModule):
         )
 
     def _note_gradient_of(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Notes the gradient of rows each time a backward pass has given them one."""
+        """Makes each backward pass that computes a gradient of rows append it to `_noted`. ids: the numbers of the
+        rows."""
         num_writes = self._num_writes
 
         def note(leaf: torch.Tensor) -> None:
@@ -158,7 +162,8 @@ class RowsModule(TableModule):
         rows.register_post_accumulate_grad_hook(note)
 
     def _count_pass(self) -> None:
-        """Counts the backward pass that is under way, and warns if nobody reads gradients."""
+        """Counts the running backward pass, unless it has been counted already. Warns if no optimizer has read the
+        gradients of the last _MOST_UNREAD passes."""
         number = torch._C._current_graph_task_id()
         if number == self._last_pass:
             return
@@ -175,15 +180,15 @@ class RowsModule(TableModule):
 
     @torch.no_grad()
     def _sum_up(self) -> RowGradient:
-        """Replaces all gradients by their sum, added in their order, and returns it."""
+        """Replaces the noted gradients by their sum, and returns it. They are added in the order of their passes."""
         self._noted = [_sum_of(self._noted)]
         return self._noted[0]
 
     # ---- what optimizers do ----
 
     def row_gradient(self) -> RowGradient | None:
-        """Returns the sum of the gradients of all backward passes since `drop_gradients`, added in their order, with
-        the rows as they are now, or None if there were no gradients."""
+        """Returns the sum of the gradients of all backward passes since `drop_gradients`, together with the present
+        values of the rows, or None if there were no gradients. Gradients are added in the order of the passes."""
         if not self._noted:
             return None
         total = self._sum_up()
@@ -193,7 +198,8 @@ class RowsModule(TableModule):
         return total
 
     def set_gradient(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
-        """Replaces all gradients by one. ids: int64 [U], in increasing order."""
+        """Replaces all noted gradients by grad [U, embedding_dim]. ids: int64 [U], the numbers of the rows, in
+        increasing order."""
         self._keep([RowGradient(ids, self._fetched(ids), grad, self._num_writes)])
 
     def drop_gradients(self) -> None:
@@ -201,7 +207,8 @@ class RowsModule(TableModule):
         self._keep([])
 
     def _keep(self, noted: list[RowGradient]) -> None:
-        """Keeps only these gradients, because an optimizer has read or forgotten all others."""
+        """Replaces the noted gradients, and starts to count unread passes from 0. Called when an optimizer has read or
+        dropped the gradients."""
         self._noted, self._num_unread = noted, 0
 
     @torch.no_grad()
@@ -235,9 +242,9 @@ class RowsModule(TableModule):
         super()._save_tables(state, prefix)
 
     def refit(self, **options: Any) -> None:
-        """Compresses the rows again, with a codebook that fits them as they are now, and frees unused memory. It calls
-        `CompressedTensor.refit`, which meanwhile needs memory for all rows. Use it when `weight.savings` has fallen.
-        The cache is filled again with the rows that it had.
+        """Compresses the rows again, with a codebook that fits their present values, and frees unused memory. It calls
+        `CompressedTensor.refit`, which needs additional memory for all rows, decoded. Use it when `weight.savings` has
+        fallen. The cache is filled again with the rows that it had.
 
         Args:
             options: arguments of `CompressedTensor.refit`.
@@ -250,7 +257,8 @@ class RowsModule(TableModule):
         self.cache.refill(cached)
 
     def _take(self, name: str, table: CompressedTensor) -> None:
-        """Takes a new table, and makes a cache of it with the rows that the old cache has."""
+        """Replaces the table. If there is a cache, replaces it by a cache of the new table with the same row numbers.
+        Drops the gradients."""
         cache = self.cache
         if cache is not None:
             self.cache = RowCache(
@@ -266,7 +274,8 @@ class RowsModule(TableModule):
         self._num_writes += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the cache, which belongs to this process's devices, and gradients: copies do not have them."""
+        """Returns the state for copies and pickles: without gradients, and without the cache, which belongs to the
+        devices of this process."""
         self.flush()
         return {**super().__getstate__(), "cache": None, "_noted": [], "_num_unread": 0}
 
@@ -275,7 +284,7 @@ class RowsModule(TableModule):
 
 
 def _checked_cache(cache: Any, table: CompressedTensor, trainable: bool) -> RowCache | None:
-    """Returns the checked cache of a table. An int makes a new cache of that many bytes."""
+    """Checks the argument `cache` of a module, and returns the cache. An int is the size in bytes of a new cache."""
     if cache is None:
         return None
     if isinstance(cache, int) and not isinstance(cache, bool):
@@ -288,11 +297,12 @@ def _checked_cache(cache: Any, table: CompressedTensor, trainable: bool) -> RowC
 
 
 def _checked_offsets(offsets: torch.Tensor, num_ids: int) -> torch.Tensor:
-    """Returns the checked offsets of bags, which torch's kernels trust. Waits for a GPU.
+    """Checks the offsets of bags, because torch's kernels do not, and returns them. Waits for the GPU if the offsets
+    are there.
 
     Raises:
-        TypeError: they are not integers.
-        ValueError: they do not describe bags.
+        TypeError: the offsets are not integers.
+        ValueError: the offsets do not begin with 0, decrease, or exceed num_ids.
     """
     offsets = list_of_ids(offsets, "offsets")
     if offsets.numel() == 0:
@@ -307,7 +317,7 @@ def _checked_offsets(offsets: torch.Tensor, num_ids: int) -> torch.Tensor:
 
 
 def _sum_of(parts: list[RowGradient]) -> RowGradient:
-    """Returns one gradient for all rows that any of the parts has."""
+    """Adds up gradients of rows, in their order. Returns one gradient of all rows that occur in them."""
     if len(parts) == 1:
         return parts[0]
     ids, grad, places = summed([part.ids for part in parts], [part.grad for part in parts])
@@ -320,7 +330,8 @@ def _sum_of(parts: list[RowGradient]) -> RowGradient:
 def summed(
     ids: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
-    """Returns (all ids in order, each once; the sum of their gradients; the places of each part's ids among them)."""
+    """Adds up gradients of rows, in their order. Returns (the ids that occur, each once, in increasing order; the sum
+    of the gradients of each of these rows; for each entry of ids, the positions of its ids in the first result)."""
     union, places = torch.cat(list(ids)).unique(return_inverse=True)
     parts, total = places.split([part.numel() for part in ids]), grads[0].new_zeros(union.numel(), grads[0].shape[1])
     for part, place in zip(grads, parts):

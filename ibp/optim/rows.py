@@ -6,8 +6,9 @@
     optimizer.zero_grad()
 
 They are used like torch's optimizers and work with its learning-rate schedulers. A step reads and writes only the rows
-that were looked up since `zero_grad()`. Other parameters also need an optimizer of torch. `zero_grad()` of the
-optimizer forgets the rows' gradients; that of a module does not, because they are not gradients of its parameters.
+that were looked up since `zero_grad()`. All other parameters need an optimizer of torch in addition. Call `zero_grad()`
+of the optimizer to drop the gradients of rows; `zero_grad()` of a module does not drop them, because they are not
+gradients of its parameters.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from ..nn._training import RowGradient, RowsModule, summed
 
 __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 
-_VECTOR_ELEMENTS = 64  # torch's CPU loops round the last few elements of a tensor differently
+# On the CPU, tensors are padded to a multiple of this number of elements, because torch's loops round the last few
+# elements of a tensor differently.
+_VECTOR_ELEMENTS = 64
 _GIVE_MODULES = "give the module itself, as in ibp.optim.SGD(model), because its parameters() have no gradients"
-_CONSTANT_ROWS = 1024  # so many that they are stored in fewer bytes than they have
+_CONSTANT_ROWS = 1024  # Number of equal rows that are compressed as an example: enough for the table to be smaller.
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -71,7 +74,7 @@ class RowOptimizer(torch.optim.Optimizer):
     @outside_of_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Changes the rows that have gradients, and writes them back.
+        """Updates the rows that have gradients, and writes them to their tables or caches.
 
         Args:
             closure: computes the loss again, with gradients, and returns it.
@@ -92,11 +95,12 @@ class RowOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self, module: RowsModule, gradient: RowGradient, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Writes changed rows, and the state of these rows."""
+        """Computes and writes the new values of the rows that a gradient has, and the new state of these rows."""
         raise NotImplementedError
 
     def _loaded_state(self, module: RowsModule, saved: dict[str, Any]) -> dict[str, Any]:
-        """Returns a module's own state, made from a saved state. Raises ValueError if the saved state does not fit."""
+        """Returns the optimizer's state of a module, made from a saved state. Raises ValueError if the saved state does
+        not fit."""
         if saved:
             raise ValueError(f"the state has {sorted(saved)}; wanted none")
         return {}
@@ -127,7 +131,8 @@ class RowOptimizer(torch.optim.Optimizer):
 class SGD(RowOptimizer):
     """Stochastic gradient descent: w -= lr * grad.
 
-    Rows have the bits that torch.optim.SGD gives them on the CPU, even rows that no forward pass has looked up.
+    Rows have the bits that torch.optim.SGD gives them on the CPU. Without weight decay, this holds even for rows that
+    no forward pass has looked up.
 
     Example:
         >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
@@ -141,7 +146,7 @@ class SGD(RowOptimizer):
         modules: a module, several modules, or dicts of "params" and options. All `ibp.nn` modules in them that train
             are optimized.
         lr: the learning rate.
-        weight_decay: factor with which the row is added to its gradient, only for rows that have a gradient.
+        weight_decay: this factor times the row is added to the gradient of each row that has one.
 
     Raises:
         TypeError, ValueError: a module has no rows to train, or an option is negative.
@@ -160,9 +165,10 @@ class Adagrad(RowOptimizer):
     """Adagrad with a state for each weight (Duchi, Hazan and Singer, 2011): sum += grad^2,
     w -= lr / (1 + step * lr_decay) * grad / (sqrt(sum) + eps).
 
-    Rows have the bits that torch.optim.Adagrad gives them on the CPU, even rows that no forward pass has looked up. The
-    states are a table with the weights' dtype, in the same memory as the weights. A row that has not trained takes
-    bytes only in the index; any other row takes as many bytes as it has until `refit`.
+    Rows have the bits that torch.optim.Adagrad gives them on the CPU. Without weight decay, this holds even for rows
+    that no forward pass has looked up. The states are a table with the weights' dtype, in the same kind of memory as
+    the weights. The state of a row that has not trained takes bytes only in the table's index; the state of any other
+    row takes its uncompressed size until `refit`.
 
     Example:
         >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
@@ -175,7 +181,8 @@ class Adagrad(RowOptimizer):
     Args:
         modules, weight_decay: as in `SGD`.
         lr: the learning rate.
-        lr_decay: how fast the learning rate falls with the steps.
+        lr_decay: the learning rate is lr / (1 + step * lr_decay), where step is the number of earlier steps in which
+            the module had gradients.
         initial_accumulator_value: the initial value of sum.
         eps: added to the denominator.
 
@@ -276,11 +283,11 @@ class RowWiseAdagrad(RowOptimizer):
 
 
 def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> None:
-    """Averages gradients over the processes of a group, like DistributedDataParallel for parameters. A collective call,
-    between `backward()` and `step()`.
+    """Averages the gradients of rows over the processes of a group, as DistributedDataParallel does for parameters.
+    Every process of the group must call it between `backward()` and `step()`.
 
-    Each process has a module of its own with the same rows, so that steps change all of them alike. If several
-    processes have a gradient of a row, these are added in the order of the ranks, so that all processes get the same
+    Each process has a module of its own. If all modules begin with the same rows, all steps change them alike: the
+    gradients that several processes have of a row are added in the order of the ranks, so all processes get the same
     bits.
 
     Example:
@@ -330,7 +337,7 @@ def _padded(part: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def _listed(modules: Any) -> list[Any]:
-    """Returns modules, or groups of modules, as a list. Raises ValueError if there are none."""
+    """Returns the argument `modules` of an optimizer as a list. Raises ValueError if it is empty."""
     listed = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
     if not listed:
         raise ValueError(f"there are no modules: {_GIVE_MODULES}")
@@ -338,7 +345,8 @@ def _listed(modules: Any) -> list[Any]:
 
 
 def _row_modules(modules: Any) -> list[RowsModule]:
-    """Returns the modules with rows that train, each once, in order."""
+    """Returns all modules below the given ones whose rows train, each once, in order. Raises ValueError if one of the
+    given modules has none."""
     found: dict[RowsModule, None] = {}
     for module in _listed(modules):
         if not isinstance(module, torch.nn.Module):
@@ -355,16 +363,16 @@ def _decayed(grad: torch.Tensor, rows: torch.Tensor, weight_decay: float) -> tor
 
 
 def _whole_vectors(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the elements in one dimension, followed by zeros, so that each is rounded as it would be inside a
-    large tensor."""
+    """Returns the elements of rows in one dimension. On the CPU, zeros follow them up to a multiple of
+    _VECTOR_ELEMENTS, so that every element is rounded as it would be in a large tensor."""
     flat = rows.reshape(-1)
     rest = -flat.numel() % _VECTOR_ELEMENTS if flat.device.type == "cpu" else 0
     return torch.nn.functional.pad(flat, (0, rest)) if rest else flat
 
 
 def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
-    """Returns a table of one value in the shape and memory of the weights. It consists of default rows, which take
-    no bytes."""
+    """Returns a table whose elements all have one value, with the shape of a table of weights and in the same kind of
+    memory. All of its rows are default rows, which take no bytes outside of the index."""
     block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype, device="cpu")
     one = compress_rows(block, layout="packed", scheme="planes", device="cpu", memory="host")
     num_rows = weight.num_rows
@@ -375,7 +383,8 @@ def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
 
 
 def _checked(saved: dict[str, Any], shape: Iterable[int], dtype: torch.dtype) -> Any:
-    """Returns the saved `sum`, a tensor or a table of this shape and dtype. Raises ValueError if it is not there."""
+    """Returns `sum` of a saved state, a tensor or a table. Raises ValueError if it is missing or has another shape or
+    dtype."""
     sums = saved.get("sum")
     if not isinstance(sums, (torch.Tensor, CompressedTensor)):
         raise ValueError(f"the state's sum is a {type(sums).__name__}; wanted a tensor or a table")
