@@ -1,5 +1,5 @@
-"""SGLang's hierarchical cache with coded pages: `storage` is a storage backend, to which the host pool writes pages, and
-`pool` is a host pool.
+"""SGLang's hierarchical cache with coded pages: `storage` is a storage backend, to which the host pool writes pages,
+and `pool` is a host pool.
 
 docs/serving.md has the commands, and the releases that were tried.
 """

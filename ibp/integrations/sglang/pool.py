@@ -90,7 +90,7 @@ class IBPHostPool(MHATokenToKVPoolHost):
         layers = [self._blocks_of(tensor) for pair in zip(keys, values) for tensor in pair]
         self._device, self._jobs = layers[0].device, itertools.count()
         self._page = torch.zeros(len(layers), 1, layers[0].shape[1], dtype=torch.int8, device=self._device)
-        # the arguments and the moves of the last load, because SGLang loads the same pages for one layer after the other
+        # the arguments and the moves of the last load, because SGLang loads the same pages layer by layer
         self._last: tuple[Any, Any, _Moves] = None, None, {}
         self.blocks = ibp.kv.BlockStore(
             [layers, list(self._page)],

@@ -1,4 +1,4 @@
-"""What the quantizers of transformers and diffusers share: their configuration, and the device maps of accelerate."""
+"""Code that the quantizers of transformers and diffusers share: their configuration, and checks of device maps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from ...adapters import ModelLoading, ModelOptions
 from ...nn import Conv1D, Embedding, EmbeddingBag, Experts, Linear, ModelReport
 
-METHOD = "ibp"  # quant_method of quantization_config in config.json, by which frameworks find the quantizer
+METHOD = "ibp"  # the value of quant_method of quantization_config in config.json, by which frameworks find a quantizer
 
 
 class CodingFields(ModelOptions):
-    """The fields of a configuration: `ibp.adapters.ModelOptions`, and the method that frameworks look for."""
+    """The fields of a configuration: those of `ibp.adapters.ModelOptions`, and quant_method."""
 
     def __init__(self, *, quant_method: str = METHOD, **options: Any) -> None:
         if quant_method != METHOD:
@@ -47,8 +47,8 @@ def away_of(device_map: object) -> dict[str, str]:
 
 
 class CodingQuantizer:
-    """What the quantizers of both frameworks have: a report, and a `ModelLoading` while a model is loaded. It must come
-    before the framework's class among the bases."""
+    """The base of the quantizers of both frameworks: it has a report, and a `ModelLoading` while a model is loaded. It
+    must come before the framework's class in the list of bases."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
