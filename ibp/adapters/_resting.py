@@ -59,7 +59,8 @@ class RestingWeight:
             parameter.data = self.coded.as_it_was(decoded)
 
     def release(self, parameter: torch.nn.Parameter) -> None:
-        """Gives a parameter its values in memory of its own, on the device where it rested, for good."""
+        """Makes a parameter an ordinary one for good: its values are decoded to new memory, on the device where it
+        rested."""
         values = self.read()
         resting.release(parameter)
         parameter.data = values

@@ -109,8 +109,9 @@ class RowCache(OfThisProcess, TensorManners):
     keeps the table alive. A device without a slab gets all rows from the table. A GPU also gets those rows from the
     table that are cached in slabs which it cannot read.
 
-    Threads may use a cache at the same time. Calls that change it (`update_`, `invalidate`, and lookups in a cache that
-    replaces rows) are ordered with its other work on any stream, except the streams of CUDA graphs.
+    Several threads may use a cache at the same time. The work of calls that change the cache (`update_`, `invalidate`,
+    and lookups in a cache that replaces rows) is ordered with the cache's other work on all streams, except work in
+    CUDA graphs.
 
     Example:
         >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16(), device="cpu", memory="host")
@@ -505,8 +506,8 @@ class RowCache(OfThisProcess, TensorManners):
         return self.devices if self._peers is None else self.devices * self._peers.size
 
     def _made(self, items: torch.Tensor | None) -> Generation:
-        """Returns a new generation with as many rows of the items as fit. Waits until it is filled. items: ids, the
-        hottest first. None: the generation is empty."""
+        """Returns a new generation that holds the rows of the hottest items, up to the budget. Waits until it is
+        filled. items: ids, the hottest first. None: the generation is empty."""
         if items is None or self.view.geometry.item_bytes == 0:
             items = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._state.is_idle:

@@ -34,7 +34,7 @@ WAY_BYTES, STAMP_BYTES = 16, 4
 READ_AHEAD_BYTES = 16  # size in bytes of the padding past the last row; decoders may read it, but ignore its content
 COUNTERS = 10  # number of counters: the hits in each of slabs 0 to 7, the misses, and the bytes of the missed rows
 CLOCK_BYTES = 16
-FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # size in bytes of a slab besides rows and ways
+FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # size in bytes of a slab without its rows and ways
 # Every GPU gets copies of the other GPUs' maps if all copies together take at most this fraction of the size of all
 # cached rows. Lookups then do not read the memory of peers. On two H200s, reading cached rows of 128, 512 and 2,048
 # bytes from the peer was 1.5, 1.2 and 1.1 times as fast with such copies.
@@ -59,7 +59,7 @@ class Slab:
     is_lent: bool = False  # whether it belongs to another process, and is only read by this one (see `_peers.py`)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns all of its tensors that are in this process's own memory."""
+        """Returns the slab's tensors, or no tensors if they are in another process's memory."""
         held = (self.bytes, self.map, self.stamps, self.clock)
         return [tensor for tensor in held if tensor is not None and not self.is_lent]
 
@@ -206,7 +206,7 @@ class SlabPlan:
 
 
 def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_bytes: int, num_maps: int) -> SlabPlan:
-    """Returns a plan of the first rows: of as many as fit a budget together with their map.
+    """Returns a plan of the longest prefix of the given rows that fits a budget together with its map.
 
     Args:
         rows: int64: the row numbers, the hottest first.

@@ -271,7 +271,7 @@ class BlockStore(OfThisProcess):
         Args:
             job: the id of the job, chosen by the caller.
             moves: pages and blocks of each group.
-            urgent: whether the load may run beside the loads that were submitted before.
+            urgent: whether the load may run at the same time as loads that were submitted before.
             tensors: the indices in each group of the tensors to load, such as the tensors of one layer. None: all.
             stream: the stream that loads. None: the store's own.
 

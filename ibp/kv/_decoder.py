@@ -131,8 +131,8 @@ class TokenDecoder:
 
 
 class CudaTokenDecoder(TokenDecoder):
-    """A decoder of layers whose coded bytes are in GPU memory. It decodes on a stream of its own, beside the current
-    stream, which waits for the decoding in `Fetch.wait`. No call waits for the GPU."""
+    """A decoder of layers whose coded bytes are in GPU memory. It decodes on its own stream, while the current stream
+    goes on; `Fetch.wait` makes the current stream wait for the decoding. `fetch` does not make the host wait."""
 
     def __init__(self, device: torch.device, options: Options) -> None:
         super().__init__(device, options)

@@ -58,8 +58,9 @@ class KVRowsStats(Statistics):
 class KVRows(OfThisProcess):
     """A store of keys or values of tokens, one row for each head, which are kept compressed in pinned host memory.
 
-    It serves attention that looks at few tokens, chosen anew for every generated token (top-k sparse attention;
-    InfiniGen). A cache on the GPU, whose size you choose, holds the most recently loaded rows, also compressed.
+    It is for attention that reads only a few tokens, which are chosen again for every generated token (top-k sparse
+    attention; InfiniGen). A cache on the GPU, whose size you choose, holds the most recently loaded rows, also
+    compressed.
 
     All work is queued on the current stream, and the GPU does not wait for the host. If token numbers are on the GPU, a
     CUDA graph can capture `store` and `load`, after a call of each outside the graph. Token numbers are indices into

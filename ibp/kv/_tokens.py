@@ -1,4 +1,4 @@
-"""`ibp.kv.TokenCoder`: what the layers of a KV-cache that grows have in common."""
+"""`ibp.kv.TokenCoder` has the options and the decoders that all layers of a growing KV-cache share."""
 
 from __future__ import annotations
 

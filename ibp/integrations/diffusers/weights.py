@@ -84,8 +84,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         self._coded: dict[str, SourceTensor] = {}  # tensors of files of ibp, by name
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
-        """Raises ValueError for a device map that puts a part of the model elsewhere than on the devices that
-        compute."""
+        """Raises ValueError for the device maps that `check_device_map` refuses."""
         check_device_map(device_map)
 
     @property

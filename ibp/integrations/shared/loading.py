@@ -29,7 +29,8 @@ def holds_table(module: torch.nn.Module) -> bool:
 
 
 def check_device_map(device_map: object) -> None:
-    """Raises ValueError for a device map that puts a part of the model elsewhere than on the devices that compute."""
+    """Raises ValueError if a device map puts a part of the model on "cpu" or "disk", from where it would have to be
+    moved to a GPU for each use. A map that puts all parts on "cpu" is accepted."""
     for key, place in away_of(device_map).items():
         raise ValueError(
             f"the device map puts {key or 'the model'!r} on {place!r}, from where hooks of accelerate would bring "
@@ -39,8 +40,8 @@ def check_device_map(device_map: object) -> None:
 
 
 def away_of(device_map: object) -> dict[str, str]:
-    """Returns the parts of a model that a device map puts elsewhere than on the devices that compute, each with its
-    place."""
+    """Returns those entries of a device map that put a part of the model on "cpu" or "disk", from where it would have
+    to be moved to a GPU for each use. If all parts are on "cpu", the CPU computes, and there are no such entries."""
     places = {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
     names = {"disk"} if set(places.values()) == {"cpu"} else {"cpu", "disk"}
     return {key: place for key, place in places.items() if place in names}

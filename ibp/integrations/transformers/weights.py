@@ -92,7 +92,8 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
 
     Attributes:
         report: which weights are coded, and why others stay plain. None while the model is loaded.
-        offloaded: what `ibp.offload` returned, if a device map puts a part of the model elsewhere than on the GPU.
+        offloaded: the result of `ibp.offload`, if a device map puts a part of the model on "cpu" or "disk". None: there
+            is no such part.
     """
 
     __module__ = "ibp.integrations.transformers"
@@ -102,7 +103,7 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
     def __init__(self, quantization_config: IbpConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self.offloaded: ibp.Offloaded | None = None
-        self._away: tuple[str, ...] = ()  # modules that a device map puts elsewhere than on the device that computes
+        self._away: tuple[str, ...] = ()  # modules that a device map puts on "cpu" or "disk" while a GPU computes
         self._device: torch.device | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:

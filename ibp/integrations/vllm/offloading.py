@@ -150,8 +150,8 @@ class IBPOffloadingWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Begins to load chunks into GPU blocks. expedited: whether the load may run beside the loads that were
-        submitted before."""
+        """Begins to load chunks into GPU blocks. expedited: whether the load may run at the same time as loads that
+        were submitted before."""
         self.blocks.load(job_id, self._moves(job_id, dst_spec, src_spec), urgent=expedited)
         return True
 
