@@ -106,7 +106,7 @@ class ModelLoading:
         return ModelPlan(self._model, **{name: getattr(self._options, name) for name in _FIELDS})
 
     def leave(self, names: Iterable[str]) -> None:
-        """Keeps modules with these names, and all modules below them, plain. Call it before the first weight is
+        """Makes modules with these names, and all modules inside them, stay plain. Call it before the first weight is
         read."""
         self._away = frozenset(names)
 

@@ -293,14 +293,15 @@ class RowCache(OfThisProcess, TensorManners):
             check: whether to wait for the result and raise errors here. Otherwise the next call raises for bad CUDA ids
                 and corrupt rows.
             max_sms: keep at most this many of the GPU's multiprocessors busy. None: all.
-            in_order: whether CUDA ids are nearly sorted. If so, many ids of a large table are not sorted first.
+            in_order: whether CUDA ids are nearly sorted. If not, they are sorted first if there are many of them and
+                the table is large.
 
         Returns:
             Tensor [K, ...]; out if it was given.
 
         Raises:
             TypeError, ValueError, IndexError, CorruptTableError: as in `ibp.index_select`.
-            RuntimeError: the table has been refit, or its rows were changed, but not by this cache.
+            RuntimeError: the table has been refit, or its rows have been changed other than by this cache.
         """
         if type(ids) is not torch.Tensor or ids.dtype not in ID_DTYPES or ids.dim() != 1:
             ids = flat_ids(ids)
@@ -390,7 +391,7 @@ class RowCache(OfThisProcess, TensorManners):
             return generation
         if not generation.is_captured and is_capturing(worker):
             generation.is_captured = True
-            state.captured.append(generation)  # the graph reads it even after refills
+            state.captured.append(generation)  # the graph that is being captured reads it even after refills
         state.hold(generation, worker, state.order.write(worker) if writes else state.order.read(worker))
         return generation
 
@@ -433,7 +434,8 @@ class RowCache(OfThisProcess, TensorManners):
         entries: torch.Tensor,
         counts: torch.Tensor | None,
     ) -> None:
-        """Looks items up in a cache of policy "lru", and claims slots for items that are not cached."""
+        """Looks items up in a cache of policy "lru", and claims slots for rows that are not cached. entries: receives
+        the map entries of the items' rows."""
         slab = generation.slabs[0]
         fault = new_record(ids.device)  # nobody reads this record, because the gather of a corrupt row notes it, too
         torch.ops.ibp.claim_cached.default(
@@ -536,7 +538,7 @@ class RowCache(OfThisProcess, TensorManners):
             )
             made = self._state.generation_of(slabs, STATIC_WAYS, slot_bytes, sum(plan.rows.numel() for plan in plans))
             if copies_maps:
-                self._state.wait_beside()  # for the copies of the maps
+                self._state.wait_beside()  # the maps must be complete before they are copied
                 made.near_maps = copy_maps_near(slabs)
         return made
 

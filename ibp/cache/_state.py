@@ -14,7 +14,7 @@ from ._slabs import COUNTERS, Generation, Slab
 
 
 class CacheState:
-    """The rows that a cache holds, and the locks and streams that separate readers and writers.
+    """The rows that a cache holds, and the locks and streams that keep readers and writers apart.
 
     Args:
         view: the table whose rows are held.

@@ -212,7 +212,7 @@ def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightC
 
     @functools.wraps(original)
     def init_weight_list(weight_specs: list[tuple], policy: Any, env: Any) -> list[TorchTensor]:
-        if policy.compress_weight:  # FlexGen quantises its matrices, so that only vectors remain
+        if policy.compress_weight:  # FlexGen quantises its matrices itself, so only vectors would remain
             return original(weight_specs, policy, env)
         # Raw weights are soon freed. They are not pinned, because torch would not return freed pinned memory.
         weights = original(weight_specs, dataclasses.replace(policy, pin_weight=False), env)

@@ -128,7 +128,7 @@ class IBPL2Adapter(L2AdapterInterface):
         return {"is_healthy": True, "type": type(self).__name__, "pools": pools}
 
     def close(self) -> None:
-        """Waits for the tasks that have begun, and frees the pools."""
+        """Waits for the tasks that are running, and frees the pools. Tasks that have not begun do not run."""
         for tasks in (self._stores, self._lookups, self._loads):
             tasks.close()
         for notifier in self._notifiers:

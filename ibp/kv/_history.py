@@ -36,7 +36,7 @@ class TokenArena:
         self._device, self._pinned = device, pinned
         self.used = 0  # number of bytes that are reserved, including gaps for alignment
         self._pieces: list[tuple[int, torch.Tensor]] = []  # (offset, memory) of each allocation
-        # For pinned memory: recorded after the most recently handed-out bytes have been copied.
+        # For pinned memory: an event that is recorded after the copy to the bytes that were reserved last.
         self.filled = torch.cuda.Event() if pinned else None
 
     def reserve(self, num_bytes: int, alignment: int) -> tuple[int, torch.Tensor]:

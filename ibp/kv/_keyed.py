@@ -1,4 +1,4 @@
-"""`KeyedPages`: a store of KV-cache pages by key, with eviction of the least recently used."""
+"""`KeyedPages` stores pages of a KV-cache by key, and drops the least recently used pages if it is full."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class KeyedPages(OfThisProcess):
 
     def _number_for(self, page: torch.Tensor) -> int | None:
         """Stores a page. Returns the number under which it is stored, or None if there is no room for it."""
-        if not page.nbytes:  # only its key has to be kept
+        if not page.nbytes:  # of an empty page, only the key has to be kept
             return 0 if len(self._pages) < self._pool_bytes // _KEY_BYTES or self._drop_oldest() else None
         store, free = self.store, self._free
         if store is None:

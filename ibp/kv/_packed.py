@@ -158,8 +158,8 @@ class PageCodec:
         return Faults(*_WORDS)
 
     def check(self) -> None:
-        """Waits for the work on the current streams, and raises an error if a `pack` or an `unpack` queued there has
-        found one. The next call of `pack` or `unpack` also raises it, but does not wait.
+        """Waits for the work on the current streams, and raises an error if a `pack` or an `unpack` of this codec has
+        noted a fault. The next call of `pack` or `unpack` also raises it, but does not wait.
 
         Raises:
             IndexError: a block number on a GPU was out of range.
@@ -328,7 +328,7 @@ def pack(
     message.clear()
     if call.num_pages:
         planned, addresses = call.plan(message.num_rows // call.num_pages)
-        # Rows in order are coded faster; this needs all blocks to exist.
+        # Without row ids, rows are encoded in order, which is faster. All blocks must then exist.
         row_ids = None if call.are_checked else planned
         message.handle(codec.codebook.row_bytes).encode(
             call.paged.layout, message.counts, fault, buffers=addresses, row_ids=row_ids, max_sms=sms_of(max_sms)

@@ -91,8 +91,8 @@ class PagedTensors:
 
 
 class PageList(PagedTensors):
-    """A list of tensors, each of which is one page, as if they were the blocks of one tensor. A transfer uses all of
-    them."""
+    """A list of tensors that are treated as the blocks of one tensor, so that each of them is a page. A transfer moves
+    all of them."""
 
     def __init__(self, tensors: Buffers) -> None:
         self.tensors, self.num_blocks = tensors.tensors, len(tensors.tensors)

@@ -49,8 +49,8 @@ def divided(piece_bytes: int) -> int:
 
 
 def row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, page_bytes: int) -> int:
-    """Returns the size in bytes of the rows of a page: that of the codebook if there is one, otherwise the given one,
-    otherwise one that suits the page size."""
+    """Returns the size in bytes of the rows of a page: the codebook's row size if `codebook` is one; otherwise
+    row_bytes; or, if this is None, a size that suits page_bytes."""
     if isinstance(codebook, torch.Tensor):
         row_bytes = divided(page_bytes) if row_bytes is None else row_bytes
         row_bytes = whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
@@ -134,8 +134,8 @@ def with_room_for_all(found: Sizes, slot_bytes: int | None, row_bytes: int) -> S
 
 
 def checked(slot_bytes: int | None, overflow_bytes: int | None, num_rows: int, found: Sizes) -> tuple[int, int]:
-    """Returns (size of a slot in bytes, size of all overflow in bytes): the given sizes, or the found ones for those
-    that are None."""
+    """Checks and returns (size of a slot in bytes, size of all overflow in bytes). A size that is None is taken from
+    `found`."""
     slot_bytes = found.slot_bytes if slot_bytes is None else whole_number("slot_bytes", slot_bytes, 0)
     if overflow_bytes is None:
         return slot_bytes, int(num_rows * found.overflow_per_row) // _SECTOR * _SECTOR

@@ -40,7 +40,7 @@ _WORDS = FaultWords(
     later="",
 )
 _STORES_A_COMPACTION = 16  # `compact_if_due` does nothing until more than a 16th of the pages has been stored
-# Priority of a CUDA stream whose blocks are the first to get multiprocessors that other kernels leave.
+# Priority of the CUDA streams of the store: when a multiprocessor becomes free, their blocks get it first.
 _HIGHEST_PRIORITY = -1
 
 
@@ -101,7 +101,7 @@ class Transfer(OfThisProcess):
             self._event.record()
 
     def is_done(self) -> bool:
-        """Returns whether all pages have arrived. Does not wait."""
+        """Returns whether the transfer has ended. Does not wait."""
         self._refuse_captured()
         return self._event is None or self._event.query()
 

@@ -1,4 +1,4 @@
-"""Models of diffusers with coded weights: the quantizer that `from_pretrained` calls."""
+"""Loads models of diffusers with coded weights. `from_pretrained` calls the quantizer that is defined here."""
 # mypy: disable-error-code="import-untyped, import-not-found"
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
 
 
 class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
-    """The methods that diffusers calls while it loads a model with an `IbpDiffusersConfig`.
+    """The quantizer whose methods diffusers calls while it loads a model with an `IbpDiffusersConfig`.
 
     Attributes:
-        report: which weights are coded, and why others stay plain. None while the model is loaded.
+        report: which weights are coded, and why others stay plain. None until the model has been loaded.
     """
 
     __module__ = "ibp.integrations.diffusers"

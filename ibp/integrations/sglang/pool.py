@@ -136,7 +136,8 @@ class IBPHostPool(MHATokenToKVPoolHost):
         io_backend: str,
         is_draft: bool = False,
     ) -> None:
-        """Loads one layer of pages."""
+        """Loads one layer of pages to the GPU. Does nothing for layers of a draft model. host_indices, device_indices:
+        the indices of the pages' tokens in this pool and on the GPU."""
         if is_draft or not 0 <= layer_id < self.layer_num:
             return
         with self.lock:

@@ -126,7 +126,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     # ---- new tokens ----
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Takes dtype, device and sizes from the first keys and values."""
+        """Prepares the layer for keys and values with the dtype, device and sizes of the given ones. It does not add
+        them."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.history = self._coder.history(key_states, value_states)
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -265,7 +266,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self._take(torch.arange(len(self.raw[0]), device=self.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the sequences that an index tensor names."""
+        """Keeps the sequences that `indices`, a tensor of numbers or a bool mask, selects."""
         if self.get_seq_length() > 0:
             self._take(torch.arange(len(self.raw[0]), device=self.device)[indices])
             self._code_anew_if_sparse()

@@ -1,4 +1,4 @@
-"""Models of transformers with coded weights: the quantizer that `from_pretrained` calls, and files of such weights."""
+"""Loads models of transformers with coded weights, by a quantizer that `from_pretrained` calls, and saves them."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class IbpQuantizer(CodingQuantizer, HfQuantizer):
-    """The methods that transformers calls while it loads a model with an `IbpConfig`.
+    """The quantizer whose methods transformers calls while it loads a model with an `IbpConfig`.
 
     Attributes:
-        report: which weights are coded, and why others stay plain. None while the model is loaded.
+        report: which weights are coded, and why others stay plain. None until the model has been loaded.
         offloaded: the result of `ibp.offload`, if a device map puts a part of the model on "cpu" or "disk". None: there
             is no such part.
     """

@@ -156,7 +156,7 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
         return self._plain.get_fused_moe_quant_config(layer)
 
     def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
-        tables = self._tables_of(layer)  # Triton's kernel takes weights in the form in which they are loaded
+        tables = self._tables_of(layer)  # of the weights as loaded, because Triton's kernel takes this form
         self._plain.process_weights_after_loading(layer)
         self.moe_kernel, self.moe_quant_config = self._plain.moe_kernel, self._plain.moe_quant_config
         return tables

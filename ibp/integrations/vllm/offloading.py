@@ -133,7 +133,7 @@ class IBPOffloadingWorker(OffloadingWorker):
         check_engine("vllm", _missing)
         self._blocks_per_chunk = blocks_per_chunk
         self._block_bytes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
-        self._num_bytes: dict[int, int] = {}  # by job
+        self._num_bytes: dict[int, int] = {}  # by job, the raw size in bytes of the blocks that it moves
         self.blocks = ibp.kv.BlockStore(
             _groups_of(kv_caches),
             num_pages=num_chunks * blocks_per_chunk,

@@ -53,7 +53,7 @@ __all__ = ["IBPConfig", "IBPModelLoader", "IBPWeightMethod", "register"]
 _WEIGHTS = "model.safetensors"
 # A weight stays plain if its table would save a smaller fraction of its size, as in `ibp.nn.compress`.
 _LEAST_SAVINGS = 0.02
-_logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers below its own
+_logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers whose names begin with "vllm."
 # Tables by the address of their slots. Compiled graphs take the slots as inputs, rather than constants, so that layers
 # of the same shape share a graph; the operations find the table here.
 _tables: WeakValueDictionary[int, ibp.CompressedTensor] = WeakValueDictionary()
