@@ -1,5 +1,5 @@
-"""What adapters of frameworks are made of: weights that are coded one by one, models that are coded while they are
-loaded, parameters that rest in tables, and products with coded experts.
+"""Tools for adapters of frameworks: they code weights one by one, code models while they are loaded, keep the values of
+parameters in tables, and multiply by coded experts.
 
     compressor = ibp.adapters.WeightCompressor({"memory": "pinned"})
     coded = compressor.code("model.layers.0.mlp.up_proj.weight", weight)    # one codebook for the weights of a kind
@@ -10,9 +10,10 @@ loaded, parameters that rest in tables, and products with coded experts.
         loading.put(name, tensor)                                           # modules over tables take its place
     report = loading.finish()
 
-An adapter holds the policy of its host alone. Other names that it needs are in `ibp.kv` (`BlockStore`, `KeyedPages`,
-`TokenCoder`), `ibp.checkpoints` (`open`, `CheckpointWriter`) and `ibp.deltas` (`Receiver`, `PlacedReceiver`).
-docs/adapters.md shows two whole adapters, and `ibp.integrations` has adapters of known frameworks.
+With these tools, an adapter has only the code that is specific to its framework. Other tools are in `ibp.kv`
+(`BlockStore`, `KeyedPages`, `TokenCoder`), `ibp.checkpoints` (`open`, `CheckpointWriter`) and `ibp.deltas` (`Receiver`,
+`PlacedReceiver`). docs/adapters.md shows two complete adapters, and `ibp.integrations` has adapters of known
+frameworks.
 """
 
 from .._common.closing import Closing

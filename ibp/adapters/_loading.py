@@ -1,4 +1,4 @@
-"""`ModelLoading`: models whose weights are coded while they are read. `ModelOptions` says which weights, and how."""
+"""`ModelLoading` codes the weights of a model while they are read. `ModelOptions` says which weights, and how."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from ..nn._compressing import ModelPlan, is_included, join_neighbours, options_o
 
 _Self = TypeVar("_Self", bound="ModelOptions")
 _FIELDS = ("include", "exclude", "level", "fused", "min_bytes")
-# Readers may have several threads, but one table at a time is decoded or coded, because each takes memory.
+# Checkpoints may be read by several threads, but only one table at a time is decoded or coded, to save memory.
 _LOCK = ForkLock()
 
 
 class ModelOptions:
-    """Which weights of a model are coded, and how: the arguments of `ibp.nn.compress`, in a form that JSON can hold.
+    """The options that say which weights of a model are coded, and how. They are arguments of `ibp.nn.compress`, in a
+    form that JSON can hold.
 
     Example:
         >>> options = ibp.adapters.ModelOptions(exclude="lm_head")
@@ -55,12 +56,13 @@ class ModelOptions:
 
     @classmethod
     def of(cls: type[_Self], model: torch.nn.Module) -> _Self:
-        """Returns options that choose exactly the weights which are coded in a model now."""
+        """Returns options that select exactly those weights which are coded in a model now."""
         return cls(**options_of(model))
 
     def includes(self, *names: str) -> bool:
-        """Returns whether a module is to be coded. names: its name in the model; or, for a module into which a host has
-        merged several, the names of all of them, of which `include` has to match one and `exclude` none."""
+        """Returns whether a module is to be coded. names: the module's name in the model. If a framework has merged
+        several modules into this one, the names of all of them: `include` must match at least one, and `exclude` must
+        match none."""
         is_wanted = any(is_included(name, self.include, ()) for name in names)
         return is_wanted and all(is_included(name, None, self.exclude) for name in names)
 
@@ -70,8 +72,8 @@ def _names(given: str | Iterable[str]) -> list[str]:
 
 
 class ModelLoading:
-    """A model whose weights are read from a checkpoint, and coded one after the other. Memory holds the coded model and
-    one plain weight.
+    """Codes the weights of a model, one after the other, while they are read from a checkpoint. Memory holds the coded
+    model and one plain weight.
 
     Example:
         >>> checkpoint = torch.nn.Sequential(torch.nn.Linear(1024, 1024)).bfloat16().state_dict()
@@ -88,8 +90,8 @@ class ModelLoading:
 
     Args:
         options: which weights are coded, and how.
-        model: on the meta device, in eval mode.
-        later: names of weights that are loaded plain and coded at the end, because modules may share them.
+        model: the model, on the meta device and in eval mode.
+        later: names of weights that are loaded plain and coded by `finish`, because modules may share them.
 
     Raises:
         ValueError: a pattern of include or exclude matches no module.
@@ -104,31 +106,38 @@ class ModelLoading:
         return ModelPlan(self._model, **{name: getattr(self._options, name) for name in _FIELDS})
 
     def leave(self, names: Iterable[str]) -> None:
-        """Keeps modules with these names, and all modules below them, plain. Call it before the first weight is
+        """Makes modules with these names, and all modules inside them, stay plain. Call it before the first weight is
         read."""
         self._away = frozenset(names)
 
     def has(self, key: str) -> bool:
-        """Returns whether the model has a parameter with this name that is coded, now or later."""
+        """Returns whether the model has a parameter with this name that is to be coded, by `put` or by `finish`."""
         return self._plan.has(key)
 
     def codes(self, key: str) -> bool:
-        """Returns whether a parameter, with this name in the model, is coded when it is read."""
+        """Returns whether the model's parameter with this name is coded as soon as it is read."""
         return self._plan.has(key) and key not in self._later and not self._is_away(key)
 
     def _is_away(self, key: str) -> bool:
         return any(key.startswith(f"{name}.") for name in self._away)
 
     def takes(self, key: str, table: CompressedTensor, dtype: torch.dtype | None) -> bool:
-        """Returns whether the model can hold a table of a checkpoint as it is. dtype: the dtype that the model wants.
-        None: the table's."""
+        """Returns whether the model can hold a table of a checkpoint as it is. dtype: the dtype of the parameter in the
+        model. None: the table's dtype."""
         return self.codes(key) and dtype in (None, table.dtype) and self._plan.takes(key, table)
 
     def value_of(
         self, key: str, table: CompressedTensor, device: Any, dtype: torch.dtype | None
     ) -> CompressedTensor | torch.Tensor:
-        """Returns the form in which the model holds a table of a checkpoint, on a device: a table, or a plain tensor.
-        Other threads that need a decoded weight wait."""
+        """Converts a table of a checkpoint to the form in which the model holds the weight, on a device: a table or a
+        plain tensor. If several threads call, only one at a time decodes or codes.
+
+        Args:
+            key: the name of the parameter.
+            table: the table of the checkpoint.
+            device: the device of the result.
+            dtype: the dtype of the parameter in the model. None: the table's dtype.
+        """
         if self.takes(key, table, dtype):
             return table.to(device)
         if key in self._later:
@@ -139,20 +148,20 @@ class ModelLoading:
 
     @staticmethod
     def decoded(table: CompressedTensor, device: Any, dtype: torch.dtype | None) -> torch.Tensor:
-        """Returns a table of a checkpoint, decoded on a device, in a dtype. None: the table's. One table at a time is
-        decoded, also if several threads read the checkpoint, because each takes memory."""
+        """Decodes a table of a checkpoint on a device, and returns the tensor in a dtype (None: the table's dtype). If
+        several threads call, only one at a time decodes, to save memory."""
         with _LOCK:
             return table.decompress(device=device).to(table.dtype if dtype is None else dtype)
 
     def put(self, key: str, value: CompressedTensor | torch.Tensor) -> CompressedTensor | torch.Tensor:
-        """Puts a weight into its modules, coded, and returns its table. Returns the tensor that is to be a parameter if
-        the weight stays plain, or if its shape is not the parameter's: frameworks then say which shape they want."""
+        """Codes a weight, puts its table into its modules, and returns the table. Returns the tensor instead, which the
+        caller must make a parameter, if the weight stays plain, or if the tensor's shape is not the parameter's."""
         if isinstance(value, torch.Tensor) and not (self.codes(key) and is_worth_coding(value.detach())):
             return value
         held = self._model.get_parameter(key)  # tables of some modules hold transposed matrices
         is_transposed = not isinstance(value, torch.Tensor) and self._plan.is_transposed(key)
         if value.shape != (held.mT.shape if is_transposed else held.shape):
-            self._later.add(key)  # the framework refuses it, or fills the weight with other values
+            self._later.add(key)  # another shape: the framework refuses the tensor, or fills in other values
             return value if isinstance(value, torch.Tensor) else value.decompress()
         table = self._plan.table_of(key, value) if isinstance(value, torch.Tensor) else value
         if self._plan.put(key, table):
@@ -160,8 +169,8 @@ class ModelLoading:
         return value if isinstance(value, torch.Tensor) else value.decompress()
 
     def finish(self) -> ModelReport:
-        """Codes the remaining weights, after the checkpoint has been read. Returns what is coded, and why other weights
-        stay plain.
+        """Codes the remaining weights. Must be called after the whole checkpoint has been read. Returns a report of the
+        weights that are coded, and of the reasons why others stay plain.
 
         Raises:
             ValueError: a weight that is to be coded has no values: the checkpoint lacks it, or has another shape.

@@ -1,4 +1,4 @@
-"""Manners of what adapters return: changes of a model that can be undone, numbers, and devices."""
+"""Bases of the objects that adapters return: changes of a model that can be undone, and statistics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from .._machine import memory
 
 
 class CodedStatistics(Statistics, Saves):
-    """The base of what `stats()` of an adapter returns: a frozen dataclass of counters, among them `original_bytes` and
-    `stored_bytes`, from which `savings` is computed. It can be unpacked like a tuple of the counters.
+    """The base of the result of an adapter's `stats()`. Subclasses are frozen dataclasses of counters, among them
+    `original_bytes` and `stored_bytes`, from which `savings` is computed. An object can be unpacked like a tuple of its
+    counters.
 
     Example:
         >>> import dataclasses
@@ -31,9 +32,10 @@ class CodedStatistics(Statistics, Saves):
 
 
 class ModelChange(OfThisProcess, Closing, NotTheModel):
-    """The base of what a function returns that changes a model in place. A subclass undoes the change by `close()`,
-    which the end of a `with` block calls. If a caller takes the object for the model, the error says where the model
-    is. Subclasses set `_instead`, what to do in place of pickling the object, and `changed_by`, the call that made it.
+    """The base of the objects that functions return which change a model in place. A subclass has a `close()` that
+    undoes the change; the end of a `with` block calls it. If a caller uses the object as if it were the model, the
+    error says where the model is. Subclasses set two strings for errors: `_instead` says what to do in place of
+    pickling the object, and `changed_by` is the call that made the object.
 
     Example:
         >>> class Plain(ibp.adapters.ModelChange):
@@ -49,7 +51,7 @@ class ModelChange(OfThisProcess, Closing, NotTheModel):
 
     Args:
         model: the model.
-        hint: which models are accepted, for the error.
+        hint: which models are accepted, for the error if `model` is not one.
 
     Attributes:
         model: as given.
@@ -63,20 +65,21 @@ class ModelChange(OfThisProcess, Closing, NotTheModel):
         self.model: torch.nn.Module = model
 
     def guard_conversions(self) -> None:
-        """Makes the model, and every module in it, refuse conversions before they convert anything, if a part of the
-        module refuses, such as a table for `model.half()`. Call it when such parts have come or gone."""
+        """Makes conversions such as `model.half()` all or nothing: if a part of the model, such as a table, refuses the
+        conversion, the error is raised before anything has been converted. The same holds for every module of the
+        model. Call it after such parts have been added or removed."""
         guard_conversions(self.model)
 
 
 def checked_device(device: torch.device | str | int) -> torch.device:
-    """Returns a device with its index, for adapters that keep it: "cuda" becomes the current CUDA device.
+    """Checks a device and returns it with its index: "cuda" becomes the current CUDA device.
 
     Example:
         >>> ibp.adapters.checked_device("cpu")
         device(type='cpu')
 
     Raises:
-        TypeError: it is not a device, the name of one, or the number of a CUDA device.
-        ValueError: it is neither a CPU nor a CUDA device, or this build of ibp cannot use it.
+        TypeError: device is not a device, the name of a device, or the number of a CUDA device.
+        ValueError: device is neither a CPU nor a CUDA device, or this build of ibp cannot use it.
     """
     return memory.canonical(device)

@@ -1,4 +1,4 @@
-"""Tables for engines that multiply: of matrices, of stacked experts, and of shards that are joined."""
+"""Tables for engines that multiply: makes tables of matrices, joins tables of shards, multiplies by stacked experts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..nn._tables import matrix_table
 
 
 def compress_matrix(weight: torch.Tensor, **options: Any) -> CompressedTensor:
-    """Returns a table of a matrix in the form that the kernel of `ibp.linear` multiplies, if it takes the matrix
-    (`CompressedTensor.fits_linear`).
+    """Compresses a matrix, in the form that the kernel of `ibp.linear` multiplies if this is possible
+    (`CompressedTensor.fits_linear` of the result).
 
     Example:
         >>> table = ibp.adapters.compress_matrix(torch.randn(512, 1024).mul(0.02).bfloat16())
@@ -27,7 +27,7 @@ def compress_matrix(weight: torch.Tensor, **options: Any) -> CompressedTensor:
 
     Args:
         weight: [rows, columns].
-        options: options of `ibp.compress`. Unless they choose slots, the level is "fast" by default.
+        options: options of `ibp.compress`. If they do not choose slots, the default level is "fast".
 
     Raises:
         TypeError, ValueError: as in `ibp.compress`.
@@ -38,8 +38,8 @@ def compress_matrix(weight: torch.Tensor, **options: Any) -> CompressedTensor:
 def join(
     parts: Sequence[tuple[CompressedTensor, int, int]], device: torch.device | str | int
 ) -> CompressedTensor | None:
-    """Joins coded rows of several tables in one table [rows, columns] on a device. The rows are copied as they are
-    coded; nothing is decoded. A loader makes one table of the shards of a merged weight with it.
+    """Joins coded rows of several tables in one table [rows, columns] on a device. Coded rows are copied as they are,
+    without decoding. Loaders use it to join the shards of a merged weight.
 
     Example:
         >>> query, key = torch.randn(2, 64, 1024).mul(0.02).bfloat16()
@@ -50,13 +50,13 @@ def join(
         (torch.Size([96, 1024]), True)
 
     Args:
-        parts: a table, its first row and the row behind its last one, for each part, in order. A row has the elements
-            of a tensor's last dimension.
+        parts: (table, number of the first row, number of the last row + 1) for each part, in order. A row consists of
+            the elements of a tensor's last dimension.
         device: the device of the result.
 
     Returns:
-        The table, or None unless each row is coded as one, all slots have the same size and are smaller than a row, and
-        all codebooks are equal.
+        The table, or None if the tables cannot be joined. To be joined, tables must code each row of the tensor as one
+        row, have slots of the same size, smaller than a row, and have equal codebooks.
     """
     for table, *_ in parts:
         if not table.shape or table.row_bytes != table.shape[-1] * table.dtype.itemsize:
@@ -66,7 +66,7 @@ def join(
 
 
 class ExpertTables:
-    """The two stacked matrices of a mixture's experts as tables, for engines that keep experts in this way.
+    """The tables of the two stacked matrices of a mixture of experts, for engines that stack experts in this way.
 
     Example:
         >>> up, down = (ibp.adapters.compress_matrix(torch.randn(rows, 64).bfloat16()) for rows in (8 * 32, 8 * 64))
@@ -85,8 +85,9 @@ class ExpertTables:
         self.up, self.down, self.num_experts = up, down, num_experts
 
     def multiplies(self, x: torch.Tensor, ids: torch.Tensor) -> bool:
-        """Returns whether `multiply` can be called: the tables are on the GPU of x in the form that its kernel takes,
-        and there are at most 1,024 choices. Otherwise multiply by `decoded` weights.
+        """Returns whether `multiply` can be called. For this, the tables must be on the GPU of x, in the form that the
+        kernel takes, there must be at most 1,024 pairs of a token and an expert, and at most 4,096 experts. Otherwise
+        multiply by `decoded` weights.
 
         Args:
             x: [tokens, columns], BF16.
@@ -112,10 +113,10 @@ class ExpertTables:
         Args:
             x, ids: as in `multiplies`.
             weights: [tokens, choices], the weights of the experts' results.
-            activate: a function that is called with the products of the first matrix, [n, rows], and returns what the
-                second one multiplies, [n, columns].
+            activate: a function that takes the products by the first matrix, [n, rows of up], and returns the vectors
+                that the second matrix multiplies, [n, columns of down].
             biases: the biases of both matrices, [num_experts, rows] or None.
-            absent: what the second matrix gives for an expert that does not exist.
+            absent: the value of the second matrix's products for an expert that does not exist.
 
         Raises:
             ValueError: the kernel does not take these arguments.

@@ -1,4 +1,4 @@
-"""`RestingWeight`: parameters whose values are in a table while nobody computes with them."""
+"""`RestingWeight` keeps the values of a parameter in a table while nobody computes with the parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .._tables.weights import CodedWeight
 
 
 class RestingWeight:
-    """The coded weight that a parameter stands for while it rests.
+    """A coded weight that has the values of a parameter while the parameter rests.
 
     A resting parameter keeps its shape, dtype and device, and takes no memory. Code that reads its values gets a
     decoded copy, and code that writes to it raises RuntimeError.
@@ -21,8 +21,8 @@ class RestingWeight:
         >>> weight.rest(layer.weight)
         >>> torch.equal(layer.weight, values)    # decoded for this call
         True
-        >>> weight.wake(layer.weight, weight.coded.decoded("cpu"))    # an ordinary parameter, for computing
-        >>> weight.release(layer.weight)                              # and for good
+        >>> weight.wake(layer.weight, weight.coded.decoded("cpu"))    # an ordinary parameter, until it rests again
+        >>> weight.release(layer.weight)                              # an ordinary parameter for good
 
     Args:
         name: the name that errors give the parameter.
@@ -35,7 +35,7 @@ class RestingWeight:
 
     def __init__(self, name: str, coded: CodedWeight, device: torch.device | str) -> None:
         self.name, self.coded, self._device = name, coded, torch.device(device)
-        # The content of the parameter's memory meanwhile: one element, which is NaN in every floating-point dtype.
+        # The data of a resting parameter: one element, expanded. It is NaN in every floating-point dtype.
         element = torch.full((coded.table.dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device)
         self._blank = element.view(coded.table.dtype)[0].expand(coded.shape)
 
@@ -48,18 +48,19 @@ class RestingWeight:
         return self.coded.decoded(self._device)
 
     def rest(self, parameter: torch.nn.Parameter) -> None:
-        """Frees the memory of a parameter, whose values are read from the table from now on."""
+        """Makes a parameter rest: its memory is freed, and from now on its values are read from the table."""
         resting.rest(parameter, self, self._blank)
 
     def wake(self, parameter: torch.nn.Parameter, decoded: torch.Tensor | None = None) -> None:
-        """Makes a parameter an ordinary one. decoded: the tensor that the weight's table was decoded to, whose memory
-        the parameter takes. None: the content of the parameter is undefined until it rests again."""
+        """Makes a resting parameter an ordinary one. decoded: a tensor to which the weight's table has been decoded;
+        its memory becomes that of the parameter. None: the parameter's content is undefined until it rests again."""
         resting.wake(parameter)
         if decoded is not None:
             parameter.data = self.coded.as_it_was(decoded)
 
     def release(self, parameter: torch.nn.Parameter) -> None:
-        """Gives a parameter its values in memory of its own, on the device where it rested, for good."""
+        """Makes a parameter an ordinary one for good: its values are decoded to new memory, on the device where it
+        rested."""
         values = self.read()
         resting.release(parameter)
         parameter.data = values

@@ -6,7 +6,8 @@
     print(cache.stats().hit_rate)
 
 `_hotness.py` counts accesses of items, `_slabs.py` copies rows within a budget, `_peers.py` reads slabs of other
-processes, `_order.py` orders the streams that read and write slabs, and `_row_cache.py` has the cache itself.
+processes, `_order.py` orders the streams that read and write slabs, `_state.py` has the state that these modules share,
+`_changes.py` changes cached rows, and `_row_cache.py` has the cache itself.
 """
 
 from ._hotness import count_accesses

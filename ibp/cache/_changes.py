@@ -38,7 +38,8 @@ def update(state: CacheState, ids: Ids, rows: torch.Tensor) -> None:
 
 
 def put_items(state: CacheState, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items. ids: int64, all different and in range. rows: in the form that `check_rows` requires."""
+    """Changes items of a cache and its table. ids: int64, all different and in range. rows: in the form that
+    `check_rows` requires."""
     if ids.numel() == 0 or state.view.geometry.item_bytes == 0:
         return
     with state.change_lock, state.lock:
@@ -59,8 +60,8 @@ def mark_current(state: CacheState) -> None:
 
 
 def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items of a writable cache. Each item occurs once, and ids are on the first device. Rows that are
-    cached and fit their slots are changed there, and the others in the table."""
+    """Changes items of a writable cache. Rows that are cached and still fit their slots are changed in the slots, and
+    other rows in the table. items: ids on the cache's first device, all different."""
     view, worker = state.view, items.device
     numbers = rows_of(items, state.rows_per_item)
     data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
@@ -94,7 +95,8 @@ def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows:
 def _put(
     slab: Slab, generation: Generation, numbers: torch.Tensor, entries: torch.Tensor, coded: _CodedChanges
 ) -> None:
-    """Copies coded rows to their slots in a slab, and marks them as changed."""
+    """Copies coded rows to their slots in a slab, and marks them as changed. numbers: the row numbers. entries: their
+    map entries."""
     if numbers.numel() == 0:
         return
     slot_bytes, num_bytes = generation.slot_bytes, coded.bytes.shape[1]
@@ -112,11 +114,11 @@ def _put(
 
     try:
         put()
-    except BaseException as error:  # a row's bytes without its new length are not a valid row
+    except BaseException as error:  # new bytes together with an old length would not be a valid row
         if isinstance(error, Exception) and before is not None:
-            slots.index_copy_(0, places, before)  # if the operation was refused, the map is as it was
+            slots.index_copy_(0, places, before)  # the operation was refused, so the map still has the old lengths
         else:
-            put()
+            put()  # do both steps again, so that bytes and lengths belong together
         raise
 
 
@@ -126,14 +128,20 @@ def _rows_at(rows: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(rows: torch.Tensor) -> torch.Tensor:
-    """Returns rows of bytes as 8-byte numbers if they consist of these, because such numbers are copied faster."""
+    """Returns a view of uint8 rows as int64 rows, because elements of 8 bytes are copied faster. If the size or the
+    alignment of the rows does not allow this, returns the rows themselves."""
     can_be = rows.shape[1] % 8 == 0 and rows.storage_offset() % 8 == 0 and rows.stride(0) % 8 == 0
     return rows.view(torch.int64) if can_be else rows
 
 
 class _CodedChanges(NamedTuple):
-    """Rows in the form in which a cache stores them: bytes [rows, at most a slot], entries of lengths as int16, and
-    whether each row fits a slot."""
+    """Rows in the form in which a cache stores them.
+
+    Attributes:
+        bytes: uint8 [rows, size of a slot or of a raw row, whichever is smaller].
+        lengths: int16 [rows]: the bits of the rows' entries in the uint16 array `lengths` of a table.
+        fits: bool [rows]: whether each row fits a slot.
+    """
 
     bytes: torch.Tensor
     lengths: torch.Tensor
@@ -150,7 +158,7 @@ class _CodedChanges(NamedTuple):
         num_parts = num_rows if inner < row_bytes else 0
         slots = torch.empty(num_rows, inner, dtype=torch.uint8, device=device)
         lengths, rooms = (torch.empty(n, dtype=torch.uint16, device=device) for n in (num_rows, num_parts))
-        # There is no overflow, so the values do not matter.
+        # There is no overflow memory, so the values of `bases` do not matter.
         bases = torch.empty(num_parts, dtype=torch.int64, device=device)
         used, counts, fault = torch.zeros(7, dtype=torch.int64, device=device).split((1, 2, 4))
         if num_rows:
@@ -187,8 +195,8 @@ def flush(state: CacheState) -> None:
 
 
 def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device, row_bytes: int) -> torch.Tensor:
-    """Returns cached rows, uint8 [rows * row_bytes]. They are decoded with the codebook by which they were encoded,
-    even if the table has another one now."""
+    """Decodes the cached rows of map entries and returns them as uint8 [rows * row_bytes]. They are decoded with the
+    codebook with which they were encoded, even if the table has another codebook now."""
     codec, words = coding_of(generation.codebook, row_bytes, device)
     count = entries.numel()
     none = torch.empty(0, dtype=torch.uint8, device=device)

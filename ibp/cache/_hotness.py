@@ -1,4 +1,4 @@
-"""Finds hot items by counted accesses, by a number for each item, or by a list."""
+"""Counts accesses of items, and sorts items by their hotness."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def count_accesses(
 
 
 def hottest_first(hotness: Hotness, num_items: int) -> torch.Tensor:
-    """Returns ids of items, int64, the hottest first. If hotness is a number for each item, the result has all ids;
-    equally hot items are in increasing order. If hotness is a list of ids, the result has the ids of the list, each
-    once.
+    """Returns the ids of items, int64, the hottest first. If hotness is a number for each item, the result has all ids,
+    and equally hot items are in increasing order. If hotness is a list of ids, the result is this list without
+    repetitions.
 
     Raises:
         TypeError, ValueError: hotness is neither a number for each item nor a list of ids.

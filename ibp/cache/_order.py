@@ -1,4 +1,4 @@
-"""Orders the work of a cache on several streams, because rows are written while others read them."""
+"""Orders the work of a cache on several streams, because one stream may write rows that another one reads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StreamOrder:
         self._writer: torch.cuda.Stream | None = None
 
     def read(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Called before the device's current stream reads. Returns the stream. Returns None on the CPU, or while a
-        graph is captured."""
+        """Makes the device's current stream wait for the last write, and returns the stream. Must be called before the
+        stream reads. On the CPU, or while a graph is captured, does nothing and returns None."""
         current = _stream_of(device)
         if current is None or key_of(current) in self._users:
             return current
@@ -30,8 +30,8 @@ class StreamOrder:
         return current
 
     def write(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Called before the device's current stream writes. Returns the stream. Returns None on the CPU, or while a
-        graph is captured."""
+        """Makes the device's current stream wait for all earlier reads and writes, and returns the stream. Must be
+        called before the stream writes. On the CPU, or while a graph is captured, does nothing and returns None."""
         current = _stream_of(device)
         if current is None:
             return None
@@ -51,8 +51,8 @@ def key_of(stream: torch.cuda.Stream) -> Key:
 
 
 def current_key(device: torch.device) -> Key | None:
-    """Returns the key of the current device's stream, if the device is the current one. Returns None if it is not,
-    or if the stream captures a CUDA graph."""
+    """Returns the key of a device's current stream. Returns None if the device is not the current one, or if the stream
+    captures a CUDA graph."""
     if device.type != "cuda":
         return ON_CPU
     if torch.cuda.current_device() != device.index or torch.cuda.is_current_stream_capturing():

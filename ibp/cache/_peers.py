@@ -32,8 +32,12 @@ _REFILL = "RowCache.refill"
 
 
 class Peers:
-    """The ranks whose slabs make up a cache. Slab r belongs to rank r. rank, size: the number of this process, and the
-    number of processes."""
+    """The ranks whose slabs make up a cache. Slab r belongs to rank r.
+
+    Attributes:
+        rank: the number of this process in the group.
+        size: number of processes in the group.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         """Raises RuntimeError or ValueError if there is no such group, or if it is too large."""
@@ -43,9 +47,9 @@ class Peers:
             raise ValueError(f"the group has {self.size} ranks; a cache has at most {MAX_SLABS}")
 
     def agree(self, cache: RowCache, set_up: Callable[[], None], has_hotness: bool) -> None:
-        """Sets a cache up on each rank; a collective call. It raises what set_up() raises. It also raises ValueError
-        if ranks give different tables or budgets, are on several machines, or have GPUs that cannot read each
-        other's memory."""
+        """Calls set_up() on each rank, and checks that the ranks can have a cache in common. A collective call. Raises
+        what set_up() raises. Also raises ValueError if ranks give different tables or budgets, are on several
+        machines, or have GPUs that cannot read each other's memory."""
 
         def work() -> tuple[str, str, dict[str, Any]]:
             set_up()
@@ -104,7 +108,8 @@ class Peers:
         return made
 
     def give_back(self) -> None:
-        """Makes memory that was lent to other ranks usable again, after all ranks have closed it. A collective call."""
+        """Waits until all ranks have closed the memory that was lent to them, and then lets torch free it. A collective
+        call."""
         self._group.together(_REFILL, lambda: None)
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
@@ -128,7 +133,8 @@ def _check_access(device: torch.device, uuids: list[str]) -> None:
 
 
 def _fingerprint(items: torch.Tensor) -> tuple[int, int]:
-    """Returns two numbers by which lists of ids, including their order, almost surely differ if they are not equal."""
+    """Returns the length and a hash of a list of ids. The hash depends on the order of the ids; different lists almost
+    surely have different hashes."""
     places = torch.arange(1, items.numel() + 1, device=items.device) * 0x5851F42D4C957F2D
     return items.numel(), int(((items + 1) * places ^ places >> 29).sum())
 
@@ -160,8 +166,8 @@ class _Loan(NamedTuple):
 
 
 class _Lender:
-    """Lends a slab to the other ranks of a cache. slab: the lent memory. Host memory is lent as a copy of the slab
-    in a shared segment."""
+    """Lends a slab to the other ranks of a cache. Attribute `slab` is the lent slab: the given one if it is in GPU
+    memory, otherwise a copy of it in a shared segment."""
 
     slab: Slab
     _segment: Segment  # the others open it through this process

@@ -54,21 +54,23 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 POLICIES = ("static", "lru")
-# Least number of parts into which an lru cache is divided at first, because rows of one call do not replace each other.
+# The first items of an lru cache are claimed in at least this many calls (in fewer if there are fewer items), because
+# rows that are claimed by the same call do not replace each other.
 _LEAST_PARTS = 16
 Device = torch.device | str | int
 
 
 @dataclass(frozen=True)
 class CacheStats(Statistics):
-    """Counts of lookups since the last `reset_stats`, and of what the cache holds. Rows are the unit of coding.
+    """The counts of lookups since the last `reset_stats`, and the capacity of the cache. All counts are of rows, the
+    units of coding; an item of the table consists of one or more rows.
 
     Attributes:
-        own_hits, peer_hits: numbers of rows that were found in the slab of the device that asked, and of rows that were
-            found in the slab of another device.
+        own_hits: number of rows that were found in the slab of the device that asked.
+        peer_hits: number of rows that were found in the slab of another device.
         hits_of_slabs: for each slab, the number of rows that were found in it, for any device.
         misses: number of rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
-        link_bytes: size of the missed rows in bytes, rounded up to whole 32-byte sectors for each row.
+        link_bytes: total size of the missed rows in bytes, each row rounded up to whole 32-byte sectors.
         capacity: number of rows for which the cache has room.
         raw_capacity: number of raw rows that the same memory would hold without a map.
     """
@@ -103,12 +105,13 @@ class RowCache(OfThisProcess, TensorManners):
     NVLink, and misses from the table, in one call and into one output. No GPU waits for the host, and the call can be
     captured in a CUDA graph after one call outside it. With devices="cpu" the CPU does all of the work.
 
-    A cache can be used wherever a table is read: `ibp.integrations` accept it as a table. It keeps the table alive. A
-    device without a slab gets all rows from the table. A GPU gets rows from the table if they are in slabs that it
-    cannot read.
+    A cache can be used wherever a table is read; the adapters in `ibp.integrations` accept it as a table. The cache
+    keeps the table alive. A device without a slab gets all rows from the table. A GPU also gets those rows from the
+    table that are cached in slabs which it cannot read.
 
-    Threads may use a cache at the same time. Calls that change it (`update_`, `invalidate`, and lookups in a cache that
-    replaces rows) are ordered with its other work on any stream, except the streams of CUDA graphs.
+    Several threads may use a cache at the same time. The work of calls that change the cache (`update_`, `invalidate`,
+    and lookups in a cache that replaces rows) is ordered with the cache's other work on all streams, except work in
+    CUDA graphs.
 
     Example:
         >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16(), device="cpu", memory="host")
@@ -123,23 +126,25 @@ class RowCache(OfThisProcess, TensorManners):
             rows there, call `invalidate` for them.
         budget_bytes: size in bytes of the device memory of each slab, including its map and everything else that the
             cache keeps there; 0 or more. The index that the table keeps on a GPU is not counted. During `refill` the
-            cache takes this much a second time.
-        hotness: the rows to cache: a number for each item, [num_items], larger for hotter items (degrees,
-            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: no rows until `refill` (a
-            RuntimeWarning says so) or, with "lru", until rows are requested. An empty list: no rows, and no warning.
-        devices: one device or several, at most 8, with one slab each; the hash of a row's number determines its slab.
-            None: the current GPU, or the device of the `ibp.CodedRows`; the CPU if there is no GPU.
+            old and the new slabs exist at the same time, and take up to twice this size.
+        hotness: the items to cache: a number for each item, [num_items], larger for hotter items (degrees,
+            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: nothing is cached until `refill` (a
+            RuntimeWarning says so) or, with "lru", until rows are requested. An empty list: nothing is cached, and
+            there is no warning.
+        devices: the devices that have a slab each, 1 to 8; the hash of a row's number determines its slab. None: the
+            current GPU, or the device of the `ibp.CodedRows`; the CPU if there is no GPU.
         policy: "static": the rows change only by `refill`. "lru": requested rows replace the least recently used; only
             on one device.
         writable: whether `update_` changes cached rows in their slots, and `flush` changes them in the table. Only for
             static caches.
         group: a process group of torch.distributed whose ranks are processes of one machine, at most 8. Each rank has a
-            slab on one device, and reads the slabs of the others by CUDA IPC. All ranks give the same table, shared or
-            not, the same budget and the same hotness. Making such a cache and `refill` are collective calls; the others
-            are not. Before processes end, call `refill([])` or a barrier. Only for static caches that are not writable.
+            slab on one device, and reads the slabs of the others by CUDA IPC. All ranks must give the same table
+            (shared or not), the same budget and the same hotness. The constructor and `refill` are collective calls;
+            other calls are not. Before a process ends, all ranks must call `refill([])` or a barrier. Only for static
+            caches that are not writable.
         slot_bytes: size in bytes of a row's slot in a cache that is writable or replaces rows, a multiple of 32; rows
-            that do not fit are not cached. None: a size that 99.9 % of the table's rows fit, plus a sixteenth if they
-            change; a whole row if there are no rows yet.
+            that do not fit are not cached. None: a size that 99.9 % of the table's rows fit, and a sixteenth more if
+            the cache is writable; or the size of a raw row if no row of the table has bytes yet.
 
     Raises:
         TypeError: table, budget_bytes or hotness has another type.
@@ -199,7 +204,7 @@ class RowCache(OfThisProcess, TensorManners):
                 stacklevel=2,
             )
 
-    # ---- what it is ----
+    # ---- properties ----
 
     @property
     def shape(self) -> torch.Size:
@@ -223,7 +228,7 @@ class RowCache(OfThisProcess, TensorManners):
 
     @property
     def capacity(self) -> int:
-        """Number of rows for which there is room."""
+        """Number of rows for which the cache has room."""
         return self._state.generation.capacity
 
     @property
@@ -250,7 +255,7 @@ class RowCache(OfThisProcess, TensorManners):
         return self.view.is_pinned()
 
     def pin_memory(self) -> RowCache:
-        """Returns the cache itself. It has no effect on the table's memory."""
+        """Returns the cache itself. The table's memory does not change."""
         return self
 
     def __repr__(self) -> str:
@@ -288,14 +293,15 @@ class RowCache(OfThisProcess, TensorManners):
             check: whether to wait for the result and raise errors here. Otherwise the next call raises for bad CUDA ids
                 and corrupt rows.
             max_sms: keep at most this many of the GPU's multiprocessors busy. None: all.
-            in_order: whether CUDA ids are nearly sorted. If so, many ids of a large table are not sorted first.
+            in_order: whether CUDA ids are nearly sorted. If not, they are sorted first if there are many of them and
+                the table is large.
 
         Returns:
             Tensor [K, ...]; out if it was given.
 
         Raises:
             TypeError, ValueError, IndexError, CorruptTableError: as in `ibp.index_select`.
-            RuntimeError: the table has been refit, or its rows were changed, but not by this cache.
+            RuntimeError: the table has been refit, or its rows have been changed other than by this cache.
         """
         if type(ids) is not torch.Tensor or ids.dtype not in ID_DTYPES or ids.dim() != 1:
             ids = flat_ids(ids)
@@ -345,7 +351,8 @@ class RowCache(OfThisProcess, TensorManners):
         return prefetching.prefetch(cached, ids, device=device, out=out, stream=stream, max_sms=max_sms)
 
     def _take(self, ids: torch.Tensor, sms: int, in_order: bool, out: torch.Tensor | None) -> torch.Tensor:
-        """Returns the items at ids. ids: on a device of the cache. out: receives the items if it is given."""
+        """Returns the items at `ids`, which must be on a device of the cache. If `out` is given, the items are written
+        to it, and it is returned."""
         worker, state, view = ids.device, self._state, self.view
         handle, way = view._handles.get(worker), IN_ORDER if in_order else PLANNED
         if handle is None:
@@ -373,8 +380,9 @@ class RowCache(OfThisProcess, TensorManners):
     _take_outside = outside_of_graphs(_take)
 
     def _in_use(self, worker: torch.device) -> Generation:
-        """Returns the generation of rows that work on the current stream of a device may use. Makes the stream wait for
-        other streams if necessary. The caller holds the lock. Raises RuntimeError if the table has changed."""
+        """Returns the present generation for work on the current stream of a device, and makes that stream wait for
+        other streams if necessary. The caller must hold the lock. Raises RuntimeError if the table has changed since
+        its rows were cached."""
         state, generation, writes = self._state, self._state.generation, self.policy == "lru"
         if generation.codebook is not self.view.codebook or generation.version != self.view.version:
             state.check(generation)
@@ -383,16 +391,16 @@ class RowCache(OfThisProcess, TensorManners):
             return generation
         if not generation.is_captured and is_capturing(worker):
             generation.is_captured = True
-            state.captured.append(generation)  # the graph reads it even after refills
+            state.captured.append(generation)  # the graph that is being captured reads it even after refills
         state.hold(generation, worker, state.order.write(worker) if writes else state.order.read(worker))
         return generation
 
     @contextmanager
     def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
-        """Looks items up on the current stream, for operations that read their rows there.
+        """Looks items up on the current stream, for operations that read their rows on this stream.
 
-        Yields (the handle of the table, entries [ids * rows of an item], slabs). They are valid for work that is
-        launched within the block.
+        Yields (the handle of the table; int64 [K * number of rows of an item]: the map entry of each row, 0 if the row
+        is not cached; the bytes of each slab). Only work that is launched within the `with` block may use them.
 
         Args:
             ids: int32 or int64 [K], contiguous, on one of `devices`.
@@ -426,9 +434,10 @@ class RowCache(OfThisProcess, TensorManners):
         entries: torch.Tensor,
         counts: torch.Tensor | None,
     ) -> None:
-        """Looks items up in a cache of policy "lru", and claims slots for items that are not cached."""
+        """Looks items up in a cache of policy "lru", and claims slots for rows that are not cached. entries: receives
+        the map entries of the items' rows."""
         slab = generation.slabs[0]
-        fault = new_record(ids.device)  # a new record, because the gather also notes corrupt rows
+        fault = new_record(ids.device)  # nobody reads this record, because the gather of a corrupt row notes it, too
         torch.ops.ibp.claim_cached.default(
             handle.table,
             ids,
@@ -444,8 +453,8 @@ class RowCache(OfThisProcess, TensorManners):
         )
 
     def _other_worker(self) -> torch.device | None:
-        """Returns the device that looks up and decodes rows for a device without a slab, or None if the table does
-        it itself."""
+        """Returns the device that looks up and decodes rows for devices without a slab, or None if such devices read
+        the table without the cache."""
         is_asked = bool(self._state.serving) and (self.writable or self._is_of_place)
         return self._state.serving[0] if is_asked else None
 
@@ -463,14 +472,14 @@ class RowCache(OfThisProcess, TensorManners):
         """Waits for the table's work on all GPUs, and raises an error noted there: IndexError or CorruptTableError."""
         self.view.check()
 
-    # ---- what is cached ----
+    # ---- contents ----
 
     def refill(self, hotness: Hotness) -> RowCache:
         """Fills the cache again with the hottest rows. Returns the cache.
 
-        The new rows are copied beside the old ones, on a separate stream. Readers use the old rows until all new rows
-        have been copied. Then the new rows replace the old ones, and the call returns. CUDA graphs that were captured
-        before still read the old rows, whose memory is kept for them: capture them again. A writable cache is flushed
+        The new rows are copied to new memory, on a separate stream. Readers use the old rows until all new rows have
+        been copied. Then the new rows replace the old ones, and the call returns. CUDA graphs that were captured before
+        still read the old rows, whose memory is kept for them: capture these graphs again. A writable cache is flushed
         first.
 
         Args:
@@ -499,8 +508,8 @@ class RowCache(OfThisProcess, TensorManners):
         return self.devices if self._peers is None else self.devices * self._peers.size
 
     def _made(self, items: torch.Tensor | None) -> Generation:
-        """Returns a generation with the rows of these items, the hottest first, or an empty one if items is None. Waits
-        until it is filled."""
+        """Returns a new generation that holds the rows of the hottest items, up to the budget. Waits until it is
+        filled. items: ids, the hottest first. None: the generation is empty."""
         if items is None or self.view.geometry.item_bytes == 0:
             items = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._state.is_idle:
@@ -508,7 +517,7 @@ class RowCache(OfThisProcess, TensorManners):
             slabs = tuple(filled_slab(self.view, nothing, *place) for place in enumerate(self._slab_devices))
             return self._state.generation_of(slabs, STATIC_WAYS, 0, 0)
         items = items.to(self.devices[0])
-        slot_bytes = 0  # for a static cache, whose rows lie back to back
+        slot_bytes = 0  # 0: rows lie back to back, in a static cache that is not writable
         if self.policy != "static" or self.writable:
             slot_bytes = self._given_slot_bytes or slot_for(self.view, self.devices[0], self.writable)
         if self.policy == "lru":
@@ -529,13 +538,13 @@ class RowCache(OfThisProcess, TensorManners):
             )
             made = self._state.generation_of(slabs, STATIC_WAYS, slot_bytes, sum(plan.rows.numel() for plan in plans))
             if copies_maps:
-                self._state.wait_beside()  # for the copies of the maps
+                self._state.wait_beside()  # the maps must be complete before they are copied
                 made.near_maps = copy_maps_near(slabs)
         return made
 
     def _replacing(self, slot_bytes: int, items: torch.Tensor) -> Generation:
-        """Returns a generation of an lru cache. It begins with the first items, as if the hottest one had been used
-        last."""
+        """Returns a generation of an lru cache that already holds the hottest items. They are claimed in the order of
+        increasing hotness, so that the hottest one counts as the most recently used. items: ids, the hottest first."""
         slab = replacing_slab(slot_bytes, self.budget_bytes, self.view.num_rows, self.devices[0])
         made = self._state.generation_of((slab,), LRU_WAYS, slot_bytes, slab.map.shape[0])
         held = min(items.numel(), made.capacity // self._state.rows_per_item)
@@ -547,8 +556,9 @@ class RowCache(OfThisProcess, TensorManners):
         return made
 
     def _swap(self, made: Generation) -> None:
-        """Replaces the generation in use. The memory of the old one is freed after the streams that read it. When the
-        call returns, no memory that other processes lent is read any more."""
+        """Replaces the generation in use. The memory of the old generation is freed when the streams that read it are
+        done. In a group the call also waits for this process's GPUs, so that nothing here still reads memory that
+        other processes lent to the old generation."""
         with self._state.lock:
             old, self._state.generation = self._state.generation, made
         if self._peers is not None:
@@ -589,8 +599,9 @@ class RowCache(OfThisProcess, TensorManners):
         """Sets table[ids] = rows, like `CompressedTensor.update_`. Returns the cache.
 
         A writable cache encodes cached rows into their slots, with the table's codebook, and the table keeps the old
-        rows until `flush`. Rows that are not cached, or that no longer fit their slots, are written to the table. Other
-        caches write all rows to the table and remove them from the cache. If ids are on a GPU, the call waits for them.
+        rows until `flush`. Rows that are not cached, or that no longer fit their slots, are written to the table. A
+        cache that is not writable writes all rows to the table and removes them from its slabs. If ids are on a GPU,
+        the call waits for them.
 
         Args:
             ids: items to change, int32 or int64 [K]. If an id occurs several times, its last row counts.
@@ -619,17 +630,17 @@ class RowCache(OfThisProcess, TensorManners):
             _changes.flush(self._state)
 
     def _check_alone(self) -> None:
-        """Raises RuntimeError for a cache whose slabs other processes read."""
+        """Raises RuntimeError if the cache belongs to a group, because other processes read its slabs."""
         if self._peers is not None:
             raise RuntimeError(
                 "rows of a cache that the processes of a group have in common stay as they are: change the table on "
                 "all ranks, and refill the cache"
             )
 
-    # ---- what it has done ----
+    # ---- statistics ----
 
     def stats(self) -> CacheStats:
-        """Returns what lookups have found. Waits for the work on the cache's devices."""
+        """Returns the counts of lookups. Waits for the work on the cache's devices."""
         of_slabs, own, misses, link_bytes = [0] * len(self._slab_devices), 0, 0, 0
         self._state.synchronize()
         for device, counts in self._state.counts.items():
@@ -650,7 +661,7 @@ class RowCache(OfThisProcess, TensorManners):
         )
 
     def reset_stats(self) -> None:
-        """Starts counting again, in order with the work on the current streams."""
+        """Sets all counts to zero, in order with the work on the current streams."""
         for counts in self._state.counts.values():
             counts.zero_()
 
@@ -659,7 +670,7 @@ class RowCache(OfThisProcess, TensorManners):
 
 
 def _view_of(table: Any) -> CompressedTensor:
-    """Returns the table, or, for a place, a table that reads it as it is."""
+    """Returns the table itself, or, if it is an `ibp.CodedRows`, a table that always reads the present rows."""
     if isinstance(table, CodedRows):
         return table._live_table()
     if not isinstance(table, CompressedTensor):
@@ -719,7 +730,8 @@ def _check_policy(cache: RowCache) -> None:
 
 
 def _as_bytes(out: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Returns a view of a contiguous tensor as the rows of a place."""
+    """Returns a view of a contiguous tensor as uint8 rows of an `ibp.CodedRows`. Raises ValueError if the tensor is not
+    contiguous, or has another size."""
     if not out.is_contiguous() or out.numel() * out.element_size() != math.prod(shape):
         raise ValueError(
             f"out has shape {list(out.shape)} of {out.dtype}, strides {out.stride()}; wanted {math.prod(shape):,} "

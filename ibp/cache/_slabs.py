@@ -1,8 +1,8 @@
 """Slabs: copies of stored rows in device memory, as many as fit a budget (the paper's section 5).
 
 A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries. Rows that
-never change lie back to back. If rows change or replace each other, every row has a slot. The hash of a row's number
-determines the slab of the row (its owner).
+never change lie back to back. If rows change or replace each other, every row has a slot of fixed size. If there are
+several slabs, the hash of a row's number determines the slab that may hold the row.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from .._schemes import AnyCodebook
 from ._order import Key, key_of
 
 MAX_SLABS = 8
-# For a map that is filled once: the ways of a set (a sector of memory), and the share of all ways that rows take. Fewer
-# than one row in a thousand finds no free way in the sets that are searched, and is not cached.
+# For the map of a static cache, which is filled once: number of ways of a set, which together fill a 32-byte sector of
+# memory, and the fraction of all ways that are filled. At this load, fewer than one row in a thousand finds no free way
+# in the sets that are searched, and is not cached.
 STATIC_WAYS, STATIC_LOAD = 2, 0.85
 _SETS, _ROWS = 10, 17  # ten sets of STATIC_WAYS ways have room for 17 rows at STATIC_LOAD
-LRU_WAYS = 32  # one for each lane of the warp that looks at a set
+LRU_WAYS = 32  # number of ways of a set of an lru cache: one for each lane of the warp that searches the set
 WAY_BYTES, STAMP_BYTES = 16, 4
-READ_AHEAD_BYTES = 16  # bytes behind the last row, which may be read but have no meaning
-COUNTERS = 10  # hits of slabs 0 to 7, misses, bytes of the link
+READ_AHEAD_BYTES = 16  # size in bytes of the padding past the last row; decoders may read it, but ignore its content
+COUNTERS = 10  # number of counters: the hits in each of slabs 0 to 7, the misses, and the bytes of the missed rows
 CLOCK_BYTES = 16
-FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # size in bytes of a slab besides rows and ways
-# Maps of other GPUs are copied to this GPU if the copies cost at most this share of what rows take: a look-up then does
-# not read a peer's memory. On two H200s, rows of 128, 512 and 2,048 bytes came 1.5, 1.2 and 1.1 times as fast from the
-# peer with such copies.
+FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # size in bytes of a slab without its rows and ways
+# Every GPU gets copies of the other GPUs' maps if all copies together take at most this fraction of the size of all
+# cached rows. Lookups then do not read the memory of peers. On two H200s, reading cached rows of 128, 512 and 2,048
+# bytes from the peer was 1.5, 1.2 and 1.1 times as fast with such copies.
 NEAR_MAP_SHARE = 0.4
-SLOT_QUANTILE = 0.999  # the share of the rows whose stored size fits a slot
-GROWTH = 16  # for rows that change, a slot is larger by a sixteenth
+SLOT_QUANTILE = 0.999  # the fraction of the rows whose stored size fits a slot
+GROWTH = 16  # if rows may change, a slot is larger by a sixteenth, so that most rows still fit after a change
 _SLAB_SHIFT, _PRESENT_SHIFT = 40, 60  # fields of an entry
 DIRTY = 1 << 61
 
@@ -49,16 +50,16 @@ class Slab:
     """One device's part of a cache."""
 
     device: torch.device
-    bytes: torch.Tensor  # uint8: rows as they are stored, and READ_AHEAD_BYTES behind them
-    map: torch.Tensor  # int64 [ways of all sets, 2]: row number (-1: no row, -2: removed) and entry
-    # stamps, clock: int32 [sets * (LRU_WAYS + 1)] and int64 [2], for a cache that replaces rows: when each way was used
-    # last, and the present time.
+    bytes: torch.Tensor  # uint8: rows as they are stored, followed by READ_AHEAD_BYTES bytes of padding
+    map: torch.Tensor  # int64 [number of ways of all sets, 2]: row number (-1: no row, -2: removed) and entry
+    # Only in a cache that replaces rows. stamps: int32 [number of sets * (LRU_WAYS + 1)]: the time at which each way
+    # was last used, followed by a lock for each set. clock: int64 [2]: the present time.
     stamps: torch.Tensor | None = None
     clock: torch.Tensor | None = None
     is_lent: bool = False  # whether it belongs to another process, and is only read by this one (see `_peers.py`)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns all of its tensors that are in this process's own memory."""
+        """Returns the slab's tensors, or no tensors if they are in another process's memory."""
         held = (self.bytes, self.map, self.stamps, self.clock)
         return [tensor for tensor in held if tensor is not None and not self.is_lent]
 
@@ -71,9 +72,9 @@ class Generation:
     """The slabs and maps of a cache between two refills."""
 
     slabs: tuple[Slab, ...]
-    ways: int  # ways of a set
+    ways: int  # number of ways of a set
     slot_bytes: int  # size in bytes of a row's slot; 0 if rows lie back to back
-    codebook: AnyCodebook | None  # how the rows are coded
+    codebook: AnyCodebook | None  # the codebook of the rows; None: the rows are raw
     version: int  # the version of the table's rows when they were copied
     capacity: int  # number of rows for which there is room
     # Copies of slabs' maps on other devices: {device: {number of the slab: map}}.
@@ -85,8 +86,8 @@ class Generation:
     described: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # see `describe`
 
     def view_of(self, device: torch.device) -> View:
-        """Returns (maps in which a device looks rows up, bytes from which it reads them), one of each for every
-        slab. They are empty for slabs that the device cannot read."""
+        """Returns two lists with one tensor for each slab: the maps in which a device looks rows up, and the bytes from
+        which it reads them. For a slab that the device cannot read, both tensors are empty."""
         if device not in self.views:
             near = self.near_maps.get(device, {})
             readable = [can_read(device, slab) for slab in self.slabs]
@@ -107,13 +108,13 @@ class Generation:
             yield from near.values()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns all tensors that it has in memory."""
+        """Returns all tensors of the generation that are in this process's own memory, including copies of maps."""
         copies = [copy for near in self.near_maps.values() for copy in near.values()]
         return [tensor for slab in self.slabs for tensor in slab.tensors()] + copies
 
     def hold_for(self, stream: torch.cuda.Stream | None) -> None:
-        """Makes the allocator reuse this memory, once it is freed, only after the stream has done the work queued so
-        far."""
+        """Makes sure that, after this memory has been freed, the allocator reuses it only when the stream has done the
+        work that was queued until then."""
         if stream is None or key_of(stream) in self.streams:
             return
         for tensor in self.tensors():
@@ -122,8 +123,8 @@ class Generation:
         self.streams.add(key_of(stream))
 
     def describe(self, device: torch.device, counts: torch.Tensor) -> torch.Tensor:
-        """Returns the argument `cache` of operations on a device, and keeps it in `described`. counts: the device's
-        counters, which the argument keeps alive."""
+        """Makes the argument `cache` of the operations `take` and `take.out` on a device, keeps it in `described`, and
+        returns it. counts: the device's counters, which the argument keeps alive."""
         (maps, slabs), first = self.view_of(device), self.slabs[0]
         slot_bytes = 0 if first.stamps is None else self.slot_bytes
         with outside_of_modes():
@@ -140,7 +141,8 @@ class Generation:
 
 
 def can_read(device: torch.device, slab: Slab) -> bool:
-    """Returns whether kernels of a device can read a slab, and enables it."""
+    """Returns whether kernels of a device can read a slab. If the slab is on another GPU that can be read, enables the
+    access."""
     peer = slab.device
     if device == peer:
         return True
@@ -158,8 +160,8 @@ def _none_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
-    """Returns the stored bytes of rows, int64, on the device of their numbers, which must be able to read the table.
-    The result is 0 for default rows, and for rows with an invalid length."""
+    """Returns the stored size in bytes of each row: int64, on the device of `rows`, which must be able to read the
+    table. The size is 0 for default rows, and for rows with an invalid length. rows: int64: the row numbers."""
     lengths, row_bytes = handle_on(table, rows.device).parts.lengths, table.row_bytes
     if lengths.numel() == 0:
         return torch.full_like(rows, row_bytes)
@@ -168,8 +170,8 @@ def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
 
 
 def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
-    """Returns the bytes of a slot, a multiple of 32, that nearly all rows with bytes fit; a whole row if there are
-    no such rows. may_grow: whether to leave room for rows that change to become larger."""
+    """Returns a slot size in bytes, a multiple of 32, that nearly all rows with bytes fit, or the size of a raw row if
+    no row has bytes. may_grow: whether to leave room for rows to become larger when they change."""
     found = table.geometry.survey(handle_on(table, device).parts.lengths)
     with_bytes = found.num_rows - int(found.sectors[0])
     if not with_bytes:
@@ -184,13 +186,19 @@ def in_sectors(num_bytes: int) -> int:
 
 
 def sets_for(num_rows: Any) -> Any:
-    """Returns how many sets a map needs to be filled once with num_rows rows, as an int or a tensor."""
+    """Returns the number of sets of a static cache's map of num_rows rows: an int, or a tensor if num_rows is one."""
     return (num_rows * _SETS + _ROWS - 1) // _ROWS
 
 
 @dataclass(frozen=True)
 class SlabPlan:
-    """The rows of one slab, the hottest first, the place where each begins, and the bytes of all."""
+    """The rows that a slab will hold.
+
+    Attributes:
+        rows: int64: the row numbers, the hottest first.
+        offsets: int64: the offset in bytes at which each row begins in the slab.
+        num_bytes: size of all rows or slots in bytes.
+    """
 
     rows: torch.Tensor
     offsets: torch.Tensor
@@ -198,12 +206,14 @@ class SlabPlan:
 
 
 def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_bytes: int, num_maps: int) -> SlabPlan:
-    """Plans the rows, the first of those given, that a budget holds together with their map.
+    """Returns a plan of the longest prefix of the given rows that fits a budget together with its map.
 
     Args:
-        rows, sizes: int64; the numbers and the stored bytes of rows, of at least 1 byte each.
+        rows: int64: the row numbers, the hottest first.
+        sizes: int64: the stored size of each row in bytes, at least 1.
         slot_bytes: size in bytes of a row's slot. 0: rows lie back to back.
-        num_maps: number of maps of this size on the device: its own, and copies of the maps of others.
+        budget_bytes: size in bytes of everything that the device holds for the cache.
+        num_maps: number of maps of this size on the device: the slab's own map, and copies of other slabs' maps.
     """
     taken = sizes if slot_bytes == 0 else torch.full_like(sizes, slot_bytes)
     ends = taken.cumsum(0)
@@ -216,10 +226,11 @@ def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_b
 def plan_slabs(
     table: Table, rows: torch.Tensor, num_slabs: int, slot_bytes: int, budget_bytes: int, may_copy_maps: bool
 ) -> tuple[list[SlabPlan], bool]:
-    """Returns (what each slab holds of the rows, whether maps are copied to other GPUs). rows: on a device of the
-    cache, the hottest first.
+    """Returns (a plan for each slab, whether maps are copied to other GPUs). rows: row numbers, the hottest first, on a
+    device of the cache.
 
-    Rows without bytes are left out, because the index answers them. Rows that do not fit a slot are also left out.
+    Default rows are left out: they have no bytes, and the table's index alone says what they are. Rows that do not fit
+    a slot are also left out.
     """
     sizes = stored_bytes(table, rows)
     fits = sizes > 0 if slot_bytes == 0 else (sizes > 0) & (sizes <= slot_bytes)
@@ -242,7 +253,7 @@ def plan_slabs(
     return plans, copies
 
 
-# ---- making them ----
+# ---- making slabs ----
 
 
 def empty_map(num_ways: int, device: torch.device) -> torch.Tensor:
@@ -252,8 +263,9 @@ def empty_map(num_ways: int, device: torch.device) -> torch.Tensor:
 
 
 def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device) -> Slab:
-    """Returns a slab with the planned rows of a table, copied on the device's current stream. A row whose place in
-    the table is corrupt is left out, so that reading it raises an error."""
+    """Returns a slab with the planned rows of a table, which are copied on the device's current stream. A row with a
+    corrupt index entry is left out, so that lookups read it from the table, which reports the error. number: the
+    number of the slab."""
     num_bytes = plan.num_bytes + READ_AHEAD_BYTES if plan.rows.numel() else 0
     slab = Slab(
         device,
@@ -269,8 +281,8 @@ def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device)
 
 
 def replacing_slab(slot_bytes: int, budget_bytes: int, num_rows: int, device: torch.device) -> Slab:
-    """Returns an empty slab whose rows replace each other. It has as many sets as the budget holds, but at most as
-    many as a table of num_rows rows fills by half."""
+    """Returns an empty slab whose rows replace each other. It has as many sets as fit the budget, but no more than have
+    room for twice num_rows rows, the number of rows of the table."""
     set_bytes = LRU_WAYS * (slot_bytes + WAY_BYTES + STAMP_BYTES) + STAMP_BYTES
     num_sets = min(max(0, budget_bytes - FIXED_BYTES) // set_bytes, -(-2 * num_rows // LRU_WAYS))
     num_ways = num_sets * LRU_WAYS
@@ -284,7 +296,7 @@ def replacing_slab(slot_bytes: int, budget_bytes: int, num_rows: int, device: to
 
 
 def copy_maps_near(slabs: Sequence[Slab]) -> dict[torch.device, dict[int, torch.Tensor]]:
-    """Returns copies of every slab's map on all other devices."""
+    """Returns copies of each slab's map on all other slabs' devices: {device: {number of the slab: map}}."""
     return {
         device: {i: slab.map.to(device) for i, slab in enumerate(slabs) if slab.device != device}
         for device in {slab.device for slab in slabs}
@@ -295,7 +307,7 @@ def copy_maps_near(slabs: Sequence[Slab]) -> dict[torch.device, dict[int, torch.
 
 
 class Entries:
-    """Fields of entries, which are int64 tensors."""
+    """Functions that read the fields of map entries, which are int64 tensors."""
 
     @staticmethod
     def are_present(entries: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The state on which the modules of a cache work together."""
+"""The state that the modules of a cache share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._slabs import COUNTERS, Generation, Slab
 
 
 class CacheState:
-    """The rows that a cache holds, and the locks and streams that separate readers and writers.
+    """The rows that a cache holds, and the locks and streams that keep readers and writers apart.
 
     Args:
         view: the table whose rows are held.
@@ -28,19 +28,20 @@ class CacheState:
         self.view, self.devices, self.writable = view, devices, writable
         self.workers = tuple(dict.fromkeys(devices))  # the devices, each once
         self.rows_per_item = max(1, view.geometry.item_bytes // view.row_bytes)
-        # For each device, what lookups have found.
+        # For each device, the counters of its lookups, see `COUNTERS`.
         self.counts = {device: torch.zeros(COUNTERS, dtype=torch.int64, device=device) for device in self.workers}
         self.change_lock = ForkLock()  # held from the beginning of a change to its end; taken before `lock`
         self.lock = ForkLock()  # held while lookups and changes are issued
-        self.order = StreamOrder()  # of the streams that read and write the slabs
+        self.order = StreamOrder()  # orders the streams that read and write the slabs
         self.captured: list[Generation] = []  # generations that CUDA graphs read
         self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
-        # If a GPU cannot read the table, the cache holds nothing, and the table answers by itself.
+        # Whether the GPU cannot read the table. If so, the cache holds nothing, and all rows come from the table.
         self.is_idle = devices[0].type == "cuda" and view._is_refused and not view.is_pinned()
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
-        """Keeps the memory that a stream uses from being reused before the stream is done with it."""
+        """Makes sure that memory of the generation and of the counters, once freed, is not reused before the stream is
+        done with it. worker: the device of the stream. stream: None: there is nothing to do."""
         if stream is not None and key_of(stream) not in generation.streams:
             generation.hold_for(stream)
             self.counts[worker].record_stream(stream)
@@ -56,13 +57,13 @@ class CacheState:
             )
 
     def generation_of(self, slabs: tuple[Slab, ...], ways: int, slot_bytes: int, capacity: int) -> Generation:
-        """Returns a generation of slabs, whose rows are coded as the table codes them now."""
+        """Returns a generation of slabs whose rows were copied from the table as it is now."""
         return Generation(slabs, ways, slot_bytes, self.view.codebook, self.view.version, capacity)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Runs work on the cache's own streams, after the work of the current streams. At the end the host waits for
-        it."""
+        """Makes the cache's own streams the current ones inside the context. Work queued there runs after the work that
+        the former current streams have already queued. At the end the host waits for the cache's streams."""
         with ExitStack() as stack:
             for device in self.workers:
                 if device.type != "cuda":
@@ -74,7 +75,7 @@ class CacheState:
             self.wait_beside()
 
     def wait_beside(self) -> None:
-        """Waits for the work on the cache's own streams."""
+        """Makes the host wait for the work on the cache's own streams."""
         for stream in self._side_streams.values():
             stream.synchronize()
 

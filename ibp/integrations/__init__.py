@@ -1,10 +1,10 @@
-"""Bridges to host frameworks. Each is one module or folder, which is imported when it is named
+"""Adapters of other frameworks. Each is one module or folder. It is imported when it is named
 (`ibp.integrations.<framework>`, or `import ibp.integrations.<framework>`), and never by `import ibp`.
 
-A bridge adapts tables to an interface of a framework (a feature store, an offloading hook, a cache) and needs that
-framework installed; the package itself needs torch alone. `shared` has what several hosts need. Pages of docs/ show
-bridges (gnn.md, llm.md, kv-cache.md, serving.md), and tests skip without the framework. `ibp.nn` and `ibp.offload`
-serve torch itself.
+An adapter implements an interface of a framework (a feature store, an offloading hook, a cache) with tables. It needs
+the framework to be installed; the package itself needs torch alone. `shared` has code that several adapters use. Pages
+of docs/ show how adapters are used (gnn.md, llm.md, kv-cache.md, serving.md). Tests of an adapter are skipped if its
+framework is not installed. `ibp.nn` and `ibp.offload` are for torch itself.
 """
 
 from importlib import import_module as _import_module

@@ -1,4 +1,4 @@
-"""accelerate's hooks over modules with tables: they move plain tensors, and leave tables where they are."""
+"""Changes accelerate's hooks: in modules with tables, they move plain tensors and leave tables where they are."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _named_module_tensors, _find_tied_parameters = hooks.named_module_tensors, big_m
 
 
 def _plain_tensors(*args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Replaces the function by which hooks find the tensors that they move, and leaves tables out: the coded rows of
-    a module are decoded on the device of its input, wherever they are."""
+    """Yields the tensors that hooks move, without tables. Tables need not be moved, because their rows are decoded on
+    the device of a module's input. Replaces a function of accelerate."""
     for name, tensor in _named_module_tensors(*args, **options):
         if not isinstance(tensor, TableParameter):
             yield name, tensor
 
 
 def _plain_ties(model: torch.nn.Module, **options: Any) -> list[list[str]]:
-    """Replaces the function by which `dispatch_model` finds tied parameters, and leaves tables out."""
+    """Returns the lists of tied parameters for `dispatch_model`, without tables. Replaces a function of accelerate."""
     named = model.named_parameters(remove_duplicate=False)
     tables = {name for name, parameter in named if isinstance(parameter, TableParameter)}
     return [names for names in _find_tied_parameters(model, **options) if tables.isdisjoint(names)]

@@ -1,4 +1,4 @@
-"""Hugging Face accelerate with compressed weights: the mapping from which accelerate's hooks take offloaded weights.
+"""Hugging Face accelerate with compressed weights: a mapping from which accelerate's hooks take offloaded weights.
 
     from accelerate import cpu_offload
     from ibp.integrations.accelerate import CompressedWeights
@@ -6,8 +6,8 @@
     weights = CompressedWeights(model.state_dict(), device="cuda")
     cpu_offload(model, execution_device="cuda", state_dict=weights)
 
-accelerate's own hooks copy without `non_blocking` and clear the device's cache for each parameter, which limits the
-speed: `ibp.offload` is the fast way. This module is for models that accelerate already dispatches.
+accelerate's hooks copy without `non_blocking`, and clear the device's cache for each parameter, which limits the speed.
+`ibp.offload` is faster. This module is for models that accelerate already dispatches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["CompressedWeights"]
 
 
 class CompressedWeights(Mapping[str, torch.Tensor]):
-    """The weights of a model by name, compressed in host memory. Each is decoded when it is asked for.
+    """The weights of a model by name, compressed in host memory. A weight is decoded each time it is read.
 
     Use it for `accelerate.cpu_offload(model, execution_device, state_dict=weights)`. If part of a model stays on GPUs,
     use it for `accelerate.dispatch_model(model, device_map, state_dict=weights, offload_index={})`. Any other code that
@@ -36,8 +36,8 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
 
     Args:
         weights: a state dict, or pairs (name, tensor).
-        device: the device of decoded tensors. Give the execution device, because accelerate recognises tied weights by
-            their addresses, which must not be those of temporary copies. None: the CPU.
+        device: the device of decoded tensors. Give the execution device: accelerate recognises tied weights by their
+            addresses, and would be misled by the addresses of temporary copies on the CPU. None: the CPU.
         compress_options: options of `ibp.compress`, except x and codebook. By default layout is "packed" and row_bytes
             4,096.
 
@@ -56,7 +56,7 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
         compressor = WeightCompressor(compress_options)
         self.device = checked_device("cpu" if device is None else device)
         self._stored: dict[str, CodedWeight | torch.Tensor] = {}
-        # The key identifies a tensor only as long as it lives: a later one may be at the address of a freed one.
+        # The key identifies a tensor only while the tensor lives: a later tensor may be at the address of a freed one.
         seen: dict[tuple, tuple[weakref.ref[torch.Tensor], CodedWeight | torch.Tensor]] = {}
         for name, x in weights.items() if isinstance(weights, Mapping) else weights:
             if not isinstance(x, torch.Tensor):
@@ -75,8 +75,8 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
             self._stored[name] = stored
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Returns the tensor with this name on `device`. It is new memory, except for raw tensors that are already
-        there. Raises KeyError if there is no such name."""
+        """Returns the tensor with this name on `device`. The result is new memory, unless the tensor is kept raw and
+        `device` is the CPU. Raises KeyError if there is no such name."""
         stored = self._stored[name]
         return stored.decoded(self.device) if isinstance(stored, CodedWeight) else stored.to(self.device)
 
@@ -91,17 +91,18 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
 
     @property
     def tables(self) -> dict[str, CompressedTensor]:
-        """The compressed tensors by name. Their dimensions are in the order of memory."""
+        """The tables of the compressed tensors by name. The dimensions of a table are in the order in which they lie in
+        the tensor's memory."""
         return {name: stored.table for name, stored in self._stored.items() if isinstance(stored, CodedWeight)}
 
     @property
     def original_bytes(self) -> int:
-        """Bytes of the tensors as they were given. A tensor with several names counts once."""
+        """Size in bytes of the given tensors. A tensor with several names counts once."""
         return sum(one.original_bytes if isinstance(one, CompressedTensor) else one.nbytes for one in self._each())
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the coded rows, codebooks and raw tensors. A tensor with several names counts once."""
+        """Size in bytes of the coded rows, codebooks and raw tensors. A tensor with several names counts once."""
         return sum(one.stored_bytes if isinstance(one, CompressedTensor) else one.nbytes for one in self._each())
 
     @property
@@ -111,7 +112,7 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory that the tables and raw tensors take. A tensor with several names counts once."""
+        """Size in bytes of all memory of the tables and raw tensors. A tensor with several names counts once."""
         return sum(one.nbytes for one in self._each())
 
     def _each(self) -> list[CompressedTensor | torch.Tensor]:

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint (DCP) with compressed tensors: FSDP2, torchtitan and Lightning save with it.
+"""torch.distributed.checkpoint (DCP), with which FSDP2, torchtitan and Lightning save, with compressed tensors.
 
     import torch.distributed.checkpoint as dcp
     from ibp.integrations.dcp import Reader, Writer
@@ -6,9 +6,9 @@
     dcp.save(state_dict, storage_writer=Writer("step-1000"))
     dcp.load(state_dict, storage_reader=Reader("step-1000"))
 
-Every rank writes its tensors to one file, which `ibp.open` and `ibp inspect` read as well, and everything else to a
-file of torch's own kind. DCP's planners decide, as always, which rank writes which part of a tensor, so that any number
-of ranks can load a checkpoint.
+Every rank writes its tensors to one file, which `ibp.open` and `ibp inspect` can also read, and everything else to
+files of torch's own format. As always, DCP's planners decide which rank writes which part of a tensor, so any number of
+ranks can load a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from ..adapters import WeightCompressor
 
 __all__ = ["Reader", "Writer"]
 
-# What DCP's metadata says of a tensor in a file of ibp. A FileSystemReader of torch finds no extension of this name,
-# and refuses the tensor with a ValueError that has the name.
+# The transform descriptor that DCP's metadata have for a tensor in a file of ibp. torch's own FileSystemReader finds no
+# extension with this name, and raises a ValueError that contains the name.
 _DESCRIPTOR = "ibp.integrations.dcp/1"
 _SUFFIX = ".ibp.safetensors"
 
@@ -51,15 +51,16 @@ _SUFFIX = ".ibp.safetensors"
 class Writer(FileSystemWriter):
     """Writes a checkpoint of `torch.distributed.checkpoint` with compressed tensors.
 
-    Tensors keep their bits. Those that would not get smaller, or have less than 4 KiB, are stored as they are; tensors
-    of dtypes that safetensors lacks, of subclasses, and objects of Python are stored as torch stores them. Tensors of a
-    kind, such as the same weight of all layers, share a codebook. A tensor is compressed where it is: on its GPU, or on
-    the CPU.
+    Loaded tensors have the same bits as saved ones. Tensors that would not get smaller, or have less than 4 KiB, are
+    stored uncompressed. Objects of Python, tensors of subclasses, and tensors with a dtype that safetensors lacks are
+    stored as torch stores them. Tensors of a kind, such as the same weight of all layers, share a codebook. A tensor is
+    compressed where it is: on its GPU, or on the CPU.
 
-    A file has a new name in every save, and appears under it when it is whole. Therefore an earlier checkpoint in the
-    same directory stays whole until the new metadata replace its own; then its files are removed.
+    Every save writes files with new names, which appear under these names only when they are complete. An earlier
+    checkpoint in the same directory therefore stays complete until the new metadata replace the old metadata; then the
+    old files are removed.
 
-    It also serves `dcp.async_save`, in a thread or in a process.
+    The writer also works with `dcp.async_save`, in a thread or in a process.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp
@@ -73,11 +74,11 @@ class Writer(FileSystemWriter):
 
     Args:
         path: the directory of the checkpoint.
-        options: arguments of torch's FileSystemWriter, such as `overwrite` and `thread_count`, which concern what torch
-            stores. Files of tensors are always flushed to the disk.
+        options: arguments of torch's FileSystemWriter, such as `overwrite` and `thread_count`, which apply to the files
+            that torch writes. Files of tensors are always flushed to the disk.
 
     Raises:
-        TypeError: FileSystemWriter has no such argument, or it is one that says how tensors are stored:
+        TypeError: FileSystemWriter has no such argument, or the argument decides how tensors are stored:
             `serialization_format`, `_extensions`, `single_file_per_rank`.
         ValueError: path is a URL.
     """
@@ -113,7 +114,7 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         written = {result.storage_data.relative_path for of_rank in results for result in of_rank}
-        # If ranks write metadata of their own, only the files of this rank can be judged.
+        # If every rank writes metadata of its own, `results` has only this rank's files, so only these can be removed.
         rank = r"\d+" if self.use_collectives or self.rank is None else str(self.rank)
         own = re.compile(rf"__{rank}_[0-9a-f]{{32}}_(tensors{re.escape(_SUFFIX)}|\d+\.distcp)")
         for file in Path(self.path).iterdir():
@@ -124,8 +125,8 @@ class Writer(FileSystemWriter):
 class Reader(FileSystemReader):
     """Reads a checkpoint of `torch.distributed.checkpoint`, whether `Writer` or torch's FileSystemWriter wrote it.
 
-    Tensors on a GPU are decompressed there, from the compressed bytes. If a rank wants some rows of a tensor, as with
-    another number of ranks than the checkpoint was saved with, only these rows are read.
+    Tensors on a GPU are decompressed there, from the compressed bytes. If a rank needs only some rows of a stored
+    tensor, as when the number of ranks has changed since the save, only these rows are read.
 
     Args:
         path: the directory of the checkpoint.
@@ -164,7 +165,7 @@ class Reader(FileSystemReader):
         return super().read_data(dataclasses.replace(plan, items=others), planner)
 
     def _read_tensors(self, file: ibp.File, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        """Reads parts of tensors to where the planner wants them. Whole tables are decompressed as one stream."""
+        """Reads parts of tensors into the tensors that the planner names. Whole tables are decompressed in one call."""
         tables: list[ibp.CompressedTensor] = []
         outs: list[torch.Tensor] = []
         planned = []
@@ -187,7 +188,8 @@ class Reader(FileSystemReader):
             planner.commit_tensor(item, out)
 
     def _value(self, file: ibp.File, index: MetadataIndex) -> ibp.CompressedTensor | torch.Tensor:
-        """Returns a chunk of a tensor as it is stored. Raises FileFormatError unless it is what the metadata say."""
+        """Returns a chunk of a tensor as it is stored. Raises FileFormatError if the file does not have the chunk, or
+        if its dtype or shape contradicts the metadata."""
         name = _name_of(index)
         if name not in file:
             raise ibp.FileFormatError(f"{file.path} has no tensor {name!r}, which the checkpoint's metadata name")
@@ -210,8 +212,8 @@ def _check_path(path: Any) -> None:
 
 
 def _name_of(index: MetadataIndex) -> str:
-    """Returns the name that a part of a tensor has in its file: the tensor's name, and where the part begins unless it
-    begins where the tensor does."""
+    """Returns the name that a part of a tensor has in its file: the tensor's name, followed by the part's offset unless
+    this is 0 in all dimensions."""
     offset = list(index.offset or ())
     return f"{index.fqn}{offset}" if any(offset) else index.fqn
 
@@ -237,13 +239,13 @@ def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
 
 
 def _write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-    """Writes tensors to a file, each on a thread while the next one is compressed."""
+    """Writes tensors to a file. A thread writes each tensor while the next one is compressed."""
     shapes = {_name_of(item.index): item.tensor_data.size if item.tensor_data else () for item in items}
     compressor = WeightCompressor({"memory": "host"})
 
     def compressed() -> Iterator[tuple[str, ibp.CompressedTensor | torch.Tensor]]:
-        # This runs in the caller's thread, because a tensor on a GPU is complete only in the order of this thread's
-        # stream. A tensor is compressed where it is, because the GPU of a tensor in host memory may be training.
+        # This runs in the caller's thread, because work that fills a tensor on a GPU may still be queued on this
+        # thread's current stream. A tensor in host memory is compressed there, because the GPU may be busy training.
         for item in items:
             tensor = _tensor_of(item, planner).detach()
             if compressor.takes(tensor):
@@ -264,7 +266,8 @@ def _write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> 
 
 
 def _part(value: ibp.CompressedTensor | torch.Tensor, item: ReadItem, device: torch.device) -> torch.Tensor:
-    """Returns the part of a stored tensor that an item names, on a device if rows are decompressed."""
+    """Returns the part of a stored tensor that an item names. Only the rows of the part are decompressed. device: where
+    a table without dimensions is decompressed."""
     if not value.shape:
         return value if isinstance(value, torch.Tensor) else ibp.decompress(value, device=device)
     first, count = item.storage_offsets[0], item.lengths[0]

@@ -2,13 +2,13 @@
 
     ibp.integrations.dgl.attach(g, "feat")          # g.ndata["feat"] is compressed; g is used as before
 
-Everything that reads features through the graph reads the same bits: `DataLoader` with `prefetch_node_feats` and
+All code that reads features through the graph gets the same bits as before: `DataLoader` with `prefetch_node_feats` and
 `prefetch_edge_feats`, blocks and subgraphs (`block.srcdata["feat"]`), their copies in worker processes, and
 `g.ndata["feat"]` itself, which decodes the whole tensor at every read. `close` puts the plain tensor back.
 
-This module is for DGL's classic graphs, checked with 2.1.0; GraphBolt's features are in `ibp.integrations.graphbolt`.
-`import dgl` fails if DGL has no binary of GraphBolt for the installed torch, and no release has one for a torch with
-which ibp works. If this module is imported before `dgl`, it leaves GraphBolt out.
+This module is for DGL's classic graphs, and was checked with 2.1.0; `ibp.integrations.graphbolt` is for features of
+GraphBolt. `import dgl` fails if DGL has no binary of GraphBolt for the installed torch, and no release of DGL has one
+for a torch with which ibp works. Import this module before `dgl`: it then leaves GraphBolt out.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .shared.features import TABLES, Table, check_rows, fetch, refuse_cuda_in_wo
 
 
 def _leave_out_graphbolt() -> None:
-    """Puts an empty module in the place of GraphBolt if its binary does not exist. This works only before DGL is
-    imported."""
+    """Puts an empty module in the place of GraphBolt if GraphBolt's binary does not exist. Does nothing if DGL has
+    already been imported."""
     found = None if "dgl" in sys.modules else importlib.util.find_spec("dgl")
     if found is None or found.origin is None:
         return
@@ -52,7 +52,7 @@ _EdgeType = str | tuple[str, str, str]
 
 
 class AttachedFeature(OfThisProcess, Closing):
-    """A feature that `attach` keeps in a table. `close()`, and the end of a `with` block, put the plain tensor back.
+    """A feature that `attach` keeps in a table. `close()` or the end of a `with` block puts the plain tensor back.
 
     Attributes:
         table: the table, or its cache.
@@ -70,7 +70,7 @@ class AttachedFeature(OfThisProcess, Closing):
 
 
 class NotAttachedError(ValueError):
-    """The feature is not one that `attach` keeps in a table."""
+    """Raised by `close` if the feature is not one that `attach` keeps in a table."""
 
 
 def attach(
@@ -94,12 +94,14 @@ def attach(
         ntype: type of the nodes. None: the graph has only one type.
         edges: whether the feature is one of edges, graph.edata[name].
         etype: type of the edges, which implies `edges`. None: the graph has only one type.
-        table: the feature, compressed before, in host memory or on the graph's device, or an `ibp.RowCache` of it.
-            None: graph.ndata[name] is compressed; in host memory the table is pinned if there is a GPU.
+        table: a table of the feature that was made before, in host memory or on the graph's device, or an
+            `ibp.RowCache` of it. None: the graph's tensor with this name is compressed; if the table is in host memory
+            and there is a GPU, the table is pinned.
         options: options of `ibp.compress`.
 
     Returns:
-        An object that undoes it, by `close()` or as a context manager. Its `table` is the table, or its cache.
+        An object whose `close()` undoes the attachment; it is also a context manager. Its `table` is the table, or the
+        cache of the table.
 
     Raises:
         TypeError: graph is not a DGLGraph, or table is not a table.
@@ -135,7 +137,7 @@ def close(
     Subgraphs that were taken before still hold the table.
 
     Args:
-        Others: as in `attach`.
+        graph, name, ntype, edges, etype: as in `attach`.
 
     Raises:
         TypeError: graph is not a DGLGraph.
@@ -171,11 +173,12 @@ def _frame_of(graph: Any, name: str, ntype: str | None, edges: bool, etype: _Edg
 
 
 class _TableColumn(Column):
-    """A column whose storage is a table until rows are read through an index, such as those of a subgraph. Then the
-    column holds these rows, like DGL's own columns. The column of all rows keeps its table, whatever is read."""
+    """A column of a frame whose storage is a table. A column with an index, such as the column of a subgraph, reads its
+    rows from the table when they are first needed, and from then on holds them as a tensor, like DGL's own columns. A
+    column without an index, which has all rows, always keeps its table."""
 
-    storage: Any  # a table or a tensor; None on the way from a worker
-    index: Any  # a tensor, or a dgl.frame._LazyIndex of several
+    storage: Any  # a table or a tensor; None while the column comes from a worker process
+    index: Any  # None, a tensor, or a dgl.frame._LazyIndex of several tensors
     device: tuple[Any, dict[str, Any]] | None  # the device to which rows go when they are read
     deferred_dtype: torch.dtype | None
 
@@ -221,7 +224,7 @@ class _TableColumn(Column):
 
     def fetch(self, indices: torch.Tensor, device: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         """Fetches rows; DGL's loaders prefetch with it. Rows for a GPU are fetched by the GPU, on the current
-        stream, so that pin_memory has no effect."""
+        stream, so pin_memory has no effect."""
         if self._holds_table:
             return self._rows(indices, torch.device(device))
         return super().fetch(indices, device, pin_memory=pin_memory, **kwargs)
@@ -267,7 +270,8 @@ class _TableColumn(Column):
                 tensor.record_stream(stream)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the table as it is, if all its rows are pickled. A pending device and dtype are not pickled."""
+        """Returns the state to pickle. A column of all rows is pickled with its table, or, if a change of dtype is
+        pending, with the converted tensor. A pending move to a device is not pickled."""
         if not self._holds_table:
             return super().__getstate__()
         if self.deferred_dtype is not None:

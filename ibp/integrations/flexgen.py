@@ -1,4 +1,4 @@
-"""FlexGen (0.1.8) with compressed weights: weights in host memory are coded, and decoded on the GPU.
+"""FlexGen (0.1.8) with compressed weights: weights are coded in host memory, and decoded on the GPU.
 
     import ibp.integrations.flexgen
 
@@ -8,10 +8,10 @@ From the command line, with the arguments of `python -m flexgen.flex_opt`:
 
     python -m ibp.integrations.flexgen --model facebook/opt-6.7b --percent 0 100 100 0 100 0
 
-FlexGen's files are not changed. Two of its functions are replaced: `flex_opt.init_weight_list` returns a
-`CompressedWeight` for a weight in host memory, and its `copy` decodes the weight; and the weights that `load_weight` of
-a layer copies come in one call of `ibp.decompress`. Weights on the GPU and on disk, weights that FlexGen quantises
-(`--compress-weight`), vectors, caches and activations stay FlexGen's own.
+FlexGen's files are not changed. Two kinds of its functions are replaced at run time. `flex_opt.init_weight_list`
+returns a `CompressedWeight` for a weight in host memory, whose `copy` decodes the weight. `load_weight` of a layer
+decodes all weights that it copies in one call of `ibp.decompress`. Weights on the GPU and on disk, weights that FlexGen
+quantises (`--compress-weight`), vectors, caches and activations stay FlexGen's own.
 """
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -35,22 +35,23 @@ from ..adapters import WeightCompressor
 
 __all__ = ["CompressedWeight", "close", "enable", "main"]
 
-# The layers whose load_weight copies weights. TransformerLayer calls load_weight of two of them.
+# The classes of layers whose load_weight copies weights. TransformerLayer is not among them, because it calls
+# load_weight of two of them.
 _LAYERS = ("InputEmbed", "SelfAttention", "MLP", "OutputEmbed")
-_NUM_PERCENTS = 6  # how many numbers flex_opt requires for --percent
+_NUM_PERCENTS = 6  # number of values that flex_opt requires for --percent
 
 
 class CompressedWeight(TorchTensor):
-    """A weight that FlexGen keeps in host memory, as a table: `data` is an `ibp.CompressedTensor`.
+    """A weight that FlexGen keeps in host memory as a table: `data` is an `ibp.CompressedTensor`.
 
-    `copy`, `smart_copy` and `move` give FlexGen's ordinary tensors. `shape`, `dtype` and `bytes` are of the original
-    tensor; `data.nbytes` is the memory that it takes.
+    `copy`, `smart_copy` and `move` return FlexGen's ordinary tensors. `shape`, `dtype` and `bytes` are those of the
+    original tensor; `data.nbytes` is the size in bytes of the memory that the table takes.
 
     Args:
         compress: a function that makes the table of a tensor.
         x: the weight, on the CPU.
         device: FlexGen's device on which the weight is.
-        name: FlexGen's name for it. None: the next number.
+        name: FlexGen's name for the weight. None: the next number.
     """
 
     def __init__(
@@ -65,15 +66,15 @@ class CompressedWeight(TorchTensor):
         super().__init__(tuple(x.shape), x.dtype, compress(x), device, name=name)
 
     def load_from_np(self, np_array: np.ndarray) -> None:
-        """Takes the values of an array that broadcasts to the weight's shape."""
+        """Replaces the weight's values by those of an array, which is broadcast to the weight's shape."""
         x = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.data = self._compress(x.copy_(torch.from_numpy(np_array)))
 
     def copy(self, dst: Any, src_indices: Sequence[slice] | None = None) -> TorchTensor:
-        """Returns the weight, or its part at slices, in new memory of one of FlexGen's devices.
+        """Copies the weight, or the part that slices select, to new memory on one of FlexGen's devices.
 
-        If it goes to a GPU, it is decoded there, on the current stream, without waiting. Within `load_weight` of a
-        layer it is decoded when `load_weight` ends.
+        A copy on a GPU is decoded there, on the current stream; the host does not wait. Within `load_weight` of a
+        layer, whole weights are decoded when `load_weight` ends.
 
         Raises:
             TypeError: dst is a compressed device: FlexGen cannot quantise while it copies.
@@ -100,8 +101,8 @@ class CompressedWeight(TorchTensor):
         return copied
 
     def smart_copy(self, dst: Any, src_indices: Sequence[slice] | None = None) -> tuple[TorchTensor, bool]:
-        """Returns a copy, and True. It copies even if the weight is already on dst, because only copies can be
-        computed with."""
+        """Returns a copy, and True. The weight is copied even if it is already on dst, because FlexGen can only compute
+        with copies."""
         return self.copy(dst, src_indices), True
 
     def _plain(self) -> TorchTensor:
@@ -117,16 +118,16 @@ def _rows(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return start, max(start, stop)
 
 
-# ---- the weights of a layer as one stream ----------------------------------------------------------------------------
+# ---- all weights of a layer in one call ------------------------------------------------------------------------------
 
 
 _Jobs = list[tuple[CompressedTensor, torch.Tensor]]  # tables, and the memory that they are decoded to
-_loading: _Jobs | None = None  # what the layer whose load_weight is running has asked for
+_loading: _Jobs | None = None  # while a layer's load_weight runs, the copies that it has asked for
 _fetching: dict[str, Any] = {}  # options of decompress
 
 
 def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
-    """Decodes a table into out. Within a layer's load_weight this happens when load_weight ends."""
+    """Decodes a table into `out`: at once, or, if a layer's load_weight is running, when that ends."""
     if _loading is None:
         _decode([(table, out)])
     else:
@@ -140,8 +141,8 @@ def _decode(jobs: _Jobs) -> None:
 
 
 def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
-    """Returns a layer's load_weight that decodes all weights in one call. FlexGen calls it on the stream that the
-    copies belong to, and reads none of them before it returns."""
+    """Wraps a layer's load_weight, so that all weights are decoded in one call at its end. This is possible because
+    FlexGen reads the copies only after load_weight has returned. The current stream is the one on which it copies."""
 
     @functools.wraps(load_weight)
     def load(*args: Any) -> None:
@@ -168,19 +169,20 @@ def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def enable(*, path: str | None = None, max_sms: int | None = None, **compress_options: Any) -> contextlib.ExitStack:
-    """Compresses the weights that FlexGen loads into host memory from now on, until `close`.
+    """Makes FlexGen compress the weights that it loads into host memory, until `close` is called.
 
-    If it is called again, the new options hold for models made from then on. The tables are pinned, at exactly their
-    size, if FlexGen would pin the weights (`--pin-weight`, on by default). Weights are compressed as soon as their
-    layer has been read, so that only one layer at a time is raw in memory.
+    If the function is called again, the new options apply to models that are made afterwards. The tables are pinned, in
+    memory of exactly their size, if FlexGen would pin the weights (`--pin-weight`, on by default). Weights are
+    compressed as soon as their layer has been read, so only one layer at a time is raw in memory.
 
     Args:
-        path, max_sms: as in `ibp.decompress`, for weights that come to a GPU, in all models.
+        path, max_sms: as in `ibp.decompress`, for weights that are copied to a GPU. They apply to all models, including
+            those that were made before.
         compress_options: options of `ibp.compress`, except x and codebook. By default layout is "packed" and row_bytes
             4,096.
 
     Returns:
-        An object with `close()`, which is also a context manager that calls it. It need not be used.
+        An object whose `close()` calls `close`; it is also a context manager. The object need not be used.
 
     Raises:
         TypeError: an option is not one of `ibp.compress`.
@@ -198,21 +200,21 @@ def enable(*, path: str | None = None, max_sms: int | None = None, **compress_op
 
 
 def close() -> None:
-    """Gives FlexGen its own functions back. Does nothing if it is not enabled.
+    """Gives FlexGen its own functions back. Does nothing if compression is not enabled.
 
-    Models with compressed weights still work, but fetch a layer's weights one by one.
+    Models that already have compressed weights still work, but decode a layer's weights one by one.
     """
     _enabled.close()
 
 
 def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightCompressor) -> Callable[..., list]:
-    """Returns flex_opt.init_weight_list, changed so that weights in host memory are compressed."""
+    """Wraps flex_opt.init_weight_list, so that weights in host memory are compressed."""
 
     @functools.wraps(original)
     def init_weight_list(weight_specs: list[tuple], policy: Any, env: Any) -> list[TorchTensor]:
-        if policy.compress_weight:  # FlexGen quantises its matrices, so that only vectors remain
+        if policy.compress_weight:  # FlexGen quantises its matrices itself, so only vectors would remain
             return original(weight_specs, policy, env)
-        # Weights that are raw only for a moment are not pinned, because torch keeps freed pinned memory to itself.
+        # Raw weights are soon freed. They are not pinned, because torch would not return freed pinned memory.
         weights = original(weight_specs, dataclasses.replace(policy, pin_weight=False), env)
         defaults: dict[str, Any] = {"device": env.gpu.dev, "memory": None if policy.pin_weight else "host"}
         for i, (weight, (_, _, file)) in enumerate(zip(weights, weight_specs)):
@@ -225,8 +227,8 @@ def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightC
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs FlexGen's command with compressed weights. arguments: those of `python -m flexgen.flex_opt`. None: those
-    of the process."""
+    """Runs FlexGen's command with compressed weights. arguments: the arguments of `python -m flexgen.flex_opt`. None:
+    the process's own arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m ibp.integrations.flexgen", description="FlexGen's flex_opt, with compressed weights."
     )

@@ -3,10 +3,10 @@
     features = gb.BasicFeatureStore({("node", None, "feat"): ibp.integrations.graphbolt.Feature(x)})
     datapipe = datapipe.fetch_feature(features, node_feature_keys=["feat"])
 
-It is written against GraphBolt's Python source (the class Feature of DGL 2.1.0, and what 2.4.0 added to it) and tested
-with a stand-in for that class. It is untested against GraphBolt's binaries: they need torch 2.4 or older, and ibp needs
-2.10 or newer, so that no released build of DGL can use it. It is there for builds of your own; import `dgl.graphbolt`
-before this module.
+This module follows GraphBolt's Python source (the class Feature of DGL 2.1.0, and the additions of 2.4.0) and is tested
+with a stand-in for that class. It is untested with GraphBolt's binaries: they need torch 2.4 or older, and ibp needs
+2.10 or newer, so no released build of DGL can use it. It is meant for builds of your own; import `dgl.graphbolt` before
+this module.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Feature(gb.Feature, Closing):
     """A feature whose rows are fetched from a table. Rows at ids on a GPU are fetched by that GPU.
 
     Args:
-        x: tensor or array [N, ...], which is compressed, a table, or an `ibp.RowCache`.
-        metadata: the result of `metadata()`.
+        x: a tensor or array [N, ...], which is compressed; or a table, or an `ibp.RowCache`, which is used as it is.
+        metadata: what `metadata()` returns. None: an empty dict.
         options: options of `ibp.compress`.
 
     Raises:
@@ -53,11 +53,11 @@ class Feature(gb.Feature, Closing):
         return self._table
 
     def close(self) -> None:
-        """Drops the table: its memory is free when nothing else holds it."""
+        """Drops the table. Its memory is freed when nothing else holds it."""
         self._table = None
 
     def read(self, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns x[ids], on the device of ids. None: all of x, where the table is.
+        """Returns x[ids] on the device of ids. ids: None: all of x is returned, on the device of the table.
 
         Raises:
             IndexError: an id is out of range (for ids on a GPU see `ibp.index_select`).
@@ -65,8 +65,8 @@ class Feature(gb.Feature, Closing):
         return self.table.decompress() if ids is None else fetch(self.table, ids, None, "the feature")
 
     def read_async(self, ids: torch.Tensor) -> Iterator[ibp.Prefetch | torch.futures.Future[torch.Tensor]]:
-        """Yields, once, an object whose `wait()` returns the rows. On a GPU they are fetched on a stream beside the
-        current one."""
+        """Yields, once, an object whose `wait()` returns the rows. For ids on a GPU, the rows are fetched on another
+        stream than the current one."""
         if ids.is_cuda:
             yield self.table.prefetch(ids)
         else:
@@ -87,7 +87,7 @@ class Feature(gb.Feature, Closing):
         return len(self.table)
 
     def update(self, value: torch.Tensor, ids: torch.Tensor | None = None) -> None:
-        """Compresses another tensor of the same shape and dtype, and replaces all of x by it.
+        """Replaces all of x by another tensor of the same shape and dtype, which is compressed.
 
         Raises:
             ValueError: ids are given, although rows of a table are fixed; value has another shape or dtype; or the rows

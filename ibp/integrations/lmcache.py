@@ -1,11 +1,11 @@
-"""A second tier of LMCache in host memory, with coded pages, for its adapter type "plugin".
+"""A second tier for LMCache that keeps coded objects in host memory. LMCache's adapter type "plugin" loads it.
 
     lmcache server ... --l2-adapter '{"type": "plugin", "module_path": "ibp.integrations.lmcache",
         "class_name": "IBPL2Adapter", "adapter_params": {"pool_bytes": 34359738368}}'
 
-`docs/serving.md` names the versions that were tried, and how. Objects, which are chunks of KV-cache, are kept by their
-keys in `ibp.kv.KeyedPages`, one for each size of objects. Objects that were used longest ago make room, unless LMCache
-has locked them in order to load them.
+`docs/serving.md` names the versions that were tried, and how. Objects are chunks of a KV-cache. There is an
+`ibp.kv.KeyedPages` for each size of objects, which drops the least recently used objects if it is full, except those
+that LMCache has locked in order to load them.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ __all__ = ["IBPL2Adapter"]
 class IBPL2Adapter(L2AdapterInterface):
     """The adapter that LMCache makes from `module_path` and `class_name`.
 
-    It reads from `adapter_params`: `pool_bytes`, bytes of host memory for the objects of each size; optionally
-    `device`, "cpu" (the default: objects are coded where they are) or "cuda"; and `level`, "default" or "fast". Stores,
-    lookups and loads have a thread each. If the pool has no room for an object, it is not stored, and LMCache does not
-    find it later. Usage is counted in original bytes.
+    `adapter_params` has these options: `pool_bytes`, size in bytes of the host memory for the objects of each size;
+    optionally `device`, the device that codes, "cpu" (the default) or "cuda"; and `level`, "default" or "fast". Stores,
+    lookups and loads run on a thread each. If the pool has no room for an object, the object is not stored, and LMCache
+    does not find it later. LMCache is told the original sizes of objects.
 
     Raises:
-        ImportError: LMCache is not installed, or does not have a class.
+        ImportError: LMCache is not installed, or lacks a class that is needed.
         ValueError: `pool_bytes` is missing.
     """
 
@@ -58,8 +58,8 @@ class IBPL2Adapter(L2AdapterInterface):
         check_engine("lmcache", _missing)
         self._make_pool = pages_by(adapter_params, "adapter_params")
         super().__init__()
-        self._pools: dict[int, ibp.kv.KeyedPages] = {}  # by bytes of an object
-        # keys of which LMCache has not been told yet, and their bytes; threads of several tasks put and take them
+        self._pools: dict[int, ibp.kv.KeyedPages] = {}  # by the size of an object in bytes
+        # Keys and sizes of dropped objects that LMCache has not been told of yet. Several threads put and take them.
         self._dropped: queue.SimpleQueue[tuple[ObjectKey, int]] = queue.SimpleQueue()
         self._notifiers = [create_event_notifier() for _ in range(3)]
         numbers = itertools.count()
@@ -87,53 +87,55 @@ class IBPL2Adapter(L2AdapterInterface):
         return self._stores.submit(self._store, keys, objects, failed=L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
-        """Returns, by task, the bytes that were stored, before coding."""
+        """Returns {number of the task: (success, original size in bytes of the objects that were stored)} for the tasks
+        that have ended since the last call."""
         return self._stores.take_all()
 
     def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: Any) -> int:
-        """Begins to look for objects. Returns the number of the task. The tier keeps the objects that it finds until
-        `submit_unlock`."""
+        """Begins to look for objects. Returns the number of the task. Objects that are found are not dropped until
+        `submit_unlock` is called for them."""
         return self._lookups.submit(self._find, keys, failed=Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """Returns which objects are there, or None while the lookup is under way."""
+        """Returns which objects are stored, once, or None while the lookup is under way."""
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Allows objects to make room again."""
+        """Undoes the locking of objects by a lookup, so that they may be dropped again."""
         for pool in list(self._pools.values()):
             for key in keys:
                 pool.unpin(key)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Begins to load into objects. Returns the number of the task."""
+        """Begins to load stored objects into the memory of `objects`. Returns the number of the task."""
         return self._loads.submit(self._load, keys, objects, failed=Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """Returns which objects have been loaded, or None while the load is under way."""
+        """Returns which objects have been loaded, once, or None while the load is under way."""
         return self._loads.take(task_id)
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Forgets objects."""
+        """Removes objects, even if they are locked."""
         for num_bytes, pool in list(self._pools.items()):
             for key in filter(pool.delete, keys):
                 self._note_dropped(num_bytes, key)
         self._tell_dropped()
 
     def report_status(self) -> dict[str, Any]:
-        """Returns, by the bytes of an object, what `ibp.kv.KeyedPages.stats` returns."""
+        """Returns LMCache's status fields. "pools" has, by the size of an object in bytes, what
+        `ibp.kv.KeyedPages.stats` returns, as a dict."""
         pools = {num_bytes: pool.stats().as_dict() for num_bytes, pool in list(self._pools.items())}
         return {"is_healthy": True, "type": type(self).__name__, "pools": pools}
 
     def close(self) -> None:
-        """Waits for the tasks that have begun, and frees the pools."""
+        """Waits for the tasks that are running, and frees the pools. Tasks that have not begun do not run."""
         for tasks in (self._stores, self._lookups, self._loads):
             tasks.close()
         for notifier in self._notifiers:
             notifier.close()
         self._pools.clear()
 
-    # ---- how ----
+    # ---- implementation ----
 
     def _store(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> L2StoreResult:
         stored = []
@@ -179,6 +181,6 @@ class IBPL2Adapter(L2AdapterInterface):
 
 
 def _page_of(memory: MemoryObj) -> torch.Tensor:
-    """Returns the object's memory, without the padding behind it."""
+    """Returns the memory of an object, without the padding past its end, in the object's dtype if the size allows."""
     page, dtype = memory.raw_tensor[: memory.get_size()], memory.get_dtype()
     return page.view(dtype) if dtype is not None and page.nbytes % dtype.itemsize == 0 else page

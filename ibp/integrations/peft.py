@@ -26,7 +26,7 @@ __all__ = ["LoraLinear"]
 
 class LoraLinear(lora.Linear):
     """PEFT's `lora.Linear` over an `ibp.nn.Linear` or `ibp.nn.Conv1D`. Merging decodes the matrix, adds the
-    adapter's product, and codes the sum in place of the matrix."""
+    adapter's product to it, and codes the sum, which replaces the matrix."""
 
     base_layer: Any
 
@@ -36,24 +36,25 @@ class LoraLinear(lora.Linear):
             super().merge(*args, **options)
 
     def unmerge(self) -> None:
-        """Unmerges adapters like PEFT's method. Subtracting what was added does not always restore the bits of the
-        matrix."""
+        """Unmerges adapters like PEFT's method. Because sums are rounded, the subtraction does not always restore the
+        bits of the matrix."""
         with self._decoded():
             super().unmerge()
 
     @contextlib.contextmanager
     def _decoded(self) -> Iterator[None]:
-        """Puts a plain module in place of the base layer inside the context, and codes its weight at the end. If an
-        error is raised, no weight changes."""
+        """Puts a plain module with the decoded weight in place of the base layer inside the context. At the end, the
+        base layer returns and its weight is coded again. If an error is raised, the base layer's weight is
+        unchanged."""
         coded, plain = self.base_layer, torch.nn.Module()
         plain.weight = weight = coded.parameter()
         plain.bias = coded.bias
-        for adapter in self.lora_A.values():  # on a GPU, although the table may be in host memory
+        for adapter in self.lora_A.values():  # the adapters may be on a GPU while the table is in host memory
             weight.data = weight.data.to(adapter.weight.device)
         self.base_layer = plain
         try:
             yield
-            coded.load_state_dict({"weight": weight.detach()}, strict=False)  # codes it where the table was
+            coded.load_state_dict({"weight": weight.detach()}, strict=False)  # codes the weight where the table was
         finally:
             self.base_layer = coded
 
@@ -62,7 +63,8 @@ _dispatch_default = lora.model.dispatch_default
 
 
 def _dispatch(target: torch.nn.Module, adapter_name: str, config: Any, **options: Any) -> torch.nn.Module | None:
-    """Replaces PEFT's `dispatch_default`, which makes the adapter of a module, and also knows coded modules."""
+    """Makes the adapter of a module. Replaces PEFT's `dispatch_default`, which does not know coded modules. Raises
+    TypeError for a coded module that cannot have an adapter."""
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if holds_table(base) and (config.use_dora or not isinstance(base, Linear)):
         raise TypeError(
@@ -81,7 +83,8 @@ _check_module = ModulesToSaveWrapper.check_module
 
 
 def _check_that_it_trains(wrapper: Any) -> None:
-    """Refuses `modules_to_save` that would not train, because PEFT trains parameters, and tables are not parameters."""
+    """Raises TypeError if `modules_to_save` has a coded module. PEFT would train a copy of its parameters, but the
+    weights of a coded module are in a table and are fixed."""
     for module in wrapper.original_module.modules():
         if holds_table(module):
             raise TypeError(

@@ -5,7 +5,7 @@
     for batch in loader:                                    # batch.x is on the GPU, the bits of data.x[batch.n_id]
 
 `attach` and `FetchFeatures` work with every loader whose batches have `n_id` (and `e_id`, for features of edges).
-`FeatureStore` is for code that wants PyG's interface of that name. Checked with torch_geometric 2.8.
+`FeatureStore` is for code that uses PyG's interface of that name. Checked with torch_geometric 2.8.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def attach(
 ) -> FetchFeatures:
     """Compresses features of a graph, removes them from it, and returns the transform that fetches them for batches.
 
-    A name is looked for among the attributes of nodes and of edges; in a HeteroData, in every type that has it. The
-    graph has a stand-in in place of the feature. Using the stand-in as a tensor raises RuntimeError, which names the
-    transform.
+    A name may be that of an attribute of nodes or of edges; in a HeteroData, the attribute is compressed for every type
+    that has it. A stand-in takes the place of the feature in the graph. If the stand-in is used as a tensor, it raises
+    a RuntimeError that says how to get the rows.
 
     Args:
         data: the graph, which is changed: stand-ins take the place of the features, and num_nodes is set if it was
             derived from them.
-        names: names of attributes, tensors with one row for each node or edge.
-        device: where rows go. None: where a batch's ids are, which is the CPU for most loaders.
-        cache_bytes: bytes of device memory for an `ibp.RowCache` of each feature of nodes. 0: no cache. A node counts
-            as hotter the more edges begin there, because it is sampled through them.
+        names: name or names of attributes, which must be tensors with one row for each node or edge.
+        device: the device of fetched rows. None: the device of a batch's ids, which is the CPU for most loaders.
+        cache_bytes: size in bytes of the device memory for an `ibp.RowCache` of each feature of nodes. 0: no cache. The
+            hotness of a node is the number of edges that begin there, because nodes are sampled through these edges.
         options: options of `ibp.compress`.
 
     Raises:
@@ -79,7 +79,7 @@ def attach(
 
 
 def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, cache_bytes: int) -> Table:
-    """Returns a cache of a feature of nodes, or the table if its items are not whole rows."""
+    """Returns a cache of the table of a feature of nodes, or the table itself if its items are not whole rows."""
     if device is None:
         raise ValueError("cache_bytes are given, but no device; wanted the one that rows go to")
     if not table.geometry.has_whole_rows:
@@ -93,8 +93,8 @@ def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, ca
 
 
 def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[Any, str, bool, str]]:
-    """Yields (storage, name, whether it is of edges, its name in messages) for every attribute with one of these
-    names."""
+    """Yields (storage, name, whether the attribute is one of edges, the attribute's name in messages) for every
+    attribute with one of these names."""
     for name in names:
         stores = [store for store in data.stores if name in store]
         if not stores:
@@ -115,11 +115,11 @@ def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[An
 
 
 class _StandIn:
-    """What a graph has in place of a feature that `attach` removed. It has the feature's shape; PyG copies it to
-    batches and moves it with them. Using it for anything that needs rows raises RuntimeError."""
+    """An object that takes the place of a feature in a graph from which `attach` has removed the feature. It has the
+    feature's shape; PyG copies it to batches and moves it with them. Anything that needs rows raises RuntimeError."""
 
-    __class__ = property(lambda self: torch.Tensor)  # convolutions ask whether they are given a tensor
-    ndim = 0  # otherwise loaders would take rows of it
+    __class__ = property(lambda self: torch.Tensor)  # convolutions check whether their arguments are tensors
+    ndim = 0  # otherwise loaders would index it
     is_cuda = is_sparse = is_nested = requires_grad = False
     layout = torch.strided
 
@@ -171,14 +171,15 @@ class FetchFeatures(BaseTransform, Closing):
 
     Pass it as `transform=` to a loader whose data does not have these features itself (otherwise the loader gathers
     them). It can be pickled. In worker processes rows are decoded on the CPU. For rows on a GPU the loader needs
-    `filter_per_worker=False`, so that the transform runs in the main process, on its current stream. Ids on the CPU
-    that are out of range raise IndexError at once, and ids on a GPU in the next fetch (see `ibp.index_select`).
+    `filter_per_worker=False`, so that the transform runs in the main process, on its current stream. If an id is out of
+    range, IndexError is raised at once for ids on the CPU, and by the next fetch for ids on a GPU (see
+    `ibp.index_select`).
 
     Args:
         nodes: {name: table} for a Data, {type of node: {name: table}} for a HeteroData: batch[name] becomes
             table[batch.n_id]. Tensors are compressed; an `ibp.RowCache` of a table is used as it is.
         edges: the same for edges, with batch.e_id.
-        device: where rows go. None: where the ids are.
+        device: the device of fetched rows. None: the device of the ids.
 
     Attributes:
         nodes, edges: as given, with a table for each feature.
@@ -207,12 +208,12 @@ class FetchFeatures(BaseTransform, Closing):
         self.device = None if device is None else checked_device(device)
 
     def forward(self, data: Any) -> Any:
-        """Returns the batch, which is not copied, with its features.
+        """Adds the features to a batch, in place, and returns it.
 
         Raises:
             RuntimeError: after close(), or for rows on a GPU in a worker process.
             TypeError: the batch is a Data and the features are by type, or vice versa.
-            KeyError: the batch has no ids, or does not have a type.
+            KeyError: the batch has no ids, or lacks a type of the features.
             ValueError: the batch already has such a feature.
             IndexError: an id is out of range.
         """
@@ -276,12 +277,13 @@ def _tables_of(given: Mapping[str, Any], what: str) -> dict[Any, Any]:
 class FeatureStore(torch_geometric.data.FeatureStore, Closing):
     """PyG's FeatureStore over compressed tables. Tensors are compressed when they are put into it.
 
-    PyG's loaders (`NeighborLoader((store, graph_store), ...)`) require that every feature of a graph without types is
-    one of nodes. Features of edges are not served: use `FetchFeatures` for them.
+    PyG's loaders (`NeighborLoader((store, graph_store), ...)`) require every feature of a graph without types to be one
+    of nodes. Use `FetchFeatures` for features of edges.
 
     Args:
-        device: where rows go. None: where the ids are. For a GPU, loaders with workers need `filter_per_worker=False`.
-        options: options of `ibp.compress`, for every tensor that is put.
+        device: the device of fetched rows. None: the device of the ids. For a GPU, loaders with workers need
+            `filter_per_worker=False`.
+        options: options of `ibp.compress`, for every tensor that is put into the store.
     """
 
     def __init__(self, *, device: _Device = None, **options: Any) -> None:
@@ -313,8 +315,8 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
         return self._tables
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
-        """Compresses a tensor or array; takes a table, or a cache of one, as it is. Raises ValueError if attr has an
-        index, because rows of a table are fixed."""
+        """Compresses a tensor or array and stores its table. A given table, or a cache of a table, is stored as it is.
+        Raises ValueError if attr has an index, because rows of a table are fixed."""
         what = repr((attr.group_name, attr.attr_name))
         if attr.index is not None:
             raise ValueError(f"index of {what} is a {type(attr.index).__name__}; wanted None: rows of tables are fixed")
@@ -323,8 +325,8 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
         return True
 
     def _get_tensor(self, attr: TensorAttr) -> torch.Tensor:
-        """Returns x[attr.index], for ids, arrays, slices, ints and None. Raises KeyError if there is no such
-        feature."""
+        """Returns x[attr.index] of a feature x. The index may be a tensor, an array, a slice, an int, or None for all
+        rows. Raises KeyError if there is no such feature."""
         what = repr((attr.group_name, attr.attr_name))
         table, index = self.table(attr.group_name, attr.attr_name), attr.index
         if isinstance(index, np.ndarray):

@@ -1,4 +1,4 @@
-"""`BlockStore` keeps blocks of layers with several block sizes as numbered pages, and loses no page."""
+"""`BlockStore` keeps blocks of layers, which may have several sizes, as numbered pages. It loses no page."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ._store import KVStore, Transfer
 
 _SAMPLE_BYTES = 4 << 20  # size in bytes of the sample of blocks from which a codebook is learned
 
-# For each group of layers: the numbers of the pages, and those of the blocks that are stored as these pages or loaded
-# from them.
+# For each group of layers: the numbers of the pages, and the numbers of the blocks that are stored as these pages or
+# loaded from them.
 Moves = Mapping[int, tuple[list[int], list[int]]]
 
 
 class _Pool:
-    """A pool of pages of one size. A page holds one block of each of several tensors. A `KVStore` keeps pages coded;
-    pages for which it has no room are kept raw in host memory."""
+    """A pool of pages of one size. A page consists of one block of page_bytes bytes of each of several tensors. A
+    `KVStore` keeps pages coded; pages for which it has no room are kept raw in host memory."""
 
     def __init__(self, page_bytes: int, dtype: torch.dtype, level: str, device: torch.device) -> None:
         self.page_bytes = page_bytes
-        self.num_tensors = 0  # largest number of tensors with such blocks in a group of layers
+        self.num_tensors = 0  # largest number of tensors that a group of layers has in this pool
         self._dtype = torch.uint8 if page_bytes % dtype.itemsize else dtype
         self._level, self._device = level, device
         self.store: KVStore | None = None  # None before the first store
@@ -123,7 +123,8 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Job:
-    """A store or a load that has been submitted: its parts with coded pages, and their transfers."""
+    """A store or a load that has been submitted: the transfers of its coded pages, each with the part of the job that
+    it moves."""
 
     stores: bool
     transfers: list[tuple[_Part, Transfer]] = field(default_factory=list)
@@ -270,8 +271,8 @@ class BlockStore(OfThisProcess):
         Args:
             job: the id of the job, chosen by the caller.
             moves: pages and blocks of each group.
-            urgent: whether the load may run beside the loads that were submitted before.
-            tensors: the numbers of the tensors of each group to load, such as those of one layer. None: all.
+            urgent: whether the load may run at the same time as loads that were submitted before.
+            tensors: the indices in each group of the tensors to load, such as the tensors of one layer. None: all.
             stream: the stream that loads. None: the store's own.
 
         Raises:
@@ -305,7 +306,8 @@ class BlockStore(OfThisProcess):
         return finished
 
     def wait(self, jobs: set[int] | None = None) -> None:
-        """Makes the host wait for jobs (None: all). Then the caller may write to the blocks that they read."""
+        """Makes the host wait for jobs (None: all). Afterwards the caller may write to the blocks that these jobs
+        read."""
         for job in self._jobs if jobs is None else jobs:
             entry = self._jobs.get(job)
             if entry is not None and entry.events is not None:
@@ -320,7 +322,7 @@ class BlockStore(OfThisProcess):
             pool.store = None
             pool.raw.clear()
 
-    # ---- how ----
+    # ---- implementation ----
 
     def _make_stores(self, parts: list[_Part]) -> None:
         all_bytes = sum(pool.page_bytes * pool.num_tensors for pool in self._pools.values())
@@ -356,8 +358,8 @@ class BlockStore(OfThisProcess):
             entry.events[1].record()
 
     def _load_raw(self, part: _Part) -> _Part:
-        """Copies the pages of a part that are kept raw to their blocks, on the current stream. Returns the rest of the
-        part: its coded pages, each with a different block."""
+        """Copies those pages of a part that are kept raw to their blocks, on the current stream. Returns the rest of
+        the part: its coded pages. If several pages go to one block, only the last one is moved."""
         raw, first = part.span.pool.raw, part.span.first_tensor
         page_of = dict(zip(part.blocks, part.pages))
         kept = {block: raw[page] for block, page in page_of.items() if first in raw.get(page, ())}
@@ -368,9 +370,8 @@ class BlockStore(OfThisProcess):
         return _Part(part.span, list(coded.values()), list(coded))
 
     def _settle(self) -> None:
-        """Settles the jobs whose work has ended, in the order in which they were submitted: keeps raw copies of pages
-        that did not fit, whose blocks are still unchanged, and drops raw copies of pages that have been stored
-        again."""
+        """Settles the jobs whose work has ended, in the order in which they were submitted. Keeps raw copies of pages
+        that did not fit; their blocks are still unchanged. Drops raw copies of pages that have been stored again."""
         for job, entry in [(job, entry) for job, entry in self._jobs.items() if entry.is_done()]:
             success = self._settle_store(entry) if entry.stores else _settle_load(entry)
             del self._jobs[job]  # only now: if settling raises, the next call tries again
@@ -382,7 +383,7 @@ class BlockStore(OfThisProcess):
 
     def _settle_store(self, entry: _Job) -> bool:
         pages = [page for part, _ in entry.transfers for page in part.pages]
-        for pool in self._pools.values():  # search all pools: the page may have belonged to another group before
+        for pool in self._pools.values():  # all pools, because a page may have belonged to another group before
             for page in pages:
                 pool.raw.pop(page, None)
         for part, transfer in entry.transfers:

@@ -17,32 +17,34 @@ from .._schemes.learning import CLEARLY_LESS, Learner, learned_from
 from .._tables.coded_rows import CodedRows
 
 _SECTOR = _core.SECTOR_BYTES
-_MOST_ROW_BYTES = 8192  # an average row wastes 16 bytes, half of its last sector
-_LEARN_ELEMENTS = 1 << 19
-_LEAST_SAVINGS = 0.02  # if a codebook saves a smaller share, tokens are kept raw
+# Largest size of a row in bytes, unless one token is larger. On average a row wastes 16 bytes, half of its last sector:
+# 0.2 % of a row of this size.
+_MOST_ROW_BYTES = 8192
+_LEARN_ELEMENTS = 1 << 19  # number of elements of the sample from which a codebook is learned
+_LEAST_SAVINGS = 0.02  # if a codebook saves a smaller fraction of the bytes, tokens are kept raw
 _GROWTH = 1.5  # the factor by which index arrays grow
-_OUTER_DIMS = 3  # blocks, sequences and heads number the items of a tensor
+_OUTER_DIMS = 3  # number of dimensions that index the items of a tensor: block, sequence and head
 
 
 @dataclass(frozen=True)
 class Options:
     """The options of a cache."""
 
-    block: int  # tokens that are coded together
-    window: int  # how many of the newest tokens stay raw
+    block: int  # number of tokens that are coded together
+    window: int  # number of the newest tokens that stay raw
     memory: str  # "pinned" or "device"
     scheme: str  # "planes", "ibp" or "raw"
     level: str  # the level of scheme "planes"
     codebooks: tuple[AnyCodebook, AnyCodebook] | None  # for keys and for values; None: they are learned
-    sms: int  # how many multiprocessors decode; 0: all
+    sms: int  # number of multiprocessors that decode; 0: all
 
 
 @dataclass(frozen=True)
 class Form:
     """The geometry of the items and rows into which keys or values of a layer, [B, num_heads, T, head_dim], are cut.
 
-    An item is a block of tokens of one head of one sequence. An item has item_bytes bytes, which are contiguous and are
-    a whole number of rows of row_bytes bytes.
+    An item is a block of tokens of one head of one sequence. Its item_bytes bytes are contiguous, and are cut into rows
+    of row_bytes bytes without a remainder.
     """
 
     dtype: torch.dtype
@@ -53,8 +55,8 @@ class Form:
 
     @classmethod
     def of(cls, states: torch.Tensor, block: int, codebook: AnyCodebook | None) -> Form:
-        """Returns the form of keys or values. codebook: the codebook that will code them, or None if it is not known
-        yet.
+        """Returns the form of keys or values. states: [B, num_heads, T, head_dim]. codebook: the codebook that will
+        code them, or None if it is not known yet.
 
         Raises:
             ValueError: blocks are not whole rows of the codebook, or one token of a head is too long for a row.
@@ -101,18 +103,18 @@ class CodedTokens(NamedTuple):
 
     codebook: AnyCodebook | None  # the codebook of the items; None: the items are raw
     data: torch.Tensor  # uint8: the coded bytes, followed by unused bytes
-    # lengths, bases: the index of their rows (FORMAT.md section 2). Empty if the items are raw.
+    # lengths, bases: the index of the items' rows (FORMAT.md section 2). Empty if the items are raw.
     lengths: torch.Tensor
     bases: torch.Tensor
     state: torch.Tensor | None  # int64 [8]: the counters of `CodedRows`. None if the items are raw.
-    num_items: int  # how many items there are
+    num_items: int  # number of items
 
     def num_bytes(self, state: list[int] | None) -> int:
         """Returns the number of bytes of `data` that are in use. state: the values of the tensor `state`, copied to the
         host.
 
         Raises:
-            RuntimeError: a row was not encoded. This cannot happen to items that `encode` has queued.
+            RuntimeError: a row was not encoded. This is an internal check: `encode` makes room for all rows.
         """
         if state is None:
             return self.data.numel()
@@ -130,8 +132,8 @@ def raw(items: torch.Tensor) -> CodedTokens:
 
 
 def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
-    """Queues the encoding of items [blocks, B, heads, elements] on the current stream. Allocates about as many bytes as
-    the items have, so that even raw rows fit."""
+    """Queues the encoding of items [blocks, B, heads, elements] on the current stream. The result's memory has at least
+    the uncompressed size of the items, so that even raw rows fit."""
     item_bytes = items.shape[-1] * items.element_size()
     num_items = items[..., 0].numel()
     num_rows = num_items * item_bytes // codebook.row_bytes
@@ -177,9 +179,10 @@ class TokenSpan:
         self._words = self._none if codebook is None else codebook.words(device)
         self._codec = [0, form.row_bytes] if codebook is None else codebook.codec
         self._index = self._lengths, self._bases  # the index of all rows
-        self._ids: tuple[tuple[int, ...], torch.Tensor] | None = None  # the ids of the last order, and their key
-        # Decoders that look entries up by column are slow in long rows: only all multiprocessors together keep up with
-        # the link.
+        # Arguments and result of the last call of `ids` that had an order.
+        self._ids: tuple[tuple[int, ...], torch.Tensor] | None = None
+        # Decoding is slow if rows are long and each column has entries of its own: only all multiprocessors together
+        # then keep up with the link.
         by_column = isinstance(codebook, PlanesCodebook) and codebook.per_column
         self._streaming_sms = 0 if by_column else STREAM_SMS
 
@@ -292,8 +295,9 @@ class TokenCodec:
         return raw(items) if self._learner.found is None else encode(items, self._learner.found)
 
     def _look(self, items: torch.Tensor) -> None:
-        """Learns a codebook from a sample of the items. It replaces the present codebook if it saves clearly more. If
-        no codebook saves enough, items are kept raw."""
+        """Learns a codebook from a sample of the items. If there is no codebook yet, or if the present one saves
+        clearly less, the learned one is used from now on; but if it saves less than `_LEAST_SAVINGS`, items are kept
+        raw."""
         num_blocks, batch, heads, elements = items.shape
         ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
         taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
@@ -313,8 +317,9 @@ class TokenCodec:
         self._learner.take(codebook, use=self._num_encoded)
 
     def add(self, coded: CodedTokens, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
-        """Appends items whose num_bytes bytes begin at an offset of the arena, and tells the learner how much they
-        saved."""
+        """Appends encoded items whose num_bytes bytes begin at an offset of the arena, and tells the learner their size
+        before and after encoding. If the last span has another codebook, the items begin a new span at block
+        first_block and coded sequence first_slot."""
         if not self.spans or self.spans[-1].codebook is not coded.codebook:
             self.spans.append(TokenSpan(self.form, coded.codebook, first_block, first_slot, self._device))
         self.spans[-1].append(coded, offset)

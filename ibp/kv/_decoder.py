@@ -1,4 +1,4 @@
-"""Brings the encoded tokens of a layer to the device that computes, and decodes them there."""
+"""Stores the encoded tokens of a layer, brings them to the device that computes, and decodes them there."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class TokenDecoder:
         options: the options of the cache.
 
     Attributes:
-        fetched_bytes, sent_bytes: the numbers of bytes that have been copied over the link to the device and to the
-        host.
+        fetched_bytes: number of bytes that have been copied from host memory to the device.
+        sent_bytes: number of bytes that have been copied from the device to host memory.
     """
 
     def __init__(self, device: torch.device, options: Options) -> None:
@@ -101,7 +101,7 @@ class TokenDecoder:
             raise
 
     def _put(self, arena: TokenArena, memory: torch.Tensor, data: torch.Tensor) -> None:
-        """Queues a copy of coded bytes to a part of an arena's memory."""
+        """Queues a copy of coded bytes to memory that was reserved in an arena."""
         memory.copy_(data)
 
     def fetch(self, history: TokenHistory, num_tokens: int, blocks: range | None = None) -> Fetch:
@@ -116,8 +116,8 @@ class TokenDecoder:
     def _decode(
         self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
     ) -> None:
-        """Queues the decoding of blocks into the first tokens of keys and values. staged: all bytes of the arena, on
-        the device that decodes."""
+        """Queues the decoding of blocks into the first tokens of keys and values. staged: all used bytes of the arena,
+        on the device that decodes."""
         for codec, out in ((history.keys, keys), (history.values, values)):
             codec.decode(staged, out, blocks, history.order, self._sms, self._faults.on(self.device))
 
@@ -131,8 +131,8 @@ class TokenDecoder:
 
 
 class CudaTokenDecoder(TokenDecoder):
-    """A decoder of layers whose coded bytes are in GPU memory. It decodes on a stream of its own, beside the current
-    stream, which waits for the decoding in `Fetch.wait`. No call waits for the GPU."""
+    """A decoder of layers whose coded bytes are in GPU memory. It decodes on its own stream, while the current stream
+    goes on; `Fetch.wait` makes the current stream wait for the decoding. `fetch` does not make the host wait."""
 
     def __init__(self, device: torch.device, options: Options) -> None:
         super().__init__(device, options)

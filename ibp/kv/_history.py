@@ -1,4 +1,4 @@
-"""The encoded tokens of a layer: their blocks, the sequences that the blocks belong to, and the memory of their
+"""The encoded tokens of a layer: the blocks, the sequences to which the blocks belong, and the memory of the encoded
 bytes."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TokenArena:
         self._device, self._pinned = device, pinned
         self.used = 0  # number of bytes that are reserved, including gaps for alignment
         self._pieces: list[tuple[int, torch.Tensor]] = []  # (offset, memory) of each allocation
-        # For pinned memory: recorded after the most recently handed-out bytes have been copied.
+        # For pinned memory: an event that is recorded after the copy to the bytes that were reserved last.
         self.filled = torch.cuda.Event() if pinned else None
 
     def reserve(self, num_bytes: int, alignment: int) -> tuple[int, torch.Tensor]:
@@ -95,7 +95,7 @@ class Batch:
     num_blocks: int  # number of blocks that are still kept
     num_coded: int  # number of blocks that the call encoded
     batch_size: int  # number of sequences in a block
-    start: int  # offset of their bytes in the arena
+    start: int  # number of bytes of the arena that were in use before these blocks were added
 
 
 class Pending:
@@ -109,7 +109,7 @@ class Pending:
 
     def __init__(self, keys: CodedTokens, values: CodedTokens, num_blocks: int, batch_size: int) -> None:
         self.keys, self.values, self.num_blocks, self.batch_size = keys, values, num_blocks, batch_size
-        # int64 [B]: the encoded sequence that each present sequence continues. None: the order is the same.
+        # int64 [B]: the encoded sequence that each present sequence continues. None: the order has not changed.
         self.sequences: torch.Tensor | None = None
         states = [coded.state for coded in (keys, values) if coded.state is not None]
         self._states = Coming(torch.stack(states) if states else torch.empty(0, 8, dtype=torch.int64, device="cpu"))
@@ -139,9 +139,9 @@ class Pending:
 class TokenHistory(OfThisProcess):
     """The oldest tokens of a layer, which are encoded in whole blocks. `TokenCoder.history` makes it.
 
-    Newer tokens stay with the caller. `encode` queues the encoding of the oldest of these. Until `store` has taken over
-    their blocks, they count as raw tokens of the caller; afterwards `fetch` brings them back, in front of room for
-    raw ones.
+    The caller keeps the newer tokens raw. `encode` queues the encoding of the oldest raw tokens, which stay with the
+    caller until `store` has added their blocks to the history. `fetch` then decodes the tokens of the history to the
+    beginning of new tensors, which have room for the caller's raw tokens after them.
 
     Example:
         >>> coder = ibp.kv.TokenCoder(block=16, window=16)
@@ -156,7 +156,7 @@ class TokenHistory(OfThisProcess):
     Args:
         keys, values: the geometry of keys and of values.
         options: the options of the cache.
-        decoder: stores and decodes on the layer's device.
+        decoder: the object that stores and decodes blocks on the layer's device.
 
     Attributes:
         device: the device that encodes and decodes.
@@ -180,7 +180,7 @@ class TokenHistory(OfThisProcess):
 
     @property
     def num_tokens(self) -> int:
-        """Coded tokens of a sequence."""
+        """Number of coded tokens of each sequence."""
         return self.num_blocks * self._options.block
 
     @property
@@ -196,22 +196,22 @@ class TokenHistory(OfThisProcess):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that all these tokens take as coded rows, each rounded up to 32."""
+        """Size in bytes of the coded rows of these tokens, each rounded up to a multiple of 32."""
         return self.arena.used
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory for coded rows: of the device, or of the host."""
+        """Size in bytes of the memory that is allocated for coded rows, on the device or on the host."""
         return self.arena.nbytes
 
     @property
     def num_codebooks(self) -> int:
-        """How many codebooks were learned."""
+        """Number of codebooks that were learned."""
         return self.keys.num_learned + self.values.num_learned
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of device memory that say where rows are, and which sequence is which."""
+        """Size in bytes of the index of rows, the codebooks and the order of sequences, all in device memory."""
         order = 0 if self.order is None else self.order.slots.numel() * 8
         return order + sum(span.index_bytes for codec in (self.keys, self.values) for span in codec.spans)
 
@@ -232,21 +232,21 @@ class TokenHistory(OfThisProcess):
         return Pending(self.keys.encode(keys), self.values.encode(values), num_blocks, keys.shape[0])
 
     def store(self, pending: Pending) -> None:
-        """Takes over blocks that `encode` has queued. Waits for the GPU unless they are ready. If it is interrupted,
-        either all of the blocks are taken over or none."""
+        """Adds blocks that `encode` has queued to the history. Waits for the GPU unless `pending.is_ready()`. If the
+        call is interrupted, either all of the blocks are added or none of them."""
         with torch.inference_mode(False):
             self._decoder.store(self, pending)
 
     def fetch(self, num_tokens: int, blocks: range | None = None) -> Fetch:
-        """Begins to bring coded tokens back and to decode them.
+        """Begins to decode coded tokens into new keys and values.
 
         Args:
-            num_tokens: the tokens for which the new keys and values have room, at least the coded ones.
-            blocks: numbers of the blocks. None: all.
+            num_tokens: number of tokens of the new keys and values, at least the number of tokens that are decoded.
+            blocks: the numbers of the blocks to decode. None: all.
 
         Returns:
-            An object whose `wait()` makes the current stream wait, and returns new keys and values, [B, heads,
-            num_tokens, head_dim]. The coded tokens are the first ones; the content of the others is undefined.
+            An object whose `wait()` makes the current stream wait, and returns the new keys and values, [B, heads,
+            num_tokens, head_dim]. Their first tokens are the decoded ones; the content of the others is undefined.
 
         Raises:
             RuntimeError: coded bytes in memory were damaged.
@@ -254,8 +254,8 @@ class TokenHistory(OfThisProcess):
         return self._decoder.fetch(self, num_tokens, blocks)
 
     def add(self, pending: Pending, sizes: tuple[int, int], offsets: tuple[int, int], start: int) -> None:
-        """Appends blocks whose bytes have been copied to the arena, or whose copy has been queued before any work that
-        reads the arena.
+        """Appends blocks to the history. Their bytes must have been copied to the arena, or the copy must have been
+        queued before any work that reads the arena.
 
         Args:
             pending: the blocks.
@@ -325,7 +325,8 @@ class TokenHistory(OfThisProcess):
         return keys, values
 
     def clone(self, decoder: TokenDecoder | None = None) -> TokenHistory:
-        """Returns a copy of the coded bytes. decoder: what decodes it. None: the decoder of this one."""
+        """Returns a copy of the history, with its own coded bytes. decoder: the decoder of the copy. None: the decoder
+        of this history."""
         copied = TokenHistory(self.keys.form, self.values.form, self._options, decoder or self._decoder)
         copied.arena = self.arena.clone()
         copied.keys, copied.values = self.keys.clone(), self.values.clone()

@@ -1,4 +1,4 @@
-"""`KeyedPages`: a store of KV-cache pages by key, with eviction of the least recently used."""
+"""`KeyedPages` stores pages of a KV-cache by key, and drops the least recently used pages if it is full."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from .._rows.faults import CorruptTableError
 from .._schemes import check_scheme
 from ._store import KVStore, KVStoreStats
 
-_KEY_BYTES = 256  # Size in bytes that a page of no bytes counts as: about the host memory that its key takes.
+# An empty page counts as this number of bytes, which is about the size of its key in host memory.
+_KEY_BYTES = 256
 
 
 class KeyedPages(OfThisProcess):
-    """A store of pages of one size by their keys, compressed in a `KVStore`. If there is no room for a new page, the
-    least recently used page is dropped.
+    """A store of pages of one size, which are found by keys and compressed in a `KVStore`. If there is no room for a
+    new page, the least recently used page is dropped.
 
     The first page that is stored determines the page size, the codebook and the number of pages. A page is refused if
     the pool's overflow has no room for it. Calls return when their work is done. Several threads may call at the same
@@ -149,8 +150,9 @@ class KeyedPages(OfThisProcess):
         return sum(1 for _ in itertools.takewhile(self._pages.__contains__, keys))
 
     def restorable(self, keys: Iterable[Hashable], window: int) -> set[int]:
-        """Returns the lengths of the prefixes of `keys` whose last `window` keys are stored; of a shorter prefix, all
-        keys must be stored. Layers that look back at most `window` keys can be restored for these prefixes."""
+        """Returns the lengths of all prefixes of `keys` whose last `window` keys are stored. A prefix that is shorter
+        than `window` counts if all of its keys are stored. Layers that look back at most `window` keys can be restored
+        for these prefixes."""
         run, lengths = 0, set()
         for length, key in enumerate(keys, 1):
             run = run + 1 if key in self._pages else 0
@@ -173,7 +175,7 @@ class KeyedPages(OfThisProcess):
                 self.store.clear()
                 self._count_free()
 
-    # ---- how ----
+    # ---- implementation ----
 
     @property
     def _page_bytes(self) -> int | None:
@@ -184,8 +186,8 @@ class KeyedPages(OfThisProcess):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Holds the lock during a call that changes which page numbers are free. If the call is interrupted between any
-        two steps, counts the free numbers again."""
+        """Holds the lock during a call that changes which page numbers are free. If the call raises or is interrupted,
+        lists the free numbers again."""
         with self._lock:
             try:
                 yield
@@ -200,7 +202,7 @@ class KeyedPages(OfThisProcess):
 
     def _number_for(self, page: torch.Tensor) -> int | None:
         """Stores a page. Returns the number under which it is stored, or None if there is no room for it."""
-        if not page.nbytes:  # only its key has to be kept
+        if not page.nbytes:  # of an empty page, only the key has to be kept
             return 0 if len(self._pages) < self._pool_bytes // _KEY_BYTES or self._drop_oldest() else None
         store, free = self.store, self._free
         if store is None:

@@ -2,8 +2,8 @@
 
 A message is a packed piece of coded rows (`_layout.forms`). Every row has a base of its own and begins at a multiple of
 32 bytes; the rows lie in the order in which the GPU happened to encode them. The note in the head is a number that is
-computed from the codec and the number of rows. If a row was not encoded, each byte of its base and length is 255,
-because no decoder accepts such an index.
+computed from the codec and the number of rows, by which `unpack` recognises the messages of its codec. If a row was not
+encoded, each byte of its base and length is 255, because no decoder accepts such an index.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ from . import _sizes
 from ._paged import PagedTensors, Pages, check_different, check_paged, numbers_on, plan_pages
 
 _NONE = 255  # value of each index byte of a row that has not been encoded
-_MOST_ROW_BYTES = 0xFFFE  # the length 0xFFFF has another meaning for longer rows
-_LAYOUT = 1  # The version of messages. It changes when the meaning of their bytes does.
+# Largest size of a row in bytes. In longer rows the length 0xFFFF, which marks rows that have not been encoded here,
+# would be that of a default row.
+_MOST_ROW_BYTES = 0xFFFE
+_LAYOUT = 1  # The version of the message format. It changes when the meaning of the bytes changes.
 # 2^64 divided by the golden ratio: multiplying by it maps similar numbers of rows to numbers far apart.
 _SPREAD = 0x9E3779B97F4A7C15
-_STRANGE, _PACKING, _UNPACKING = range(3)  # Kinds of faults. A fault of the first kind causes others.
+# Kinds of faults: a message does not belong to the codec, packing has failed, unpacking has failed. The first causes
+# faults of the third kind.
+_STRANGE, _PACKING, _UNPACKING = range(3)
 _LATER = " (noted on {device})"
 _WORDS = (
     FaultWords("{status}", invalid="a message was not packed by this codec for as many pages", later=_LATER),
@@ -154,8 +158,8 @@ class PageCodec:
         return Faults(*_WORDS)
 
     def check(self) -> None:
-        """Waits for the work on the current streams, and raises an error if a `pack` or an `unpack` queued there has
-        found one. The next call of `pack` or `unpack` also raises it, but does not wait.
+        """Waits for the work on the current streams, and raises an error if a `pack` or an `unpack` of this codec has
+        noted a fault. The next call of `pack` or `unpack` also raises it, but does not wait.
 
         Raises:
             IndexError: a block number on a GPU was out of range.
@@ -168,7 +172,7 @@ class PageCodec:
             self._raise_pending(device)
 
     def _raise_pending(self, device: torch.device) -> None:
-        # Take all: a fault of the first kind has caused the others.
+        # All faults are taken, even if the first one raises, because it has caused the others.
         for words, record in list(self._faults.taken(device)):
             words.raise_for(record, device if device.type == "cuda" else None)
 
@@ -220,7 +224,7 @@ class _PackCall(NamedTuple):
 
 
 class _Message:
-    """Views of the parts of a message of num_rows rows."""
+    """Views of the head, the index and the data of a message of num_rows rows."""
 
     def __init__(self, codec: PageCodec, memory: torch.Tensor, num_rows: int) -> None:
         self.codec, self.num_rows, form = codec, num_rows, forms.packed(num_rows)
@@ -255,11 +259,11 @@ class _Message:
 
 
 def packed_bytes(codec: PageCodec, num_pages: int) -> int:
-    """Returns the largest number of bytes that a message of num_pages pages can take: a multiple of 64.
+    """Returns the largest size in bytes of a message of num_pages pages: a multiple of 64.
 
-    The number is known before pages are compressed, so memory can be registered once. Count each block of each tensor
-    as one page. The message itself is shorter, see `pack`. Pages that cannot be compressed take 0.5 % more bytes than
-    they have.
+    The size is known before pages are compressed, so memory can be registered once. Count each block of each tensor as
+    one page. The bytes that have to be sent are usually fewer, see `pack`. For pages that cannot be compressed, a
+    message is about 0.5 % larger than the pages.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -299,12 +303,12 @@ def pack(
         True
 
     Args:
-        pages: [num_blocks, ...], or several tensors of one shape, such as those of layers: `PagedTensors`, or what
-            `PagedTensors` takes. In the second case the call makes a `PagedTensors`, and waits for a copy of addresses
-            to the GPU.
+        pages: a tensor [num_blocks, ...], a sequence of such tensors of the same shape, such as the tensors of all
+            layers, or a `PagedTensors` of them. If it is not a `PagedTensors`, the call makes one, and waits for a copy
+            of addresses to the GPU.
         codec: a codec for pages of this size.
-        blocks: the numbers of the blocks, in any order; each names that block of all tensors. int32 or int64, a list or
-            a tensor on the CPU or the device. None: all blocks, in order.
+        blocks: the numbers of the blocks, in any order; number b means block b of every tensor. A list, or an int32 or
+            int64 tensor on the CPU or the device. None: all blocks, in order.
         out: uint8 of one dimension on the pages' device, at an address that is a multiple of 64: the message is its
             first `packed_bytes(codec, number of blocks * number of tensors)` bytes. None: new memory.
         max_sms: keep at most this many multiprocessors busy; None: all.
@@ -324,7 +328,7 @@ def pack(
     message.clear()
     if call.num_pages:
         planned, addresses = call.plan(message.num_rows // call.num_pages)
-        # Rows in order are coded faster; this needs all blocks to exist.
+        # Without row ids, rows are encoded in order, which is faster. All blocks must then exist.
         row_ids = None if call.are_checked else planned
         message.handle(codec.codebook.row_bytes).encode(
             call.paged.layout, message.counts, fault, buffers=addresses, row_ids=row_ids, max_sms=sms_of(max_sms)
@@ -339,8 +343,8 @@ def unpack(
     that were packed. The host does not wait and reads nothing back. CUDA graphs can capture the call under the
     conditions of `pack`.
 
-    The device compares the codec named in the head with this one. If they differ, or if the message has another number
-    of pages, the blocks become zeros, and `codec.check()` and the next call raise. On the CPU the call itself raises.
+    The device checks by the note in the message's head whether an equal codec packed this number of pages. If not, the
+    blocks become zeros, and `codec.check()` and the next call raise. On the CPU the call itself raises.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -351,13 +355,13 @@ def unpack(
         ValueError: a message was not packed by this codec for as many pages
 
     Args:
-        message: uint8 of one dimension on the device of out, at an address that is a multiple of 64: the used bytes of
-            what `pack` gives, or more.
+        message: uint8 of one dimension on the device of out, at an address that is a multiple of 64: at least the used
+            bytes of a message that `pack` returned.
         codec: a codec equal to the one given to `pack`.
-        out: [num_blocks, ...], or several tensors, as many as were packed, in any layout that `pack` takes for its
-            pages.
-        blocks: where the pages go: different numbers, in the order in which the pages were packed. None: all blocks, in
-            order.
+        out: the tensors that receive the pages, in any form that `pack` takes; the same number of tensors as were
+            packed.
+        blocks: the numbers of the blocks that receive the pages, all different, in the order in which the pages were
+            packed. None: all blocks, in order.
         max_sms: as in `pack`.
 
     Raises:

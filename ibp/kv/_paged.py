@@ -37,7 +37,7 @@ class PagedTensors:
         block_bytes: size in bytes of one block of one tensor.
         piece_bytes: size in bytes of a piece. A block consists of pieces of equal size, each contiguous in memory.
         layout: the first piece, a tensor of one dimension.
-        device: where the tensors are.
+        device: the device of the tensors.
 
     Raises:
         TypeError: tensors are not tensors.
@@ -59,8 +59,14 @@ class PagedTensors:
         self._lay_out(first[0], [tensor.data_ptr() for tensor in self.tensors], None, stride)
 
     def _lay_out(self, block: torch.Tensor, starts: Sequence[int], addresses: torch.Tensor | None, stride: int) -> None:
-        """Stores where blocks begin: at each of `starts` and at every multiple of `stride` bytes after it. starts:
-        addresses, or offsets from `addresses` if these are given."""
+        """Stores where the pieces of blocks lie.
+
+        Args:
+            block: the first block; all blocks have its layout.
+            starts: for each tensor, the address of its first block. If `addresses` is given, offsets from it instead.
+            addresses: int64: the address of each block. None: block b begins b * stride bytes after the first block.
+            stride: distance in bytes between consecutive blocks of a tensor.
+        """
         self.device, self.block_bytes = block.device, block.nbytes
         offsets, self.piece_bytes = _pieces(block)
         places = [start + offset for start in starts for offset in offsets]
@@ -85,8 +91,8 @@ class PagedTensors:
 
 
 class PageList(PagedTensors):
-    """A list of tensors, each of which is one page, as if they were the blocks of one tensor. A transfer uses all of
-    them."""
+    """A list of tensors that are treated as the blocks of one tensor, so that each of them is a page. A transfer moves
+    all of them."""
 
     def __init__(self, tensors: Buffers) -> None:
         self.tensors, self.num_blocks = tensors.tensors, len(tensors.tensors)
@@ -98,7 +104,7 @@ class PageList(PagedTensors):
 
 def check_paged(paged: PagedTensors, owner: str, device: torch.device, page_bytes: int, row_bytes: int) -> None:
     """Raises ValueError if the tensors are on another device than the owner of the pages, have blocks of another
-    size, or have pieces that are not whole rows. owner: what the message calls the owner."""
+    size, or have pieces that are not whole rows. owner: the word for the owner in messages."""
     if paged.device != device:
         raise ValueError(f"the tensors are on {paged.device}; the {owner} is of {device}")
     if paged.block_bytes != page_bytes:
@@ -124,8 +130,9 @@ def plan_pages(
 
     Args:
         pages, blocks: int64 on the device, of equal length.
-        ids_per_block: number of rows, or of pieces, in a block of one tensor. num_pages, num_tensors: number of pages
-            of the owner, and number of tensors of a page. The ids of page p begin with p * num_tensors * ids_per_block.
+        ids_per_block: number of rows, or of pieces, in a block of one tensor.
+        num_pages: number of pages of the owner.
+        num_tensors: number of tensors of a page. The ids of page p begin with p * num_tensors * ids_per_block.
         first_tensor: the index in a page of the first tensor of `paged`.
         stored: uint8 [num_pages or more, num_tensors] on the device. None: all pages are stored.
 
@@ -178,7 +185,7 @@ def _owners(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _pieces(block: torch.Tensor) -> tuple[list[int], int]:
-    """Returns (offsets in bytes of the pieces of a block, in the order of its elements; bytes of each piece)."""
+    """Returns (offsets in bytes of the pieces of a block, in the order of its elements; size of a piece in bytes)."""
     run, dims = 1, [(size, stride) for size, stride in zip(block.shape, block.stride()) if size != 1]
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]

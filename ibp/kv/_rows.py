@@ -1,4 +1,4 @@
-"""`KVRows`: rows of tokens that are kept coded in host memory and fetched by index."""
+"""`KVRows` keeps rows of tokens compressed, in host memory or on the GPU, and fetches them by index."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _WORDS = FaultWords(
 
 @dataclass(frozen=True)
 class KVRowsStats(Statistics):
-    """Counts of what a `KVRows` has done.
+    """The counts of a `KVRows`.
 
     Attributes:
-        hits, misses: numbers of rows that `load` found in the cache, and of rows that it fetched from the memory in
-        which rows are stored.
-        link_bytes: size of the missed rows in bytes, rounded up to whole 32-byte sectors for each row. spilled_rows,
-            lost_rows: numbers of stored rows that have a part in overflow, and of stored rows for which overflow had no
-            room.
+        hits, misses: number of rows that `load` found in a cache, and number of rows that it fetched from the memory in
+            which rows are stored. Both are 0 without caches.
+        link_bytes: total size of the missed rows in bytes, each row rounded up to whole 32-byte sectors.
+        spilled_rows, lost_rows: number of stored rows with bytes in overflow, and number of stored rows for which
+            overflow had no room.
         used_overflow_bytes: number of bytes of overflow that are reserved.
 
     Example:
@@ -58,13 +58,14 @@ class KVRowsStats(Statistics):
 class KVRows(OfThisProcess):
     """A store of keys or values of tokens, one row for each head, which are kept compressed in pinned host memory.
 
-    It serves attention that looks at few tokens, chosen anew for every generated token (top-k sparse attention;
-    InfiniGen). A cache on the GPU, whose size you choose, holds the most recently loaded rows, also compressed.
+    It is for attention that reads only a few tokens, which are chosen again for every generated token (top-k sparse
+    attention; InfiniGen). A cache on the GPU, whose size you choose, holds the most recently loaded rows, also
+    compressed.
 
-    All work is on the current stream; it does not wait for the host. If token numbers are on the GPU, a CUDA graph can
-    capture `store` and `load`, after a call of each outside the graph. Token numbers are indices into the store: give
-    each sequence of a batch a range of numbers, and reuse the numbers of tokens that you no longer need. Rows that were
-    never stored are zeros.
+    All work is queued on the current stream, and the GPU does not wait for the host. If token numbers are on the GPU, a
+    CUDA graph can capture `store` and `load`, after a call of each outside the graph. Token numbers are indices into
+    the store: give each sequence of a batch a range of numbers, and reuse the numbers of tokens that you no longer
+    need. Rows that were never stored are zeros.
 
     Example:
         >>> k = torch.randn(2, 64, 8, 128, dtype=torch.bfloat16)  # [layers, tokens, heads, dim]
@@ -76,14 +77,14 @@ class KVRows(OfThisProcess):
 
     Args:
         codebook: the codebook that compresses rows; or a sample [..., dim] of rows, from which a codebook and sizes are
-            learned. Make
-            one `KVRows` for keys and one for values; for latents of all heads (MLA) make one, with num_heads 1.
+            learned. Make one `KVRows` for keys and one for values. For latents that all heads share (MLA), make a
+            single `KVRows` with num_heads 1.
         num_layers, num_tokens: number of layers, and number of tokens of each layer.
         num_heads: number of rows of a token.
         dtype: dtype of the rows. None: the sample's.
-        cache_bytes: size in bytes of device memory for the caches of all layers together. 0: no cache. slot_bytes,
-            overflow_bytes: size in bytes of the slot of each row, and of the overflow of each layer. None: sizes are
-            chosen by the sample.
+        cache_bytes: size in bytes of device memory for the caches of all layers together. 0: no cache.
+        slot_bytes, overflow_bytes: size in bytes of the slot of each row, and size in bytes of the overflow of each
+            layer. None: sizes are chosen by the sample.
         level: level of the codebook that is learned, see `ibp.compress`.
         device: the GPU that compresses and decompresses, or "cpu". None: the current CUDA device if there is one, else
             the CPU.
@@ -91,7 +92,8 @@ class KVRows(OfThisProcess):
             "pinned". If the device is the CPU, rows are always in host memory.
 
     Attributes:
-        places: the rows of each layer (`ibp.CodedRows`). Row token * num_heads + head holds that head of the token.
+        places: the rows of each layer (`ibp.CodedRows`). Row token * num_heads + head has the values of this head of
+            this token.
         caches: the cache of each layer (`ibp.RowCache`); empty without a cache.
 
     Raises:
@@ -159,7 +161,8 @@ class KVRows(OfThisProcess):
 
     @property
     def gain(self) -> float:
-        """Raw size of all rows divided by `pool_bytes`: how many times more tokens fit than if rows were raw."""
+        """Raw size of all rows divided by `pool_bytes`: the factor by which compression increases the number of tokens
+        that fit."""
         held = self.num_layers * self.num_tokens * self.num_heads * self.codebook.row_bytes
         return held / max(1, self.pool_bytes)
 
@@ -219,7 +222,7 @@ class KVRows(OfThisProcess):
             layer: number of the layer.
             tokens: integers [...], a tensor on the CPU or the device, or a list. With per_head: [..., num_heads, k],
                 the tokens of each head.
-            per_head: whether every head has tokens of its own.
+            per_head: whether `tokens` has other tokens for each head.
             out: contiguous tensor to write to.
             max_sms: as in `store`.
 
@@ -260,7 +263,7 @@ class KVRows(OfThisProcess):
                 self.caches[number].invalidate()
 
     def check(self) -> None:
-        """Waits for the work on the current stream, and raises an error if that work has found one.
+        """Waits for the work on the current stream, and raises an error if a call of `store` or `load` has found one.
 
         Raises:
             IndexError: a token number on the GPU was out of range.

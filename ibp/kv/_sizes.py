@@ -1,4 +1,4 @@
-"""Chooses the sizes of the rows, slots and overflow of a cache by a sample of what will be kept."""
+"""Chooses the sizes of the rows, the slots and the overflow of a cache by a sample of its content."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from .._schemes.learning import analyze
 ROW_BYTES = 2048
 _SHARE_IN_SLOTS = 0.999  # the fraction of the sample's rows that should fit their slots
 _LEAST_OVERFLOW = 0.02  # the smallest overflow, as a fraction of the slots' size: about one row in 20 may be raw
-# Overflow is this many times the size that the sample's rows use, because rows keep overflow that they once needed.
+# Overflow has this many times the size that the sample's rows need, because rows keep overflow that they once needed.
 _SPILL_MARGIN = 4
 _SECTOR = _core.SECTOR_BYTES
+# For rows of at most _SHORT_ROW_BYTES bytes, a codebook is also learned from groups of _ROWS_TOGETHER rows, see
+# `_of_longer_rows`.
 _SHORT_ROW_BYTES, _ROWS_TOGETHER = 128, 8
 
 
@@ -34,8 +36,8 @@ class Sizes(NamedTuple):
 
 
 def divided(piece_bytes: int) -> int:
-    """Returns the size in bytes of the rows into which a contiguous piece of memory is cut. It divides the piece, and
-    is between 1 and 2 KiB if possible."""
+    """Returns the size in bytes of the rows into which a contiguous piece of memory is cut. The piece is a whole number
+    of rows. Rows have 1 to 2 KiB if possible."""
     fitting = [n for n in range(_SECTOR, min(piece_bytes, _core.MAX_ROW_BYTES) + 1, _SECTOR) if piece_bytes % n == 0]
     short = [n for n in fitting if n <= ROW_BYTES]
     if short and short[-1] >= ROW_BYTES // 2:
@@ -47,8 +49,8 @@ def divided(piece_bytes: int) -> int:
 
 
 def row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, page_bytes: int) -> int:
-    """Returns the size in bytes of the rows of a page: that of the codebook if there is one, otherwise the given one,
-    otherwise one that suits the page size."""
+    """Returns the size in bytes of the rows of a page: the codebook's row size if `codebook` is one; otherwise
+    row_bytes; or, if this is None, a size that suits page_bytes."""
     if isinstance(codebook, torch.Tensor):
         row_bytes = divided(page_bytes) if row_bytes is None else row_bytes
         row_bytes = whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
@@ -62,8 +64,8 @@ def row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, pa
 
 
 def learned(sample: AnyCodebook | torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
-    """Returns `sample` itself if it is a codebook. Otherwise learns a codebook from it: a tensor of any shape, whose
-    bytes are cut into rows."""
+    """Returns `sample` itself if it is a codebook. Otherwise `sample` is a tensor of any shape, and a codebook is
+    learned from rows of row_bytes bytes into which the tensor is cut."""
     if not isinstance(sample, torch.Tensor):
         check_codebook(sample)
         return sample
@@ -112,8 +114,8 @@ def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
 
 
 def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> Sizes:
-    """Returns the largest slot size with which num_rows rows fit a pool. 2 % of the pool is used for overflow, unless
-    overflow is in other memory."""
+    """Returns the largest slot size with which num_rows rows fit a pool, and the overflow that the rest of the pool
+    allows: at least 2 % of the slots' size, unless `spills`. spills: whether overflow is in other memory."""
     per_row = pool_bytes / max(1, num_rows)
     if per_row >= row_bytes:
         return Sizes(row_bytes, 0.0)
@@ -132,8 +134,8 @@ def with_room_for_all(found: Sizes, slot_bytes: int | None, row_bytes: int) -> S
 
 
 def checked(slot_bytes: int | None, overflow_bytes: int | None, num_rows: int, found: Sizes) -> tuple[int, int]:
-    """Returns (size of a slot in bytes, size of all overflow in bytes): the given sizes, or the found ones for those
-    that are None."""
+    """Checks and returns (size of a slot in bytes, size of all overflow in bytes). A size that is None is taken from
+    `found`."""
     slot_bytes = found.slot_bytes if slot_bytes is None else whole_number("slot_bytes", slot_bytes, 0)
     if overflow_bytes is None:
         return slot_bytes, int(num_rows * found.overflow_per_row) // _SECTOR * _SECTOR

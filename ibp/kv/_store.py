@@ -1,4 +1,4 @@
-"""`KVStore`: pages of a KV-cache that are kept coded in host memory."""
+"""`KVStore` keeps pages of a KV-cache compressed, in host memory or on the GPU."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from ._paged import PagedTensors, PageList, Pages, check_different, check_paged,
 
 Tensors = torch.Tensor | PagedTensors | Buffers | Sequence[torch.Tensor]
 
-# Multiprocessors that keep up with the link of an H200. With all multiprocessors, each direction reaches 76 GB/s; 16 of
-# them encode BF16 at 79 GB/s, and 8 decode it at 139 GB/s (benchmarks/results/encode_into.csv).
+# Default number of multiprocessors for stores and for loads of pages in pinned memory: enough to keep up with the link
+# of an H200. With all multiprocessors, each direction reaches 76 GB/s; 16 of them encode BF16 at 79 GB/s, and 8 decode
+# it at 139 GB/s (benchmarks/results/encode_into.csv).
 _STORE_SMS, _LOAD_SMS = 24, 16
 _WORDS = FaultWords(
     "{status}: piece {value} of the store",
     out_of_range="a page that was loaded is not stored, or a page or block number is out of range",
     later="",
 )
-_STORES_A_COMPACTION = 16  # `compact_if_due` does nothing until a 16th of the pages has been stored
-# Priority of a CUDA stream whose blocks are the first to get multiprocessors that other kernels leave.
+_STORES_A_COMPACTION = 16  # `compact_if_due` does nothing until more than a 16th of the pages has been stored
+# Priority of the CUDA streams of the store: when a multiprocessor becomes free, their blocks get it first.
 _HIGHEST_PRIORITY = -1
 
 
@@ -51,8 +52,9 @@ class KVStoreStats(Statistics):
         stored_pages: number of pages that can be loaded.
         pool_bytes: size in bytes of slots and overflow, or of slots alone if overflow is in host memory.
         used_overflow_bytes: number of bytes of overflow that are reserved; `compact` frees what no row needs any more.
-        overflow_bytes: size in bytes of all overflow. spilled_rows, lost_rows: numbers of rows with a part in overflow,
-            and of rows for which overflow had no room, counted over all calls of `store`.
+        overflow_bytes: size in bytes of all overflow.
+        spilled_rows, lost_rows: number of rows with bytes in overflow, and number of rows for which overflow had no
+            room, counted over all calls of `store`.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
@@ -71,7 +73,7 @@ class KVStoreStats(Statistics):
 
 
 class Transfer(OfThisProcess):
-    """A store or a load of pages that has been queued on a stream beside the current one.
+    """A store or a load of pages that has been queued, usually on another stream than the current one.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
@@ -89,7 +91,7 @@ class Transfer(OfThisProcess):
 
     def __init__(self, store: KVStore, stores: bool, call: _StoreCall, num_bytes: int) -> None:
         self._store, self._stores, self.num_bytes = store, stores, num_bytes
-        self._pages = None if call.host is None else call.host.clone()  # a copy: the caller may write to its own
+        self._pages = None if call.host is None else call.host.clone()  # the caller may overwrite its own tensor
         self._near = near = call.near
         self._columns = call.columns if call.paged is not None else slice(None)
         self._event: torch.cuda.Event | None = None
@@ -99,7 +101,7 @@ class Transfer(OfThisProcess):
             self._event.record()
 
     def is_done(self) -> bool:
-        """Returns whether all pages have arrived. Does not wait."""
+        """Returns whether the transfer has ended. Does not wait."""
         self._refuse_captured()
         return self._event is None or self._event.query()
 
@@ -152,10 +154,10 @@ class KVStore(OfThisProcess):
     """A pool of pages of a KV-cache, which are compressed in pinned host memory or on the GPU. Serving engines offload
     to it.
 
-    A page is one block of a paged cache: of one tensor, or of several tensors of the same shape, such as the tensors of
-    all layers. Every row of a page has a slot of fixed size. Bytes that do not fit go to an overflow area that all
-    pages share. If the overflow area is full, the page is not stored; `Transfer.lost`, `is_stored` and a later `load`
-    report this.
+    A page consists of one block of a tensor of a paged cache, or of one block of each of several tensors of the same
+    shape, such as the tensors of all layers. Every row of a page has a slot of fixed size. Bytes that do not fit go to
+    an overflow area that all pages share. If the overflow area is full, the page is not stored; `Transfer.lost`,
+    `is_stored` and a later `load` report this.
 
     Transfers run on streams of the store, after the work that is queued on the current stream. Two transfers may run at
     the same time unless they have pages in common. Page and block numbers may be lists, or tensors on the CPU or on the
@@ -177,19 +179,19 @@ class KVStore(OfThisProcess):
         num_pages: number of pages. None: as many as fit into pool_bytes.
         pool_bytes: size in bytes of slots and overflow together, or of slots alone if overflow is in host memory. None:
             as much as num_pages pages need. If num_pages is also given, slots are as large as fits.
-        num_tensors: number of tensors of which a page has a block.
+        num_tensors: number of tensors from each of which a page has a block.
         row_bytes: size in bytes of a row, which must be contiguous in a block. None: 1 to 2 KiB if page_bytes allows
             it. Do not give it with a codebook, which has its own row size.
-        slot_bytes, overflow_bytes: size in bytes of the slot of each row, and of all overflow. None: chosen by the
-            sample: slots that 99.9 % of the rows fit, and overflow of at least 2 % of the slots' size.
+        slot_bytes: size in bytes of the slot of each row. None: a size that 99.9 % of the sample's rows fit.
+        overflow_bytes: size in bytes of all overflow. None: what the sample suggests, at least 2 % of the slots' size.
         level: level of the codebook that is learned, see `ibp.compress`.
         device: the GPU that compresses and decompresses, or "cpu". None: the current CUDA device if there is one, else
             the CPU.
         memory: the memory that holds the pages: "pinned" (host memory that the GPU writes and reads) or "device". None:
             "pinned". If the device is the CPU, pages are always in host memory.
         overflow_memory: "pinned": pages are on the device, and bytes that do not fit their slots are in pinned host
-            memory. Overflow then has room for all rows as raw rows unless overflow_bytes says otherwise, so that slots
-            may be smaller than most rows need, and no page is lost. None: overflow is in the same memory as the slots.
+            memory. Unless overflow_bytes is given, overflow then has room for all rows even if they are raw: slots may
+            be smaller than most rows need, and no page is lost. None: overflow is in the same memory as the slots.
 
     Attributes:
         place: the `ibp.CodedRows` that holds the rows.
@@ -257,8 +259,8 @@ class KVStore(OfThisProcess):
         self._make_state()
 
     def _give_parts(self) -> None:
-        """Assigns every row its part of overflow in advance if overflow has room for all rows raw. Then no row ever
-        needs a larger part, and no row is lost."""
+        """If overflow has room for all rows even if they are raw, assigns every row its part of overflow in advance.
+        Then no row ever needs a larger part, and no row is lost."""
         place = self.place
         if not self._rows_own_parts or not place.bases.numel():
             return
@@ -268,8 +270,8 @@ class KVStore(OfThisProcess):
         place.used.fill_(place.overflow.numel())
 
     def _make_state(self) -> None:
-        """Allocates the state of pages and transfers. The flags have one page more than the store: page numbers that
-        are out of range write to it."""
+        """Allocates the state of pages and transfers. The flags are for one page more than the store has. Calls with
+        page numbers that are out of range write to the flags of this extra page."""
         on_gpu = self.device.type == "cuda"
         shape = (self.num_pages + 1, self.num_tensors)
         self._stored = torch.zeros(shape, dtype=torch.uint8, device=self.device)
@@ -285,7 +287,7 @@ class KVStore(OfThisProcess):
         self._lock = ForkLock()
         self._num_stored = 0  # number of pages stored since the last compaction
 
-    # ---- what it is ----
+    # ---- properties ----
 
     @property
     def pool_bytes(self) -> int:
@@ -300,7 +302,8 @@ class KVStore(OfThisProcess):
 
     @property
     def gain(self) -> float:
-        """Raw size of all pages divided by `pool_bytes`: how many times more pages fit than if they were raw."""
+        """Raw size of all pages divided by `pool_bytes`: the factor by which compression increases the number of pages
+        that fit."""
         return self.num_pages * self.num_tensors * self.page_bytes / max(1, self.pool_bytes)
 
     def __len__(self) -> int:
@@ -323,7 +326,8 @@ class KVStore(OfThisProcess):
         )
 
     def is_stored(self, pages: Pages) -> list[bool]:
-        """Returns for each page whether it can be loaded, counting only transfers that have ended. Does not wait.
+        """Returns a list of bools: for each page, whether it can be loaded as far as transfers have ended. Does not
+        wait.
 
         Raises:
             IndexError: there is no such page.
@@ -347,13 +351,14 @@ class KVStore(OfThisProcess):
         """Compresses blocks of a paged cache into pages, by one launch.
 
         Args:
-            pages: the numbers of the pages that the blocks become, all different.
-            tensors: [num_blocks, ...], or several: `PagedTensors`, or what `PagedTensors` takes. If a page has one
-                tensor, each tensor of a sequence of tensors or of `ibp.Buffers` is a page.
+            pages: the numbers of the pages to which the blocks are stored, all different.
+            tensors: a tensor [num_blocks, ...], a sequence of such tensors, or a `PagedTensors` of them. If pages have
+                one tensor (num_tensors is 1), each tensor of a sequence or of an `ibp.Buffers` is a block, and blocks
+                must be None.
             blocks: the numbers of the blocks. None: all blocks, in order.
-            first_tensor: the index in a page of the first given tensor, if not all tensors of a page are given.
-            stream: a stream of the store's device. None: one of the store's own, beside the current one.
-            max_sms: keep at most this many multiprocessors busy. None: as many as keep up with the link.
+            first_tensor: if only some tensors of a page are given, the index of the first one in the page.
+            stream: a stream of the store's device. None: one of the store's own streams.
+            max_sms: keep at most this many multiprocessors busy. None: enough to keep up with the link.
 
         Raises:
             IndexError, TypeError, ValueError: arguments are not as described. Nothing has been stored then.
@@ -396,8 +401,8 @@ class KVStore(OfThisProcess):
             return self._begun(call, False)
 
     def free(self, pages: Pages) -> None:
-        """Removes pages, after all transfers begun so far. They cannot be loaded until they are stored again. Their
-        rows keep their parts of overflow for the next pages that are stored there."""
+        """Removes pages, after all transfers begun so far. They cannot be loaded until they are stored again. Overflow
+        that their rows have reserved stays reserved, for the next pages that are stored under these numbers."""
         call = _StoreCall(*numbers_on(self.device, "pages", pages, self.num_pages), None, None, 0)
         with self._lock, self._on_stream(None, True, call):
             is_there = (call.near >= 0) & (call.near < self.num_pages)
@@ -415,9 +420,9 @@ class KVStore(OfThisProcess):
         self.faults.clear(self.device)
 
     def compact(self) -> int:
-        """Frees overflow that rows own but do not need for what they hold now. Waits for all transfers begun so far. If
-        overflow is in pinned memory and `overflow_bytes` was not given, every row keeps a part of its own that is large
-        enough for a raw row; the call then frees nothing and returns 0.
+        """Frees overflow that rows have reserved but do not need for their present bytes. Waits for all transfers begun
+        so far. If `overflow_memory` is "pinned" and `overflow_bytes` was not given, every row always has overflow for a
+        raw row; the call then frees nothing and returns 0.
 
         Returns:
             The number of bytes of overflow that are free afterwards.
@@ -430,14 +435,15 @@ class KVStore(OfThisProcess):
         return self.place.overflow.numel() - self.place.counts().used_bytes
 
     def compact_if_due(self) -> bool:
-        """Calls `compact()` if a 16th of the pages has been stored since the last time. Returns whether it did."""
+        """Calls `compact()` if more than a 16th of the pages has been stored since the last compaction. Returns whether
+        it did."""
         if self._num_stored <= self.num_pages // _STORES_A_COMPACTION:
             return False
         self.compact()
         return True
 
     def synchronize(self) -> None:
-        """Waits for all transfers so far."""
+        """Makes the host wait for all transfers begun so far."""
         with self._lock:
             under_way, self._under_way = self._under_way, []
         for transfer in under_way:
@@ -461,11 +467,11 @@ class KVStore(OfThisProcess):
         except IndexError:
             raise IndexError("a page or block number of a store is out of range") from None
 
-    # ---- how ----
+    # ---- implementation ----
 
     def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int, once: str) -> _StoreCall:
-        """Checks and returns the arguments of a transfer. once: "pages" or "blocks": which numbers must be different,
-        because the transfer writes to these pages or blocks."""
+        """Checks and returns the arguments of a transfer. once: "pages" or "blocks", whichever the transfer writes to;
+        their numbers must all be different."""
         paged = self._paged(tensors, blocks)
         check_paged(paged, "store", self.device, self.page_bytes, self.place.row_bytes)
         whole_number("first_tensor", first_tensor, 0)
@@ -504,8 +510,9 @@ class KVStore(OfThisProcess):
 
     @contextlib.contextmanager
     def _on_stream(self, stream: torch.cuda.Stream | None, stores: bool, call: _StoreCall) -> Iterator[None]:
-        """Queues a transfer's work after the work of the current stream and after earlier transfers of the same
-        pages."""
+        """Makes the stream of a transfer the current one inside the context. The transfer's work runs after the work
+        that is queued on the former current stream, and after earlier transfers of the same pages. stream: None: one
+        of the store's own."""
         if self.device.type != "cuda" or is_capturing(self.device):
             yield
             return
@@ -535,8 +542,8 @@ class KVStore(OfThisProcess):
     def _plan(
         self, call: _StoreCall, ids_per_block: int, stored: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (ids of the rows or pieces of a call's pages, -1 for pages that do not exist or are not stored;
-        addresses of the pieces of its blocks)."""
+        """Returns what `plan_pages` does for the pages and blocks of a call: (ids of the pages' rows or pieces,
+        addresses of the blocks' pieces)."""
         assert call.blocks is not None
         sizes = (ids_per_block, self.num_pages, self.num_tensors, call.first_tensor)
         return plan_pages(call.tensors, call.near, call.blocks, *sizes, stored)
@@ -556,6 +563,9 @@ class _StoreCall(NamedTuple):
     Attributes:
         near: int64: page numbers on the device.
         host: the same numbers on the host. None: the host does not know them.
+        paged: the tensors. None: the call only frees pages.
+        blocks: int64: block numbers on the device. None: the call only frees pages.
+        first_tensor: the index in a page of the first tensor.
     """
 
     near: torch.Tensor
@@ -584,7 +594,8 @@ def _sms_of(max_sms: int | None, usual: int) -> int:
 
 
 def _compact(place: Any, keeps: torch.Tensor) -> None:
-    """Moves the overflow parts of all kept rows to the front of the overflow, without gaps."""
+    """Moves the overflow bytes of rows to the front of the overflow, without gaps, and frees the rest. keeps: bool
+    [rows]: the rows whose bytes are kept."""
     if not place.rooms.numel():
         return
     sector = _core.SECTOR_BYTES

@@ -1,4 +1,4 @@
-"""`ibp.kv.TokenCoder`: what the layers of a KV-cache that grows have in common."""
+"""`ibp.kv.TokenCoder` has the options and the decoders that all layers of a growing KV-cache share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MOST_TOKENS = 2**31  # the largest block and window, in tokens
 
 
 class TokenCoder(OfThisProcess):
-    """How a KV-cache that grows token by token codes the older tokens of its layers, and what brings them back.
+    """Codes the older tokens of a KV-cache that grows token by token, and decodes them when they are needed.
 
     It is for engines that keep the keys of a layer in one tensor, and the values in another one, as transformers does.
-    `BlockStore` is for engines with paged caches. All layers of a cache have one coder, so that the coded bytes of one
-    layer come while another layer's are decoded. Blocks of tokens are coded on the device of the keys and values, with
-    codebooks that are learned from the first blocks (the prompt's, as in section 6.4 of the paper), and again when
-    savings fall.
+    `BlockStore` is for engines with paged caches. All layers of a cache must use the same coder, so that the coded
+    bytes of one layer can be copied while those of another layer are decoded. Blocks of tokens are coded on the device
+    of the keys and values. Codebooks are learned from the first blocks (the prompt's, as in section 6.4 of the paper),
+    and again when savings fall.
 
     Example:
         >>> coder = ibp.kv.TokenCoder(block=16, window=32)
@@ -35,20 +35,20 @@ class TokenCoder(OfThisProcess):
         (0, 0)
 
     Args:
-        block: how many tokens are coded together, at least 1.
-        window: how many of the newest tokens stay raw with the caller, at least 0.
-        memory: where coded tokens are: "pinned", host memory that the GPU reads; or "device". None: pinned.
-        scheme: "planes", "ibp" (the paper's) or "raw": blocks are moved as they are. Keys or values of which a codebook
-            saves less than 2 % are kept raw even with the other schemes.
+        block: number of tokens that are coded together, at least 1.
+        window: number of the newest tokens that stay raw with the caller, at least 0.
+        memory: the memory of coded tokens: "pinned" (host memory that the GPU reads) or "device". None: "pinned".
+        scheme: "planes", "ibp" (the paper's) or "raw", which moves blocks without coding. With the other schemes, too,
+            keys or values are kept raw if a codebook would save less than 2 % of their bytes.
         level: level of scheme "planes", as in `ibp.compress`.
         codebooks: the initial codebooks of keys and of values, for all layers, made by `ibp.codecs.analyze` from
             tensors whose rows are one or more whole tokens of a head. None: they are learned.
-        max_sms: at most this many multiprocessors decode. None: all, but 32 if tokens come over the link and a codebook
-            has the same entries for every column.
+        max_sms: keep at most this many multiprocessors busy with decoding. None: all; but 32 if tokens come over the
+            link and a codebook has the same entries for every column.
 
     Attributes:
         memory: "pinned" or "device".
-        devices: the devices of the layers so far.
+        devices: the devices of all layers for which `history` has been called.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -80,7 +80,7 @@ class TokenCoder(OfThisProcess):
 
     @property
     def block(self) -> int:
-        """How many tokens are coded together."""
+        """Number of tokens that are coded together."""
         return self._options.block
 
     @property
@@ -88,11 +88,11 @@ class TokenCoder(OfThisProcess):
         return list(self._decoders)
 
     def history(self, keys: torch.Tensor, values: torch.Tensor) -> TokenHistory:
-        """Returns an empty history of a layer with such keys and values, [B, heads, tokens, head_dim]. Their tokens are
-        not taken.
+        """Returns an empty history for a layer with keys and values like these, [B, heads, tokens, head_dim]. The
+        tokens themselves are not added to it.
 
         Raises:
-            ValueError: they are on neither a CPU nor a CUDA device, or do not fit the codebooks.
+            ValueError: keys are on neither a CPU nor a CUDA device, or keys or values do not fit the codebooks.
         """
         decoder, books = self._decoder_on(keys.device), self._options.codebooks or (None, None)
         forms = [Form.of(states, self.block, book) for states, book in zip((keys, values), books)]
@@ -109,23 +109,23 @@ class TokenCoder(OfThisProcess):
         return copied
 
     def num_due(self, num_raw: int) -> int:
-        """Returns how many blocks of the oldest raw tokens the window has left behind. num_raw: how many raw tokens a
-        layer has."""
+        """Returns the number of whole blocks among the raw tokens that are older than the window. num_raw: number of
+        raw tokens of a layer."""
         return max(0, num_raw - self._options.window) // self.block
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory that hold coded bytes which are being fetched."""
+        """Size in bytes of the device buffers for coded bytes that are being fetched."""
         return sum(decoder.device_bytes for decoder in self._decoders.values())
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that have gone from host memory to GPUs."""
+        """Number of bytes that have been copied from host memory to GPUs."""
         return sum(decoder.fetched_bytes for decoder in self._decoders.values())
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that have gone from GPUs to host memory."""
+        """Number of bytes that have been copied from GPUs to host memory."""
         return sum(decoder.sent_bytes for decoder in self._decoders.values())
 
     def _decoder_on(self, device: torch.device) -> TokenDecoder:

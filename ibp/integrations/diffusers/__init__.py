@@ -1,11 +1,12 @@
-"""Hugging Face diffusers: models with coded weights (`weights`), and its group offloading with compressed weights
+"""Hugging Face diffusers: models with coded weights (`weights`), and group offloading with compressed weights
 (`groups`).
 
     from ibp.integrations.diffusers import IbpDiffusersConfig
 
     DiTTransformer2DModel.from_pretrained(name, quantization_config=IbpDiffusersConfig(), torch_dtype=torch.bfloat16)
 
-Matrices become tables while the model is loaded. Or they stay compressed in host memory:
+Matrices become tables while the model is loaded. Alternatively, compressed weights stay in host memory and are decoded
+on the GPU for each use:
 
     from diffusers.hooks import apply_group_offloading
     from ibp.integrations.diffusers import compress_groups

@@ -1,7 +1,7 @@
 """The group offloading of diffusers with compressed weights.
 
-Hooks, prefetching and streams stay diffusers' own. Only the source of a group's parameters changes: instead of raw
-copies in host memory, tables are decoded on the onload device, all tables of a group in one call.
+Hooks, prefetching and streams stay diffusers' own. Only the source of a group's parameters changes: instead of copying
+raw parameters from host memory, the onload device decodes tables, all tables of a group in one call.
 """
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -24,7 +24,8 @@ __all__ = ["CompressedGroups", "GroupBytes", "close", "compress_groups"]
 
 @dataclass(frozen=True)
 class GroupBytes(CodedStatistics):
-    """Bytes of a model's compressed parameters, originally and as they are stored. A shared parameter counts once."""
+    """The sizes in bytes of a model's compressed parameters: their original size, and the size of their coded rows and
+    codebooks. A shared parameter counts once."""
 
     __module__ = "ibp.integrations.diffusers"
 
@@ -33,7 +34,7 @@ class GroupBytes(CodedStatistics):
 
 
 class CompressedGroups(ModelChange):
-    """A model that `compress_groups` has compressed. `close()`, and the end of a `with` block, undo the compression.
+    """A model that `compress_groups` has compressed. `close()` or the end of a `with` block undoes the compression.
 
     Attributes:
         model: as given.
@@ -48,20 +49,20 @@ class CompressedGroups(ModelChange):
         super().__init__(model, "of a pipeline each of its models")
 
     def stats(self) -> GroupBytes:
-        """Returns the bytes of all compressed parameters that the model has now."""
+        """Returns the sizes in bytes of all compressed parameters that the model has now."""
         tables = self._tables()
         return GroupBytes(sum(table.original_bytes for table in tables), sum(table.stored_bytes for table in tables))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory that the tables of these parameters take."""
+        """Size in bytes of all memory that the tables of the compressed parameters take."""
         return sum(table.nbytes for table in self._tables())
 
     def _tables(self) -> list[CompressedTensor]:
         return [weight.coded.table for weight in _weights_of(_groups_of(self.model)).values()]
 
     def close(self) -> None:
-        """Gives the model's groups raw parameters in host memory again. Does nothing the second time."""
+        """Gives the model's groups raw parameters in host memory again. Does nothing if they have raw parameters."""
         for group in _groups_of(self.model):
             compressed = _compressed(group)
             if compressed is not None:
@@ -82,13 +83,14 @@ def compress_groups(
 ) -> CompressedGroups:
     """Compresses the parameters of a model that has diffusers' group offloading.
 
-    Parameters of less than 4 KiB, those of subclasses of torch.Tensor (such as quantised ones) and buffers stay with
-    diffusers. Tables are in host memory, pinned if there is a GPU, whatever low_cpu_mem_usage says, because that option
-    is about additional pinned copies. While a group is offloaded, its parameters keep their shape, dtype and device,
-    and take no memory. Code that reads their values gets a decoded copy: `model.state_dict()`, and a module that is
-    called while its group is not on the onload device. The parameters cannot be written to. If the function is called
-    again, it compresses groups that are not compressed yet. When diffusers removes its hooks, for instance to load
-    LoRAs, the parameters come back uncompressed: call this function again afterwards.
+    diffusers itself still moves buffers, parameters of less than 4 KiB, and parameters of other classes than
+    torch.nn.Parameter (such as quantised ones). Tables are in host memory, pinned if there is a GPU, whatever
+    low_cpu_mem_usage says, because that option is about additional pinned copies. While a group is offloaded, its
+    parameters keep their shape, dtype and device, and take no memory. Code that reads their values gets a decoded copy;
+    examples are `model.state_dict()` and a module that is called while its group is not on the onload device. The
+    parameters cannot be written to. If the function is called again, it compresses groups that are not compressed yet.
+    When diffusers removes its hooks, for instance to load LoRAs, the parameters become raw again: call this function
+    again afterwards.
 
     Args:
         model: a module whose groups are offloaded to the CPU. For a pipeline, call it for each of its models.
@@ -97,7 +99,8 @@ def compress_groups(
             4,096.
 
     Returns:
-        An object that undoes it, by `close()` or as a context manager. Its `stats()` also count earlier calls.
+        An object whose `close()` undoes the compression; it is also a context manager. Its `stats()` also count the
+        parameters that earlier calls compressed.
 
     Raises:
         TypeError: model is not a module, or an option is not one of `ibp.compress`.
@@ -119,7 +122,7 @@ def compress_groups(
     for group, hooks in groups.items():
         if _compressed(group) is None:
             at_rest = {parameter: known[parameter] for parameter in _parameters_of(group) if parameter in known}
-            for parameter, weight in at_rest.items():  # it also belongs to another group
+            for parameter, weight in at_rest.items():  # parameters that also belong to another group
                 weight.wake(parameter)
             group._offload_to_memory()  # the values may still be on the onload device
             for parameter, weight in at_rest.items():
@@ -136,7 +139,8 @@ def compress_groups(
 
 
 def close(model: torch.nn.Module) -> None:
-    """Undoes `compress_groups`: the model's groups have raw parameters in host memory again, or still.
+    """Undoes `compress_groups`: gives the model's groups raw parameters in host memory again. Does nothing for groups
+    that are not compressed.
 
     Raises:
         TypeError: model is not a module.
@@ -145,9 +149,12 @@ def close(model: torch.nn.Module) -> None:
 
 
 class _CompressedGroup:
-    """A group of diffusers whose parameters come from tables. It replaces the group's two functions.
+    """Makes the parameters of one of diffusers' groups come from tables. Its `onload` and `offload` replace the group's
+    functions `_onload_from_memory` and `_offload_to_memory`.
 
-    weights: the coded weights, by parameter. rest: diffusers' own group of all other tensors.
+    Attributes:
+        weights: the coded weights, by parameter.
+        rest: an ordinary group of diffusers, which has the other tensors of the group.
     """
 
     def __init__(
@@ -179,7 +186,8 @@ class _CompressedGroup:
         self._let_go()
 
     def onload(self) -> None:
-        """Decodes the parameters on the onload device: on the group's stream if it has one, else on the current one."""
+        """Decodes the parameters on the onload device, on the group's stream or, if it has none, on the current
+        stream."""
         group = self.group
         self.rest.non_blocking = group.non_blocking
         self.rest._onload_from_memory()  # waits for the stream, like diffusers
@@ -192,17 +200,18 @@ class _CompressedGroup:
                 weight.wake(parameter, values)
                 if group.record_stream:
                     values.record_stream(current)
-        # parameters that no other group prefetches are needed at once
+        # no other group prefetches these parameters, so they are needed at once
         if group.stream is not None and group.onload_self:
             current.wait_stream(group.stream)
 
     def offload(self) -> None:
         """Frees the decoded parameters."""
-        self.rest._offload_to_memory()  # waits for work that uses them, if the group has a stream
+        self.rest._offload_to_memory()  # if the group has a stream, this also waits for work that uses the parameters
         self._let_go()
 
     def restore(self) -> None:
-        """Gives the group raw parameters in host memory and diffusers' own functions. Does nothing the second time."""
+        """Gives the group raw parameters in host memory and diffusers' own functions again. Does nothing if it has
+        them."""
         group = self.group
         if _compressed(group) is not self:
             return
@@ -220,7 +229,8 @@ class _CompressedGroup:
             weight.rest(parameter)
 
     def _on_removal(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Replaces a hook's `deinitalize_hook` (spelled so in diffusers)."""
+        """Restores the group when diffusers removes a hook. Replaces the hook's `deinitalize_hook`, which diffusers
+        spells in this way."""
         self.restore()
         return module
 
@@ -229,7 +239,7 @@ class _CompressedGroup:
 
 
 def _groups_of(model: torch.nn.Module) -> dict[ModuleGroup, list[Any]]:
-    """Returns diffusers' groups, each with the hooks through which it is found."""
+    """Returns diffusers' groups of a model, each with the list of its hooks."""
     groups: dict[ModuleGroup, list[Any]] = {}
     for module in model.modules():
         registry = getattr(module, "_diffusers_hook", None)
@@ -254,7 +264,7 @@ def _compressed(group: ModuleGroup) -> _CompressedGroup | None:
 
 
 def _weights_of(groups: Iterable[ModuleGroup]) -> dict[torch.nn.Parameter, RestingWeight]:
-    """Returns the coded weights, by parameter."""
+    """Returns the coded weights of groups, by parameter."""
     found: dict[torch.nn.Parameter, RestingWeight] = {}
     for group in groups:
         compressed = _compressed(group)

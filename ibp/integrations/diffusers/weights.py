@@ -1,4 +1,4 @@
-"""Models of diffusers with coded weights: the quantizer that `from_pretrained` calls."""
+"""Loads models of diffusers with coded weights. `from_pretrained` calls the quantizer that is defined here."""
 # mypy: disable-error-code="import-untyped, import-not-found"
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
     """`quantization_config` of `from_pretrained` of a model of diffusers: its matrices become tables while they are
     loaded, as `ibp.nn.compress` makes them.
 
-    For a pipeline, load the model in this way and pass it to the pipeline. Memory holds the coded model and one file of
-    plain weights, mapped. `model.save_pretrained` writes plain weights and a plain config.json. A directory that `ibp
-    compress` wrote needs no argument if ibp is imported. `model.hf_quantizer.report` names the coded weights.
+    For a pipeline, load the model in this way and pass it to the pipeline. During the loading, memory holds the coded
+    model and one memory-mapped file of plain weights. `model.save_pretrained` writes plain weights and a plain
+    config.json. A directory that `ibp compress` wrote needs no argument if ibp is imported. `model.hf_quantizer.report`
+    names the coded weights.
 
     Example:
         >>> from diffusers import DiTTransformer2DModel
@@ -68,10 +69,10 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
 
 
 class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
-    """The methods that diffusers calls while it loads a model with an `IbpDiffusersConfig`.
+    """The quantizer whose methods diffusers calls while it loads a model with an `IbpDiffusersConfig`.
 
     Attributes:
-        report: which weights are coded, and why others stay plain. None while the model is loaded.
+        report: which weights are coded, and why others stay plain. None until the model has been loaded.
     """
 
     __module__ = "ibp.integrations.diffusers"
@@ -80,11 +81,10 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
 
     def __init__(self, quantization_config: IbpDiffusersConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        self._coded: dict[str, SourceTensor] = {}  # from files of ibp
+        self._coded: dict[str, SourceTensor] = {}  # tensors of files of ibp, by name
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
-        """Raises ValueError for a device map that puts a part of the model elsewhere than on the devices that
-        compute."""
+        """Raises ValueError for the device maps that `check_device_map` refuses."""
         check_device_map(device_map)
 
     @property
@@ -92,7 +92,8 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         return False
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: Iterable[Any]) -> list[str]:
-        """Returns the names of the tensors in coded files, in place of the names of tables' parts."""
+        """Returns the names of the tensors in coded files, or loaded_keys if no file is coded. loaded_keys: the names
+        in the files' headers; in coded files, these are names of parts of tables."""
         for path in checkpoint_files:
             if is_coded(path):
                 with ibp.checkpoints.open(path) as source:
@@ -100,8 +101,9 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         return list(self._coded) or loaded_keys
 
     def maybe_update_state_dict(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the tensors of a coded file by name. A tensor whose module takes its table is on the meta device
-        for now."""
+        """Returns the tensors of a coded file by name. For a table of a weight that is to be coded, the result has a
+        placeholder on the meta device. state_dict: the tensors of the file as diffusers reads them: plain tensors, and
+        parts of tables."""
         if not self._coded:
             return state_dict
         tensors, tables = {}, {name.rpartition(":")[0] for name in state_dict}  # parts of tables are "<table>:<part>"
@@ -128,7 +130,8 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         *args: Any,
         **options: Any,
     ) -> None:
-        """Puts a weight that was read into its modules, coded. If it would not get smaller, it becomes a parameter."""
+        """Codes a weight and puts it into its modules. If it would not get smaller, it becomes an ordinary
+        parameter."""
         assert self._loading is not None
         source = self._coded.get(param_name)
         if param_value.is_meta and source is not None and source.table is not None:
@@ -156,7 +159,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         return True
 
 
-# diffusers has no function to register a quantizer, but reads these when it loads a model.
+# diffusers has no function that registers a quantizer, but looks quantizers up in these dicts when it loads a model.
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = IbpDiffusersConfig
 auto.AUTO_QUANTIZER_MAPPING[METHOD] = IbpDiffusersQuantizer
 
@@ -168,8 +171,8 @@ _get_file, _fetch_index = modeling_utils._get_model_file, modeling_utils._fetch_
 
 
 def _get_either(pretrained: Any, *, weights_name: str, **options: Any) -> Any:
-    """Replaces the function by which diffusers finds a file of weights. If there is no plain file, it finds the
-    coded one, which has a name of its own."""
+    """Finds a file of weights, like the function of diffusers that it replaces. If there is no plain file, it looks for
+    a coded one, which has another name."""
     try:
         return _get_file(pretrained, weights_name=weights_name, **options)
     except OSError:
@@ -179,7 +182,8 @@ def _get_either(pretrained: Any, *, weights_name: str, **options: Any) -> Any:
 
 
 def _fetch_either(**options: Any) -> Path | None:
-    """Replaces the function that finds the index of a set, in the same way."""
+    """Finds the index of a set of files, like the function of diffusers that it replaces. If there is no plain set, it
+    looks for the index of a coded set."""
     found: Path | None = _fetch_index(**options)
     if found is None or not found.is_file():
         plain = modeling_utils._add_variant(modeling_utils.SAFETENSORS_WEIGHTS_NAME, options["variant"])

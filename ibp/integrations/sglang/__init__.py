@@ -1,5 +1,5 @@
-"""SGLang's hierarchical cache: `storage` keeps coded pages behind its host pool, and `pool` is a host pool of coded
-pages.
+"""SGLang's hierarchical cache with coded pages: `storage` is a storage backend, to which the host pool writes pages,
+and `pool` is a host pool.
 
 docs/serving.md has the commands, and the releases that were tried.
 """
@@ -18,7 +18,8 @@ __getattr__ = lazily(__name__, {"storage": __all__, "pool": []})
 
 
 def register_host_pool() -> None:
-    """Registers the plugin `ibp_host_pool`. SGLang calls it in each of its processes, even if nobody uses the
-    plugin. It does nothing, and imports nothing of SGLang, unless `SGLANG_PLUGINS` names the plugin."""
+    """Calls `pool.register` if the environment variable `SGLANG_PLUGINS` names the plugin `ibp_host_pool`. Otherwise
+    does nothing, and imports nothing of SGLang. SGLang calls this in each of its processes, even if nobody uses the
+    plugin."""
     if "ibp_host_pool" in os.environ.get("SGLANG_PLUGINS", "").replace(" ", "").split(","):
         import_module("ibp.integrations.sglang.pool").register()

@@ -3,10 +3,11 @@
     SGLANG_PLUGINS=ibp_host_pool python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache
         --hicache-size 32 --hicache-io-backend direct --page-size 64
 
-SGLang's plugin of that name calls `register`. `docs/serving.md` names the releases that were tried, and how.
+The plugin calls `register`. `docs/serving.md` names the releases that were tried, and how.
 
-SGLang cannot lose a page, and writes to the blocks of a store when it is done. If a page under way may find no room,
-the host therefore waits, and keeps such pages raw: `IBPHostPool.blocks.num_raw_pages` counts them.
+SGLang cannot handle the loss of a page, and may overwrite GPU blocks as soon as their store has ended. Therefore, if
+there may be no room for a page that is being stored, the host waits for the store, and keeps raw copies of pages that
+did not fit; `IBPHostPool.blocks.num_raw_pages` counts these pages.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ except ImportError as error:
 __all__ = ["IBPHostPool", "register"]
 
 _logger = logging.getLogger(__name__)
-_Moves = dict[int, tuple[list[int], list[int]]]  # as in ibp.kv.BlockStore: layers are group 0, `_page` is group 1
+# {group: (pages, blocks)}, as in ibp.kv.BlockStore. Group 0 has the tensors of the layers, group 1 has `_page`.
+_Moves = dict[int, tuple[list[int], list[int]]]
 
 
 def register() -> None:
@@ -41,7 +43,7 @@ def register() -> None:
     plain.
 
     Raises:
-        ImportError: SGLang is not installed, or does not have a class.
+        ImportError: SGLang is not installed, or lacks a class that is needed.
     """
     check_engine("sglang", _missing, since="0.5.21")
     HookRegistry.register(f"{MHATokenToKVPoolHost.__module__}.get_mha_host_pool_cls", _class_of, HookType.AFTER)
@@ -55,20 +57,21 @@ def _class_of(found: type, *args: Any, **kwargs: Any) -> type:
 
 
 class IBPHostPool(MHATokenToKVPoolHost):
-    """SGLang's host pool, with pages in an `ibp.kv.BlockStore`. It is made like SGLang's own.
+    """SGLang's host pool, with pages in an `ibp.kv.BlockStore`. SGLang makes it with the arguments of its own pool.
 
-    The host memory that `--hicache-size` asks for holds `gain` times as many tokens. With `--hicache-ratio` the pool
-    has as many tokens as without coding, in less memory. Transfers run on the current stream.
+    With `--hicache-size`, host memory of the given size holds `gain` times the tokens that would fit raw. With
+    `--hicache-ratio`, the number of tokens is the same as without coding, and the pool takes less memory. Transfers run
+    on the current stream.
 
     Attributes:
-        gain: how many tokens are kept for each one that would fit raw. It is an attribute of the class: set it before
-            SGLang starts.
+        gain: number of tokens that are kept for each one that would fit raw. It is an attribute of the class: set it
+            before SGLang starts.
         blocks: the `ibp.kv.BlockStore`.
 
     Raises:
-        ImportError: SGLang is not installed, or does not have a class.
-        ValueError: keys and values are neither BF16 nor FP16 or are not together, or layers belong to a draft model or
-            are elsewhere.
+        ImportError: SGLang is not installed, or lacks a class that is needed.
+        ValueError: keys and values are neither BF16 nor FP16, a layer's tensor is not contiguous, or the pool has
+            layers of a draft model or of other ranks.
     """
 
     gain = 1.4
@@ -76,7 +79,7 @@ class IBPHostPool(MHATokenToKVPoolHost):
     def __init__(self, buffer_info: Any, *args: Any, **kwargs: Any) -> None:
         check_engine("sglang", _missing, since="0.5.21")
         super().__init__(buffer_info, *args, **kwargs)
-        # before 0.5.22 they belong to the device's pool
+        # before SGLang 0.5.22, the device's pool has these lists
         keys = getattr(self, "device_k_buffers", None) or buffer_info.k_buffer
         values = getattr(self, "device_v_buffers", None) or buffer_info.v_buffer
         if not self.layer_num == self.target_layer_num == len(keys):
@@ -87,7 +90,7 @@ class IBPHostPool(MHATokenToKVPoolHost):
         layers = [self._blocks_of(tensor) for pair in zip(keys, values) for tensor in pair]
         self._device, self._jobs = layers[0].device, itertools.count()
         self._page = torch.zeros(len(layers), 1, layers[0].shape[1], dtype=torch.int8, device=self._device)
-        # indices of the last load, because loads come layer by layer
+        # the arguments and the moves of the last load, because SGLang loads the same pages layer by layer
         self._last: tuple[Any, Any, _Moves] = None, None, {}
         self.blocks = ibp.kv.BlockStore(
             [layers, list(self._page)],
@@ -98,11 +101,12 @@ class IBPHostPool(MHATokenToKVPoolHost):
         )
 
     def get_size_per_token(self) -> int:
-        """Returns the bytes of host memory for a token, coded."""
+        """Returns the average size in bytes of a coded token in host memory."""
         return -int(-super().get_size_per_token() // self.gain)
 
     def init_kv_buffer(self) -> torch.Tensor:
-        """Returns one element in place of the raw pool, because SGLang makes a view of the pool for each layer."""
+        """Returns a tensor of one element, expanded to a shape from which SGLang can take a view for each layer. It
+        takes the place of the raw pool."""
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"keys and values are {self.dtype}; wanted torch.bfloat16 or torch.float16")
         self.token_stride_size = self.head_num * self.head_dim * self.dtype.itemsize
@@ -120,7 +124,7 @@ class IBPHostPool(MHATokenToKVPoolHost):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        """Stores pages. The indices are those of tokens, in whole pages."""
+        """Stores pages. host_indices, device_indices: the indices of the pages' tokens in this pool and on the GPU."""
         self._store({0: (self._pages_of(host_indices), self._pages_of(device_indices))})
 
     def load_to_device_per_layer(
@@ -132,7 +136,8 @@ class IBPHostPool(MHATokenToKVPoolHost):
         io_backend: str,
         is_draft: bool = False,
     ) -> None:
-        """Loads one layer of pages."""
+        """Loads one layer of pages to the GPU. Does nothing for layers of a draft model. host_indices, device_indices:
+        the indices of the pages' tokens in this pool and on the GPU."""
         if is_draft or not 0 <= layer_id < self.layer_num:
             return
         with self.lock:
@@ -144,14 +149,14 @@ class IBPHostPool(MHATokenToKVPoolHost):
     # ---- between the pool and storage ----
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
-        """Returns a page as it is, on the CPU: [2, layers, tokens, heads, width], or flat. Waits for it."""
+        """Decodes a page and returns it on the CPU: [2, layers, tokens, heads, width], or flat. Waits for the load."""
         with self.lock:
             self._load({1: ([int(index) // self.page_size], [0])}, waits=True)
             page = self._page_view().contiguous().to("cpu", copy=True)
         return page.flatten() if flat else page
 
     def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
-        """Stores a page that `get_data_page` returned. Waits for it."""
+        """Stores a page in the form in which `get_data_page` returns it. Waits for the store."""
         with self.lock:
             view = self._page_view()
             view.copy_(data_page.view(self.dtype).view(view.shape))
@@ -163,7 +168,7 @@ class IBPHostPool(MHATokenToKVPoolHost):
 
     get_hybrid_pool_buffer = get_split_heads_page_buffer_meta = get_page_buffer_meta
 
-    # ---- how ----
+    # ---- implementation ----
 
     def _init_write_back_staging_buffers(self, *args: Any) -> None:
         self.can_use_write_back_jit = False

@@ -1,11 +1,12 @@
-"""SGLang's hierarchical cache with a tier of coded pages in host memory, by its storage backend "dynamic".
+"""A storage backend for SGLang's hierarchical cache that keeps coded pages in host memory. SGLang's backend type
+"dynamic" loads it.
 
     python -m sglang.launch_server --enable-hierarchical-cache --hicache-storage-backend dynamic
         --hicache-storage-backend-extra-config '{"backend_name": "ibp", "module_path": "ibp.integrations.sglang",
         "class_name": "IBPHiCacheStorage", "interface_v1": 1, "pool_bytes": 34359738368}'
 
-`docs/serving.md` names the versions that were tried, and how. Pages are kept by their keys in `ibp.kv.KeyedPages`, one
-for each of SGLang's host pools. Pages that were used longest ago make room.
+`docs/serving.md` names the versions that were tried, and how. There is an `ibp.kv.KeyedPages` for each of SGLang's host
+pools, which drops the least recently used pages if it is full.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _ALL_PAGES, _BLOCK_GROUPS = "all_pages", "block_groups"  # PoolHitPolicy; BLOCK_
 class IBPHiCacheStorage(HiCacheStorage):
     """The storage that SGLang makes from `module_path` and `class_name`.
 
-    It reads from the extra config: `pool_bytes`, bytes of host memory for the pages of each host pool; optionally
-    `device`, "cpu" (the default: pages are coded where they are) or "cuda"; and `level`, "default" or "fast". Calls
-    return when they are done. Several threads may call at the same time.
+    The extra config has these options: `pool_bytes`, size in bytes of the host memory for the pages of each host pool;
+    optionally `device`, the device that codes, "cpu" (the default) or "cuda"; and `level`, "default" or "fast". Calls
+    return when their work is done. Several threads may call at the same time.
 
     Raises:
         ImportError: SGLang is not installed.
@@ -67,21 +68,22 @@ class IBPHiCacheStorage(HiCacheStorage):
             return self._pools[name]
         return self._pools.setdefault(name, self._make_pool())
 
-    # ---- a page at a time, and lists of them ----
+    # ---- single pages, and lists of pages ----
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Stores a page. Returns whether it is there now."""
+        """Stores a page. Returns whether the page is stored."""
         return value is not None and self._pool().put(key, value)
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """Returns the page in target_location, a contiguous tensor, or None if the page is not there."""
+        """Loads a page into target_location, a contiguous tensor, and returns this tensor. Returns None if the page is
+        not stored."""
         found = target_location is not None and self._pool().get(key, target_location)
         return target_location if found else None
 
     def batch_set(
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Calls `set` for each page. Stops at the first that is not stored, and returns False."""
+        """Calls `set` for each page, up to the first one that is not stored. Returns whether all pages are stored."""
         return all(self.set(key, value) for key, value in zip(keys, values or ()))
 
     def batch_get(
@@ -91,21 +93,21 @@ class IBPHiCacheStorage(HiCacheStorage):
         return [self.get(key, to) for key, to in zip(keys, target_locations or [None] * len(keys))]
 
     def exists(self, key: str) -> bool:
-        """Returns whether a page is there."""
+        """Returns whether a page is stored."""
         return key in self._pool()
 
     def clear(self) -> None:
-        """Forgets all pages."""
+        """Removes all pages."""
         for pool in list(self._pools.values()):
             pool.clear()
 
     def close(self) -> None:
-        """Forgets all pages, and frees the pools."""
+        """Removes all pages, and frees the pools."""
         self._pools.clear()
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Returns, by host pool, what `ibp.kv.KeyedPages.stats` returns. SGLang's own `get_stats` returns None, so
-        that its metrics count transfers as for backends without numbers of their own."""
+        """Returns {name of the host pool: what `ibp.kv.KeyedPages.stats` returns, as a dict}. SGLang's own `get_stats`
+        is not overridden and returns None; SGLang's metrics then count transfers themselves."""
         return {name: pool.stats().as_dict() for name, pool in list(self._pools.items())}
 
     # ---- pages of SGLang's host pools ----
@@ -129,9 +131,10 @@ class IBPHiCacheStorage(HiCacheStorage):
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[PoolTransfer] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Returns how many of the first pages can be used: the longest prefix that the KV-cache has and that all
-        other pools can restore, each by its own policy. BLOCK_GROUPS, a second form of the KV-cache, does not
-        shorten it."""
+        """Returns the number of leading pages that can be used: the length of the longest prefix that the pool of the
+        KV-cache has and that all other pools can restore, each by its own policy. A pool with the policy BLOCK_GROUPS
+        has a second form of the KV-cache, and does not shorten the prefix. The result also has the number of hits of
+        each pool."""
         hits = self._pool().leading(keys)
         found = {_KV: hits} if hits else {}
         usable = list(range(1, hits + 1))
@@ -140,7 +143,7 @@ class IBPHiCacheStorage(HiCacheStorage):
                 break
             pool = self._pool(transfer.name)
             if transfer.hit_policy == _BLOCK_GROUPS:
-                size = transfer.group_pages  # a group counts if all of its pages are there
+                size = transfer.group_pages  # a group counts if all of its pages are stored
                 count = pool.leading(transfer.keys or keys) // size * transfer.block_pages if size > 0 else 0
             else:
                 window = hits if transfer.hit_policy == _ALL_PAGES else max(1, len(transfer.keys or ()))
@@ -182,8 +185,8 @@ class IBPHiCacheStorage(HiCacheStorage):
 
 
 def _page_starts(host: Any, keys: Sequence[str], host_indices: Any) -> list[int | None]:
-    """Returns the first token of each page, or None for each if the number of tokens is not that of the pages. It
-    does not raise, because an error would end the thread of SGLang that calls."""
+    """Returns the index of the first token of each page. If the number of indices does not fit the number of pages,
+    returns None for each page instead of raising, because an error would end the thread of SGLang that calls."""
     size = getattr(host, "page_size", 1) or 1
     if host_indices is None or host_indices.numel() != len(keys) * size:
         return [None] * len(keys)

@@ -1,7 +1,7 @@
-"""What adapters of several hosts share.
+"""Code that the adapters of several frameworks share.
 
 `engines.py` is for engines that serve models, `features.py` for stores of features, `loading.py` for frameworks that
-load models by a configuration, and `releases.py` checks which release of a host is installed.
+load models by a configuration, and `releases.py` checks which release of a framework is installed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def lazily(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Returns `__getattr__` of a package, which has its modules and some of their names. A module is imported when it,
-    or one of its names, is first asked for, so that an adapter needs only the classes of the host that it uses.
+    """Returns a function `__getattr__` for a package, which imports a module of the package when the module, or a name
+    that the package has from it, is first read. An adapter then needs only those classes of its framework that it uses.
 
-    modules: for each module the names that the package has, too.
+    modules: for each module, the names that the package also has.
     """
     places = {name: module for module, names in modules.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""What adapters of serving engines share: the releases with which they were tried, options, tasks, dtypes."""
+"""Code that the adapters of serving engines share: the releases that were tried, options, tasks, and dtypes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .releases import numbers
 
 _logger = logging.getLogger(__name__)
 
-# For each package: its name, and the first and last release in tests/integrations/interfaces.
+# For each package: the engine's name, and the first and the last release in tests/integrations/interfaces.
 TRIED = {
     "vllm": ("vLLM", "0.26.0", "0.33.0"),
     "sglang": ("SGLang", "0.5.10.post1", "0.5.23"),
@@ -26,17 +26,19 @@ TRIED = {
 }
 
 _CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "half": "float16"}
-_CACHE_DTYPES["auto"] = "bfloat16"  # vLLM's default is the model's dtype, which it does not tell; mostly that is BF16
+_CACHE_DTYPES["auto"] = "bfloat16"  # means the model's dtype, which vLLM does not tell here; it is usually BF16
 
 
 def check_engine(package: str, missing: ImportError | None, since: str | None = None) -> None:
     """Checks that an engine can be used.
 
-    missing: the error of importing the engine's classes, or None. since: the first release that works, if that is not
-    the package's.
+    Args:
+        package: the name of the engine's package, a key of `TRIED`.
+        missing: the error of importing the engine's classes. None: they could be imported.
+        since: the first release that works with the calling module. None: the first release of `TRIED`.
 
     Raises:
-        ImportError: classes from which the adapter derives are missing.
+        ImportError: classes that the adapter needs could not be imported.
 
     Warns:
         The installed release is older or newer than every release that the adapter was tried with.
@@ -58,8 +60,9 @@ def check_engine(package: str, missing: ImportError | None, since: str | None = 
 
 
 def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.KeyedPages]:
-    """Returns a function that makes `ibp.kv.KeyedPages` from options: pool_bytes, device, level. where: what users
-    call the options. Raises TypeError or ValueError if pool_bytes is missing, or if an option is not as described."""
+    """Returns a function that makes an `ibp.kv.KeyedPages` with the given options: pool_bytes, device, level. where:
+    the name of the options in messages. Raises TypeError or ValueError if pool_bytes is missing, or if an option is
+    not as described."""
     if not options.get("pool_bytes"):
         raise ValueError(f"{where} has no pool_bytes: bytes of host memory for coded pages")
     try:
@@ -68,14 +71,16 @@ def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.Ke
         raise ValueError(f"pool_bytes is {options['pool_bytes']!r}; wanted a number of bytes") from None
     device, level = options.get("device", "cpu"), options.get("level", "default")
     made = functools.partial(ibp.kv.KeyedPages, pool_bytes, device=device, level=level)
-    made()  # raises errors now that the first page would otherwise raise on a thread of the engine
+    made()  # raises errors of options now; otherwise the first page would raise them on a thread of the engine
     return made
 
 
 class Tasks:
-    """Runs tasks on a thread of its own. Their results are asked for later.
+    """Runs tasks one after the other on its own thread, and keeps their results until the caller takes them.
 
-    numbers: the source of their numbers. on_done: a function that is called after each task.
+    Args:
+        numbers: an iterator of the numbers of tasks.
+        on_done: a function that is called after each task.
     """
 
     def __init__(self, numbers: Iterator[int], on_done: Callable[[], None]) -> None:
@@ -83,7 +88,8 @@ class Tasks:
         self._results: dict[int, Any] = {}
 
     def submit(self, work: Callable[..., Any], *arguments: Any, failed: Any) -> int:
-        """Begins a task and returns its number. failed: the task's result if it raises; the log has the error."""
+        """Queues a task and returns its number. failed: the result of the task if `work` raises; the error is
+        logged."""
         number = next(self._numbers)
         self._thread.submit(self._run, number, work, arguments, failed)
         return number
@@ -93,15 +99,15 @@ class Tasks:
         return self._results.pop(number, None)
 
     def take_all(self) -> dict[int, Any]:
-        """Returns the results of all finished tasks, by number."""
+        """Returns the results of all finished tasks by number, each result once."""
         return {number: self._results.pop(number) for number in list(self._results)}
 
     def wait(self) -> None:
-        """Waits for the tasks so far."""
+        """Waits for all tasks that have been submitted."""
         self._thread.submit(int).result()
 
     def close(self) -> None:
-        """Waits for the task that has begun. Later tasks do not run."""
+        """Waits for the task that is running. Tasks that have not begun do not run."""
         self._thread.shutdown(cancel_futures=True)
 
     def _run(self, number: int, work: Callable[..., Any], arguments: Sequence[Any], failed: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the feature stores share: tables made of users' data, and their rows on a device."""
+"""Code that the feature stores share: makes tables of users' data, and fetches their rows to a device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Table = ibp.CompressedTensor | ibp.RowCache
 
 
 def table_of(value: Any, what: str, options: dict[str, Any]) -> Table:
-    """Returns a table, or a cache of one, as it is, or a table made of a tensor or array with options of
-    `ibp.compress`.
+    """Returns `value` itself if it is a table or a cache of a table. Otherwise compresses it, a tensor or an array,
+    with options of `ibp.compress`, and returns the table. what: the name of the value in messages.
 
     Raises:
-        TypeError: value is none of these, or has a dtype that tables cannot hold.
+        TypeError: value is not a tensor, an array, a table or a cache, or has a dtype that tables cannot hold.
         ValueError: options are given with a table, or are wrong.
     """
     if isinstance(value, TABLES):
@@ -36,13 +36,15 @@ def table_of(value: Any, what: str, options: dict[str, Any]) -> Table:
 
 
 def check_rows(table: Table, num_rows: int, what: str, of: str) -> None:
-    """Raises ValueError unless the table has a row for each node or edge."""
+    """Raises ValueError unless the table has num_rows rows. what: the name of the table in messages. of: "nodes" or
+    "edges"."""
     if table.dim() == 0 or len(table) != num_rows:
         raise ValueError(f"{what} has shape {list(table.shape)}; wanted {num_rows:,} rows, one for each of the {of}")
 
 
 def fetch(table: Table, ids: torch.Tensor, device: torch.device | None, what: str) -> torch.Tensor:
-    """Returns the table's rows at ids on a device. None: the device of ids.
+    """Returns the rows of a table at ids, on a device (None: the device of ids). what: the name of the table in
+    messages.
 
     Raises:
         IndexError: an id on the CPU is out of range (for ids on a GPU see `ibp.index_select`).
@@ -56,8 +58,8 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device | None, what: st
 
 
 def refuse_cuda_in_worker(table: Table, device: torch.device | None, what: str) -> None:
-    """Raises RuntimeError in a worker process if a GPU would be needed. A forked process cannot use CUDA once its
-    parent has, and rows on a GPU cannot be queued to the main process."""
+    """Raises RuntimeError if this is a worker process of a data loader and a GPU would be needed. A forked process
+    cannot use CUDA if its parent has used it, and rows on a GPU cannot be queued to the main process."""
     needs_cuda = table.is_cuda or (device is not None and device.type == "cuda")
     if needs_cuda and torch.utils.data.get_worker_info() is not None:
         where = device if device is not None else table.device

@@ -1,4 +1,4 @@
-"""What the quantizers of transformers and diffusers share: their configuration, and the device maps of accelerate."""
+"""Code that the quantizers of transformers and diffusers share: their configuration, and checks of device maps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from ...adapters import ModelLoading, ModelOptions
 from ...nn import Conv1D, Embedding, EmbeddingBag, Experts, Linear, ModelReport
 
-METHOD = "ibp"  # quant_method of quantization_config in config.json, by which frameworks find the quantizer
+METHOD = "ibp"  # the value of quant_method of quantization_config in config.json, by which frameworks find a quantizer
 
 
 class CodingFields(ModelOptions):
-    """The fields of a configuration: `ibp.adapters.ModelOptions`, and the method that frameworks look for."""
+    """The fields of a configuration: those of `ibp.adapters.ModelOptions`, and quant_method."""
 
     def __init__(self, *, quant_method: str = METHOD, **options: Any) -> None:
         if quant_method != METHOD:
@@ -29,7 +29,8 @@ def holds_table(module: torch.nn.Module) -> bool:
 
 
 def check_device_map(device_map: object) -> None:
-    """Raises ValueError for a device map that puts a part of the model elsewhere than on the devices that compute."""
+    """Raises ValueError if a device map puts a part of the model on "cpu" or "disk", from where it would have to be
+    moved to a GPU for each use. A map that puts all parts on "cpu" is accepted."""
     for key, place in away_of(device_map).items():
         raise ValueError(
             f"the device map puts {key or 'the model'!r} on {place!r}, from where hooks of accelerate would bring "
@@ -39,16 +40,16 @@ def check_device_map(device_map: object) -> None:
 
 
 def away_of(device_map: object) -> dict[str, str]:
-    """Returns the parts of a model that a device map puts elsewhere than on the devices that compute, each with its
-    place."""
+    """Returns those entries of a device map that put a part of the model on "cpu" or "disk", from where it would have
+    to be moved to a GPU for each use. If all parts are on "cpu", the CPU computes, and there are no such entries."""
     places = {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
     names = {"disk"} if set(places.values()) == {"cpu"} else {"cpu", "disk"}
     return {key: place for key, place in places.items() if place in names}
 
 
 class CodingQuantizer:
-    """What the quantizers of both frameworks have: a report, and a `ModelLoading` while a model is loaded. It must come
-    before the framework's class among the bases."""
+    """The base of the quantizers of both frameworks: it has a report, and a `ModelLoading` while a model is loaded. It
+    must come before the framework's class in the list of bases."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

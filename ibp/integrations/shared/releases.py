@@ -1,4 +1,4 @@
-"""Checks with which releases of a host framework an adapter works."""
+"""Compares the installed release of a framework with those that an adapter works with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def numbers(version: str) -> list[int]:
-    """Returns the numbers of a version, by which versions can be compared; what follows a + is left out."""
+    """Returns the numbers of a version, by which versions can be compared. The part after a "+" is ignored."""
     return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]
 
 

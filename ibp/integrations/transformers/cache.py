@@ -1,7 +1,7 @@
-"""KV-caches of transformers whose older tokens are compressed, losslessly.
+"""KV-caches of transformers whose older tokens are compressed losslessly.
 
 Blocks of older tokens are coded on the GPU and kept in pinned host memory, or on the GPU. While one layer computes, the
-coded tokens of the next one are brought back and decoded.
+coded tokens of the next layer are brought back and decoded.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer"]
 
 @dataclass(frozen=True)
 class CompressedCacheStats(CodedStatistics):
-    """What a cache holds, summed over all compressed layers.
+    """The sizes and counts of a cache. Sizes are summed over all compressed layers.
 
     Attributes:
-        num_tokens: tokens of a sequence, in the layer that has the most.
-        num_coded_tokens: how many of them are coded.
-        original_bytes: bytes of all coded tokens before coding.
-        stored_bytes: bytes that these take as coded rows, each rounded up to 32.
-        host_bytes: bytes of pinned host memory, or of CPU memory, for them.
-        device_bytes: bytes of GPU memory: raw tokens, indices and staging buffers; with memory "device" also coded
-            rows.
-        fetched_bytes: bytes that have gone from host memory to GPUs.
-        sent_bytes: bytes that have gone from GPUs to host memory.
-        num_codebooks: how many codebooks were learned.
-        plain_bytes: bytes that all tokens would take uncompressed.
+        num_tokens: number of tokens of each sequence, in the layer that has the most.
+        num_coded_tokens: number of coded tokens of each sequence, in the layer that has the most.
+        original_bytes: uncompressed size in bytes of all coded tokens.
+        stored_bytes: size in bytes of the coded rows of these tokens, each rounded up to a multiple of 32.
+        host_bytes: size in bytes of the host memory for coded rows.
+        device_bytes: size in bytes of the GPU memory for raw tokens, indices and staging buffers, and with memory
+            "device" also for coded rows.
+        fetched_bytes: number of bytes that have been copied from host memory to GPUs.
+        sent_bytes: number of bytes that have been copied from GPUs to host memory.
+        num_codebooks: number of codebooks that were learned.
+        plain_bytes: uncompressed size in bytes of all tokens.
     """
 
     __module__ = "ibp.integrations.transformers"
@@ -54,12 +54,13 @@ class CompressedCacheStats(CodedStatistics):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory that the cache takes, on the host and on GPUs."""
+        """Size in bytes of all memory that the cache takes, on the host and on GPUs."""
         return self.host_bytes + self.device_bytes
 
 
 def _decoded(number: int, what: str) -> property:
-    """Returns a property of a layer: the keys (number 0) or the values (number 1) of all tokens."""
+    """Returns a property of a layer: the keys (number 0) or the values (number 1) of all tokens. what: the property's
+    docstring."""
 
     def decode(layer: CompressedLayer) -> torch.Tensor | None:
         return layer._all()[number] if layer.raw else None
@@ -80,8 +81,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
 
     Attributes:
         history: the coded tokens. None before the first call.
-        raw: the raw keys and values behind the coded ones. () before the first call.
-        last_query: how many tokens came with the last call of `update`.
+        raw: the raw keys and values, which follow the coded ones. () before the first call.
+        last_query: number of tokens that the last call of `update` added.
     """
 
     __module__ = "ibp.integrations.transformers"
@@ -97,10 +98,10 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self.history: TokenHistory | None = None
         self.raw: tuple[torch.Tensor, ...] = ()
         self.last_query = 0
-        self._pending: Any = None  # blocks that are being coded, from `TokenHistory.encode`
-        self._fetch: Any = None  # what was fetched ahead, from `TokenHistory.fetch`
+        self._pending: Any = None  # the blocks that are being coded: a result of `TokenHistory.encode`
+        self._fetch: Any = None  # tokens that are decoded ahead of their use: a result of `TokenHistory.fetch`
 
-    # ---- what it holds ----
+    # ---- contents ----
 
     keys = _decoded(0, "All keys, decoded; None before the first ones.")
     values = _decoded(1, "All values, decoded; None before the first ones.")
@@ -111,7 +112,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         return self.raw if history is None else self._joined(history.fetch(self.get_seq_length()))
 
     def get_seq_length(self) -> int:
-        """Returns the number of tokens of a sequence, coded and raw."""
+        """Returns the number of tokens of each sequence, coded and raw."""
         history = self._coded()
         return self._num_raw() + (history.num_tokens if history is not None else 0)
 
@@ -125,7 +126,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     # ---- new tokens ----
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Takes dtype, device and sizes from the first keys and values."""
+        """Prepares the layer for keys and values with the dtype, device and sizes of the given ones. It does not add
+        them."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.history = self._coder.history(key_states, value_states)
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -136,8 +138,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values, [B, heads, new tokens, head_dim], and returns those of all tokens. Raises what
-        `CompressedCache.update` raises."""
+        """Adds keys and values, [B, heads, new tokens, head_dim], and returns the keys and values of all tokens. Raises
+        what `CompressedCache.update` raises."""
         if key_states.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "coded keys and values have no gradients: call the model under torch.no_grad() or "
@@ -156,16 +158,17 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         return keys, values
 
     def _fetched(self, history: TokenHistory) -> Any:
-        """Returns what was fetched ahead, if it has the present number of tokens; otherwise fetches now."""
+        """Returns the result of the fetch that began ahead of this call, if it is for the present number of tokens.
+        Otherwise begins another one."""
         fetch, self._fetch = self._fetch, None
         num_tokens = self.get_seq_length()
         if fetch is not None and fetch.keys.shape[-2] == num_tokens:
             return fetch
-        del fetch  # must come first, because the current stream waits for it
+        del fetch  # before the next fetch, because this makes the current stream wait for the decoding
         return history.fetch(num_tokens)
 
     def _joined(self, fetch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values of all tokens: the coded ones decoded, and the raw ones behind them."""
+        """Returns keys and values of all tokens: the decoded ones, followed by the raw ones."""
         whole, num_raw = fetch.wait(), self._num_raw()
         for tensor, tail in zip(whole, self.raw):
             if num_raw:
@@ -175,7 +178,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     # ---- coding ----
 
     def _begin_coding(self) -> None:
-        """Queues the coding of blocks that the window has left behind."""
+        """Queues the coding of whole blocks of raw tokens that are older than the window."""
         num_blocks = self._coder.num_due(self._num_raw())
         if self._pending is None and self.history is not None and num_blocks > 0:
             keys, values = (tail[..., : num_blocks * self._coder.block, :] for tail in self.raw)
@@ -186,8 +189,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         return self._pending is not None and self._pending.num_blocks > 1
 
     def store(self, wait: bool = False) -> None:
-        """Replaces raw tokens by their blocks, once these have been coded. wait: whether to wait for the GPU if
-        necessary. Otherwise such blocks are left for later."""
+        """Replaces raw tokens by coded blocks if their coding has ended. wait: whether to wait for the end of the
+        coding. If not, blocks that are not ready stay raw until a later call."""
         pending = self._pending
         if pending is None or self.history is None or not (wait or pending.is_ready()):
             return
@@ -198,10 +201,11 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self._pending = None
             self.raw = tuple(tail[..., num_tokens:, :].clone() for tail in self.raw)
 
-    # ---- ahead of use ----
+    # ---- prefetching ----
 
     def fetch_ahead(self, new_tokens: int) -> None:
-        """Begins to bring what the next call needs if it has `new_tokens` new tokens."""
+        """Begins to decode the coded tokens for the next call of `update`, assuming that it adds `new_tokens`
+        tokens."""
         if not self.is_initialized or self._fetch is not None:
             return
         self.store(wait=self.is_coding_much())
@@ -210,11 +214,11 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self._fetch = history.fetch(self.get_seq_length() + new_tokens)
 
     def prefetch(self) -> None:
-        """Begins to bring what the next call needs if it has one new token."""
+        """Begins to decode the coded tokens for the next call of `update`, assuming that it adds one token."""
         self.fetch_ahead(1)
 
     def offload(self) -> None:
-        """Does nothing, because older tokens leave the GPU without it, and newer tokens stay."""
+        """Does nothing: older tokens leave the GPU in any case, and newer tokens stay there."""
 
     # ---- changes ----
 
@@ -224,10 +228,10 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest tokens. tokens_to_remove: minus their number, or 0.
+        """Removes the newest tokens. tokens_to_remove: the negative of the number of tokens to remove, or 0.
 
         Raises:
-            ValueError: the number is above 0.
+            ValueError: tokens_to_remove is above 0.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}; wanted minus the number of tokens, or 0")
@@ -251,8 +255,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self._pending = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes sequence b what sequence beam_idx[b] was. Coded tokens are not touched; only the place to which they
-        are decoded changes."""
+        """Reorders the sequences: sequence b becomes the former sequence beam_idx[b]. Coded tokens are not touched;
+        they are only decoded to other sequences of the result."""
         if self.get_seq_length() > 0:
             self._take(beam_idx.to(self.device))
 
@@ -262,7 +266,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self._take(torch.arange(len(self.raw[0]), device=self.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the sequences that an index tensor names."""
+        """Keeps the sequences that `indices`, a tensor of numbers or a bool mask, selects."""
         if self.get_seq_length() > 0:
             self._take(torch.arange(len(self.raw[0]), device=self.device)[indices])
             self._code_anew_if_sparse()
@@ -275,8 +279,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
                 held.take(sequences)
 
     def _code_anew_if_sparse(self) -> None:
-        """Makes all tokens raw, so that the next call codes them again, if most coded bytes belong to no sequence
-        any more."""
+        """If most coded bytes belong to no present sequence, decodes all tokens and keeps them raw; the next call then
+        codes them again."""
         if self.history is None or not self.history.is_sparse:
             return
         self.raw, self._pending = self._all(), None
@@ -284,7 +288,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self.history.truncate(0)
 
     def clone(self, coder: TokenCoder) -> CompressedLayer:
-        """Returns a copy of all tokens, for a cache with another coder. Waits for tokens that are being coded."""
+        """Returns a copy of the layer for a cache with another coder. Waits for tokens that are being coded."""
         self.store(wait=True)
         copied = CompressedLayer(coder)
         if self.history is not None:
@@ -302,32 +306,32 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
 
 class CompressedCache(OfThisProcess, DynamicCache):
     """A `transformers.DynamicCache` whose older tokens are compressed. Pass it as `cache` (before transformers 5.24:
-    `past_key_values`). What models compute with it has the same bits.
+    `past_key_values`). Models compute the same bits with it as with a DynamicCache.
 
     In each layer of full attention, the tokens older than `window` are coded in blocks, on the GPU. The codebooks for
     keys and values are learned from the first blocks (the prompt's, as in section 6.4 of the paper), and again when
-    savings fall. While a layer computes, the coded bytes of the next layer are brought, as one copy, and decoded on
-    streams beside the current one. Layers of other kinds (sliding windows, which are short, states of linear attention,
-    indexed and hybrid ones) are transformers' own and stay raw on the GPU. Models on the CPU also work; there coding
-    and decoding are done at once.
+    savings fall. While a layer computes, the coded bytes of the next layer are copied to the GPU, and decoded, on other
+    streams than the current one. Layers of other kinds (sliding windows, which are short, states of linear attention,
+    indexed and hybrid layers) are transformers' own and stay raw on the GPU. Models on the CPU also work; their tokens
+    are coded and decoded within the calls.
 
     Beams are reordered, and sequences repeated, without touching coded tokens. `copy.deepcopy` copies coded bytes, so
     that a prompt's cache can be used for many answers. Keys and values have no gradients. The cache cannot be used in
     CUDA graphs; `torch.compile` breaks the graph at each layer's update.
 
     Args:
-        config: configuration of the model, which says what layers there are. None: all layers are of full attention.
-        memory: where coded tokens are: "pinned", host memory that the GPU reads; or "device". None: pinned.
-        block: how many tokens are coded together, at least 1.
-        window: how many of the newest tokens stay raw on the GPU, at least 0.
-        scheme: "planes", "ibp" (the paper's) or "raw": blocks are moved as they are. Keys or values of which a codebook
-            saves less than 2 % are kept raw even with the other schemes.
+        config: configuration of the model, which has the kinds of its layers. None: all layers are of full attention.
+        memory: the memory of coded tokens: "pinned" (host memory that the GPU reads) or "device". None: "pinned".
+        block: number of tokens that are coded together, at least 1.
+        window: number of the newest tokens that stay raw on the GPU, at least 0.
+        scheme: "planes", "ibp" (the paper's) or "raw", which moves blocks without coding. With the other schemes, too,
+            keys or values are kept raw if a codebook would save less than 2 % of their bytes.
         level: level of scheme "planes", as in `ibp.compress`.
         codebooks: the initial codebooks of keys and of values, for all layers, made by `ibp.codecs.analyze` from
-            tensors whose rows are one or more whole tokens of a head. None: they are learned, which takes some
-            milliseconds each (a hundred for scheme "ibp").
-        max_sms: at most this many multiprocessors decode. None: all, but 32 if tokens come over the link and a codebook
-            has the same entries for every column.
+            tensors whose rows are one or more whole tokens of a head. None: codebooks are learned; each takes a few
+            milliseconds, or about a hundred with scheme "ibp".
+        max_sms: keep at most this many multiprocessors busy with decoding. None: all; but 32 if tokens come over the
+            link and a codebook has the same entries for every column.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -370,7 +374,8 @@ class CompressedCache(OfThisProcess, DynamicCache):
 
     def _begin(self, coder: TokenCoder) -> None:
         self._coder = coder
-        self._coding: CompressedLayer | None = None  # a layer that codes many tokens, which are also there raw
+        # A layer that is coding many tokens. Their raw memory is in use until the coded blocks have been stored.
+        self._coding: CompressedLayer | None = None
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = functools.partial(CompressedLayer, coder)
 
@@ -378,7 +383,8 @@ class CompressedCache(OfThisProcess, DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds a layer's keys and values, [B, heads, new tokens, head_dim], and returns those of all its tokens.
+        """Adds keys and values to a layer, [B, heads, new tokens, head_dim], and returns the keys and values of all
+        tokens of the layer.
 
         Raises:
             RuntimeError: the keys require grad, a CUDA graph is being captured, or coded tokens were damaged.
@@ -391,8 +397,9 @@ class CompressedCache(OfThisProcess, DynamicCache):
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer):
             self._coding = layer if layer.is_coding_much() else None
-            # Fetch ahead for the layer that is used next; after the last layer that is the first. Expect as many new
-            # tokens as there were now, or one if these were the first.
+            # Fetch ahead for the layer that is used next; after the last layer, this is the first one. Expect the same
+            # number of new tokens as in this call. But if the next layer belongs to the next call of the model, and
+            # this call had the first tokens, expect one.
             order = (*range(layer_idx + 1, len(self.layers)), *range(layer_idx + 1))
             index = next(index for index in order if isinstance(self.layers[index], CompressedLayer))
             is_prompt = layer.last_query == layer.get_seq_length()
@@ -400,7 +407,7 @@ class CompressedCache(OfThisProcess, DynamicCache):
         return keys, values
 
     def stats(self) -> CompressedCacheStats:
-        """Returns what the cache holds and has moved so far."""
+        """Returns the cache's sizes, and the counts of bytes that it has moved so far."""
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         histories = [layer.history for layer in layers if layer.history is not None]
         raw = sum(tail.numel() * tail.element_size() for layer in layers for tail in layer.raw)

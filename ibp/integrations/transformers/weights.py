@@ -1,4 +1,4 @@
-"""Models of transformers with coded weights: the quantizer that `from_pretrained` calls, and files of such weights."""
+"""Loads models of transformers with coded weights, by a quantizer that `from_pretrained` calls, and saves them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ from ..shared.loading import METHOD, CodingFields, CodingQuantizer, away_of, hol
 
 __all__ = ["IbpConfig", "IbpQuantizer", "save_coded"]
 
-# bytes of a BF16 matrix at level "fast", escapes included, as a share; for the choice of a device map
+# Size of a coded BF16 matrix at level "fast", including escapes, divided by its plain size. Device maps are chosen with
+# it.
 _CODED_SHARE = 0.77
-_SHARD_BYTES = 5 << 30  # bytes of weights in a file, at most, as `ibp compress` writes them
+_SHARD_BYTES = 5 << 30  # default for the largest size in bytes of the weights in a file; `ibp compress` has the same
 _TRANSPOSED = "_transposed"  # the end of the names that `ibp.nn.coded_state_dict` gives tables of transposed matrices
 _INITIALIZED = "_is_hf_initialized"  # the attribute that transformers' functions of initialisation look for
-# Since 5.20, transformers tells for each tensor of a checkpoint which parameter it becomes, before it is read.
+# Whether transformers tells quantizers which parameter a tensor of a checkpoint becomes, before it reads the tensor.
+# Releases since 5.20 do.
 _SAYS_TARGETS = hasattr(HfQuantizer, "get_new_dtype")
 _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)  # whether to save without weights
 
@@ -45,18 +47,19 @@ _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False
 class IbpConfig(CodingFields, QuantizationConfigMixin):
     """`quantization_config` of `from_pretrained`: matrices of the model become tables while they are loaded.
 
-    It does to the model what `ibp.nn.compress` does, weight by weight as they are read. Memory holds the coded model
-    and one plain weight. Weights that several modules share, such as a tied head and its embedding, are loaded plain
-    and coded afterwards. Results on the CPU have the bits of the plain model. `model.hf_quantizer.report` says what is
-    coded, and what stays plain and why.
+    The model becomes what `ibp.nn.compress` would make of it. Each weight is coded as soon as it is read, so memory
+    holds the coded model and one plain weight. Weights that several modules share, such as a tied head and its
+    embedding, are loaded plain and coded afterwards. Results on the CPU have the bits of the plain model.
+    `model.hf_quantizer.report` says which weights are coded, and why others stay plain.
 
     A directory of coded weights, written by `ibp compress model/ -o small/` or `save_coded`, needs no argument if ibp
-    is imported: `from_pretrained("small/")`. Its config.json has these fields, which then apply. Tables go to the
-    device as coded bytes. Tables that `save_coded` wrote at this level are used as they are. Tables of other forms,
-    such as those of `ibp compress`, are decoded on the device and coded again.
+    is imported: `from_pretrained("small/")`. The options are then read from its config.json. Tables go to the device as
+    coded bytes. Tables that `save_coded` wrote at this level are used as they are. Tables of other forms, such as those
+    of `ibp compress`, are decoded on the device and coded again.
 
-    `device_map="auto"` counts coded sizes. If it puts a part of the model on "cpu" or "disk", and one GPU computes,
-    that part goes to host memory under `ibp.offload`, which brings it to the GPU. The rest is coded on the GPU.
+    `device_map="auto"` counts coded sizes. If a device map puts a part of the model on "cpu" or "disk", and one GPU
+    computes, that part goes to host memory, from where `ibp.offload` brings it to the GPU. The rest is coded on the
+    GPU.
 
     `model.save_pretrained` writes plain weights and a plain config.json, which load without ibp.
 
@@ -85,11 +88,12 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class IbpQuantizer(CodingQuantizer, HfQuantizer):
-    """The methods that transformers calls while it loads a model with an `IbpConfig`.
+    """The quantizer whose methods transformers calls while it loads a model with an `IbpConfig`.
 
     Attributes:
-        report: which weights are coded, and why others stay plain. None while the model is loaded.
-        offloaded: what `ibp.offload` returned, if a device map puts a part of the model elsewhere than on the GPU.
+        report: which weights are coded, and why others stay plain. None until the model has been loaded.
+        offloaded: the result of `ibp.offload`, if a device map puts a part of the model on "cpu" or "disk". None: there
+            is no such part.
     """
 
     __module__ = "ibp.integrations.transformers"
@@ -99,12 +103,12 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
     def __init__(self, quantization_config: IbpConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self.offloaded: ibp.Offloaded | None = None
-        self._away: tuple[str, ...] = ()  # modules that a device map puts elsewhere than on the device that computes
+        self._away: tuple[str, ...] = ()  # modules that a device map puts on "cpu" or "disk" while a GPU computes
         self._device: torch.device | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
-        """Checks a device map. It is called with the user's map, and with the map that "auto" became, which it
-        changes."""
+        """Checks a device map and, if it puts parts of the model on "cpu" or "disk", changes it in place.
+        transformers calls this with the user's map, and again with the map that it has made for "auto"."""
         if self._loading is not None and away_of(device_map):
             kept = self.update_device_map(device_map)
             self._loading.leave(self._away)
@@ -112,8 +116,8 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
             device_map.update(kept)
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Returns the map to load with. If parts are on "cpu" or "disk", it loads the model to host memory, for
-        `ibp.offload`.
+        """Returns the device map with which the model is loaded. If the given map puts parts on "cpu" or "disk", the
+        returned map puts the whole model in host memory, from where `ibp.offload` takes it.
 
         Raises:
             ValueError: no GPU, or more than one, would compute.
@@ -132,7 +136,8 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         return {"": "cpu"}
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
-        """Returns the bytes that an element takes when it is coded, for the choice of a device map."""
+        """Returns the average size in bytes of an element of a parameter after coding. Device maps are chosen with
+        it."""
         is_smaller = param.dtype == torch.bfloat16 and self.param_needs_quantization(model, param_name)
         return param.element_size() * (_CODED_SHARE if is_smaller else 1)
 
@@ -145,8 +150,8 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         return _Coding(self)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Tells in which form a tensor of a coded checkpoint is wanted. It is called for each tensor before it is
-        read."""
+        """Tells a tensor of a coded checkpoint which parameter it becomes, so that it is read in the form that the
+        parameter needs. transformers calls this for each tensor before it reads the tensor."""
         if isinstance(param, _CodedEntry):
             converter.quantization_operation = self.get_quantize_ops()
             if isinstance(converter, WeightRenaming) and self._loading is not None:
@@ -166,7 +171,8 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
             _loadings.update(dict.fromkeys(coded, self._loading))
 
     def put(self, key: str, value: Any) -> Any:
-        """Puts a weight into its modules, coded. Returns it if it is to be a plain parameter, else None."""
+        """Codes a weight and puts it into its modules. Returns None, or the weight if it is to be a plain
+        parameter."""
         assert self._loading is not None
         held = self._loading.put(key, value)
         if isinstance(held, torch.Tensor):
@@ -204,13 +210,13 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
 
 
 def _device_of(place: str) -> torch.device:
-    """Returns the device of a map's entry. Maps have numbers for GPUs."""
+    """Returns the device that a device map's entry names. Maps name a GPU by its number."""
     return torch.device("cuda", int(place)) if place.isdigit() else torch.device(place)
 
 
 class _Coding(ConversionOps):
-    """Handles tensors of a checkpoint after transformers' own conversions: a weight to code goes to its modules, and
-    is no longer a parameter."""
+    """Puts weights that are coded into their modules, and returns the others to transformers as parameters.
+    transformers calls it after its own conversions of a checkpoint's tensors."""
 
     def __init__(self, quantizer: IbpQuantizer) -> None:
         self._quantizer = quantizer
@@ -231,15 +237,17 @@ class _Coding(ConversionOps):
 # ---- files of coded weights ----
 
 
-# Loads under way, by path of a coded file, for releases of transformers that do not tell targets: a tensor with the
-# name of one of the model's parameters becomes that parameter. A load that ends or fails leaves nothing here.
+# For releases of transformers that do not tell quantizers which parameter a tensor becomes: the loads under way, by the
+# path of a coded file. A tensor with the name of one of the model's parameters is taken to become that parameter. When
+# a load ends or fails, its entries disappear.
 _loadings: WeakValueDictionary[str, ModelLoading] = WeakValueDictionary()
 
 
 class _CodedEntry:
     """A tensor of a coded file, read by transformers like one of safetensors: `entry[...].to(device, dtype)`.
 
-    wanted: what tells the form of the tensor, and the name of its parameter. None: the tensor is plain.
+    wanted: (the load, which knows in what form the parameter is kept; the name of the parameter). None: the tensor is
+    read as a plain one.
     """
 
     def __init__(self, tensor: SourceTensor) -> None:
@@ -259,7 +267,7 @@ class _CodedEntry:
 
 
 class _Coming:
-    """A table of a file that is being brought to a device."""
+    """A table of a file. `to` returns it on a device, in the form in which its parameter is kept."""
 
     def __init__(self, table: ibp.CompressedTensor, wanted: tuple[ModelLoading, str] | None) -> None:
         self._table, self._wanted = table, wanted
@@ -304,8 +312,8 @@ _safe_open = transformers.modeling_utils.safe_open
 
 
 def _open_either(path: str, *args: Any, **options: Any) -> Any:
-    """Replaces `safe_open` when transformers reads checkpoints, because transformers does not tell quantizers the
-    names of files."""
+    """Opens a coded or a plain file. Replaces `safe_open` in transformers, which does not let quantizers open files of
+    a checkpoint."""
     return _CodedFile(path) if is_coded(path) else _safe_open(path, *args, **options)
 
 
@@ -318,7 +326,8 @@ _resize_token_embeddings = PreTrainedModel.resize_token_embeddings
 def _resize_plain(
     model: PreTrainedModel, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **options: Any
 ) -> Any:
-    """Refuses to resize coded embeddings, before transformers has resized one of two."""
+    """Replaces `resize_token_embeddings`. Raises TypeError if coded embeddings would be resized. It does so before
+    transformers resizes either the input or the output embeddings."""
     held = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [name for name, module in model.named_modules() if holds_table(module) and module in held]
     for name in names:
@@ -340,8 +349,8 @@ _resolve = transformers.modeling_utils._get_resolved_checkpoint_files
 
 
 def _resolve_either(**options: Any) -> Any:
-    """Replaces the function by which transformers finds the files of a checkpoint. If there are no plain files, it
-    finds coded ones, which have names of their own."""
+    """Finds the files of a checkpoint, like the function of transformers that it replaces. If there are no plain files,
+    it looks for coded ones, which have other names."""
     try:
         return _resolve(**options)
     except OSError:
@@ -361,13 +370,13 @@ transformers.modeling_utils._get_resolved_checkpoint_files = _resolve_either
 def save_coded(
     model: PreTrainedModel, directory: str | os.PathLike[str], *, shard_bytes: int | None = _SHARD_BYTES
 ) -> None:
-    """Writes a model to a directory, its tables as they are, so that `from_pretrained(directory)` takes them without
-    coding.
+    """Writes a model to a directory. Its tables are written as they are, so that `from_pretrained(directory)` need not
+    code them again.
 
     The directory has what `model.save_pretrained` writes, but its weights are in a file of ibp,
-    "model.ibp.safetensors", or in a set of such files. `ibp decompress` makes plain files of them. Parameters that are
-    plain in the model stay plain. The lines of Python that load the model are printed; without `import ibp`,
-    transformers finds no weights there.
+    "model.ibp.safetensors", or in a set of such files. `ibp decompress` converts them to plain files. Parameters that
+    are plain in the model stay plain. The function prints the lines of Python that load the model; without `import
+    ibp`, transformers finds no weights in the directory.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -385,7 +394,7 @@ def save_coded(
     Args:
         model: a model of transformers, from `from_pretrained` with an `IbpConfig`, or after `ibp.nn.compress`.
         directory: path of the directory; it is made if it does not exist.
-        shard_bytes: the largest number of bytes of weights in a file, unless one tensor is larger. None: one file.
+        shard_bytes: largest size in bytes of the weights in a file, unless one tensor is larger. None: a single file.
 
     Raises:
         TypeError: model is not a model of transformers.
@@ -410,7 +419,8 @@ def save_coded(
 
 
 def _in_file(model: PreTrainedModel) -> dict[str, Any]:
-    """Returns tables and tensors by the names that the model's checkpoint has for them, each once."""
+    """Returns the tables and tensors to write, by their names in the model's checkpoint. One that has several names is
+    returned under one of them only."""
     held: dict[object, str] = {}
     state = {}
     for key, value in ibp.nn.coded_state_dict(model).items():
@@ -430,7 +440,7 @@ def _in_file(model: PreTrainedModel) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _set(config: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes of a config inside the context."""
+    """Sets attributes of a config inside the context, and restores them at its end."""
     before = {name: getattr(config, name) for name in values if hasattr(config, name)}
     for name, value in values.items():
         setattr(config, name, value)

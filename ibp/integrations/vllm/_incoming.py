@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on their way into a model of vLLM, whose weight loaders cut them and copy the parts."""
+"""Represents tensors of a checkpoint without memory while vLLM's weight loaders take views of them and copy these."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _CPU = torch.device("cpu")
 
 
 class Origin(Protocol):
-    """What an `IncomingTensor` stands for. source, in its methods: a view of the tensor, without memory."""
+    """The interface to the values of an `IncomingTensor`. In both methods, `source` is a view of the tensor, on the
+    meta device."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Does what a loader's `target.copy_(source)` should do."""
+        """Is called in place of a loader's `target.copy_(source)`."""
 
     def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns the values of a view, for operations other than views and copies."""
+        """Returns the values of a view on a device, for operations other than views and copies."""
 
 
 class IncomingTensor(torch.Tensor):
-    """A tensor of a checkpoint, without memory. Views of it are also such tensors."""
+    """A tensor of a checkpoint, without memory. Views of it are incoming tensors, too."""
 
     origin: Origin
 
@@ -56,7 +57,7 @@ class IncomingTensor(torch.Tensor):
                 source: Any = given[0]
                 try:
                     made = function(*args, **kwargs)
-                except (NotImplementedError, RuntimeError):  # it reads values
+                except (NotImplementedError, RuntimeError):  # the function reads values
                     made = None
                 leaves = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
                 if made is not None and not leaves:
@@ -83,17 +84,17 @@ def _writes(function: Any) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-# ---- of a coded checkpoint ----
+# ---- tables of a coded checkpoint ----
 
 
 def incoming(table: CompressedTensor) -> IncomingTensor:
-    """Returns a table of a checkpoint in the form that weight loaders take."""
+    """Returns a tensor that represents a table of a checkpoint and can be passed to weight loaders."""
     return IncomingTensor.of(CodedOrigin(table), table.shape, table.dtype)
 
 
 class CodedOrigin:
-    """A table of a checkpoint. If a weight takes coded rows as they are, the table's parts are noted; otherwise they
-    are decoded, on the device to which they are copied."""
+    """The origin of a table of a checkpoint. If the loader of a coded layer's weight is running, parts of the table are
+    noted in its list (see `noted`); otherwise they are decoded, on the device to which they are copied."""
 
     def __init__(self, table: CompressedTensor) -> None:
         self.table = table
@@ -117,7 +118,7 @@ class CodedOrigin:
         return items.view(-1).as_strided(source.shape, source.stride(), at % size)
 
     def _decoded(self, first: int, last: int, device: torch.device) -> torch.Tensor:
-        """Returns items first to last - 1, decoded on the device, to which the coded bytes are copied."""
+        """Copies coded bytes to the device, decodes items first to last - 1 there, and returns them."""
         if self.table.dim() == 2:
             cut = join([(self.table, first, last)], device)
             if cut is not None:
@@ -128,8 +129,13 @@ class CodedOrigin:
 
 
 class TablePart(NamedTuple):
-    """A part of a table that a loader copies to a weight. source: a view of a tensor without memory; target: a view
-    of the weight."""
+    """A part of a table that a loader copies to a weight.
+
+    Attributes:
+        origin: the origin of the table.
+        source: a view of the `IncomingTensor`, on the meta device.
+        target: a view of the weight.
+    """
 
     origin: CodedOrigin
     source: torch.Tensor
@@ -139,8 +145,8 @@ class TablePart(NamedTuple):
         self.target.copy_(self.origin.values(self.source, self.target.device))
 
     def place(self) -> tuple[int, tuple[CompressedTensor, int, int]] | None:
-        """Returns (a row of the weight, the rows that go there and below, as `join` takes them), or None if they are
-        not whole rows of a table."""
+        """Returns (number of the weight's row at which the part begins; the part's rows, in the form that `join`
+        takes). Returns None if the part is not made of whole rows of the table."""
         table, columns = self.origin.table, self.target.shape[-1]
         if table.dtype != self.target.dtype or table.row_bytes != columns * table.dtype.itemsize:
             return None
@@ -151,13 +157,13 @@ class TablePart(NamedTuple):
         return to // columns, (table, first, first + count)
 
 
-# The list to which parts are added while a loader runs whose weight takes coded rows as they are.
+# While the loader of a coded layer's weight runs, the list to which the parts of the weight are added; otherwise None.
 noted: ContextVar[list[TablePart] | None] = ContextVar("noted", default=None)
 
 
 def joined(parts: Sequence[TablePart], weight: torch.Tensor) -> CompressedTensor | None:
-    """Returns one table of the parts of a weight [rows, columns], where the weight is. Returns None if the parts are
-    not all of its rows in coded form, or if their tables have several codebooks."""
+    """Joins the parts of a weight [rows, columns] in one table, on the weight's device. Returns None if the parts do
+    not cover all rows of the weight, are not whole rows of tables, or cannot be joined (see `join`)."""
     places = [part.place() for part in parts]
     found = sorted((place for place in places if place is not None), key=lambda place: place[0])
     ends = [0, *(row + last - first for row, (_, first, last) in found)]

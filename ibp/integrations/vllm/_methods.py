@@ -1,4 +1,4 @@
-"""How layers of vLLM get tables in place of weights, and how its fused experts multiply by them."""
+"""Gives layers of vLLM tables in place of weights, and multiplies by the tables of its fused experts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ except ImportError:  # `weights` reports the error
 
 
 class CodedMethod:
-    """How a layer keeps its weights: plain until they are loaded, in vLLM's shards, and then as tables. If the layer is
-    made without memory (`uses_meta_device`), it is coded while vLLM loads the model, as soon as it has its weights. If
-    the checkpoint is coded, the loaders only note from which rows of which tables the layer is made.
+    """The method of a layer whose weights, which are vLLM's shards, become tables once they are loaded. If the layer is
+    made without memory (`uses_meta_device`), it is coded during the loading of the model, as soon as its weights are
+    complete. If the checkpoint is coded, the weight loaders only note the rows of tables that make up the weights.
 
     Args:
         config: the `IBPConfig`.
+        prefix: the name of the layer.
         plain: vLLM's own method, for weights that stay plain.
 
     Attributes:
         names: names of the parameters that may become tables.
-        tables: the layer's shards, by names of parameters; empty if the layer is plain.
-        is_tied: whether the tables are another layer's.
+        tables: the tables of the layer, by names of parameters; empty if the layer is plain.
+        is_tied: whether the tables belong to another layer.
     """
 
     uses_meta_device, is_tied = True, False
@@ -58,8 +59,8 @@ class CodedMethod:
 
     @contextlib.contextmanager
     def as_plain(self, layer: Any) -> Iterator[dict[torch.Tensor, CompressedTensor]]:
-        """Gives a layer plain weights without memory, with vLLM's loaders, inside the context. Yields the layer's
-        tables by these weights."""
+        """Inside the context, the layer has plain weights without memory, which have vLLM's loaders. Yields a dict from
+        these weights to the layer's tables."""
         held, (sizes, options) = dict(layer._parameters), self._made_by
         with torch.device("meta"):
             self._plain.create_weights(layer, *sizes, **options)
@@ -71,10 +72,12 @@ class CodedMethod:
             layer._parameters.update(held)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Codes loaded weights and frees them. vLLM calls it once more at the end.
+        """Codes loaded weights and frees them. vLLM calls this once more after the whole model has been loaded; that
+        call does nothing.
 
         Raises:
-            NotImplementedError: weights were loaded again: graphs have the addresses of the old tables.
+            NotImplementedError: weights were loaded again. This is refused, because CUDA graphs have the addresses of
+                the old tables.
         """
         if self._is_done:
             if any(getattr(layer, name).numel() for name in self.tables):
@@ -85,19 +88,20 @@ class CodedMethod:
             weight = getattr(layer, name)
             empty = torch.empty(0, table.shape[1], dtype=table.dtype, device=weight.device)
             parameter: Any = torch.nn.Parameter(empty, requires_grad=False)
-            # vLLM asks for it even for other ranks' experts
+            # vLLM also asks for the loader of experts that are on other ranks
             parameter.weight_loader = getattr(weight, "weight_loader", None)
             delattr(layer, name)
             layer.register_parameter(name, parameter)
             layer.register_buffer(f"ibp_{name}", table.slots, persistent=False)
 
     def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
-        """Returns the tables of a layer's loaded weights. An empty result means that they stay plain, and are ready."""
+        """Returns the tables of a layer's loaded weights. If the weights stay plain, makes them ready for vLLM's method
+        and returns an empty dict."""
         raise NotImplementedError
 
     def _tables_of(self, layer: Any) -> dict[str, CompressedTensor]:
-        """Returns tables of all weights that may become tables. An empty result means that the weights stay plain,
-        and are in their memory."""
+        """Returns a table for each of the parameters in `names`. If one of the weights stays plain, writes all of them
+        to their memory and returns an empty dict."""
         all_parts, self._parts = self._parts, {}
         tables: dict[str, CompressedTensor] = {}
         for name, parts in all_parts.items():
@@ -112,7 +116,7 @@ class CodedMethod:
 
 
 def _noting(parts: list[TablePart], load: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a weight's loader that adds the parts of tables to a list instead of copying them."""
+    """Wraps a weight's loader. Parts of tables that the loader would copy to the weight are added to a list instead."""
 
     @functools.wraps(load)
     def note(*args: Any, **options: Any) -> Any:
@@ -126,7 +130,7 @@ def _noting(parts: list[TablePart], load: Callable[..., Any]) -> Callable[..., A
 
 
 def why_plain_experts(plain: Any) -> str:
-    """Returns why experts cannot be coded, or "" if they can. plain: vLLM's method for them."""
+    """Returns the reason why experts cannot be coded, or "" if they can. plain: vLLM's own method for the experts."""
     moe = plain.moe
     if plain.unquantized_backend.name != "TRITON":
         return f"vLLM multiplies them by {plain.unquantized_backend.value}; wanted --moe-backend triton"
@@ -138,9 +142,9 @@ def why_plain_experts(plain: Any) -> str:
 
 
 class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
-    """How fused experts keep their stacked weights. If there are few tokens, a kernel multiplies that decodes
-    weights in registers. If there are many, vLLM's own kernel multiplies with weights that are decoded for the call.
-    Compiled graphs hold vLLM's operation around them."""
+    """The method of fused experts with stacked weights. For few tokens, a kernel decodes the weights in registers and
+    multiplies by them. For many tokens, the weights are decoded to memory for the call, and vLLM's own kernel
+    multiplies. Compiled graphs contain vLLM's operation, which calls this method."""
 
     names = "w13_weight", "w2_weight"
 
@@ -152,7 +156,7 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
         return self._plain.get_fused_moe_quant_config(layer)
 
     def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
-        tables = self._tables_of(layer)  # Triton's kernel takes weights in the form in which they are loaded
+        tables = self._tables_of(layer)  # of the weights as loaded, because Triton's kernel takes this form
         self._plain.process_weights_after_loading(layer)
         self.moe_kernel, self.moe_quant_config = self._plain.moe_kernel, self._plain.moe_quant_config
         return tables
@@ -171,7 +175,7 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
     def _multiplied(
         self, layer: Any, experts: ExpertTables, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Returns what vLLM's kernel computes, except that products are added in another order."""
+        """Returns what vLLM's kernel would return, except that products are added in another order."""
 
         def activate(y: torch.Tensor) -> torch.Tensor:
             out = y.new_empty(len(y), experts.down.shape[1])
@@ -188,7 +192,7 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
 
 
 def _with(layer: Any, weights: dict[str, torch.Tensor]) -> Any:
-    """Returns an object that stands for a layer in one call, with other weights."""
+    """Returns a shallow copy of a layer that has other weights, for one call."""
     made = object.__new__(type(layer))
     parameters = {name: parameter for name, parameter in layer._parameters.items() if name not in weights}
     vars(made).update(vars(layer), _parameters=parameters)

@@ -1,7 +1,7 @@
-"""Finds where a worker of vLLM keeps a checkpoint's weights: merged, sharded or coded.
+"""Finds where a worker of vLLM keeps the weights of a checkpoint, which may be merged, sharded or coded there.
 
-The model's own `load_weights` tells this, once for each name, when it loads weights that have no memory. From then on
-changes go to these places, and nothing is loaded.
+To find out, the model's own `load_weights` is called once for each name with tensors that have no memory and only note
+where they are copied. Later changes are written to these places without `load_weights`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from ._methods import CodedMethod
 
 
 class ModelReceiver(PlacedReceiver):
-    """Receives a checkpoint's tensors for a model of an engine, which keeps them merged, sharded or coded.
+    """Receives changes of a checkpoint's tensors for an engine's model, which may keep the tensors merged, sharded or
+    coded.
 
     Args:
-        model: its `load_weights` takes names and tensors of a checkpoint.
-        is_eager: whether the model's coded layers are in no CUDA graph.
+        model: a model whose `load_weights` takes pairs of the names and tensors of a checkpoint.
+        is_eager: whether the model runs without CUDA graphs.
 
     Raises:
-        NotImplementedError: there are coded layers, and they are in graphs.
+        NotImplementedError: the model has coded layers and is_eager is False.
     """
 
     def __init__(self, model: torch.nn.Module, is_eager: bool = False) -> None:
@@ -48,8 +49,8 @@ class ModelReceiver(PlacedReceiver):
         return is_done
 
     def places_of(self, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, list[ShardPlace]]:
-        """Returns the places of tensors. Tensors that the model does not load, such as those of other pipeline
-        stages, have no places."""
+        """Returns for each tensor the places where the model keeps its parts. The list is empty for tensors that the
+        model does not load, such as those of other pipeline stages."""
         copies = {name: _Copies() for name in tensors}
         weights = {name: IncomingTensor.of(copies[name], *each) for name, each in tensors.items()}
         with contextlib.ExitStack() as stack:
@@ -64,7 +65,7 @@ class ModelReceiver(PlacedReceiver):
 
 
 class _Copies:
-    """Notes where a tensor is copied to, instead of copying it."""
+    """The origin of an `IncomingTensor` that notes where the tensor's parts are copied, and copies nothing."""
 
     def __init__(self) -> None:
         self.found: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -84,11 +85,13 @@ def _is_coded(layer: Any) -> bool:
 def _place(
     name: str, weight: torch.Tensor, source: torch.Tensor, target: torch.Tensor, tables: dict[int, CompressedTensor]
 ) -> ShardPlace:
-    """Returns where a loader has copied a part of a weight."""
+    """Returns the place to which a loader copied a part of a weight. weight: the whole tensor, on the meta device.
+    source: the part, a view of weight. target: the memory to which it was copied, or a plain weight of `as_plain`.
+    tables: the tables of such plain weights, by `storage_of`."""
     if target.dtype != weight.dtype:
         raise TypeError(f"{name} has dtype {target.dtype} here; the message is for {weight.dtype}")
     strides, at, box = weight.stride(), source.storage_offset(), []
-    missing = weight.dim() - source.dim()  # leading dimensions of which a loader has chosen one element
+    missing = weight.dim() - source.dim()  # number of leading dimensions that a loader has removed by indexing
     if source.numel() == weight.numel() and source.is_contiguous():
         source, target, missing = weight, target.view(weight.shape), 0
     if missing < 0 or any(n > 1 and a != b for n, a, b in zip(source.shape, source.stride(), strides[missing:])):

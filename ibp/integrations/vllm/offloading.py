@@ -1,14 +1,14 @@
-"""vLLM's KV-cache offloading into pools of coded pages: the same host memory keeps 1.4 times the tokens.
+"""vLLM's KV-cache offloading with coded pages in host memory: the same memory keeps 1.4 times the tokens.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"spec_name": "IBPOffloadingSpec", "spec_module_path": "ibp.integrations.vllm",
         "cpu_bytes_to_use": 34359738368}}'
 
-`docs/serving.md` names the versions that were tried, and how. The scheduler's side is vLLM's own `CPUOffloadingSpec`
-and its manager, which is told of more host memory than there is. `IBPOffloadingWorker` moves the pages.
+`docs/serving.md` names the versions that were tried, and how. On the scheduler's side, vLLM's own `CPUOffloadingSpec`
+and its manager are used, with a memory size that is larger than the real one. `IBPOffloadingWorker` moves the pages.
 
-vLLM cannot handle a failed transfer. Pages for which the pools have no room therefore stay raw;
-`IBPOffloadingWorker.blocks.num_raw_pages` counts them.
+vLLM cannot handle a failed transfer. Pages for which the pools have no room are therefore kept raw, in additional host
+memory; `IBPOffloadingWorker.blocks.num_raw_pages` counts them.
 """
 
 from __future__ import annotations
@@ -40,26 +40,28 @@ except ImportError as error:
 
 __all__ = ["IBPOffloadingSpec", "IBPOffloadingWorker"]
 
-USUAL_GAIN = 1.4  # how many chunks are kept for each one that would fit raw; BF16 keys and values allow this many
-_WHOLE_ROWS = 2048  # bytes to which pages are rounded up, if the tensor's padding allows, so that they divide into rows
+USUAL_GAIN = 1.4  # number of chunks that are kept for each one that would fit raw; BF16 keys and values allow this gain
+# Pages are rounded up to a multiple of this size in bytes, if the tensor's padding allows it, so that they can be cut
+# into whole rows.
+_WHOLE_ROWS = 2048
 
 
 class IBPOffloadingSpec(CPUOffloadingSpec):
     """The spec that vLLM makes from `spec_name` and `spec_module_path`: its own `CPUOffloadingSpec` with another
     worker.
 
-    It reads from `kv_connector_extra_config`: `cpu_bytes_to_use`, bytes of host memory for all workers together;
-    optionally `ibp_gain`, how many chunks are kept for each one that would fit raw, 1.4 by default; `ibp_level`,
-    "default" or "fast"; and `ibp_dtype`, the dtype of the pages, if it is not that of `--kv-cache-dtype`, or, with the
-    default "auto", not BF16. `CPUOffloadingSpec` reads its other options, such as `eviction_policy` and
-    `store_threshold`, and its metrics count chunks at their original size.
+    `kv_connector_extra_config` has these options: `cpu_bytes_to_use`, size in bytes of the host memory of all workers
+    together; optionally `ibp_gain`, the number of chunks that are kept for each one that would fit raw, 1.4 by default;
+    `ibp_level`, "default" or "fast"; and `ibp_dtype`, the dtype of the pages. Give `ibp_dtype` if `--kv-cache-dtype`
+    does not say it: with the default "auto", pages are taken for BF16. The options of `CPUOffloadingSpec`, such as
+    `eviction_policy` and `store_threshold`, also apply. vLLM's metrics count chunks at their original size.
 
     Attributes:
-        pool_bytes: bytes of host memory for one worker.
-        num_chunks: how many chunks the scheduler hands out.
+        pool_bytes: size in bytes of the host memory of one worker.
+        num_chunks: number of chunks that the scheduler can use.
 
     Raises:
-        ImportError: vLLM is not installed, or does not have a class.
+        ImportError: vLLM is not installed, or lacks a class that is needed.
         ValueError: `cpu_bytes_to_use` is missing, or an option is out of range.
     """
 
@@ -76,13 +78,13 @@ class IBPOffloadingSpec(CPUOffloadingSpec):
         host_bytes = int(options["cpu_bytes_to_use"])
         self.pool_bytes = host_bytes // max(1, config.parallel.world_size)
         changes: dict[str, Any] = {"extra_config": {**options, "cpu_bytes_to_use": int(host_bytes * gain)}}
-        # vLLM has one copy for all workers; here each worker has a pool of its own
+        # vLLM may keep one copy of replicated pages for all workers; here each worker has a pool of its own
         if hasattr(config, "replicated_layout"):
             changes["replicated_layout"] = False
         super().__init__(dataclasses.replace(config, **changes))
         self._dtype = dtype_of(self.config.model.dtype, options.get("ibp_dtype"))
         if not hasattr(self, "num_chunks"):
-            self.num_chunks: int = self.num_blocks  # its name before 0.30
+            self.num_chunks: int = self.num_blocks  # the attribute's name before vLLM 0.30
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Returns the worker, which moves pages."""
@@ -104,8 +106,9 @@ class IBPOffloadingWorker(OffloadingWorker):
 
     Args:
         kv_caches: vLLM's tensors.
-        num_chunks, blocks_per_chunk: how many chunks the scheduler hands out, and how many GPU blocks a chunk has.
-        pool_bytes: bytes of host memory.
+        num_chunks: number of chunks that the scheduler can use.
+        blocks_per_chunk: number of GPU blocks of a chunk.
+        pool_bytes: size in bytes of the host memory.
         dtype: the dtype of the pages.
         level: level of the codebooks, see `ibp.compress`.
 
@@ -113,8 +116,8 @@ class IBPOffloadingWorker(OffloadingWorker):
         blocks: the `ibp.kv.BlockStore`.
 
     Raises:
-        ImportError: vLLM is not installed, or does not have a class.
-        RuntimeError: the blocks of a tensor are not rows of bytes.
+        ImportError: vLLM is not installed, or lacks a class that is needed.
+        RuntimeError: a tensor cannot be viewed as rows of bytes, one for each block.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class IBPOffloadingWorker(OffloadingWorker):
         check_engine("vllm", _missing)
         self._blocks_per_chunk = blocks_per_chunk
         self._block_bytes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
-        self._num_bytes: dict[int, int] = {}  # by job
+        self._num_bytes: dict[int, int] = {}  # by job, the raw size in bytes of the blocks that it moves
         self.blocks = ibp.kv.BlockStore(
             _groups_of(kv_caches),
             num_pages=num_chunks * blocks_per_chunk,
@@ -147,8 +150,8 @@ class IBPOffloadingWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Begins to load chunks into GPU blocks. expedited: whether the load may run beside the loads that were
-        submitted before."""
+        """Begins to load chunks into GPU blocks. expedited: whether the load may run at the same time as loads that
+        were submitted before."""
         self.blocks.load(job_id, self._moves(job_id, dst_spec, src_spec), urgent=expedited)
         return True
 
@@ -160,7 +163,7 @@ class IBPOffloadingWorker(OffloadingWorker):
         ]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Makes the host wait for jobs. Then vLLM may write to the blocks that they read."""
+        """Makes the host wait for jobs. Afterwards vLLM may write to the blocks that these jobs read."""
         self.blocks.wait(job_ids)
 
     def shutdown(self) -> None:
@@ -170,8 +173,8 @@ class IBPOffloadingWorker(OffloadingWorker):
     def _moves(
         self, job_id: int, gpu: GPULoadStoreSpec, chunks: LoadStoreSpec
     ) -> dict[int, tuple[list[int], list[int]]]:
-        """Returns, by group, the pages and blocks of a job. A group's blocks are consecutive in its chunks; the
-        first block may be in the middle of a chunk."""
+        """Returns {group: (pages, blocks)} for a job. In each group, the job's blocks correspond to consecutive pages
+        of its chunks; the first block may correspond to a page in the middle of a chunk."""
         self._num_bytes[job_id] = sum(count * size for count, size in zip(gpu.group_sizes, self._block_bytes))
         moves, first_block, first_chunk, many = {}, 0, 0, self._blocks_per_chunk
         for group, (count, index) in enumerate(zip(gpu.group_sizes, gpu.block_indices)):
@@ -188,9 +191,9 @@ class IBPOffloadingWorker(OffloadingWorker):
 
 
 def _groups_of(kv_caches: CanonicalKVCaches) -> list[list[torch.Tensor]]:
-    """Returns, by group of layers, its tensors, [num_blocks, bytes of a block], int8, over vLLM's memory. Groups
-    that share a tensor may use different parts of a block: a page holds the largest part, with padding up to whole
-    rows."""
+    """Returns for each group of layers its tensors, which are views of vLLM's memory: int8 [num_blocks, bytes of a
+    block]. Groups that share a tensor may use only the first bytes of a block; a view has the largest of these sizes,
+    rounded up to whole rows."""
     used: dict[int, int] = {}
     for refs in kv_caches.group_data_refs:
         for ref in refs:

@@ -1,7 +1,7 @@
-"""Weights that a trainer pushes into a running vLLM: `--weight-transfer-config '{"backend": "ibp_delta"}'`.
+"""Receives weights that a trainer pushes into a running vLLM: `--weight-transfer-config '{"backend": "ibp_delta"}'`.
 
 vLLM finds this module by the entry point `vllm.general_plugins` and calls `register`. Messages of `ibp.deltas.Sender`
-have names and shapes of a checkpoint; `_places.py` finds where a worker keeps them.
+have the names and shapes of a checkpoint's tensors; `_places.py` finds where a worker keeps these tensors.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ BACKEND = "ibp_delta"
 
 @functools.cache
 def register() -> None:
-    """Registers the backend with vLLM, which calls this in each of its processes. If vLLM does not have a class, it
-    only warns."""
+    """Registers the backend with vLLM, which calls this in each of its processes. If this vLLM lacks a class that is
+    needed, the function only logs a warning."""
     if _missing is not None:
         _logger.warning("ibp: the weight transfer backend %s is not there with this vLLM: %s", BACKEND, _missing)
         return
@@ -55,16 +55,20 @@ def register() -> None:
 
 @dataclass
 class IBPTransferInit(WeightTransferInitInfo):
-    """Options of the backend. nccl: fields of vLLM's `NCCLWeightTransferInitInfo`, if messages come by NCCL from
-    rank 0 of its group."""
+    """Options of the backend. nccl: fields of vLLM's `NCCLWeightTransferInitInfo`, if messages come by NCCL, from rank
+    0 of the group that these fields describe. None: messages come as files."""
 
     nccl: dict[str, Any] | None = None
 
 
 @dataclass
 class IBPTransferUpdate(WeightTransferUpdateInfo):
-    """The messages of an update. paths: paths of files on the workers' machine; num_bytes: bytes of messages that
-    come by NCCL, in this order."""
+    """The messages of an update.
+
+    Attributes:
+        paths: paths of the messages that are files on the workers' machine.
+        num_bytes: size in bytes of each message that comes by NCCL, in the order of the messages.
+    """
 
     paths: list[str] = field(default_factory=list)
     num_bytes: list[int] = field(default_factory=list)
@@ -73,15 +77,15 @@ class IBPTransferUpdate(WeightTransferUpdateInfo):
 class IBPWeightTransferEngine(WeightTransferEngine):
     """The engine that vLLM makes in each worker for the backend "ibp_delta".
 
-    Every worker gets all messages and takes what its parameters hold. `update_weights` raises what
-    `ibp.deltas.Receiver.apply` raises; the weights are then unchanged, and have to be pushed whole.
+    Every worker gets all messages and applies those changes that concern its own parameters. `update_weights` raises
+    what `ibp.deltas.Receiver.apply` raises; the weights are then unchanged, and have to be pushed whole.
 
-    A kernel may keep weights in another order than vLLM's loaders write them, as some do for experts. If a worker has
-    whole tensors, fingerprints detect this, and pushes are refused. Parts of tensors have no fingerprints: there it
-    goes unnoticed, as with vLLM's own sparse backend.
+    Some kernels, such as some of those for experts, keep weights in another order than vLLM's loaders write them. If a
+    worker has whole tensors, fingerprints detect this, and pushes are refused. Parts of tensors have no fingerprints,
+    so another order goes unnoticed there, as with vLLM's own sparse backend.
 
     Raises:
-        ImportError: vLLM is not installed, or does not have a class.
+        ImportError: vLLM is not installed, or lacks a class that is needed.
     """
 
     init_info_cls, update_info_cls = IBPTransferInit, IBPTransferUpdate
@@ -119,20 +123,22 @@ class IBPWeightTransferEngine(WeightTransferEngine):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[torch.Tensor], trainer_args: dict[str, Any]) -> None:
-        """Calls `send`, in the form of vLLM 0.26. iterator: messages; trainer_args: the other arguments."""
+        """Calls `send` with the arguments that vLLM 0.26 passes. iterator: the messages. trainer_args: the other
+        arguments of `send`."""
         send(list(iterator), **trainer_args)
 
 
 def send(messages: Sequence[torch.Tensor], client: Any, *, group: Any = None, folder: str = "/dev/shm") -> None:
-    """Brings the messages of a push to the workers of a vLLM, through one of vLLM's clients: the trainer's side.
+    """Sends the messages of a push to the workers of a vLLM, through one of vLLM's clients. A trainer calls it.
 
     Args:
-        messages: the results of `ibp.deltas.Sender.push`, of all senders together.
+        messages: the results of `ibp.deltas.Sender.push` of all senders.
         client: an object of vLLM's `HTTPVLLMWeightSyncClient` or `RayVLLMWeightSyncClient`, or one with the same
             methods.
-        group: the result of vLLM's `nccl_common.trainer_init`: messages, on its device, go by NCCL. None: messages go
-            by files.
-        folder: where files are for the duration of the call; the workers read them. By default in memory.
+        group: the result of vLLM's `nccl_common.trainer_init`, if messages are to go by NCCL; they must be on the
+            group's device. None: messages go as files.
+        folder: directory of the files, which exist until the call returns. The workers must be able to read them. The
+            default is in memory.
     """
     client.start_weight_update()
     if group is None:
@@ -142,7 +148,7 @@ def send(messages: Sequence[torch.Tensor], client: Any, *, group: Any = None, fo
                 message.cpu().numpy().tofile(path)
             client.update_weights({"paths": paths})
     else:
-        with ThreadPoolExecutor(1) as thread:  # the workers take part while the client tells them
+        with ThreadPoolExecutor(1) as thread:  # update_weights returns only when the workers have received the messages
             told = thread.submit(client.update_weights, {"num_bytes": [message.numel() for message in messages]})
             for message in messages:
                 group.broadcast(message, src=0, stream=torch.cuda.current_stream(message.device))

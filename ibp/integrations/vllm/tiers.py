@@ -1,4 +1,4 @@
-"""A tier of coded chunks behind vLLM's host memory, for its `TieringOffloadingSpec`.
+"""A second tier for vLLM's KV-cache offloading that keeps chunks coded, for vLLM's `TieringOffloadingSpec`.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 4294967296,
@@ -6,8 +6,8 @@
         "pool_bytes": 34359738368}]}}'
 
 `docs/serving.md` names the versions that were tried, and how. vLLM keeps raw chunks in `cpu_bytes_to_use` bytes of host
-memory, and gives the tier every chunk that is stored there. The tier keeps the chunks coded, by their keys, in
-`ibp.kv.KeyedPages`. Chunks that were used longest ago make room.
+memory, and passes every chunk that is stored there to the tier. The tier keeps the chunks coded in an
+`ibp.kv.KeyedPages`, which drops the least recently used chunks if it is full.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ __all__ = ["IBPSecondaryTier"]
 class IBPSecondaryTier(SecondaryTierManager):
     """The tier that vLLM makes from `type` and `module_path` of `secondary_tiers`.
 
-    It reads from its configuration: `pool_bytes`, bytes of host memory for coded chunks; optionally `device`, "cpu"
-    (the default: chunks are coded where they are) or "cuda"; `level`, "default" or "fast"; and `dtype`, the dtype of
-    the chunks, if it is not the model's. Stores and loads have a thread each, in the scheduler's process. If the pool
-    has no room for a chunk, it is not stored, and vLLM does not find it later. A chunk that made room for another
-    between lookup and load is computed again.
+    Its configuration has these options: `pool_bytes`, size in bytes of the host memory for coded chunks; optionally
+    `device`, the device that codes, "cpu" (the default) or "cuda"; `level`, "default" or "fast"; and `dtype`, the dtype
+    of the chunks, if it is not the model's. Stores run on one thread of the scheduler's process, and loads on another.
+    If the pool has no room for a chunk, the chunk is not stored, and vLLM does not find it later. If a chunk is dropped
+    between lookup and load, vLLM computes it again.
 
     Attributes:
         pages: the `ibp.kv.KeyedPages`.
 
     Raises:
-        ImportError: vLLM is not installed, or does not have a class.
+        ImportError: vLLM is not installed, or lacks a class that is needed.
         ValueError: `pool_bytes` is missing.
     """
 
@@ -77,15 +77,15 @@ class IBPSecondaryTier(SecondaryTierManager):
         self._stores, self._loads = (Tasks(numbers, lambda: None) for _ in range(2))
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Returns whether a chunk is there."""
+        """Returns whether a chunk is stored: HIT or MISS."""
         return LookupResult.HIT if key in self.pages else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Begins to code chunks of vLLM's memory."""
+        """Begins to store chunks of vLLM's memory."""
         self._stores.submit(self._run, self.pages.put, job_metadata, failed=JobResult(job_metadata.job_id, False))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Begins to decode chunks to vLLM's memory."""
+        """Begins to load chunks into vLLM's memory."""
         self._loads.submit(self._run, self.pages.get, job_metadata, failed=JobResult(job_metadata.job_id, False))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -93,7 +93,7 @@ class IBPSecondaryTier(SecondaryTierManager):
         return [*self._stores.take_all().values(), *self._loads.take_all().values()]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Counts chunks as used now."""
+        """Marks chunks as used now."""
         self.pages.touch(keys)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -101,7 +101,7 @@ class IBPSecondaryTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """Waits for the jobs so far."""
+        """Waits for all jobs submitted so far."""
         for tasks in (self._stores, self._loads):
             tasks.wait()
 
@@ -113,7 +113,8 @@ class IBPSecondaryTier(SecondaryTierManager):
         del self._chunks
 
     def _run(self, move: Any, job: TransferJob) -> JobResult:
-        """Moves the chunks of a job, as many as can be moved. The job succeeds if all are moved."""
+        """Stores or loads the chunks of a job. A failure does not stop the others; the job succeeds if all chunks
+        do. move: `put` or `get` of `pages`."""
         return JobResult(job.job_id, all([move(key, self._chunks[number]) for key, number in _numbered(job)]))
 
 
@@ -124,6 +125,7 @@ def _chunks_of(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _numbered(job: TransferJob) -> Iterator[tuple[OffloadKey, int]]:
-    """Yields the keys of a job, and the numbers of their chunks. The numbers had another name before vLLM 0.30."""
+    """Yields (key, number of the chunk) for each chunk of a job. The attribute with the numbers had another name before
+    vLLM 0.30."""
     numbers = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
     return zip(job.keys, (int(number) for number in numbers), strict=True)

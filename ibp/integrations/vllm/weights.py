@@ -1,4 +1,4 @@
-"""Coded weights in vLLM: `vllm serve MODEL --quantization ibp`.
+"""Keeps weights coded in vLLM: `vllm serve MODEL --quantization ibp`.
 
 vLLM finds this module by the entry point `vllm.general_plugins` and calls `register`. `docs/serving.md` names the
 releases that were tried, and what stays plain.
@@ -51,17 +51,17 @@ except ImportError as error:
 __all__ = ["IBPConfig", "IBPModelLoader", "IBPWeightMethod", "register"]
 
 _WEIGHTS = "model.safetensors"
-# A weight of which a table saves a smaller share stays plain, as in `ibp.nn.compress`.
+# A weight stays plain if its table would save a smaller fraction of its size, as in `ibp.nn.compress`.
 _LEAST_SAVINGS = 0.02
-_logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers below its own
-# By the address of a table's slots. Compiled graphs have the slots as inputs, so that layers of the same shape share a
-# graph.
+_logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers whose names begin with "vllm."
+# Tables by the address of their slots. Compiled graphs take the slots as inputs, rather than constants, so that layers
+# of the same shape share a graph; the operations find the table here.
 _tables: WeakValueDictionary[int, ibp.CompressedTensor] = WeakValueDictionary()
 
 
 def register() -> None:
     """Registers `--quantization ibp` and `--load-format ibp` with vLLM. vLLM calls this in each of its processes,
-    even for models that do not use them; if vLLM does not have a class, it only warns."""
+    even for models that use neither. If this vLLM lacks a class that is needed, the function only logs a warning."""
     if _missing is not None:
         _logger.warning("ibp: --quantization ibp is not there with this vLLM: %s", _missing)
         return
@@ -77,11 +77,11 @@ class IBPConfig(QuantizationConfig):
     Args:
         fields: fields of `quantization_config` in config.json or `--hf-overrides`: include, exclude and min_bytes, as
             in `ibp.nn.compress`; level and fused are ignored, because everything is coded at level "fast". Names are
-            those of vLLM's layers. A layer that vLLM has merged, such as qkv_proj, is excluded with any of its parts,
+            those of vLLM's layers. A layer that vLLM has merged, such as qkv_proj, is excluded if any of its parts is,
             such as q_proj.
 
     Raises:
-        ImportError: vLLM is not installed, or does not have a class.
+        ImportError: vLLM is not installed, or lacks a class that is needed.
         TypeError, ValueError: a field is unknown, has a wrong type, or is out of range.
     """
 
@@ -90,7 +90,7 @@ class IBPConfig(QuantizationConfig):
         super().__init__()
         self.fields = CodingFields(**fields)
         self._is_coded = False  # whether the checkpoint has tables
-        self._said: set[str] = set()
+        self._said: set[str] = set()  # reasons that are already in the log
         self._has_told = False  # whether the log already says that weights are compressed
 
     def get_name(self) -> str:
@@ -115,7 +115,8 @@ class IBPConfig(QuantizationConfig):
         self._is_coded = any(is_coded(path) for path in Path(model_name).glob("*.safetensors"))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Returns how a layer keeps its weight. None: as in vLLM, for attention.
+        """Returns the method that keeps and multiplies the weight of a layer, coded or plain. Returns None for other
+        kinds of layers, such as attention, which vLLM then handles itself.
 
         Raises:
             ValueError: the checkpoint is coded, and `--load-format ibp` is missing.
@@ -144,9 +145,11 @@ class IBPConfig(QuantizationConfig):
         return self.fields.includes(*names)
 
     def table_of(self, weight: torch.Tensor, name: str, parts: Sequence[TablePart] = ()) -> ibp.CompressedTensor | None:
-        """Returns a table of a loaded weight, or None if it stays plain. The log says why, once for each reason.
+        """Returns a table of a loaded weight, or None if the weight stays plain. In that case the reason is logged,
+        unless the same reason has been logged before.
 
-        parts: parts of the tables of a coded checkpoint, which have not been copied to the weight's memory.
+        parts: the parts of the weight that come from tables of a coded checkpoint, and have not been copied to the
+        weight's memory.
         """
         weight = weight.detach().as_subclass(torch.Tensor)
         num_bytes, table, why = weight.numel() * weight.element_size(), None, ""
@@ -176,8 +179,8 @@ class IBPConfig(QuantizationConfig):
 
 
 class IBPWeightMethod(CodedMethod, LinearMethodBase):
-    """How a linear layer, an embedding or a head keeps its weight. Embeddings and heads, which may be tied, are
-    coded at the end."""
+    """The method of a linear layer, an embedding or a head. Embeddings and heads are coded after the whole model has
+    been loaded, because they may be tied."""
 
     def __init__(self, config: IBPConfig, prefix: str, plain: Any) -> None:
         super().__init__(config, prefix, plain)
@@ -185,7 +188,7 @@ class IBPWeightMethod(CodedMethod, LinearMethodBase):
         self._tied: Any = None  # an embedding with the same weight
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
-        """Makes a head multiply by an embedding's table."""
+        """Makes a head use the weight, and the table, of an embedding."""
         layer.weight, self._tied, self.is_tied = embed_tokens.weight, embed_tokens, True
         return layer
 
@@ -222,7 +225,7 @@ def _table_of(slots: torch.Tensor) -> ibp.CompressedTensor:
     return table
 
 
-# Compiled graphs hold these operations. The number of vectors that the kernel takes is decided when they run, because
+# Compiled graphs call these operations. The operations choose a kernel for the number of tokens when they run, because
 # vLLM compiles one graph for all numbers of tokens.
 
 
@@ -250,9 +253,9 @@ def _(ids: torch.Tensor, slots: torch.Tensor, num_columns: int) -> torch.Tensor:
 class IBPModelLoader(DefaultModelLoader):
     """The loader that `--load-format ibp` makes. It reads a directory of `ibp compress` or `save_coded`.
 
-    Coded layers take the coded rows of their shards as they are, if `save_coded` wrote them in the form of
-    `ibp.linear`, with one codebook for all weights of a merged layer. Other tables go to the GPU in coded form, and are
-    decoded there. Directories of other files are read as vLLM reads them.
+    Coded layers use the coded rows of their shards as they are, if `save_coded` wrote them in the form that
+    `ibp.linear` multiplies, with one codebook for all weights of a merged layer. Other tables are copied to the GPU in
+    coded form and decoded there. If a directory has no coded files, vLLM reads it as usual.
     """
 
     def __init__(self, load_config: Any) -> None:
