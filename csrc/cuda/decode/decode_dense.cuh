@@ -108,7 +108,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     // The scratch of a group in shared memory: a part for each warp, and then the words through which the warps
     // exchange counts. The entries are there only if names are ranks of entries that all columns share.
     //
-    //     each warp's part    | names: 16 bytes for each plane, 0 at the escape | digits of plane 0 | levels | entries |
+    //     each warp's part    | names: 16 bytes a plane, 0 at the escape | digits of plane 0 | levels | entries |
     static __host__ __device__ __forceinline__ uint32_t entries_at(const ibp_codebook &cb)
     {
         return kTables + kDigits + Levels::num_bytes(cb);
