@@ -40,8 +40,8 @@ struct Sample {
     float weight;
 };
 
-// Looks up the row of id `number`, if it is below `last`, where the team's rows end. Not inlined, because registers are
-// scarce.
+// Looks up the row of the id at position `number`. If the position is `last`, where the team's rows end, or later,
+// returns a sample without a row. Not inlined, because registers are scarce.
 static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, const Request &request,
                                                      const ibp_bags &bags, uint32_t number, uint32_t last)
 {
