@@ -5,7 +5,7 @@
 //
 //     | residuals, r bits for each element | digits, 4 bits for each element | raw symbols of escaped elements |
 //
-// 1. A lane loads the digits of its part of a tile, which is kSteps vectors of 16 bytes, and counts escapes (load_tile).
+// 1. A lane loads the digits of its part of a tile, kSteps vectors of 16 bytes, and counts escapes (load_tile).
 // 2. The number of escapes in the row says where the row ends, which is checked.
 // 3. A symbol is first_symbol plus its digit, and residuals lie at known positions. So a lane makes 16 bytes of the row
 //    from a word or half a word of digits by arithmetic, shifts and permutes alone (store_tile).
