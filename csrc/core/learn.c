@@ -104,7 +104,7 @@ typedef struct value_counts {
     value_count *items;
     size_t size;
     uint32_t bits;
-    double scale; /* the number of elements that each counted element stands for */
+    double scale; /* number of elements that each counted element represents */
 } value_counts;
 
 /* The symbol of an element: its highest bits, or, if it is rotated, the bits that follow the highest one. */
@@ -334,7 +334,7 @@ static uint32_t top_values(const value_counts *counts, uint32_t most, value_coun
 /* ---- costs ------------------------------------------------------------------------------------------------------- */
 
 /* Computes tails from the counts of the most frequent symbols: tails[k] receives the mean number of elements of a row
- * whose symbols have rank k or higher. The num_rows rows have `total` elements; each counted element stands for `scale`
+ * whose symbols have rank k or higher. The num_rows rows have `total` elements; each counted element represents `scale`
  * elements. */
 static void find_tails(double total, double scale, double num_rows, const value_count *ranked, uint32_t size,
                        double *tails)
@@ -626,7 +626,7 @@ static double try_shapes(const search *s, const values *v, const room *r, candid
  * dictionary: by the symbol itself if symbols are short, else by its hash. A long symbol must be compared with the
  * symbol at that index. */
 typedef struct dictionary {
-    uint32_t size; /* number of symbols; also the index that stands for a symbol that is not in the dictionary */
+    uint32_t size; /* number of symbols; also the index of all symbols that are not in the dictionary */
     bool is_short;
     uint8_t *places;
     uint64_t symbols[MOST_CHOSEN + 1];

@@ -170,7 +170,7 @@ IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks,
     }
 }
 
-/* Sets bit i of is_raw if rank i of n is num_entries, which stands for a symbol without an entry. */
+/* Sets bit i of is_raw if rank i of n is num_entries, which means that the symbol has no entry. */
 IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint64_t *is_raw)
 {
     find_others8(ranks, n, planes->num_entries, 0xff, is_raw);

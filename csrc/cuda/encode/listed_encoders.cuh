@@ -24,7 +24,7 @@ template <uint32_t FIELDS> struct ListedEncoders {
     {
         return knows_fields(cb, FIELDS) && (FIELDS == kAllFields || cb.planes.element_bytes < 8u);
     }
-    // Whether Any and Measuring are compiled for elements of type T. Elements of eight bytes are rare, so their
+    // True if Any and Measuring are compiled for elements of type T. Elements of eight bytes are rare, so their
     // codebooks all use the encoders for kAllFields.
     template <typename T> static constexpr bool kHasAny = FIELDS == kAllFields || sizeof(T) < 8;
     // Encodes with ListedEncoder, which keeps listed elements in shared memory. Rows of up to kLongestOfPart bytes are

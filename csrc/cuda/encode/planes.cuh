@@ -59,7 +59,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     const uint8_t *ranks;
     const uint32_t free; // the code of symbols without an entry
     bool has_all, is_hashed, has_ranks;
-    // Whether take_census counts the escapes of all elements, and then subtracts those of the elements that are not
+    // If true, take_census counts the escapes of all elements, and then subtracts those of the elements that are not
     // coded.
     bool counts_all;
 

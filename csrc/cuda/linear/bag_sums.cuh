@@ -104,7 +104,7 @@ constexpr uint32_t kUnitBytes = 16; // size in bytes of a unit, the part of a ro
 // The ways to reduce the rows of a round: their sum, their sum weighted by the notes, or their maximum.
 enum Way : uint32_t { kPlainSums, kNotedSums, kMaxima, kWays };
 
-// Returns a number that stands for both a kind and a way, so that a round has one branch for both.
+// Returns a number that encodes both a kind and a way, so that a round needs only one branch for them.
 __host__ __device__ constexpr uint32_t task_of(ibp_float_kind kind, Way way) { return kind * kWays + way; }
 __device__ __forceinline__ uint32_t task_of(const ibp_bags &bags)
 {

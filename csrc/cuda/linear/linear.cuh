@@ -88,8 +88,8 @@ struct LinearBlock {
 
 // ---- strips ----
 
-// Where the results of a strip's rows are stored in y, and the coded rows to which they belong. coded_row: the strip's
-// first row in the coded matrix or stack, and in its list of escapes.
+// The memory in y for the results of a strip's rows, and the coded rows to which these results belong. coded_row: the
+// strip's first row in the coded matrix or stack, and in its list of escapes.
 struct StripResults {
     const LinearMatrix &matrix;
     uint32_t row, num_rows; // row: the strip's first row of y; num_rows: number of rows of y
