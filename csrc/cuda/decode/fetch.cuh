@@ -17,9 +17,9 @@
 //     | ... shift | stored bytes of the row            | ... |      vectors as loaded, and as they lie in the stage
 //     ^ multiple of 16                                       ^ multiple of 16
 //
-// Irregular rows are not prefetched. Functions of their own fetch them when they are due. Irregular are default rows,
-// rows of which only a part is wanted, and rows whose vectors would reach past the table's memory or whose overflow
-// part is not aligned.
+// Irregular rows are not prefetched. When such a row is due, a function of its own fetches it. A row is irregular if it
+// is a default row, if only a part of it is wanted, if its vectors would reach outside the table's memory, or if its
+// overflow part is not aligned.
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
 
@@ -132,8 +132,8 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
 }
 
 // If `refused`, writes zeros to the output of a row, and records the fault. All lanes of a warp must call this
-// together: if only some lanes called it, the compiler would add code before every shuffle that checks that the lanes
-// have converged.
+// together: if only some lanes called it, the compiler would add code that checks before every shuffle whether the
+// lanes have converged.
 template <class G>
 static __device__ __noinline__ void refuse(const ibp_table &table, const Request &request, uint8_t *out,
                                            uint32_t number, bool refused, ibp_fault *fault)
