@@ -57,8 +57,8 @@ static uint64_t load_chunk(const uint8_t *row, uint32_t row_bytes, uint32_t firs
     return ibp_load_number(row + first, ibp_min_u32(chunk_bytes, row_bytes - first));
 }
 
-/* Adds to hits as ibp_count_hits does. chunk_bytes is a constant at every call, so that whole chunks are single
- * loads. */
+/* Adds to `hits` as ibp_count_hits does. chunk_bytes must be a constant at every call, so that a whole chunk is loaded
+ * by one instruction. */
 static inline void count_hits_of(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits,
                                  uint32_t chunk_bytes)
 {
@@ -93,8 +93,8 @@ typedef struct growing_mask {
     uint32_t num_bits;
 } growing_mask;
 
-/* Counts in ones[b] the rows that match the present mask and whose chunk has bit b set. column: the chunk in the first
- * row. */
+/* Counts the rows that match the present mask and in whose chunk bit b is set, for each b, in ones[b]. column: the
+ * chunk in the first row. */
 static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_bytes, uint32_t valid_bytes,
                            const growing_mask *grown, uint64_t ones[IBP_CHUNK_BITS])
 {
@@ -152,7 +152,7 @@ ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_b
         growing_mask grown = {0, 0, num_rows, 0}, best = grown;
         int64_t best_gain = 0;
         for (;;) {
-            /* Stop if even a mask of all bits in all rows that still match would not save more. */
+            /* Stop if even a mask of all bits, with all rows that still match, would not save more. */
             const growing_mask most = {0, 0, grown.num_matching, valid_bits};
             if (gain_of(&most, num_rows) <= best_gain) break;
             uint64_t ones[IBP_CHUNK_BITS];

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Calls function(..., n) for n = 1, 2, 4 or 8. In functions that are inlined, n is a constant. */
+/* Calls function(..., n) for n = 1, 2, 4 or 8. If the function is inlined, n is a constant in it. */
 #define IBP_BY_SIZE(n, function, ...)      \
     ((n) == 1   ? function(__VA_ARGS__, 1) \
      : (n) == 2 ? function(__VA_ARGS__, 2) \
@@ -21,7 +21,7 @@ static inline uint64_t ibp_load_number(const void *src, size_t num_bytes)
     return number;
 }
 
-/* Loads at least the 57 bits that begin at a bit position. Bits past the end of src read as zero. */
+/* Loads the bits that begin at a bit position; at least 57 of them are valid. Bits past the end of src read as zero. */
 static inline uint64_t ibp_load_bits(const uint8_t *src, size_t src_bytes, size_t position)
 {
     const size_t byte = position / 8;
@@ -49,9 +49,9 @@ static inline uint64_t ibp_load_field(const uint8_t *src, size_t src_bytes, size
     return ibp_low_bits(bits, num_bits);
 }
 
-/* ORs a field of up to 64 bits to a buffer that is still zero there. `bits` has no bits set above the field. Bits past
- * the end of the buffer are dropped: this happens only if a row changes while it is coded, or if a codebook is
- * wrong. */
+/* ORs a field of up to 64 bits into a buffer whose bits must still be zero there. `bits` must have no bits above the
+ * field. Bits past the end of the buffer are dropped; there are such bits only if a row changes while it is coded, or
+ * if a codebook is wrong. */
 static inline void ibp_or_bits(uint8_t *dst, size_t dst_bytes, size_t position, uint64_t bits)
 {
     const uint32_t shift = position % 8;

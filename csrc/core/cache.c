@@ -10,11 +10,11 @@ ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_s
     return IBP_OK;
 }
 
-/* ---- maps: several threads may take ways of a map while others read it ---- */
+/* ---- maps: several threads may insert rows in a map while others read it ---- */
 
-/* Finds the way of a row. Returns NULL if the map does not have the row. If `takes` is true, takes an empty way for the
- * row and returns it, still without an entry; then it returns NULL if the map has the row already, or if no way is
- * empty. */
+/* Finds the way of a row. Returns NULL if the map does not have the row. If `takes` is true, inserts the row instead:
+ * takes an empty way for it and returns this way, whose entry is still missing. In this case the function returns NULL
+ * if the map has the row already, or if no way is empty. */
 static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row, bool takes)
 {
     const uint64_t hash = ibp_hash_of_row(row);
@@ -96,8 +96,8 @@ static ibp_status find_stored(const ibp_table *table, int64_t row, ibp_row_place
     return IBP_OK;
 }
 
-/* Returns the entry of lengths that a place was computed from, for a row that has bytes. The table's entry may have
- * changed meanwhile. */
+/* Returns the entry of lengths from which a place was computed, for a row that has bytes. The entry in the table may
+ * have changed meanwhile. */
 static uint32_t length_of_place(const ibp_row_place *place)
 {
     return place->raw ? 0u : place->in_slot + place->in_overflow;
@@ -136,7 +136,7 @@ ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int6
 
 /* ---- the least recently used ---- */
 
-/* Returns the way that a missing row takes; -1 if all ways of its set are used by this call or dirty. */
+/* Returns the index of the way that a missing row takes, or -1 if each way of its set is dirty or used by this call. */
 static int64_t choose_way(const ibp_lru *lru, int64_t set, uint32_t now)
 {
     const int64_t first = set * lru->slab.map.ways;
@@ -153,7 +153,8 @@ static int64_t choose_way(const ibp_lru *lru, int64_t set, uint32_t now)
     return chosen;
 }
 
-/* Takes a way for a missing row and copies the row there. Returns the row's entry; 0 if there is no way for it. */
+/* Takes a way for a missing row and copies the row to the way's slot. Returns the row's entry, or 0 if there is no way
+ * for it. */
 static uint64_t claim_way(const ibp_lru *lru, const ibp_table *table, int64_t row, const ibp_row_place *place,
                           uint32_t stored, uint32_t now)
 {

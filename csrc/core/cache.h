@@ -24,7 +24,7 @@ IBP_INLINE uint64_t ibp_entry_of_length(uint32_t length)
     return length == 0u ? 0u : IBP_ENTRY_CODED | (uint64_t)length << IBP_ENTRY_LENGTH_SHIFT;
 }
 
-/* Makes the entry of a row. offset: below 2^IBP_ENTRY_OFFSET_BITS. */
+/* Returns the entry of a row. offset: the row's offset in the slab, which must be below 2^IBP_ENTRY_OFFSET_BITS. */
 IBP_INLINE uint64_t ibp_make_entry(uint32_t slab, uint64_t offset, uint32_t length)
 {
     return offset | (uint64_t)slab << IBP_ENTRY_SLAB_SHIFT | ibp_entry_of_length(length) | IBP_ENTRY_PRESENT;
@@ -36,9 +36,9 @@ IBP_INLINE uint64_t ibp_rewrite_entry(uint64_t entry, uint32_t length, bool dirt
     return kept | ibp_entry_of_length(length) | (dirty ? IBP_ENTRY_DIRTY : 0u);
 }
 
-/* Finds the bytes of a cached row. Fills in *place as ibp_split_row does: in_slot counts all bytes of the row, and they
- * begin at slot_start of *slab. Returns false if the row is corrupt: its entry names an absent slab, or gives a length
- * above row_bytes or a range outside the slab. */
+/* Finds the stored bytes of a cached row. Fills in *place as ibp_split_row does: in_slot is the size of the whole
+ * stored row, which begins at slot_start of *slab. Returns false if the row is corrupt: its entry names an absent slab,
+ * or gives a length above row_bytes or a range outside the slab. */
 IBP_INLINE bool ibp_place_in_slab(const ibp_cache *cache, uint64_t entry, uint32_t row_bytes, ibp_row_place *place,
                                   const uint8_t **slab)
 {
@@ -126,13 +126,13 @@ IBP_INLINE bool ibp_is_query(const ibp_row_query *query)
            query->rows_per_item >= 1 && ids->count >= 0 && ids->count <= INT64_MAX / 16 / query->rows_per_item;
 }
 
-/* Returns the number in the table of row `part` of an item; -1 if there is no such item. */
+/* Returns the number, in the table, of row `part` of an item, or -1 if there is no such item. */
 IBP_INLINE int64_t ibp_row_of_item(int64_t id, int64_t part, int64_t rows_per_item, int64_t num_rows)
 {
     return id >= 0 && id < num_rows / rows_per_item ? id * rows_per_item + part : -1;
 }
 
-/* Returns a way's age: the number of calls since its last use, 0 for the current call. */
+/* Returns a way's age: the number of calls since its last use, which is 0 if the current call has used it. */
 IBP_INLINE uint32_t ibp_age_of_way(uint32_t now, uint32_t stamp) { return now - stamp; }
 
 #endif

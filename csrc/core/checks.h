@@ -52,13 +52,14 @@ IBP_INLINE bool ibp_is_element_size(uint32_t num_bytes)
     return num_bytes == 1u || num_bytes == 2u || num_bytes == 4u || num_bytes == 8u;
 }
 
-/* Returns whether the slots and overflow of a table have pointers if they have bytes. */
+/* Returns whether slots and overflow are not NULL, or have no bytes. */
 IBP_INLINE bool ibp_has_arrays(const ibp_table *table, const uint8_t *slots, const uint8_t *overflow)
 {
     return (slots != NULL || table->slots_bytes == 0) && (overflow != NULL || table->overflow_bytes == 0);
 }
 
-/* Returns whether rows are packed: they have neither slots nor bases, and each begins where the row before it ends. */
+/* Returns whether rows are packed: they have neither slots nor bases, and each row begins where the row before it
+ * ends. */
 IBP_INLINE bool ibp_is_packed(const ibp_place *place) { return place->table.slot_bytes == 0u && place->bases == NULL; }
 
 IBP_INLINE bool ibp_has_clusters(const ibp_codebook *codebook) { return codebook->num_clusters > 1u; }

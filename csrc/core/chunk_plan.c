@@ -3,8 +3,8 @@
 
 #include "locate.h"
 
-/* Sizes in bytes that suit an H200 on PCIe 5 x16, where a copy takes a few microseconds besides the time for its
- * bytes. */
+/* Sizes in bytes that suit an H200 on PCIe 5 x16, where a copy takes a few microseconds in addition to the time of the
+ * transfer itself. */
 #define FIRST_CHUNK_BYTES (1 << 20)
 #define LAST_CHUNK_BYTES (1 << 19)
 #define LAST_CHUNKS_SHARE 3 /* each of the last chunks has a third of the bytes that are left */
@@ -42,9 +42,9 @@ static int64_t bytes_between(const ibp_table *table, const uint64_t *bases, int6
                      overflow_before(table, bases, row));
 }
 
-/* Returns the last row in (first_row, end_row] at which a group of IBP_ROWS_PER_BASE rows ends and before which there
- * are at most wanted_bytes bytes, counted from first_row. Returns the end of the first group if even that has more
- * bytes. */
+/* Returns the end of a chunk that begins at first_row: the last end of a group of IBP_ROWS_PER_BASE rows, at most
+ * end_row, for which the chunk has at most wanted_bytes bytes. If even the first group has more bytes, returns the end
+ * of that group. */
 static int64_t find_end(const ibp_table *table, const uint64_t *bases, int64_t first_row, int64_t end_row,
                         int64_t wanted_bytes)
 {

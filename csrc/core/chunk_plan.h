@@ -11,7 +11,7 @@ extern "C" {
 
 #define IBP_CHUNK_ALIGN 128 /* alignment in bytes of a chunk's parts in the table's arrays and in the ring */
 
-/* A chunk: rows, and the ranges of the table's slots and overflow that hold them. */
+/* A chunk: some consecutive rows of a table, and the ranges of slots and overflow that hold these rows. */
 typedef struct ibp_chunk {
     int64_t first_row,
         last_row; /* rows first_row to last_row - 1; both are multiples of IBP_ROWS_PER_BASE, except at the end of
@@ -30,8 +30,8 @@ typedef struct ibp_chunk {
  * ends: whether the stream ends with these bytes. */
 int64_t ibp_size_chunk(int64_t done_bytes, int64_t left_bytes, int64_t most_bytes, bool ends);
 
-/* Returns the next chunk. It begins at first_row, ends at end_row or before, and has at most the size that
- * ibp_size_chunk asks for, but at least IBP_ROWS_PER_BASE rows.
+/* Returns the next chunk, which begins at first_row and ends at end_row or before. Its size is at most what
+ * ibp_size_chunk returns, but it has at least IBP_ROWS_PER_BASE rows, unless end_row comes first.
  *
  * bases: the table's bases in host memory; table->bases is not read.
  * first_row: a multiple of IBP_ROWS_PER_BASE below end_row.

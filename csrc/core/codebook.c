@@ -9,8 +9,8 @@ _Static_assert(IBP_MAX_ROW_BYTES < 1u << IBP_FLAG_POS_BITS,
 
 size_t ibp_codebook_words(uint32_t row_bytes) { return ((size_t)row_bytes + 15u) / 16u * 4u; }
 
-/* Return a set of the chunks that start in word w of a row, with the same bits as in an entry of flags: all these
- * chunks, or only the chunks with a mask. */
+/* Return a set of chunks that start in word w of a row, with the same bits as in an entry of flags: all of these
+ * chunks, or only those with a mask. */
 static uint32_t chunks_of_word(const ibp_codebook *cb, uint32_t w)
 {
     uint32_t chunks = 0;

@@ -29,14 +29,14 @@ static bool take_key(ibp_json *json, bool is_first, ibp_text *key)
     return (is_first || ibp_take_symbol(json, ',')) && ibp_take_string(json, key) && ibp_take_symbol(json, ':');
 }
 
-/* Returns the rest of an object's inside, or of JSON, to show where an error is. */
+/* Returns the rest of an object's inside, or of the JSON text, for messages that show where an error is. */
 static ibp_text rest_of(const char *at, ibp_text inside)
 {
     return (ibp_text){at, (size_t)(inside.data + inside.num_bytes - at)};
 }
 
-/* Begins to read an entry of an object, behind the first *cursor bytes of its inside, and takes its key. Returns
- * IBP_NOT_IN_FILE if there is no further entry. */
+/* Begins to read the entry of an object that follows the first `cursor` bytes of the object's inside, and takes the
+ * entry's key. Returns IBP_NOT_IN_FILE if there is no further entry. */
 static ibp_status open_entry(ibp_text inside, size_t cursor, ibp_json *json, ibp_text *key)
 {
     if (cursor > inside.num_bytes) return IBP_INVALID_ARGUMENT;
@@ -103,7 +103,8 @@ static bool take_tensor(ibp_json *json, ibp_file_tensor *tensor, int64_t offsets
     return found == (DTYPE | SHAPE | OFFSETS);
 }
 
-/* Returns what was expected if a tensor contradicts itself or does not lie in the data; NULL if it is right. */
+/* Checks a tensor. Returns NULL if it is valid. If its fields contradict each other, or it does not lie in the data,
+ * returns a text that says what was expected. */
 static const char *wanted_of(const ibp_file *file, const ibp_file_tensor *tensor, const int64_t offsets[2])
 {
     const uint32_t bits = ibp_bits_of_dtype(tensor->dtype);
@@ -157,9 +158,9 @@ ibp_status ibp_next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor
 /* ---- opening ---- */
 
 /* Counts the tensors and finds the metadata. Checks that the tensors lie one after the other up to the end of the data,
- * whatever their order in the header. They do if their starts and the end of the data are the same set of numbers as 0
- * and their ends. Sums of a hash of these numbers are compared, which needs no memory for them. Memory safety does not
- * depend on this check. */
+ * whatever their order in the header. They do if the tensors' starts and the end of the data are the same set of
+ * numbers as 0 and the tensors' ends. The function compares the sums of a hash over these two sets, because this needs
+ * no memory for the numbers. Memory safety does not depend on this check. */
 static ibp_status read_tensors(ibp_file *file)
 {
     ibp_file_tensor tensor;
@@ -186,14 +187,14 @@ static bool find_own_metadata(const ibp_file *file, ibp_text *own)
     return false;
 }
 
-/* Refuses a file of this format because one of the names that it must have is missing or occurs twice. found: a name
- * that is there. */
+/* Refuses a file because one of the names that this format requires is missing or occurs twice. found: a name that the
+ * file has. */
 static ibp_status refuse_name(ibp_file *file, ibp_status status, ibp_text found, const char *wanted)
 {
     return ibp_refuse(&file->refusal, found, status == IBP_BAD_FILE ? "each name of a file of ibp once" : wanted);
 }
 
-/* Reads the version, checks that the names that lead to the checksums are there, and counts the tables. */
+/* Reads the version, checks that the file has the names by which checksums are found, and counts the tables. */
 static ibp_status read_metadata(ibp_file *file)
 {
     ibp_file_tensor checks;

@@ -1,5 +1,6 @@
-/* file.h - declarations that the parts of the reader of files share. A part needs only the parts before it: json.c
- * reads texts, file_fields.c the fields in them, file.c the header of a file, and file_tables.c the tables of files. */
+/* file.h - declarations that the source files of the file reader share. json.c reads texts, file_fields.c reads the
+ * fields in texts, file.c reads the header of a file, and file_tables.c opens tables. Each of these needs only those
+ * before it. */
 #ifndef IBP_CORE_FILE_H
 #define IBP_CORE_FILE_H
 
@@ -37,21 +38,22 @@ enum {
     IBP_C_COUNT
 };
 
-/* Notes a refusal. Returns IBP_BAD_FILE. */
+/* Records why a file is refused. Returns IBP_BAD_FILE. */
 ibp_status ibp_refuse(ibp_refusal *refusal, ibp_text found, const char *wanted);
 /* Reads all fields of a line, "key=value key=value". If the line also has keys that are not in `fields`, it reads the
  * other fields and returns IBP_UNSUPPORTED_TABLE. */
 ibp_status ibp_read_fields(ibp_text line, ibp_field *fields, size_t num_fields, ibp_refusal *refusal);
-/* Checks that all needed fields are given, and no others but the optional ones. needed, optional: bit i stands for
- * fields[i]. Returns IBP_BAD_FILE if a field is missing, IBP_UNSUPPORTED_TABLE if there are others. */
+/* Checks that all needed fields are given, and no other fields except the optional ones. needed, optional: sets of
+ * fields, in which bit i means fields[i]. Returns IBP_BAD_FILE if a needed field is missing, or IBP_UNSUPPORTED_TABLE
+ * if another field is given. */
 ibp_status ibp_check_given(const ibp_field *fields, size_t num_fields, uint32_t needed, uint32_t optional,
                            ibp_refusal *refusal);
-/* Notes that a field is missing, or has another value than wanted. Returns IBP_BAD_FILE. */
+/* Records that a field is missing or has a wrong value. Returns IBP_BAD_FILE. */
 ibp_status ibp_refuse_field(ibp_refusal *refusal, const ibp_field *of);
-/* Takes a number of a list. Unless it is the first, a comma comes before it. */
+/* Takes a number of a list, and the comma before it unless it is the first. */
 bool ibp_take_listed(ibp_text *list, bool is_first, uint64_t *number);
 
-/* Returns the bits of an element of a dtype; 0 if the dtype is not known. */
+/* Returns the number of bits of an element of a dtype, or 0 if the dtype is unknown. */
 uint32_t ibp_bits_of_dtype(ibp_text dtype);
 /* Computes the bytes of a tensor of num_dims dimensions whose elements have `bits` bits. Returns false if the bytes
  * are not a whole number, or if the bits, with each size 0 taken as 1, do not fit an int64_t. */
@@ -59,8 +61,8 @@ bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, 
 
 /* ---- file.c ------------------------------------------------------------------------------------------------------ */
 
-/* Finds the value of the metadata's key whose name is `prefix` followed by `name`. Returns IBP_NOT_IN_FILE if there is
- * no such key, IBP_BAD_FILE if there are two. */
+/* Finds the value of the key `prefix` + `name` in the metadata. Returns IBP_NOT_IN_FILE if there is no such key, or
+ * IBP_BAD_FILE if there are two. */
 ibp_status ibp_find_metadata(const ibp_file *file, const char *prefix, const char *name, ibp_text *value);
 
 #endif

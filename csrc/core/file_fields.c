@@ -129,8 +129,8 @@ static bool read_value(ibp_field *of)
     return false;
 }
 
-/* Takes the key and the "=" of one of the fields; for a field of kind IBP_FIELD_OTHERS only the beginning of the key.
- * Returns NULL if the text does not begin with a key of the fields. */
+/* Takes the key of one of the fields and the "=" after it; for a field of kind IBP_FIELD_OTHERS, takes only the
+ * beginning of the key. Returns NULL if the text does not begin with a key of the fields. */
 static ibp_field *take_field(ibp_text *text, ibp_field *fields, size_t num_fields)
 {
     for (size_t i = 0; i < num_fields; i++) {
@@ -190,7 +190,7 @@ static ibp_status read_scheme(ibp_field *of, ibp_refusal *refusal)
     return IBP_UNSUPPORTED_TABLE;
 }
 
-/* ---- what fields there are --------------------------------------------------------------------------------------- */
+/* ---- lists of fields --------------------------------------------------------------------------------------------- */
 
 #define NUMBER(low, high) .least = (low), .most = (high), .wanted = "a number from " #low " to " #high
 #define LIST(entries, low, high)                                                       \
@@ -283,7 +283,7 @@ static ibp_status check_kind(ibp_field *fields, ibp_refusal *refusal)
     return ibp_check_given(fields, T_COUNT, needed, optional, refusal);
 }
 
-/* Computes the number of items and the bytes of an item, if the dtype is known. */
+/* Computes the number of items and the size of an item in bytes, if the dtype is known. */
 static ibp_status size_items(const ibp_field *fields, ibp_file_table *table)
 {
     const uint32_t bits = ibp_bits_of_dtype(table->dtype), has_items = table->num_dims != 0;
@@ -330,8 +330,8 @@ ibp_status ibp_read_table(ibp_text line, ibp_field fields[IBP_TABLE_FIELDS], ibp
 
 #define BIT(name) (1u << IBP_C_##name)
 
-/* Checks that the fields of a codebook of scheme planes fit each other. Stores the widths of its digits as the bytes of
- * a number. */
+/* Checks that the fields of a codebook of scheme planes fit each other. Stores the numbers of bits of its digits as the
+ * bytes of one number. */
 static ibp_status check_planes(ibp_field *fields, ibp_refusal *refusal)
 {
     const uint64_t element_bytes = fields[IBP_C_ELEMENT].number, bits = 8 * element_bytes,

@@ -26,10 +26,10 @@ typedef struct codebook_plan {
     ibp_scheme scheme;
     uint32_t row_bytes;
     ibp_planes planes;      /* scheme planes, without its arrays */
-    uint32_t num_live;      /* live columns */
-    size_t set_bytes;       /* bytes of one member: its words, or its entries */
-    size_t constants_bytes; /* bytes of the template and of the live columns */
-    size_t spare_bytes;     /* bytes for the mask and bitval of a row, or for the constants of another cluster */
+    uint32_t num_live;      /* number of live columns */
+    size_t set_bytes;       /* size in bytes of one cluster's words or entries */
+    size_t constants_bytes; /* size in bytes of the template and the live columns */
+    size_t spare_bytes;     /* size in bytes of room for a row's mask and bitval, or another cluster's constants */
     size_t workspace_bytes;
 } codebook_plan;
 
@@ -82,7 +82,7 @@ static bool plan_planes(codebook_plan *plan)
     plan->spare_bytes = plan->num_members > 1 ? plan->constants_bytes : 0;
     if (!p->consecutive)
         plan->set_bytes = (p->per_column ? plan->num_live : 1) * num_entries * ibp_bytes_of_symbol(ibp_symbol_bits(p));
-    /* A codebook must not ask for more workspace than the file has bytes. */
+    /* A cluster must not need more workspace than the size of the file's data. */
     if (plan->set_bytes > plan->file->data_bytes) return false;
     return plan->num_members == 1 || plan->set_bytes != 0;
 }
@@ -138,7 +138,7 @@ static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_
 
 /* ---- a codebook's working form ----------------------------------------------------------------------------------- */
 
-/* Notes a part. Returns whether it is the first part of its name, has one dimension and consists of unsigned
+/* Records a part. Returns whether it is the first part of its name, has one dimension and consists of unsigned
  * numbers. */
 static bool note_part(const ibp_file_tensor *tensor, file_part *part)
 {
@@ -218,7 +218,7 @@ static bool read_member(const codebook_plan *plan, const codebook_source *source
     return ibp_read_codebook(source->text, fields, &refusal) == IBP_OK && are_alike(plan->fields, fields);
 }
 
-/* Builds a codebook of scheme ibp. room: the part of the workspace behind the sources. */
+/* Builds a codebook of scheme ibp. room: the part of the workspace after the sources. */
 static ibp_status build_masks(const codebook_plan *plan, const codebook_source *sources, uint8_t *room,
                               ibp_codebook *out)
 {

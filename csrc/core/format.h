@@ -1,11 +1,11 @@
 /* format.h - the rules of FORMAT.md as inline functions, shared by gcc, g++ and nvcc.
  *
- * They are about words of scheme ibp, headers and positions of listed rows, fingerprints, differences, and sizes of
- * rows.
+ * The functions are for words of scheme ibp, headers and positions of listed rows, fingerprints, differences, and sizes
+ * of rows.
  *
- * Scheme ibp (section 5) works on 32-bit words of a row; byte 4w is the low byte of word w. Kept bits, those that are
- * not invariant, are stored in the order of their positions, so that of the functions that code rows only ibp_keep_word
- * and ibp_match_word need to know the size of a chunk. */
+ * Scheme ibp (section 5) works on 32-bit words of a row; byte 4w is the low byte of word w. Kept bits are stored in the
+ * order of their positions. Therefore only ibp_keep_word and ibp_match_word, of all functions that code rows, depend on
+ * the size of a chunk. */
 #ifndef IBP_FORMAT_H
 #define IBP_FORMAT_H
 
@@ -17,8 +17,8 @@
 #define IBP_INLINE static inline
 #endif
 
-/* The fields of an entry of ibp_codebook.flags. The invariant bits that participating chunks leave out of a word are
- * called gaps, one for each run of such bits.
+/* The fields of an entry of ibp_codebook.flags. Participating chunks leave their invariant bits out of a word; each run
+ * of these bits is a gap.
  *
  *   bits 0-16    position of the word's first participation bit
  *   bits 17-20   which of the word's chunks are flagged
@@ -30,10 +30,10 @@
 #define IBP_FLAG_LAST_GAP (IBP_FLAG_FIRST_GAP + 5u)
 #define IBP_FLAG_MANY_GAPS (1u << (IBP_FLAG_LAST_GAP + 5u))
 
-/* IBP_LOAD_ONCE(element) returns the value of an element of an array by exactly one load. So the value that was checked
- * is the value that is used, even if another thread or another stream writes the array meanwhile; the compiler may
- * repeat a plain load. In kernels it is a relaxed load with the scope of a block. If no thread of a kernel writes an
- * array, the kernel reads the array by __ldg, which is also one load. */
+/* IBP_LOAD_ONCE(element) returns the value of an element of an array by exactly one load. The compiler may repeat a
+ * plain load, so a value could change between its check and its use if another thread or another stream writes the
+ * array meanwhile. In kernels it is a relaxed load with the scope of a block. If no thread of a kernel writes an array,
+ * the kernel reads the array by __ldg, which is also one load. */
 #if defined(__CUDA_ARCH__)
 template <typename T> static __device__ __forceinline__ T ibp_load_once(const T *global)
 {
@@ -84,7 +84,7 @@ IBP_INLINE uint32_t ibp_insert_gap(uint32_t word, uint32_t gap, uint32_t start)
 #endif
 }
 
-/* Inserts the lowest of the gaps into a word, and removes it from *gaps. */
+/* Inserts the lowest of the gaps into a word, and removes this gap from *gaps. */
 IBP_INLINE uint32_t ibp_insert_lowest_gap(uint32_t word, uint32_t *gaps)
 {
     const uint32_t gap = ibp_lowest_run(*gaps),
@@ -141,8 +141,8 @@ IBP_INLINE uint32_t ibp_gaps_of_word(uint32_t mask, uint32_t chunk_bytes)
     return first << IBP_FLAG_FIRST_GAP | last << IBP_FLAG_LAST_GAP | (count > 2u ? IBP_FLAG_MANY_GAPS : 0u);
 }
 
-/* Deposits a word as ibp_deposit does, if its entry has at most two gaps. removed: the bits of the gaps that are left
- * out; 0 if no gap is. */
+/* Deposits a word as ibp_deposit does, if its entry has at most two gaps. removed: the bits of the gaps that the word
+ * leaves out; 0 if it leaves out no gap. */
 IBP_INLINE uint32_t ibp_insert_two_gaps(uint32_t word, uint32_t removed, uint32_t flags_entry)
 {
     const uint32_t first = flags_entry >> IBP_FLAG_FIRST_GAP, last = flags_entry >> IBP_FLAG_LAST_GAP;
@@ -172,7 +172,7 @@ IBP_INLINE uint32_t ibp_keep_word(uint32_t participation, uint32_t mask, uint32_
 }
 
 /* Returns the participation bits of the flagged chunks that start in a word, packed. mismatch: (word ^ bitval) & mask;
- * for chunks of 8 bytes the OR of this value over both words. */
+ * for chunks of 8 bytes, the OR of this value for both words of the chunk. */
 IBP_INLINE uint32_t ibp_match_word(uint32_t mismatch, uint32_t flags_entry, uint32_t chunk_bytes)
 {
     const uint32_t flagged = ibp_flagged_chunks(flags_entry);
@@ -232,8 +232,8 @@ IBP_INLINE ibp_position_form ibp_list_form(uint32_t k, uint32_t columns, uint32_
     const ibp_position_form form = {1, complement, l, m, upper, (upper + 7u) / 8u + (m * l + 7u) / 8u};
     return form;
 }
-/* Returns whether k and columns - k are both so large that a bitmap is the shortest form. Each list of m positions has
- * at least m * (l + 1) + (columns - 1) / 2^l bits, which are then more bits than a bitmap has. */
+/* Returns whether k and columns - k are both so large that a bitmap is the shortest form. A list of m positions has at
+ * least m * (l + 1) + (columns - 1) / 2^l bits. For such k, this is more than the size of a bitmap. */
 IBP_INLINE bool ibp_is_bitmap_shortest(uint32_t k, uint32_t columns)
 {
     return 4u * ibp_min_u32(k, columns - k) >= columns + 4u;
@@ -262,10 +262,10 @@ IBP_INLINE uint64_t ibp_mix(uint64_t x)
     x = (x ^ x >> 27) * 0x94D049BB133111EBu;
     return x ^ x >> 31;
 }
-/* Returns the number that word i of a tensor adds to the sum of the tensor's fingerprint. */
+/* Returns the number that word i of a tensor contributes to the sum that is the tensor's fingerprint. */
 IBP_INLINE uint64_t ibp_mix_word(uint64_t word, uint64_t i) { return ibp_mix(word + (i + 1u) * IBP_GOLDEN); }
 
-/* ---- differences (section 9): elements side by side in 64 bits, each modulo 2^w ---- */
+/* ---- differences (section 9): several elements packed in 64 bits, each modulo 2^w ---- */
 
 /* Returns a word in which the highest bit of each element is 1. */
 IBP_INLINE uint64_t ibp_highest_bits(uint32_t element_bytes)

@@ -16,14 +16,15 @@ static inline uint32_t ibp_count_ones(uint64_t word)
     return (uint32_t)(word * 0x0101010101010101u >> 56);
 }
 
-/* Returns the number of bits that the greedy choice of a mask saves in all rows. columns[b]: its bit r is bit b of the
- * chunk in row r. num_rows: 1 to 64. */
+/* Returns the number of bits that the greedy choice of a mask saves in all rows. columns: bit r of columns[b] is bit b
+ * of the chunk in row r. num_rows: 1 to 64. */
 static inline uint64_t ibp_greedy_gain(const uint64_t *columns, uint32_t num_bits, uint32_t num_rows)
 {
     uint64_t matching = ~(uint64_t)0 >> (64 - num_rows), used = 0;
     uint32_t num_matching = num_rows, best = 0;
     for (uint32_t k = 0; k < num_bits && num_matching * num_bits > num_rows + best;) {
-        /* top: the largest key. A key is 64 * agreeing rows + 63 - b, so that the lowest of equally good bits wins. */
+        /* top: the largest key. The key of bit b is 64 * (number of agreeing rows) + 63 - b, so that the lowest of
+         * equally good bits wins. */
         uint32_t ones[IBP_CHUNK_BITS], top = 0;
         for (uint32_t b = 0; b < num_bits; b++) ones[b] = ibp_count_ones(columns[b] & matching);
         for (uint32_t b = 0; b < num_bits; b++) {

@@ -7,7 +7,7 @@
 #include "format.h"
 #include "ibp.h"
 
-/* Returns the number of the matrix that an id names; num_matrices if there is no such matrix. */
+/* Returns the index of the matrix that an id names, or num_matrices if there is no such matrix. */
 IBP_INLINE uint32_t ibp_matrix_of_id(int64_t id, int64_t num_matrices)
 {
     return (uint32_t)(id >= 0 && id < num_matrices ? id : num_matrices);

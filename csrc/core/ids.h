@@ -5,8 +5,8 @@
 #include "format.h"
 #include "ibp.h"
 
-/* Returns the number of the item that an id names. Ids below 0 count from the end if from_end is num_items; they stay
- * below 0 if from_end is 0. */
+/* Returns the index of the item that an id names. If from_end is num_items, ids below 0 count from the end. If it is 0,
+ * they stay below 0, which is out of range. */
 IBP_INLINE int64_t ibp_item_of_id(const ibp_ids *ids, int64_t id) { return id < 0 ? id + ids->from_end : id; }
 
 /* Returns the item of ids[k]. Each call loads the id anew, so a caller that checks an item must keep it. */

@@ -1,5 +1,5 @@
 /* json.h - reads the parts of JSON (RFC 8259) that headers of files need: strings and whole numbers. Strings are not
- * copied; they are returned as parts of the input. No byte is trusted, and nothing behind the end is read. */
+ * copied; they are returned as parts of the input. No byte is trusted, and nothing past the end is read. */
 #ifndef IBP_JSON_H
 #define IBP_JSON_H
 
@@ -12,7 +12,8 @@ typedef struct ibp_json {
 
 /* Skips white space and takes a symbol. Returns whether the symbol comes next. */
 bool ibp_take_symbol(ibp_json *json, char symbol);
-/* Takes a string. *text receives what is between its quotation marks. Returns whether a valid string comes next. */
+/* Takes a string. text: receives the characters between the quotation marks. Returns whether a valid string comes
+ * next. */
 bool ibp_take_string(ibp_json *json, ibp_text *text);
 /* Takes a number that consists of digits alone and is at most INT64_MAX. Returns whether such a number comes next. */
 bool ibp_take_size(ibp_json *json, int64_t *number);

@@ -52,8 +52,8 @@ IBP_INLINE void ibp_plan_id(const ibp_page_transfer *t, const uint8_t *stored, i
     addresses[i / ids_per_piece] = from + (is_there ? t->starts[in_page / ids_per_piece] : 0u);
 }
 
-/* Returns whether row r of a place is lost, so that nothing says where its bytes are. A row that does not exist counts
- * as lost. rooms: NULL if slots hold whole rows. */
+/* Returns whether a row of a place is lost: its entries say that it is raw but has no overflow part, so it is not
+ * stored. A row that does not exist counts as lost. rooms: NULL if slots hold whole rows. */
 IBP_INLINE bool ibp_is_lost_row(const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, int64_t row)
 {
     if (row < 0 || row >= num_rows) return true;

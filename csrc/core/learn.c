@@ -33,8 +33,8 @@ enum {
     MOST_BITS = 64,
     /* Number of lists of digits: there are 4^n lists of n digits. */
     MOST_LISTS = 1 + 4 + 16 + 64 + 256,
-    /* Whole elements of more than MOST_PREFIX_BITS bits are counted by sorting this many of them. Half as many floats
-     * are sorted, because whole floats are seldom symbols. */
+    /* Whole elements of more than MOST_PREFIX_BITS bits are counted by sorting this many of them. For floats the number
+     * is half as large, because whole floats are seldom symbols. */
     MOST_LONG = 1 << 14,
     /* If there are at most this many elements, their prefixes are sorted, too, because that is faster than clearing and
      * reading the array. */
@@ -48,11 +48,12 @@ enum {
      * TRIED_ELEMENTS elements. */
     MOST_TRIED_COLUMNS = 64,
     TRIED_ELEMENTS = 1 << 16,
-    /* Columns choose their entries from the MOST_CHOSEN most frequent symbols of the table. */
+    /* If every column has entries of its own, these are chosen from the MOST_CHOSEN most frequent symbols of the
+     * table. */
     MOST_CHOSEN = 255,
     /* Symbols of more than MOST_PREFIX_BITS bits are found by a hash of this many bits. */
     HASH_BITS = 16,
-    /* Least number of rows of a sample that shows that a column is constant. */
+    /* Least number of rows in a sample by which a column can be found to be constant. */
     LEAST_CONSTANT_ROWS = 64,
     /* Least number of bits of an element that are coded, however many of them are invariant. */
     LEAST_CODED_BITS = 2,
@@ -103,7 +104,7 @@ typedef struct value_counts {
     value_count *items;
     size_t size;
     uint32_t bits;
-    double scale; /* the number of elements that each counted element stands for */
+    double scale; /* number of elements that each counted element represents */
 } value_counts;
 
 /* The symbol of an element: its highest bits, or, if it is rotated, the bits that follow the highest one. */
@@ -134,7 +135,8 @@ typedef struct values {
     listing as;
 } values;
 
-/* A way to code rows, and its cost: the mean size of a row in bytes, its share of the codebook included. */
+/* A plan of how to code rows, and its cost: the mean size of a row in bytes, including the row's share of the
+ * codebook. */
 typedef struct plan {
     shape shape;
     listing as;
@@ -294,7 +296,7 @@ static value_counts count_symbols(const values *v, shape of, const room *r)
     return without_sign;
 }
 
-/* Returns a count such that at least `most` values have this count or a higher one; 0 if there are fewer values. */
+/* Returns a count that at least `most` values reach or exceed, or 0 if there are fewer than `most` values. */
 static uint64_t least_of_top(const value_counts *counts, uint32_t most)
 {
     enum { NUM_BUCKETS = 1024 };
@@ -305,8 +307,8 @@ static uint64_t least_of_top(const value_counts *counts, uint32_t most)
     return least;
 }
 
-/* Finds the most frequent values, the most frequent first. Of equally frequent values the smaller comes first. Returns
- * the number of values found, at most `most`. */
+/* Finds the most frequent values, in decreasing order of frequency. Equally frequent values are in increasing order.
+ * Returns the number of values found, at most `most`. */
 static uint32_t top_values(const value_counts *counts, uint32_t most, value_count *top)
 {
     const uint64_t least = counts->size > 4 * (size_t)most ? least_of_top(counts, most) : 0;
@@ -332,7 +334,7 @@ static uint32_t top_values(const value_counts *counts, uint32_t most, value_coun
 /* ---- costs ------------------------------------------------------------------------------------------------------- */
 
 /* Computes tails from the counts of the most frequent symbols: tails[k] receives the mean number of elements of a row
- * whose symbols have rank k or higher. The num_rows rows have `total` elements; each counted element stands for `scale`
+ * whose symbols have rank k or higher. The num_rows rows have `total` elements; each counted element represents `scale`
  * elements. */
 static void find_tails(double total, double scale, double num_rows, const value_count *ranked, uint32_t size,
                        double *tails)
@@ -344,9 +346,9 @@ static void find_tails(double total, double scale, double num_rows, const value_
     }
 }
 
-/* Returns the share of the rows that have at least one element of some kind, if rows have `mean` such elements on
- * average and these are spread at random. This is about 1 - exp(-mean); a short series gives the same result on every
- * machine. */
+/* Returns the share of the rows that have at least one element of some kind, if a row has `mean` such elements on
+ * average and they are distributed at random. This is about 1 - exp(-mean); a short series gives the same result on
+ * every machine. */
 static double share_with_any(double mean) { return 1.0 - 1.0 / (1.0 + mean * (1.0 + mean * (0.5 + mean / 6.0))); }
 
 /* Returns the mean number of bits that pad a run of fields of `bits` bits to a whole byte. */
@@ -369,8 +371,8 @@ static double codebook_bytes(const search *s, const plan *p, uint32_t num_entrie
     return p->consecutive ? 0.0 : entries + (p->as != DENSE ? 2.0 * s->width / 8.0 : 0.0);
 }
 
-/* Makes a plan with a list of digits a candidate, unless there is a cheaper plan of its kind. Of equally cheap plans
- * the last one is kept, because it has the shortest symbols and the fewest entries. */
+/* Makes a plan with a list of digits a candidate, unless there is a cheaper plan of its kind. If plans are equally
+ * cheap, the last one is kept, because it has the shortest symbols and the fewest entries. */
 static void add_candidate(const search *s, const plan *made, uint32_t list, double cost, candidates *c)
 {
     const digit_list *const digits = &s->lists[list];
@@ -469,7 +471,7 @@ static void load_row(const search *s, size_t row, uint64_t *elements)
         for (uint32_t c = 0; c < s->columns; c++) elements[c] >>= s->invariant_bits;
 }
 
-/* Counts the prefixes of values, either by sorting them or in an array of bins. */
+/* Counts the prefixes of values, either by sorting the prefixes or in an array of counters. */
 static void count_prefixes(const uint64_t *elements, size_t count, uint32_t shift, const room *r, value_counts *out)
 {
     const size_t num_bins = (size_t)1 << out->bits;
@@ -537,7 +539,7 @@ static uint64_t most_frequent(const values *v, uint32_t width, double *share)
     return top.value;
 }
 
-/* Returns the entropy, in bits for each element, of choosing the share `share` of the elements. */
+/* Returns the entropy, in bits for each element, of the choice of a share of the elements. */
 static double entropy(double share)
 {
     return share <= 0 || share >= 1 ? 0.0 : -share * log2(share) - (1 - share) * log2(1 - share);
@@ -624,13 +626,13 @@ static double try_shapes(const search *s, const values *v, const room *r, candid
  * dictionary: by the symbol itself if symbols are short, else by its hash. A long symbol must be compared with the
  * symbol at that index. */
 typedef struct dictionary {
-    uint32_t size; /* number of symbols; also the index that stands for a symbol that is not in the dictionary */
+    uint32_t size; /* number of symbols; also the index of all symbols that are not in the dictionary */
     bool is_short;
     uint8_t *places;
     uint64_t symbols[MOST_CHOSEN + 1];
 } dictionary;
 
-/* The part of the sample that is looked at: `columns` columns, which are every column_step-th column, of every
+/* The part of the sample that is examined: `columns` columns, which are every column_step-th column, of every
  * row_step-th row. is_table: whether these are all rows of the table. */
 typedef struct part {
     size_t row_step;
@@ -647,7 +649,7 @@ static void make_dictionary(const values *v, shape of, const room *r, dictionary
     d->size = top_values(&counts, MOST_CHOSEN, top), d->places = r->places, d->symbols[d->size] = 0;
     d->is_short = of.symbol_bits <= MOST_PREFIX_BITS;
     memset(d->places, (int)d->size, (size_t)1 << (d->is_short ? of.symbol_bits : HASH_BITS));
-    for (uint32_t k = d->size; k-- > 0;) { /* of symbols with the same hash, the most frequent one is found */
+    for (uint32_t k = d->size; k-- > 0;) { /* if symbols have the same hash, the most frequent one is found */
         d->symbols[k] = top[k].value;
         d->places[d->is_short ? top[k].value : hash_of(top[k].value)] = (uint8_t)k;
     }
@@ -705,9 +707,9 @@ static size_t count_columns(const search *s, const part *of, size_t first, size_
 }
 
 /* Tries a shape with entries for each column on a part of the sample. The entries are learned from the even rows, and
- * their cost is measured on the odd rows, because the rows that entries are learned from take less space than other
- * rows. If the part has all rows of the table, all rows serve for both. Returns the cost. *table_cost receives the cost
- * of the same shape with entries for the table, on the same rows. */
+ * their cost is measured on the odd rows, because rows from which entries were learned take less space than other rows.
+ * If the part has all rows of the table, all rows are used for both. Returns the cost. *table_cost receives the cost of
+ * the same shape with entries for the table, on the same rows. */
 static double try_columns(const search *s, const values *v, shape sh, const part *of, const room *r, candidates *c,
                           double *table_cost)
 {
@@ -738,9 +740,9 @@ static double try_columns(const search *s, const values *v, shape sh, const part
     return try_digits(s, &made, tails, 0.0, c);
 }
 
-/* Returns the part of the sample that shapes are compared on. Rows are left out only if there are more than twice as
- * many as are wanted. If the sample is the table and no row is left out, the entries are learned from the same rows
- * that they are measured on. */
+/* Returns the part of the sample on which shapes are compared. Rows are left out only if there are more than twice as
+ * many rows as wanted. If the sample is the table and no row is left out, entries are learned and measured on the same
+ * rows. */
 static part tried_part(const search *s)
 {
     const uint32_t step = (s->columns + MOST_TRIED_COLUMNS - 1) / MOST_TRIED_COLUMNS;
@@ -828,7 +830,7 @@ static void *take(uint8_t *scratch, size_t *used, size_t num_bytes)
     return at;
 }
 
-/* Lays the arrays out in scratch. Returns their size in bytes. */
+/* Lays out the arrays of *r in scratch. Returns the size of all arrays in bytes. */
 static size_t make_room(const ibp_sample *sample, uint8_t *scratch, room *r)
 {
     const size_t columns = sample->row_bytes / sample->element_bytes, count = counted_rows(sample) * columns;
@@ -860,7 +862,7 @@ size_t ibp_learn_scratch_bytes(const ibp_sample *sample)
     return is_sample(sample) ? make_room(sample, NULL, &r) : 0;
 }
 
-/* Returns the size in bytes of the template and the live columns, which lie before the entries. */
+/* Returns the size in bytes of the template and the live columns, which come before the entries. */
 static size_t constants_bytes(uint32_t row_bytes, uint32_t element_bytes)
 {
     return align_up(row_bytes) + align_up(sizeof(uint16_t) * (row_bytes / element_bytes));
@@ -894,8 +896,8 @@ static void write_entries(const search *s, const values *v, shape of, bool per_c
     }
 }
 
-/* Finds the FAST_ENTRIES consecutive symbols that the most elements have. *first_symbol receives the first of these
- * symbols. Returns the number of elements that have them. */
+/* Finds the FAST_ENTRIES consecutive symbols that are the most frequent together. first_symbol: receives the first of
+ * these symbols. Returns the number of elements that have them. */
 static uint64_t find_run(const values *v, shape of, const room *r, uint64_t *first_symbol)
 {
     const value_counts symbols = count_symbols(v, of, r);
@@ -1090,8 +1092,8 @@ static uint32_t find_constant_columns(const search *s, uint16_t *live_columns)
     return pays ? columns - num_live : 0;
 }
 
-/* Searches for a plan without the bits and columns that are the same in all rows of the sample. If leaving them out
- * does not pay, it searches again with them. */
+/* Searches for a plan that leaves out the bits and columns that are the same in all rows of the sample. If this does
+ * not pay, searches again for a plan that codes them. */
 static void find_plan(search *s, const ibp_sample *sample, const room *r, uint16_t *live_columns, values *known,
                       plan *found)
 {

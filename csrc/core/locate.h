@@ -1,14 +1,14 @@
 /* locate.h - finds the stored bytes of a row (FORMAT.md sections 1 to 3), for gcc, g++ and nvcc.
  *
- * Memory safety rests on this rule: no part of a table's index is trusted, and a row's bytes are touched only after
- * ibp_place_in_bounds has said that they lie in the table. There are three steps:
+ * Memory safety depends on this rule: no part of a table's index is trusted, and a row's bytes are accessed only after
+ * ibp_place_in_bounds has returned true. There are three steps:
  *
  *     ibp_row_place place = ibp_split_row(&table, row, length of the row);          sizes, no memory read
  *     if (ibp_needs_base(&table, &place)) base = bases[ibp_base_of_row(&table, row)],
  *         rooms = sum of ibp_room_of over the rows from ibp_first_of_base(&table, row) to the one before it;
  *     if (!ibp_place_in_bounds(&table, base, rooms, &place)) the row is corrupt;    else read or write it
  *
- * The caller adds up the rooms: a processor one after the other, a GPU by the lanes of a warp. */
+ * The caller adds up the rooms: CPU code adds one after the other, and a kernel adds them by the lanes of a warp. */
 #ifndef IBP_LOCATE_H
 #define IBP_LOCATE_H
 
@@ -23,13 +23,13 @@ IBP_INLINE int64_t ibp_rows_of_bytes(int64_t num_bytes, uint32_t row_bytes)
     return (num_bytes + row_bytes - 1) / row_bytes;
 }
 
-/* Return the number of the group of IBP_ROWS_PER_BASE rows that a row belongs to, and the group's first row. */
+/* Return the index of the group of IBP_ROWS_PER_BASE rows to which a row belongs, and the group's first row. */
 IBP_INLINE int64_t ibp_group_of_row(int64_t row) { return (int64_t)((uint64_t)row / IBP_ROWS_PER_BASE); }
 IBP_INLINE int64_t ibp_first_of_group(int64_t row) { return ibp_group_of_row(row) * (int64_t)IBP_ROWS_PER_BASE; }
 
 /* Returns whether every row of a table has its own base. Otherwise the rows of a group share one. */
 IBP_INLINE bool ibp_has_own_bases(const ibp_table *table) { return table->rows_per_base == 1u; }
-/* Return the number of a row's entry of bases, and the first of the rows that share it. */
+/* Return the index of a row's entry of bases, and the first of the rows that share this entry. */
 IBP_INLINE int64_t ibp_base_of_row(const ibp_table *table, int64_t row)
 {
     return ibp_has_own_bases(table) ? row : ibp_group_of_row(row);
@@ -47,7 +47,7 @@ IBP_INLINE uint32_t ibp_stored_bytes(uint32_t length, uint32_t row_bytes, uint32
     return length != 0u ? length : valid_bytes;
 }
 
-/* Returns the number of bytes that a row takes in overflow, padding included. valid_bytes is row_bytes for every row
+/* Returns the number of bytes that a row takes in overflow, including padding. valid_bytes is row_bytes for every row
  * that is not the last row of the table. The result is at most 65,536, so the sum over a group fits 32 bits. */
 IBP_INLINE uint32_t ibp_room_of(uint32_t length, uint32_t row_bytes, uint32_t valid_bytes, uint32_t slot_bytes)
 {
@@ -81,8 +81,8 @@ IBP_INLINE ibp_row_place ibp_split_row(const ibp_table *table, int64_t row, uint
     return place;
 }
 
-/* Returns whether ibp_place_in_bounds reads a row's base and rooms: whether the row has an overflow part and the table
- * has bases. */
+/* Returns whether ibp_place_in_bounds needs a row's base and rooms, which it does if the row has an overflow part and
+ * the table has bases. */
 IBP_INLINE bool ibp_needs_base(const ibp_table *table, const ibp_row_place *place)
 {
     return place->in_overflow != 0u && table->bases != NULL;

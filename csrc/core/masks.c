@@ -24,7 +24,7 @@ static void store_word(uint8_t *row, uint32_t row_bytes, uint32_t w, uint32_t wo
         for (uint32_t i = 4 * w; i < row_bytes; i++) row[i] = (uint8_t)(word >> (8 * (i % 4)));
 }
 
-/* Returns the participation bits that start in word w of a row. *keep receives a mask of the word's kept bits. */
+/* Returns the participation bits that start in word w of a row. keep: receives a mask of the word's kept bits. */
 static uint32_t match_row_word(const ibp_codebook *cb, const uint8_t *row, uint32_t w, uint32_t *keep)
 {
     uint32_t mismatch = (load_word(row, cb->row_bytes, w) ^ cb->bitval[w]) & cb->mask[w];

@@ -12,8 +12,8 @@ int64_t ibp_num_windows(int64_t num_items, uint32_t window_bits)
     return num_items == 0 ? 1 : ((num_items - 1) >> window_bits) + 1;
 }
 
-/* Returns the size of workspace that the CUDA twin needs, because it is the larger one: starts and counts of the
- * windows, the rank of every id in its window, and the window of every id in 16 bits. */
+/* Returns the size in bytes of the workspace that ibp_cuda_partition_ids needs; the CPU function needs less. It holds
+ * the starts and counts of the windows, the rank of every id in its window, and the window of every id in 16 bits. */
 size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, uint32_t window_bits)
 {
     const int64_t num_windows = ibp_num_windows(num_items, window_bits);

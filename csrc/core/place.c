@@ -1,4 +1,4 @@
-/* place.c - codes rows one by one into the memory of a table, and hands out parts of overflow as rows need them. */
+/* place.c - codes rows one by one into the memory of a table, and allocates parts of overflow when rows need them. */
 #include "rows.h"
 
 /* The base of a row while a thread is coding it. */
@@ -29,8 +29,8 @@ static part claim_part(const ibp_place *place, int64_t row, uint32_t valid)
     return base == CLAIMED ? (part){CLAIMED, 0} : part_of(place, row, base, valid);
 }
 
-/* Takes a new part of overflow; returns an empty part if there is no room. It reads the counter before it adds to it,
- * so that the counter stays close to the size of overflow, however many parts are refused. */
+/* Allocates a new part of overflow; returns an empty part if there is no room. The function reads the counter before it
+ * adds to the counter, so that this stays close to the size of overflow, however many rows find no room. */
 static part take_part(const ibp_place *place, uint32_t sectors)
 {
     const uint32_t num_bytes = IBP_OVERFLOW_ALIGN * sectors;
@@ -42,7 +42,7 @@ static part take_part(const ibp_place *place, uint32_t sectors)
 }
 
 /* Takes a part for a row whose own part is too small. If the row had a part and the place has rooms, the new part has
- * room for the row's raw bytes, if there is so much room; otherwise it has room for its coded bytes. */
+ * room for the raw row, provided that overflow has enough room. Otherwise the new part has room for the coded row. */
 static part take_part_for(const ibp_place *place, part own, uint32_t in_overflow, uint32_t valid)
 {
     part taken = {IBP_NO_BASE, 0};
@@ -103,8 +103,9 @@ static void put(uint8_t *to, const uint8_t *from, uint32_t num_bytes, uint32_t e
     memset(to + num_bytes, 0, (room < end ? (uint32_t)room : end) - num_bytes);
 }
 
-/* Stores a coded row in its slot and in a part of overflow, and enters it in the index. claims: whether other threads
- * may code the same row. Returns IBP_INVALID_ARGUMENT, and writes nothing, if another thread is coding the row now. */
+/* Stores a coded row in its slot and in a part of overflow, and writes the row's entries of the index. claims: whether
+ * other threads may code the same row. Returns IBP_INVALID_ARGUMENT, and writes nothing, if another thread is coding
+ * the row now. */
 static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, uint32_t valid, const uint8_t *stored,
                          bool claims, ibp_place_counts *counts)
 {
@@ -122,7 +123,7 @@ static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, u
         if (own.sectors < ibp_sectors_of(in_overflow)) own = take_part_for(place, own, in_overflow, valid);
     }
     const bool has_part = spills && own.base != IBP_NO_BASE, lost = spills && !has_part,
-               is_kept = !lost || is_new; /* of a new row without a part, the slot part is kept */
+               is_kept = !lost || is_new; /* the slot part of a new row is kept even if there is no overflow part */
     if (is_kept) {
         const uint64_t start = (uint64_t)row * table->slot_bytes, left = (uint64_t)table->slots_bytes - start;
         const uint64_t room = left < table->slot_bytes ? left : table->slot_bytes;

@@ -18,7 +18,7 @@ static uint64_t load_number(const void *numbers, size_t i, uint32_t num_bytes)
 
 /* ---- codebooks ---- */
 
-/* Counts the entries of a column. Returns false if a plane's digits are out of range. */
+/* Computes the number of entries of a column. Returns false if a plane's digits have an invalid number of bits. */
 static bool count_entries(const ibp_planes *p, uint32_t *num_entries)
 {
     *num_entries = 0;
@@ -133,7 +133,7 @@ static uint64_t rotate_left(uint64_t x, uint32_t by, uint32_t width)
     return by == 0 ? x : ibp_low_bits(x << by, width) | x >> (width - by);
 }
 
-/* Returns the first entry that equals a symbol; num_entries if there is none. */
+/* Returns the index of the first entry that equals a symbol, or num_entries if there is no such entry. */
 static uint32_t rank_of(const ibp_planes *planes, uint32_t column, uint64_t symbol)
 {
     const size_t first = planes->per_column ? (size_t)column * planes->num_entries : 0;
@@ -145,7 +145,7 @@ static uint32_t rank_of(const ibp_planes *planes, uint32_t column, uint64_t symb
 
 /* ---- encoding ---- */
 
-/* The statistics of a row that its coded size depends on. */
+/* The counts of a row from which its coded size follows. */
 typedef struct row_census {
     uint32_t reaching[IBP_MAX_PLANES + 1];
     bool closed, has_form;

@@ -60,7 +60,7 @@ static inline ibp_value_parts ibp_lay_out(const ibp_planes *planes, size_t start
 }
 
 /* The layout of a row with k listed elements: the form of their positions, and the bits at which the highest bits of
- * the other elements and the values begin. All are 0 if the row is dense. */
+ * the other elements and the values begin. All fields are 0 if rows are dense. */
 typedef struct ibp_listed_parts {
     ibp_position_form form;
     size_t signs, values;

@@ -1,7 +1,7 @@
 /* row_codec.c - codes and decodes one row in the scheme that its codebook names. If the codebook has clusters, a coded
- * row begins with a byte:
+ * row begins with a byte that holds the index of its cluster:
  *
- *     number of the cluster | the row as coded by that cluster */
+ *     index of the cluster | the row as coded by that cluster */
 #include "../internal/ibp_coding.h"
 #include "schemes.h"
 
@@ -91,8 +91,8 @@ static size_t coded_bytes_of(const ibp_row_codec *codec, const ibp_codebook *one
     return bytes;
 }
 
-/* Returns the cluster that codes a row in the fewest bytes; if several do, the first of them. *coded_bytes receives the
- * size of the coded row, with the byte for the cluster's number. */
+/* Returns the cluster that codes a row in the fewest bytes; if there are several, the first of them. coded_bytes:
+ * receives the size of the coded row, including the byte of the cluster. */
 static uint32_t best_cluster(const ibp_row_codec *codec, const uint8_t *row, size_t *coded_bytes)
 {
     uint32_t best = 0;
@@ -131,7 +131,7 @@ ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8
     const ibp_codebook one = ibp_cluster_of(codec->scheme, &codec->coded, k);
     dst[0] = (uint8_t)k;
     const ibp_status status = codec->coder->encode(&one, live, dst + 1, dst_bytes - 1, coded_bytes, codec->scratch);
-    /* If another thread changes the row, it may have no coded form any more. */
+    /* If another thread changes the row meanwhile, the row may no longer have a coded form. */
     if (*coded_bytes != IBP_NO_CODED_FORM) *coded_bytes += 1;
     return status;
 }

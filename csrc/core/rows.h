@@ -9,8 +9,8 @@
 #include <string.h>
 
 /* Coding a row takes less time than loading it from memory, and rows are too short for the processor to predict the
- * next accesses. So while a row is coded, the row about IBP_BYTES_AHEAD bytes further on is prefetched. IBP_LINE_BYTES:
- * size of a cache line in bytes. */
+ * next accesses. Therefore the row that lies about IBP_BYTES_AHEAD bytes further on is prefetched while a row is coded.
+ * IBP_LINE_BYTES: size of a cache line in bytes. */
 enum { IBP_BYTES_AHEAD = 2048, IBP_LINE_BYTES = 64 };
 
 /* Returns IBP_BYTES_AHEAD as a number of rows, or items, of step_bytes bytes. */
@@ -80,7 +80,7 @@ typedef struct ibp_workspace {
     ibp_row_codec codec;
 } ibp_workspace;
 
-/* Opens a workspace. has_coded_rows: whether rows are coded or decoded; if true, the scheme must have coded rows.
+/* Opens a workspace. has_coded_rows: whether rows will be coded or decoded. If so, the scheme must have coded rows.
  * Returns IBP_INVALID_ARGUMENT if ibp_open_codec does, or if scratch is too small. */
 static inline ibp_status ibp_open_workspace(const ibp_codebook *cb, bool has_coded_rows, void *scratch,
                                             size_t scratch_bytes, ibp_workspace *work)
@@ -94,8 +94,8 @@ static inline ibp_status ibp_open_workspace(const ibp_codebook *cb, bool has_cod
     return ibp_open_codec(cb, work->stored + two_rows, &work->codec);
 }
 
-/* Codes a row with valid_bytes valid bytes into dst. work: opened for coded rows. Returns the row's entry of lengths.
- * If it says that the row is raw or a default row, dst has unspecified contents. */
+/* Codes a row with valid_bytes valid bytes into dst. work: must have been opened for coded rows. Returns the row's
+ * entry of lengths. If this says that the row is raw or a default row, the content of dst is unspecified. */
 static inline uint32_t ibp_code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t valid_bytes,
                                     const ibp_workspace *work, uint8_t *dst, size_t dst_bytes)
 {

@@ -1,5 +1,5 @@
-/* schemes.h - the table of schemes. A row holds everything that the core knows about a scheme. To add a scheme, write
- * its coders and add a row in schemes.c. */
+/* schemes.h - the table of schemes. A row of this table holds everything that the core knows about a scheme. To add a
+ * scheme, write its coders and add a row in schemes.c. */
 #ifndef IBP_SCHEMES_H
 #define IBP_SCHEMES_H
 
@@ -14,8 +14,8 @@
 
 /* ---- scratch of row coders ---- */
 
-/* The unused rest of a caller's scratch. Coders take arrays from it, one after the other. The arrays of a coder take at
- * most IBP_SCRATCH_BYTES bytes together, less the two rows that functions on tables use; tests/c/test_cpu_paths.c
+/* The unused rest of a caller's scratch. Coders take arrays from it, one after the other. All arrays of a coder
+ * together must fit IBP_SCRATCH_BYTES bytes without the two rows that functions on tables use; tests/c/test_cpu_paths.c
  * checks this. */
 typedef struct ibp_scratch {
     uint8_t *at;
@@ -38,9 +38,9 @@ static inline void *ibp_take(ibp_scratch *scratch, size_t num_bytes)
 /* ---- coders of single rows ---- */
 
 /* The coders of a scheme for one kind of processor. They accept codebooks whose fields have been checked, and which
- * have no clusters, constant columns or consecutive entries. They keep the contracts of ibp.h, and all kinds give the
- * same bytes and the same statuses. The contents of the codebook's arrays are not trusted. coded_bytes is NULL if
- * measuring a row is not faster than encoding it into a buffer of 0 bytes. */
+ * have no clusters, constant columns or consecutive entries. They fulfil the contracts of ibp.h, and the coders for all
+ * kinds of processors give the same bytes and the same statuses. The contents of the codebook's arrays are not trusted.
+ * coded_bytes is NULL if measuring a row is not faster than encoding it into a buffer of 0 bytes. */
 typedef struct ibp_row_coder {
     size_t (*coded_bytes)(const ibp_codebook *codebook, const uint8_t *row);
     ibp_status (*encode)(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes,

@@ -12,10 +12,10 @@
  * slots and overflow together cost the least. */
 typedef struct ibp_slot_rule {
     uint32_t least_bytes; /* least size of a slot */
-    double overflow_cost; /* cost of a byte in overflow, in bytes of slots */
-    double part_cost;     /* cost of a row that has a part in overflow, besides its bytes */
+    double overflow_cost; /* cost of a byte in overflow; a byte in a slot costs 1 */
+    double part_cost;     /* cost of a row that has a part in overflow, in addition to that of its bytes */
     double most_spilled;  /* largest number of rows with a part in overflow */
-    double near;          /* of all sizes that cost at most this many times the least, the largest is chosen */
+    double near;          /* the largest size is chosen whose cost is at most `near` times the least cost */
     const int64_t *sizes; /* num_sizes sizes to choose from; NULL: all */
     size_t num_sizes;
 } ibp_slot_rule;
@@ -48,7 +48,7 @@ IBP_INLINE bool ibp_is_among(const ibp_slot_rule *rule, uint32_t slot_bytes)
 }
 
 /* Chooses the size of slots for rows of row_bytes bytes. sectors: 1 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) entries, as
- * in ibp_count_spilled. *mean_overflow receives the mean number of bytes of a row in overflow.
+ * in ibp_count_spilled. mean_overflow: receives the mean number of bytes that a row has in overflow.
  * @return the size of a slot in bytes: a multiple of IBP_OVERFLOW_ALIGN below row_bytes; or row_bytes if no smaller
  * size is better, or if the rule allows no size. */
 IBP_INLINE uint32_t ibp_choose_slots(const uint64_t *sectors, uint32_t row_bytes, const ibp_slot_rule *rule,

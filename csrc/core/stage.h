@@ -8,7 +8,8 @@
 extern "C" {
 #endif
 
-/* The items of a table with slots. An item takes item_slots bytes: the slots of its rows, one after the other. */
+/* The items of a table with slots. item_slots: size in bytes of an item's slots, which are those of its rows, one after
+ * the other. */
 typedef struct ibp_stage {
     const uint8_t *slots;
     int64_t num_items;

@@ -174,8 +174,8 @@ static ibp_status read_row(const ibp_table *table, int64_t r, const ibp_workspac
     return read_place(&table->codebook, &place, table->slots, table->overflow, work, out, row);
 }
 
-/* Decodes bytes [start, end) of the original tensor. Zeros are written in the place of a corrupt row. Returns the
- * number of the first corrupt row; -1 if all rows are intact. */
+/* Decodes bytes [start, end) of the original tensor. The bytes of a corrupt row become zeros. Returns the index of the
+ * first corrupt row, or -1 if all rows are intact. */
 static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, const ibp_workspace *work)
 {
     const int64_t row_bytes = table->codebook.row_bytes;
@@ -247,8 +247,8 @@ static bool can_use(const ibp_cache *cache, const ibp_table *table, const ibp_id
     return true;
 }
 
-/* Decodes item number id into out. cache: NULL, or a cache from which rows with an entry are read; the item's entries
- * begin at cache->entries[first]. Returns whether all rows were intact; corrupt rows become zeros. */
+/* Decodes the item `id` to out. cache: NULL, or a cache from which rows with an entry are read; the item's entries
+ * begin at cache->entries[first]. Returns whether all rows are intact; corrupt rows become zeros. */
 static bool read_item(const ibp_table *table, int64_t id, const ibp_cache *cache, int64_t first, uint8_t *out,
                       const ibp_workspace *work)
 {
@@ -326,8 +326,8 @@ typedef struct selection {
     ibp_fault_log log;
 } selection;
 
-/* Opens a selection for its rows first_row to last_row - 1. Returns IBP_INVALID_ARGUMENT if it does not have these
- * rows. */
+/* Opens a selection, of which the caller will use the rows first_row to last_row - 1. Returns IBP_INVALID_ARGUMENT if
+ * the selection does not have these rows. */
 static ibp_status open_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
                                  ibp_fault *fault, selection *of)
 {
@@ -355,8 +355,8 @@ static ibp_status note_row(selection *of, int64_t q, ibp_status status)
     return of->log.status;
 }
 
-/* Number of rows ahead of the present one whose lengths are prefetched. Lengths at random places arrive only as fast as
- * their cache lines are requested. */
+/* How many rows ahead lengths are prefetched. The speed of reading lengths at random addresses depends on how many
+ * cache lines are requested at the same time. */
 #define PREFETCH_LENGTHS 32
 
 static void prefetch_length(const selection *of, int64_t q)

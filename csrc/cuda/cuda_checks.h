@@ -10,7 +10,7 @@
 
 namespace ibp {
 
-// Returns whether a pointer is not NULL, or there are no bytes to which it has to point.
+// Returns whether `bytes` can be a pointer to num_bytes bytes: it is not NULL, or num_bytes is 0.
 inline bool has_bytes(const void *bytes, int64_t num_bytes) { return num_bytes == 0 || bytes != nullptr; }
 
 inline bool is_codebook(const ibp_codebook *codebook)
@@ -27,8 +27,8 @@ inline bool are_ids(const ibp_ids *ids)
     return ids != nullptr && ids->count >= 0 && (ids->id_bytes == 4 || ids->id_bytes == 8) &&
            has_bytes(ids->data, ids->count);
 }
-// Returns whether ids are right, and also the dimensions of the output to which their items go. Here id_bytes may be 0,
-// which means all items in order.
+// Returns whether ids are valid, and the dimensions of the output to which their items go are valid, too. Here id_bytes
+// may be 0, which means all items in order.
 inline bool are_placed_ids(const ibp_ids *ids)
 {
     const bool all = ids != nullptr && ids->id_bytes == 0 && ids->count >= 0 && ids->data == nullptr;

@@ -1,4 +1,4 @@
-// device.cu - devices, errors, sizes of launches, and pinned memory.
+// device.cu - devices, errors of CUDA calls, sizes of launches, and pinned memory.
 #include "../internal/ibp_coding.h"
 #include "../internal/ibp_machine.h"
 #include "launch.cuh"
@@ -16,7 +16,7 @@ ibp_status check_cuda(cudaError_t error)
 {
     if (error == cudaSuccess) return IBP_OK;
     strncpy(last_error, cudaGetErrorString(error), sizeof last_error - 1);
-    cudaGetLastError(); // a launch that was refused must not make the caller's next call fail, too
+    cudaGetLastError(); // clears the error, so that the caller's next CUDA call does not report it again
     return IBP_CUDA_ERROR;
 }
 
@@ -26,11 +26,11 @@ bool is_host_memory(const void *memory)
     return check_cuda(cudaPointerGetAttributes(&found, memory)) == IBP_OK && found.type == cudaMemoryTypeHost;
 }
 
-// Reads the sizes of the current device. Asks CUDA about each device only once, because this takes a tenth of the time
-// of a launch.
+// Returns the sizes of the current device. Asks CUDA about each device only once, because asking takes a tenth of the
+// time of a launch.
 ibp_status read_device(DeviceSizes *sizes)
 {
-    // kStaticBytes: size in bytes of the largest static shared memory of any kernel here.
+    // kStaticBytes: largest size in bytes of a kernel's static shared memory in this project.
     constexpr int kMostDevices = 64, kStaticBytes = 1024;
     // known: for each device, the number of SMs in bits 48 to 63, block_bytes in bits 24 to 47, and sm_bytes in bits 0
     // to 23; 0 if CUDA has not been asked yet.
@@ -55,8 +55,8 @@ ibp_status read_device(DeviceSizes *sizes)
     return status;
 }
 
-// Prepares a kernel, always for the largest shared memory, because another thread may be about to launch the kernel
-// with more than this thread's launch needs. A thread remembers the kernels that it has prepared.
+// Prepares a kernel for the largest shared memory, even if this thread's launch needs less, because another thread may
+// be about to launch the kernel with more. Each thread remembers the kernels that it has prepared.
 static ibp_status prepare(const void *kernel, const DeviceSizes &device, bool *is_of_90)
 {
     constexpr uintptr_t kMostKernels = 128;
@@ -141,16 +141,16 @@ ibp_status ibp_cuda_enable_peer(int device, int peer)
     if (status != IBP_OK) return status;
     const cudaError_t enabled = cudaDeviceEnablePeerAccess(peer, 0);
     if (enabled == cudaErrorPeerAccessAlreadyEnabled)
-        cudaGetLastError(); // this is not an error, so the caller must not find it
+        cudaGetLastError(); // this is no error, so the caller's next CUDA call must not report it
     else
         status = ibp::check_cuda(enabled);
     const ibp_status restored = ibp::check_cuda(cudaSetDevice(current));
     return status == IBP_OK ? restored : status;
 }
 
-// Allocates pinned memory: maps ordinary pages, huge ones if the system has them, writes to them by several threads at
-// once, and then registers them. On the host of an H200 with 16 processors this runs at 20 to 27 GB/s; cudaHostAlloc
-// reaches 1.5 to 2.9 GB/s there.
+// Allocates pinned memory: maps ordinary memory, with huge pages if the system has them, lets several threads write to
+// the pages, and then registers them. On the host of an H200, with 16 processors, this allocates 20 to 27 GB in a
+// second; cudaHostAlloc allocates 1.5 to 2.9 GB in a second there.
 ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host)
 {
     if (host == nullptr) return IBP_INVALID_ARGUMENT;
@@ -171,7 +171,7 @@ ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes)
 {
     if (host == nullptr) return IBP_OK;
     const ibp_status status = ibp_cuda_unregister_pinned(host);
-    if (status == IBP_OK) munmap(host, num_bytes); // memory that is still registered stays
+    if (status == IBP_OK) munmap(host, num_bytes); // memory that is still registered must stay mapped
     return status;
 }
 

@@ -1,5 +1,5 @@
-// digits.cuh - spreads digits of scheme planes to nibbles, which select bytes (`prmt`), and reads shared memory at any
-// byte or bit.
+// digits.cuh - spreads digits of scheme planes to nibbles, so that they can be the selector of `prmt`, and reads shared
+// memory at any byte or bit.
 #ifndef IBP_DIGITS_CUH
 #define IBP_DIGITS_CUH
 
@@ -20,11 +20,11 @@ template <typename Bits> __device__ __forceinline__ Bits low_bits(Bits value, ui
     return num_bits >= 8u * sizeof(Bits) ? value : value & ((Bits{1} << num_bits) - 1u);
 }
 
-// Rounds a number of bits up to whole bytes.
+// Rounds a number of bits up to a multiple of 8.
 __device__ __forceinline__ uint32_t to_byte(uint32_t bits) { return (bits + 7u) & ~7u; }
 
-// Spreads fields of num_bits bits, which lie side by side from bit 0 of `bits`, over a word of elements: one field to
-// the low bits of each element.
+// Spreads fields over the elements of a word, one field to the low bits of each element. The fields have num_bits bits
+// each, and are packed from bit 0 of `bits`.
 template <typename T> __device__ __forceinline__ uint32_t spread_fields(uint32_t bits, uint32_t num_bits)
 {
     if (sizeof(T) == 4) return low_bits(bits, num_bits);
@@ -39,7 +39,7 @@ template <typename T> __device__ __forceinline__ uint32_t spread_fields(uint32_t
 // Returns a word in which bit 0 of each of 16 digits is set if the digit is an escape.
 __device__ __forceinline__ uint32_t escaped_pairs(uint32_t digits) { return digits & digits >> 1 & 0x55555555u; }
 
-// Spreads the low or the high eight of 16 digits, one to each nibble.
+// Spreads eight of 16 digits, one to each nibble: the upper eight digits if HIGH, else the lower eight.
 template <bool HIGH> __device__ __forceinline__ uint32_t spread_pairs(uint32_t digits)
 {
     digits = permute_bytes(digits, 0, HIGH ? 0x4342 : 0x4140);
@@ -52,7 +52,7 @@ __device__ __forceinline__ uint32_t escaped_nibbles(uint32_t digits) { return di
 
 // ---- digits of three bits ----
 
-// Spreads eight digits, which begin at bit 0 of `bits`, one to each nibble.
+// Spreads eight digits, which are packed from bit 0 of `bits`, one to each nibble.
 __device__ __forceinline__ uint32_t spread_triples(uint32_t bits)
 {
     bits = select_bits(0xfffu, bits, bits << 4);
@@ -62,18 +62,18 @@ __device__ __forceinline__ uint32_t spread_triples(uint32_t bits)
 // Returns a word in which bit 3 of every nibble is set if its digit is an escape.
 __device__ __forceinline__ uint32_t escaped_triples(uint32_t nibbles) { return (nibbles + 0x11111111u) & 0x88888888u; }
 
-// ---- nibbles that have escaped ----
+// ---- escapes among nibbles ----
 
-// Returns, in each nibble, the number of escapes in lower nibbles, which is the number of the escaped byte that the
-// nibble takes. escaped: bit 0 is set in every nibble that is an escape.
+// Returns, in each nibble, the number of escapes in lower nibbles. If the nibble is an escape itself, this is its index
+// among the escapes. escaped: bit 0 is set in every nibble that is an escape.
 __device__ __forceinline__ uint32_t order_of(uint32_t escaped) { return escaped * 0x11111110u; }
-// Returns how many of eight nibbles are escapes. order: the result of order_of.
+// Returns the number of escapes among eight nibbles. order: the result of order_of(escaped).
 __device__ __forceinline__ uint32_t count_of(uint32_t escaped, uint32_t order)
 {
     return (order >> 28) + (escaped >> 28);
 }
 
-// Returns the highest bits of four bytes, side by side.
+// Returns the highest bits of four bytes, packed into the lowest four bits.
 __device__ __forceinline__ uint32_t highest_bits(uint32_t bytes)
 {
     return (bytes >> 7 & 0x01010101u) * 0x10204080u >> 28;
@@ -87,8 +87,8 @@ struct Cursor {
     uint32_t shift; // in bits; only its low five bits count
 
     static __device__ __forceinline__ Cursor at(uint32_t byte) { return {&shared_word(byte / 4u), 8u * byte}; }
-    // word returns the 32 bits that begin i words behind the cursor. bits returns the 32 bits that begin `further` bits
-    // behind it.
+    // word() returns the 32 bits that begin i words after the cursor. bits() returns the 32 bits that begin `further`
+    // bits after the cursor.
     __device__ __forceinline__ uint32_t word(uint32_t i) const
     {
         return __funnelshift_r(words[i], words[i + 1u], shift);

@@ -1,4 +1,4 @@
-// errors.h - errors of CUDA calls. Host code.
+// errors.h - turns errors of CUDA calls into statuses, and keeps the first of several. Host code.
 #ifndef IBP_CUDA_ERRORS_H
 #define IBP_CUDA_ERRORS_H
 
@@ -10,7 +10,7 @@ namespace ibp {
 // IBP_CUDA_ERROR.
 ibp_status check_cuda(cudaError_t error);
 
-// A status that keeps the first error of several calls.
+// The status of several calls: the first error, or IBP_OK.
 class FirstError {
   public:
     FirstError &operator<<(cudaError_t error) { return ok() ? *this << check_cuda(error) : *this; }

@@ -1,4 +1,5 @@
-// floats.cuh - converts elements of two bytes to and from float, as the device's instructions do.
+// floats.cuh - converts float16 and bfloat16 to and from float. The host code gives the same results as the device's
+// instructions.
 #ifndef IBP_FLOATS_CUH
 #define IBP_FLOATS_CUH
 
@@ -23,8 +24,8 @@ __device__ __forceinline__ float float_of_half(uint32_t half)
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(half)));
     return value;
 }
-// Return two floats as elements of two bytes, the first one in the low half. They are rounded to the nearest, ties to
-// even; NaN becomes 0x7fff.
+// Convert two floats to float16 or bfloat16, and return both in one word, the first one in the low half. Values are
+// rounded to the nearest, ties to even; NaN becomes 0x7fff.
 __device__ __forceinline__ uint32_t halves_of_floats(float first, float second)
 {
     uint32_t bits;

@@ -7,13 +7,13 @@
 
 namespace ibp {
 
-constexpr uint32_t kLaneBytes = 64;                    // bytes of a row that each lane takes, if there are enough lanes
-constexpr uint32_t kWarpRowBytes = kWarp * kLaneBytes; // bytes of a row that a warp then takes
-constexpr uint32_t kMostWarps = 8;                     // number of warps of a group for long rows
+constexpr uint32_t kLaneBytes = 64;                    // size in bytes of a lane's part of a row
+constexpr uint32_t kWarpRowBytes = kWarp * kLaneBytes; // size in bytes of a warp's part of a row
+constexpr uint32_t kMostWarps = 8;                     // number of warps in a group for long rows
 
-// A group of LANES lanes of a warp (WARPS == 1), or of WARPS whole warps. All lanes of a warp call every function
-// together, whatever each group has to do. ANY_LENGTH: rows may have more than kLaneBytes bytes for each lane of the
-// group.
+// A group of LANES lanes of a warp (WARPS == 1), or of WARPS whole warps. All lanes of a warp must call every function
+// together, even if some of its groups have nothing to do. ANY_LENGTH: a lane's part of a row may be longer than
+// kLaneBytes.
 template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group {
     static_assert((WARPS == 1 && kWarp % LANES == 0) || LANES == kWarp, "a group is a part of a warp, or whole warps");
     static constexpr uint32_t kLanes = LANES, kWarps = WARPS, kThreads = LANES * WARPS;
@@ -22,7 +22,7 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
     static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kThreads; }
-    // Returns the number of this warp among the group's warps; 0 if there is only one.
+    // Returns the index of this warp in its group.
     static __device__ __forceinline__ uint32_t warp() { return threadIdx.x % kThreads / kWarp; }
     static __device__ __forceinline__ uint32_t in_block() { return threadIdx.x / kThreads; }
 
@@ -33,12 +33,12 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
         else
             named_barrier(in_block() + 1u, kThreads);
     }
-    // Returns whether is_so is true in any lane of the warp. All lanes of a group pass the same value. Even if the
-    // group is a whole warp this is a vote: it tells the compiler that the lanes stay together, so that it need not
+    // Returns whether is_so is true in any lane of the warp. All lanes of a group must pass the same value. This is a
+    // vote even if the group is a whole warp: the vote tells the compiler that the lanes stay together, so it does not
     // check this before shuffles.
     static __device__ __forceinline__ bool any(bool is_so) { return __any_sync(kAllLanes, is_so); }
-    // Returns the sum of v over the group's lanes up to this one, including it. v may hold several numbers side by side
-    // that do not overflow into each other.
+    // Returns the sum of v over the group's lanes up to and including this one. v may hold several numbers in bit
+    // fields of their own, if no sum overflows its field.
     static __device__ __forceinline__ uint32_t inclusive_scan(uint32_t v)
     {
 #pragma unroll
@@ -67,8 +67,9 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
     }
     static __device__ __forceinline__ uint32_t lanes_below() { return low_bits(~0u, lane()); }
 
-    // Returns the sum of `mine` over the group's earlier warps. total: receives the sum over all its warps. counts: the
-    // number of the shared word at which WARPS words begin, which no other exchange uses at the same time.
+    // Returns the sum of `mine` over the group's warps before this one. total: receives the sum over all warps of the
+    // group. counts: index of the first of WARPS words of shared memory, which no other exchange may use at the same
+    // time.
     static __device__ __forceinline__ uint32_t exchange(uint32_t counts, uint32_t mine, uint32_t &total)
     {
         if (WARPS == 1) {
@@ -104,15 +105,15 @@ template <class G> __device__ __forceinline__ void group_copy(uint8_t *dst, cons
         group_copy_as<G, uint8_t>(dst, src, num_bytes);
 }
 
-// Rotates eight bytes that repeat in memory, so that they begin with byte first % 8.
+// Rotates a repeating pattern of eight bytes, so that it begins with its byte first % 8.
 __device__ __forceinline__ uint64_t turned_bytes(uint64_t bytes, uint32_t first)
 {
     const uint32_t by = 8u * (first % 8u);
     return by == 0u ? bytes : bytes >> by | bytes << (64u - by);
 }
 
-// Fills memory with eight bytes that repeat: single bytes up to the first multiple of 16, then vectors, then single
-// bytes.
+// Fills memory with a repeating pattern of eight bytes. It stores single bytes up to the first address that is a
+// multiple of 16, then vectors of 16 bytes, then single bytes again.
 template <class G> __device__ __forceinline__ void group_fill(uint8_t *dst, uint32_t num_bytes, uint64_t repeated)
 {
     const uint32_t head = ibp_min_u32(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(dst) % 16u), num_bytes);

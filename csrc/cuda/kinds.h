@@ -1,4 +1,4 @@
-// kinds.h - the kinds of codebooks, by which decoders and encoders are chosen.
+// kinds.h - tests of codebooks, by which decoders and encoders are chosen.
 #ifndef IBP_KINDS_H
 #define IBP_KINDS_H
 
@@ -8,8 +8,8 @@
 
 namespace ibp {
 
-// Fields of a codebook of scheme planes that not every kernel knows. A kernel names the fields that it knows, and is
-// not used for codebooks that use other fields.
+// Fields of a codebook of scheme planes that only some kernels support. A kernel names the fields that it knows, which
+// are those that it supports. It is not launched for codebooks that use others.
 enum PlanesField : uint32_t {
     kInvariantBits = 1,
     kConsecutive = 2,
@@ -22,7 +22,7 @@ constexpr uint32_t kDenseFields = kInvariantBits | kConsecutive | kConstantColum
 // The fields that decoders of listed rows know.
 constexpr uint32_t kListedFields = kAllFields;
 
-// Returns whether a codebook uses no fields besides the known ones.
+// Returns whether a codebook uses only PlanesFields that are in `known`.
 IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
 {
     if (cb.scheme != IBP_SCHEME_PLANES) return true;
@@ -33,7 +33,8 @@ IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
     return (fields & ~known) == 0u;
 }
 
-// Calls use with a 0 of the unsigned integer type that has the size of an element. Returns what use returns.
+// Calls use(zero) and returns its result. zero is a 0 of the unsigned integer type that has the size of an element, so
+// that use can be a template over this type.
 template <class Use> ibp_status by_element(const ibp_codebook &cb, const Use &use)
 {
     switch (cb.planes.element_bytes) {
@@ -45,10 +46,12 @@ template <class Use> ibp_status by_element(const ibp_codebook &cb, const Use &us
     }
 }
 
-// Returns how many codebooks the rows have. If there are several, a coded row begins with the number of its codebook.
+// Returns the number of clusters of rows, each with entries of its own. If there are several, a coded row begins with
+// the index of its cluster.
 IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return ibp_has_clusters(&cb) ? cb.num_clusters : 1u; }
 
-// Return whether a codebook is of a kind. The lists of decoders and encoders use these functions.
+// Return whether a codebook is of one kind: any, listed or dense. The lists of decoders and encoders use these
+// functions.
 inline bool is_any(const ibp_codebook &) { return true; }
 inline bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
 inline bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
@@ -62,8 +65,8 @@ IBP_INLINE bool are_pairs(const ibp_planes &planes, uint32_t first_bits = 2)
         pairs = pairs && planes.digit_bits[p] == (p == 0 ? first_bits : 2u);
     return pairs;
 }
-// Returns whether decode_pairs.cuh can decode the dense rows of a codebook. It knows neither constant columns nor
-// invariant bits of two-byte elements, because these would cost all rows registers.
+// Returns whether decode_pairs.cuh can decode the dense rows of a codebook. That decoder supports neither constant
+// columns nor invariant bits of two-byte elements, because they would take registers from all rows.
 IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
 {
     if (!are_pairs(planes) || planes.element_bytes > 4 || planes.num_constant != 0u) return false;
@@ -72,8 +75,8 @@ IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
                                        : true;
 }
 
-// Returns whether there is one plane of digits of four bits, over consecutive symbols of up to a byte, as level="fast"
-// makes it.
+// Returns whether a codebook is like those that level="fast" makes: dense rows of elements of two or four bytes, one
+// plane of digits of four bits, and consecutive symbols of one byte.
 IBP_INLINE bool is_fast(const ibp_codebook &cb)
 {
     const ibp_planes &planes = cb.planes;
@@ -81,15 +84,16 @@ IBP_INLINE bool is_fast(const ibp_codebook &cb)
            planes.symbol_bytes == 1u && (planes.element_bytes == 2u || planes.element_bytes == 4u);
 }
 
-// Encoders look codes up in a table in shared memory, which has 4 bytes for each possible symbol of each cluster.
-// kMostCodes: the largest number of codes in such a table. kMostCodeBits: the largest number of bits of a symbol.
+// Encoders look codes up in a table in shared memory, which has a code of 4 bytes for each possible symbol of each
+// cluster. kMostCodes: the largest number of codes in such a table. kMostCodeBits: the largest number of bits of a
+// symbol for which there is such a table.
 constexpr uint32_t kMostCodes = 4096, kMostCodeBits = 12;
 
 IBP_INLINE uint32_t bits_of_symbol(const ibp_planes &planes)
 {
     return 8u * planes.element_bytes - planes.invariant_bits - planes.residual_bits;
 }
-// Returns the number of codes in such a table, for all clusters.
+// Returns the number of codes in this table, for all clusters together.
 IBP_INLINE uint32_t codes_of_all(const ibp_codebook &cb) { return clusters_of(cb) << bits_of_symbol(cb.planes); }
 IBP_INLINE bool has_code_table(const ibp_codebook &cb)
 {

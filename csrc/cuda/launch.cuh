@@ -9,20 +9,20 @@
 
 namespace ibp {
 
-// The configuration of a launch. blocks: number of blocks. threads: number of threads of a block. shared_bytes: size of
-// a block's dynamic shared memory. cluster: number of blocks of a cluster. overlaps: the kernel may begin before the
-// stream's previous kernel is done, and calls await_work_before() to wait for it (programmatic dependent launch, which
-// needs compute capability 9.0).
+// The configuration of a launch. blocks: number of blocks. threads: number of threads in a block. shared_bytes: size of
+// a block's dynamic shared memory. cluster: number of blocks in a cluster. overlaps: the kernel may begin before the
+// stream's previous kernel is done; it must call await_work_before() to wait for that kernel (programmatic dependent
+// launch, which needs compute capability 9.0).
 struct Launch {
     uint32_t blocks, threads, shared_bytes, cluster;
     bool overlaps = false;
 };
 
-// Returns whether memory is pinned host memory, which a GPU reads over the link.
+// Returns whether memory is pinned host memory, which a GPU reads over PCIe or NVLink.
 bool is_host_memory(const void *memory);
 
-// Sizes of the current device. number: the device's number. sms: number of SMs. block_bytes: size of the largest
-// dynamic shared memory that a block can have. sm_bytes: size of an SM's shared memory.
+// Sizes of the current device. number: the device's ordinal. sms: number of SMs. block_bytes: largest size of dynamic
+// shared memory that a block can have. sm_bytes: size of an SM's shared memory.
 struct DeviceSizes {
     int number, sms, block_bytes, sm_bytes;
 };
@@ -34,23 +34,24 @@ ibp_status read_device(DeviceSizes *sizes);
 // before it; in other kernels await_work_before() does nothing.
 ibp_status prepare(const void *kernel, bool *is_of_90 = nullptr);
 
-// Plans a launch for groups of group_threads threads that take one job at a time. A block has up to most_threads
-// threads; there is one block on an SM, on at most max_sms SMs (0: all). Shared memory: group_bytes for each group, and
-// block_bytes for each block. Few jobs are spread over all SMs.
+// Plans a launch of groups of group_threads threads, each of which takes one job at a time. A block has up to
+// most_threads threads. Each SM gets one block, and at most max_sms SMs are used (0: all). A block gets block_bytes
+// bytes of shared memory, and group_bytes more for each of its groups. If there are few jobs, blocks are smaller, so
+// that the jobs are spread over all SMs.
 // The launch overlaps the one before it, so the kernel must begin with await_work_before(). If max_sms leaves SMs to
 // other kernels, blocks come in clusters of two, which get neighbouring SMs: a matrix product in clusters of two cannot
 // use an SM whose neighbour is taken.
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
 
-// Plans a launch of at most most_blocks blocks that share num_jobs jobs; each block takes a_block jobs at a time.
+// Plans a launch for num_jobs jobs. Each block takes a_block jobs at a time; there are at most most_blocks blocks.
 inline Launch plan_jobs(int64_t num_jobs, int64_t a_block, int64_t most_blocks, uint32_t num_threads)
 {
     return {static_cast<uint32_t>(std::min((num_jobs + a_block - 1) / a_block, most_blocks)), num_threads, 0, 1};
 }
 
-// Does the same for blocks with shared_bytes bytes of dynamic shared memory: as many blocks as the device holds at
-// once, or as there is work for; if the SMs are limited, one block for each SM.
+// Does the same for blocks with shared_bytes bytes of dynamic shared memory. Launches no more blocks than can be
+// resident at once or than there is work for. If max_sms limits the SMs, launches at most one block for each SM.
 inline ibp_status plan_resident(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_jobs,
                                 int64_t a_block, int max_sms, Launch *launch)
 {
@@ -58,7 +59,7 @@ inline ibp_status plan_resident(const void *kernel, uint32_t num_threads, uint32
     int blocks_an_sm = 0;
     ibp_status status = read_device(&device);
     if (status == IBP_OK && shared_bytes != 0u) status = prepare(kernel);
-    // If there are fewer jobs, one block for each SM is enough.
+    // For fewer jobs, one block on each SM is enough.
     if (status == IBP_OK && max_sms == 0 && num_jobs > a_block * device.sms)
         status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel,
                                                                           static_cast<int>(num_threads), shared_bytes));

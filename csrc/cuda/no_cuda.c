@@ -1,4 +1,4 @@
-/* no_cuda.c - the CUDA API of a build without nvcc: every function that returns a status returns IBP_NO_CUDA. */
+/* no_cuda.c - the CUDA functions of a build without nvcc. Every function that returns a status returns IBP_NO_CUDA. */
 #include "../internal/ibp_internal.h"
 
 #pragma GCC diagnostic ignored "-Wunused-parameter"

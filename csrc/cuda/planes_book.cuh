@@ -13,7 +13,8 @@
 
 namespace ibp {
 
-// Returns a word in which the lowest bit of each digit is set if all bits of the digit are. Digits have num_bits bits.
+// Returns a word in which the lowest bit of each digit is set if the digit is an escape, that is, if all its bits are
+// set. num_bits: number of bits of a digit.
 __device__ __forceinline__ uint64_t escapes_in(uint64_t digits, uint32_t num_bits)
 {
     switch (num_bits) {
@@ -24,14 +25,14 @@ __device__ __forceinline__ uint64_t escapes_in(uint64_t digits, uint32_t num_bit
     }
 }
 
-// The digits of a plane that a warp looks at: digits `from` to `to` - 1.
+// The digits of a plane that a warp reads: digits `from` to `to` - 1.
 struct DigitRange {
     uint32_t from, to;
 };
 
 // The bit positions in shared memory at which the parts of a row's values begin. An absent plane has no bits, and all
 // its digits count as escapes, so digits[IBP_MAX_PLANES] is always where the raw symbols begin. mine[p]: the digits of
-// plane p that this warp looks at; mine[IBP_MAX_PLANES]: its raw symbols.
+// plane p that this warp reads; mine[IBP_MAX_PLANES]: the raw symbols that it reads.
 struct ValueParts {
     uint32_t residuals, digits[IBP_MAX_PLANES + 1], end;
     DigitRange mine[IBP_MAX_PLANES + 1];
@@ -47,7 +48,7 @@ struct ValueParts {
     }
 };
 
-// A codebook of scheme planes. FIELDS: the PlanesFields that it may have.
+// A codebook of scheme planes. FIELDS: the PlanesFields that the codebook may use.
 template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     static constexpr uint32_t kElementBits = 8u * sizeof(T);
     const ibp_planes &planes;
@@ -118,7 +119,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         return plane < planes.num_planes ? planes.digit_bits[plane] : 0u;
     }
     __device__ __forceinline__ uint32_t escape_of(uint32_t plane) const { return (1u << width_of(plane)) - 1u; }
-    // Returns the number of a plane's first entry.
+    // Returns the index of a plane's first entry.
     __device__ __forceinline__ uint32_t first_of(uint32_t plane) const
     {
         uint32_t first = 0;
@@ -145,8 +146,8 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         return static_cast<T>(low_bits(shared_bits64(position), num_bits));
     }
 
-    // Returns how many of the digits in a range are escapes. start: the bit at which the plane's digits begin. All
-    // lanes of a warp call this together.
+    // Returns the number of escapes among the digits of a range. start: the bit at which the plane's digits begin. All
+    // lanes of a warp must call this together.
     template <class G>
     static __device__ __forceinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
@@ -172,12 +173,13 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         return G::sum(count);
     }
 
-    // Finds the parts of n values, which lie in the bits `start` to `end` - 1 of shared memory. Each plane has a digit
-    // for every escape of the plane before. If a part lies past the end, so does parts.end.
-    // FIRST_BITS: if not 0, plane 0 is known to have digits of so many bits, and all other planes, of which there is at
-    // least one, digits of two bits. mine: the warp's elements. exchanged: the number of the shared word at which
-    // IBP_MAX_PLANES * G::kWarps words begin, by which the warps exchange counts. count(plane, start, range, num_bits):
-    // returns the number of escapes among the warp's digits.
+    // Finds the parts of the values of n elements, which lie in the bits `start` to `end` - 1 of shared memory. Each
+    // plane after plane 0 has one digit for every escape of the plane before it. If a part ends past `end`, so does
+    // parts.end.
+    // FIRST_BITS: if not 0, plane 0 must have digits of FIRST_BITS bits, and there must be at least one further plane,
+    // all with digits of two bits. mine: the warp's elements. exchanged: index of the first of IBP_MAX_PLANES *
+    // G::kWarps words of shared memory, in which the warps exchange counts. count(plane, start, range, num_bits):
+    // returns the number of escapes among the plane's digits in `range`.
     template <class G, uint32_t FIRST_BITS, class Count>
     __device__ __forceinline__ ValueParts find_parts(uint32_t start, uint32_t end, uint32_t n, DigitRange mine,
                                                      uint32_t exchanged, const Count &count) const
@@ -204,17 +206,17 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     }
 };
 
-// The constants that join symbols and residuals to the elements of a word. Symbols lie in one word and residuals in
-// another, each in the low bits of its element.
+// The constants that join a word of symbols and a word of residuals to a word of elements. Each symbol and each
+// residual lies in the low bits of its element.
 template <typename T> struct WordJoin {
     static_assert(sizeof(T) <= 4, "elements of a word");
     static constexpr uint32_t kBits = 8u * sizeof(T), kOnes = ~0u >> (32u - kBits);
     static constexpr uint32_t kEach = ~0u / kOnes; // the lowest bit of every element
-    // of_symbol, of_residual, to_top: powers of two by which symbols, residuals and elements are multiplied to shift
-    // them left. rotate: number of bits by which elements are shifted right.
+    // of_symbol, of_residual, to_top: the powers of two by which symbols, residuals and elements are multiplied, to
+    // shift them left. rotate: number of bits by which elements are shifted right.
     uint32_t of_symbol, of_residual, to_top, rotate;
-    // kept, top: masks, for every element of a word, of the bits that come from the right shift, and of the highest bit
-    // if elements are rotated. invariant: the invariant bits of every element.
+    // kept: a mask of the bits of every element that come from the right shift. top: a mask of the highest bit of every
+    // element if elements are rotated, else 0. invariant: the invariant bits of every element.
     uint32_t kept, top, invariant;
 
     __device__ __forceinline__ explicit WordJoin(const ibp_planes &planes)
@@ -227,8 +229,9 @@ template <typename T> struct WordJoin {
         kept = (kept >> rotate & kept) * kEach;
         invariant = static_cast<uint32_t>(low_bits(planes.invariant_value, inv)) * kEach;
     }
-    // Returns a power of two that the compiler does not recognize as one, so that it keeps the multiplication:
-    // multiplications run beside the other instructions, and shifts do not.
+    // Returns 2^shift in a form that the compiler does not recognize as a constant power of two, so that it does not
+    // turn multiplications into shifts. Multiplications are issued to another unit than the other integer instructions;
+    // shifts are not.
     static __device__ __forceinline__ uint32_t power(uint32_t shift)
     {
         uint32_t factor = 1u << ibp_min_u32(shift, 31u);
@@ -246,13 +249,13 @@ template <typename T> struct WordJoin {
     {
         return symbols * of_symbol + residuals * of_residual;
     }
-    // Adds residuals to elements in their final form whose residuals are 0. The residuals have been multiplied by
-    // of_residual.
+    // Puts residuals into elements that are in their final form except that their residual bits are 0. The residuals
+    // must have been multiplied by of_residual.
     __device__ __forceinline__ uint32_t beside(uint32_t elements, uint32_t residuals) const
     {
         return elements | (residuals >> rotate & kept) | (residuals * to_top & top);
     }
-    // Returns whether `turned` changes elements: they are rotated or have invariant bits.
+    // Returns whether turned() changes elements, which it does if they are rotated or have invariant bits.
     __device__ __forceinline__ bool turns() const { return kept != ~0u; }
     // Rotates elements back, and sets their invariant bits, which are the lowest ones.
     __device__ __forceinline__ uint32_t turned(uint32_t elements) const
@@ -261,8 +264,8 @@ template <typename T> struct WordJoin {
     }
 };
 
-// Joins a vector of elements of two or four bytes without invariant bits. A symbol is one byte, and a residual is all
-// other bytes of its element. The residuals begin `word` words behind the cursor.
+// Joins symbols and residuals to a vector of elements of two or four bytes without invariant bits. A symbol is one
+// byte, and a residual is all other bits of its element. The residuals begin `word` words after the cursor.
 template <typename T>
 __device__ __forceinline__ void join_bytes(uint32_t rotate, uint2 symbols, const Cursor &residuals, uint32_t word,
                                            uint32_t (&words)[4])
@@ -300,14 +303,14 @@ __device__ __forceinline__ void put_element(const ibp_planes &planes, const Wind
         if (first + b >= window.low && first + b < window.high)
             dst[b] = static_cast<uint8_t>(static_cast<uint64_t>(element) >> (8u * b));
 }
-// residuals, raw: the bits of shared memory at which a row's residuals and raw symbols begin. before: the number of raw
-// symbols that the row's earlier elements have.
+// residuals, raw: the bits of shared memory at which a row's residuals and its raw symbols begin. before: number of raw
+// symbols of the row that belong to earlier elements.
 struct RawPlace {
     uint32_t residuals, raw, before;
 };
 // Stores the elements of a lane's vector that have raw symbols. Bit STRIDE * e of `raws` is set if element first + e
-// has one. Returns the number of raw symbols of the row up to the group's last lane, for the next RawPlace. All lanes
-// of a warp call this together.
+// has a raw symbol. Returns place.before plus the number of raw symbols of all lanes of the group, for the next call's
+// RawPlace. All lanes of a warp must call this together.
 template <typename T, class G, uint32_t STRIDE>
 static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb, Window window, RawPlace place,
                                                          uint32_t first, uint32_t raws)
@@ -328,8 +331,8 @@ template <class G> static __device__ __noinline__ void copy_template(const uint8
 {
     group_copy<G>(window.dst, from + window.low, window.high - window.low);
 }
-// Writes the template of a codebook with constant columns into the row of an active group, before the live elements are
-// stored. All lanes of a warp call this together.
+// If the codebook has constant columns, copies its template to the rows of active groups. Call this before the live
+// elements are stored. All lanes of a warp must call this together.
 template <class G>
 __device__ __forceinline__ void put_template(const ibp_planes &planes, bool active, const Window &window)
 {
@@ -337,8 +340,8 @@ __device__ __forceinline__ void put_template(const ibp_planes &planes, bool acti
     if (active) copy_template<G>(planes.row_template, window);
     G::sync();
 }
-// Stores 16 bytes of elements, beginning with live element `first`. If there are constant columns, stores one element
-// at a time.
+// Stores the wanted ones of 16 bytes of elements, beginning with live element `first`. If there are constant columns,
+// stores one element at a time.
 template <typename T>
 static __device__ __noinline__ void store_slowly(const ibp_codebook &cb, Window window, uint32_t first, uint4 words)
 {
@@ -351,7 +354,8 @@ static __device__ __noinline__ void store_slowly(const ibp_codebook &cb, Window 
         put_element<T>(cb.planes, window, first + e, element);
     }
 }
-// Stores 16 bytes of elements. units: the result of window.is_units; false if there are constant columns.
+// Stores 16 bytes of elements, beginning with live element `first`. units: the result of window.is_units; must be false
+// if there are constant columns.
 template <typename T>
 __device__ __forceinline__ void store_elements(const ibp_codebook &cb, const Window &window, bool units, uint32_t first,
                                                const uint32_t (&words)[4])

@@ -1,4 +1,4 @@
-// positions.cuh - chooses the form of the listed positions of a row of scheme planes (FORMAT.md section 6), by a warp.
+// positions.cuh - a warp's choice of the form of a row's listed positions in scheme planes (FORMAT.md section 6).
 #ifndef IBP_POSITIONS_CUH
 #define IBP_POSITIONS_CUH
 
@@ -9,7 +9,7 @@ namespace ibp {
 constexpr uint32_t kListForms = IBP_MAX_LOW_BITS + 1u, kPositionForms = 1u + 2u * kListForms;
 static_assert(kPositionForms <= kWarp, "a lane looks at a form");
 
-// Returns form number i, in the order in which ibp_choose_position_form tries them.
+// Returns form i, in the order in which ibp_choose_position_form tries the forms.
 __device__ __forceinline__ ibp_position_form position_form_at(uint32_t i, uint32_t k, uint32_t columns)
 {
     if (i == 0u) return ibp_bitmap_form(k, columns);
@@ -17,8 +17,8 @@ __device__ __forceinline__ ibp_position_form position_form_at(uint32_t i, uint32
     return ibp_list_form(k, columns, complement, i - 1u - complement * kListForms);
 }
 
-// Chooses the form as ibp_choose_position_form does. Each lane looks at one form. All lanes of a warp call this
-// together, with the same arguments.
+// Returns what ibp_choose_position_form returns. Each lane computes the size of one form. All lanes of a warp must call
+// this together, with the same arguments.
 __device__ __forceinline__ ibp_position_form choose_position_form(uint32_t k, uint32_t columns)
 {
     if (ibp_is_bitmap_shortest(k, columns)) return ibp_bitmap_form(k, columns);

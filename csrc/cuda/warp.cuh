@@ -1,5 +1,5 @@
-// warp.cuh - what all kernels share: lanes, bits, shared memory and the rows staged there, faults, and waiting for
-// earlier kernels.
+// warp.cuh - helpers of all kernels: scans, byte and bit operations, shared memory and the rows staged there, faults,
+// and waiting for earlier kernels.
 #ifndef IBP_WARP_CUH
 #define IBP_WARP_CUH
 
@@ -13,7 +13,7 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 static_assert(IBP_ROWS_PER_BASE == kWarp, "a warp adds up the rooms of the rows that share a base");
 
 __device__ __forceinline__ uint32_t lane_id() { return threadIdx.x % kWarp; }
-// Returns the number of the lowest set bit of a word, such as a mask of lanes. The word must not be 0.
+// Returns the index of the lowest set bit of a word, such as a mask of lanes. The word must not be 0.
 __device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
 {
     return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
@@ -31,8 +31,8 @@ template <typename T> __device__ __forceinline__ T exclusive_scan(T v, T &total)
     return sum - v;
 }
 
-// Returns the sum of v over the threads of the block before this one. total: receives the sum over all threads. The
-// block has THREADS threads, which are 32 whole warps.
+// Returns the sum of v over the block's threads before this one. total: receives the sum over all threads. The block
+// must have THREADS threads, which must be 32 warps.
 template <uint32_t THREADS, typename T> __device__ __forceinline__ T block_scan(T v, T &total)
 {
     static_assert(THREADS == kWarp * kWarp, "a warp scans the sums of all warps");
@@ -50,9 +50,9 @@ __device__ __forceinline__ bool aligned(const void *p, uint32_t bytes)
     return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// let_next_begin lets the next kernel of the stream begin, if it is launched to overlap this one. await_work_before
-// waits until the stream's earlier work is done and its results can be read. The results must not be read before the
-// wait, and the compiler must not move a read before it.
+// let_next_begin() lets the stream's next kernel begin, if that kernel is launched to overlap this one.
+// await_work_before() waits until the stream's earlier work is done and its results can be read. A kernel must not read
+// the results before this wait; the clobber of "memory" keeps the compiler from moving a read before it.
 __device__ __forceinline__ void let_next_begin()
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -66,7 +66,8 @@ __device__ __forceinline__ void await_work_before()
 #endif
 }
 
-// Waits at barrier `id` of the block, 1 to 15, until num_threads threads have arrived. The threads are whole warps.
+// Waits at barrier `id` of the block until num_threads threads have arrived. id: 1 to 15. The threads must be whole
+// warps.
 #ifdef __CUDACC__
 __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t num_threads)
 {
@@ -74,8 +75,8 @@ __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t num_threads)
 }
 #endif
 
-// Returns v, plus the v of the lane `step` lanes below if that lane belongs to the same group of LANES lanes. mask: the
-// lanes that call this together.
+// Returns v, plus the v of the lane `step` lanes below if that lane belongs to the same group of LANES lanes. All lanes
+// in `mask` must call this together.
 template <uint32_t LANES>
 __device__ __forceinline__ uint32_t add_from_below(uint32_t v, uint32_t step, uint32_t mask = kAllLanes)
 {
@@ -90,8 +91,8 @@ __device__ __forceinline__ uint32_t add_from_below(uint32_t v, uint32_t step, ui
 #endif
 }
 
-// Returns four of the eight bytes of low and high. Nibble i of order is the number of the byte that becomes byte i of
-// the result. No nibble of order may be above 7.
+// Returns four of the eight bytes of low and high. Nibble i of order selects byte i of the result: 0 to 3 select the
+// bytes of low, 4 to 7 those of high. The low four nibbles of order must be at most 7.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t order)
 {
 #ifdef __CUDACC__ // __byte_perm clears the highest bits of the nibbles first
@@ -103,7 +104,8 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
 #endif
 }
 
-// Does the same, but a nibble of 8 or more stands for eight copies of the highest bit of byte nibble - 8.
+// Does the same, but a nibble of 8 or more selects eight copies of the highest bit of the byte with the index nibble -
+// 8.
 template <uint32_t ORDER> __device__ __forceinline__ uint32_t replicate_signs(uint32_t low, uint32_t high)
 {
 #ifdef __CUDACC__
@@ -139,7 +141,7 @@ __device__ __forceinline__ uint32_t either_bits(uint32_t a, uint32_t b, uint32_t
     return of_three_bits<0xa8>(a, b, mask);
 }
 
-// Returns a constant that the compiler does not recognize as one, so that it stays in a register.
+// Returns a constant in a form that the compiler does not recognize as constant, so that it stays in a register.
 __device__ __forceinline__ uint32_t in_register(uint32_t constant)
 {
 #ifdef __CUDACC__
@@ -156,7 +158,7 @@ template <class Words> __device__ __forceinline__ Words in_registers(Words words
     return words;
 }
 
-// ---- dynamic shared memory: bytes and bits are counted from its beginning ----
+// ---- dynamic shared memory: bytes, words and bits are counted from its beginning ----
 
 __device__ __forceinline__ uint8_t *shared_bytes()
 {
@@ -178,8 +180,8 @@ __device__ __forceinline__ uint64_t shared_bits64(uint32_t position)
 
 // A group's stage in dynamic shared memory, which holds a coded row.
 struct Stage {
-    // first: the byte at which the stage begins, a multiple of 16. last_word: the word that is read if a corrupt row
-    // asks for a later one.
+    // first: the byte at which the stage begins, a multiple of 16. last_word: the index of the last word that bits_at
+    // may begin with; if a corrupt row asks for a later word, this one is read.
     uint32_t first, last_word;
 
     __device__ __forceinline__ uint8_t *bytes() const { return shared_bytes() + first; }
@@ -190,8 +192,8 @@ struct Stage {
     }
 };
 
-// Returns the size of a stage in bytes: room for a row of row_bytes bytes that starts anywhere in its first 16 bytes,
-// and at least 16 bytes behind the row that may be read.
+// Returns the size of a stage in bytes. It has room for a row of row_bytes bytes that begins at any of the stage's
+// first 16 bytes, and for at least 16 further bytes past the row's end, which may be read.
 __host__ __device__ __forceinline__ uint32_t row_stage_bytes(uint32_t row_bytes)
 {
     return (row_bytes + 15u) / 16u * 16u + 32u;
@@ -214,8 +216,8 @@ struct Window {
     }
 };
 
-// Writes up to four words of a row, beginning with word w: only their bytes that lie in the window. A word that lies in
-// the window as a whole is stored at once if its address is aligned.
+// Stores those bytes of num_words words, at most four, that lie in the window. The words begin with word w of the row.
+// A word that lies in the window as a whole is stored by one instruction if its address is aligned.
 static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32_t num_words, uint4 words)
 {
     const uint32_t values[4] = {words.x, words.y, words.z, words.w};
@@ -233,8 +235,8 @@ static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32
     }
 }
 
-// Writes WORDS words of a row. units: the result of window.is_units for units of WORDS words; if it is true, the words
-// lie in the row.
+// Stores WORDS words of a row, 1 or 4, beginning with word w. units: the result of window.is_units for units of WORDS
+// words; if it is true, the words must lie in the row.
 template <int WORDS>
 __device__ __forceinline__ void store_words(const Window &window, bool units, uint32_t w,
                                             const uint32_t (&words)[WORDS])
@@ -248,7 +250,7 @@ __device__ __forceinline__ void store_words(const Window &window, bool units, ui
         *reinterpret_cast<uint32_t *>(window.dst + 4u * w) = words[0];
 }
 
-// Records a fault, unless any thread has recorded one before.
+// Records a fault, unless a thread has already recorded one.
 __device__ __forceinline__ void record_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id)
 {
     if (atomicCAS(reinterpret_cast<unsigned long long *>(&fault->taken), 0ull, 1ull) != 0ull) return;

@@ -12,7 +12,7 @@
 #define IBP_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
 #define IBP_AVX2_INLINE static inline __attribute__((always_inline, target("avx2,bmi,bmi2,popcnt")))
 
-enum { IBP_AVX2_PADDING = 32 }; /* number of bytes behind an input that the functions below may read */
+enum { IBP_AVX2_PADDING = 32 }; /* number of bytes past the end of an input that the functions below may read */
 
 IBP_AVX2_INLINE uint64_t ibp_load64(const uint8_t *src)
 {
@@ -61,8 +61,8 @@ static inline uint32_t ibp_position_mask(uint32_t num_flags)
     return num_flags == 0 ? 0 : UINT32_MAX >> __builtin_clz(num_flags);
 }
 
-/* Copies a coded row to scratch and appends zeros: at least `padding` bytes, and as many as make the copy least_bytes
- * bytes long. Returns the copy. */
+/* Copies a coded row to scratch and appends zeros: at least `padding` bytes, and more if the copy would otherwise have
+ * less than least_bytes bytes. Returns the copy. */
 static inline const uint8_t *ibp_pad_row(const uint8_t *src, size_t src_bytes, size_t least_bytes, size_t padding,
                                          ibp_scratch *scratch)
 {
@@ -90,7 +90,7 @@ IBP_AVX2_INLINE void ibp_flush_bits(const ibp_bit_writer *w)
         memcpy(w->dst + w->at, &w->bits, w->dst_bytes - w->at);
 }
 
-/* Appends the low num_bits bits of `bits`, at most 64. The higher bits must be 0. */
+/* Appends the low num_bits bits of `bits`. num_bits is at most 64. The higher bits must be 0. */
 IBP_AVX2_INLINE void ibp_append_bits(ibp_bit_writer *w, uint64_t bits, uint32_t num_bits)
 {
     w->bits |= bits << w->filled;

@@ -17,7 +17,7 @@ IBP_AVX512_INLINE __mmask64 ibp_first_bytes(size_t num_bytes)
 }
 
 /* Load and store the first num_bytes bytes of a vector, or the whole vector if num_bytes is larger. The other bytes of
- * the vector are loaded as zeros; memory behind the first num_bytes bytes is neither read nor written. */
+ * the vector are loaded as zeros; memory past the first num_bytes bytes is neither read nor written. */
 IBP_AVX512_INLINE __m512i ibp_load_part(const void *src, size_t num_bytes)
 {
     return num_bytes >= IBP_VECTOR_BYTES ? _mm512_loadu_si512(src)

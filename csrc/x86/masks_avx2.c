@@ -37,7 +37,7 @@ IBP_AVX2_INLINE uint64_t matching_chunks(uint64_t mismatch, uint32_t chunk_bytes
     }
 }
 
-/* Returns the 8 bytes of a row from byte `at` on, with zeros past the row's end. */
+/* Returns the 8 bytes of a row that begin at byte `at`. Bytes past the row's end are zeros. */
 IBP_AVX2_INLINE uint64_t load_row(const uint8_t *row, uint32_t row_bytes, uint32_t at)
 {
     return at + 8 <= row_bytes ? ibp_load64(row + at) : ibp_load_number(row + at, row_bytes - at);

@@ -6,8 +6,9 @@
  *
  * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
  * level has a byte for each raw symbol. If symbols are bytes from one set of entries, the byte is the symbol. Otherwise
- * it is the symbol's rank: the number of its entry, or num_entries if it has none. A decoder builds the levels from the
- * last to the first. An encoder goes from the first to the last: it turns each level into digits and the next level. */
+ * it is the symbol's rank: the index of its entry, or num_entries if it has no entry. A decoder builds the levels from
+ * the last to the first. An encoder goes from the first to the last: it turns each level into digits and the next
+ * level. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -16,7 +17,7 @@
 #include "planes_avx512.h"
 
 enum {
-    PADDING = 64, /* number of bytes behind an array that may be read, and also written if the array is an output */
+    PADDING = 64, /* number of bytes past an array that may be read, and also written if the array is an output */
     MAX_ENTRIES = 64
 };
 
@@ -50,7 +51,7 @@ IBP_AVX2_INLINE __m256i shift_right8(__m256i x, __m128i by)
     return _mm256_and_si256(_mm256_srl_epi16(x, by), _mm256_set1_epi8((char)(0xff >> _mm_cvtsi128_si32(by))));
 }
 
-/* Limit lanes to 255. */
+/* Limit each lane to 255. */
 IBP_AVX2_INLINE __m256i at_most_255_8(__m256i x) { return x; }
 IBP_AVX2_INLINE __m256i at_most_255_16(__m256i x) { return _mm256_min_epu16(x, _mm256_set1_epi16(255)); }
 IBP_AVX2_INLINE __m256i at_most_255_32(__m256i x) { return _mm256_min_epu32(x, _mm256_set1_epi32(255)); }
@@ -84,8 +85,8 @@ IBP_AVX2_INLINE __m256i in_order32(__m256i x)
 }
 IBP_AVX2_INLINE __m256i in_order64(__m256i x) { return in_order32(x); }
 
-/* Load unsigned numbers of `bytes` bytes into the lanes of a vector. bytes: at most the size of a lane. They read up to
- * 32 bytes. */
+/* Load unsigned numbers of `bytes` bytes into the lanes of a vector. bytes: at most the size of a lane. These functions
+ * read up to 32 bytes. */
 IBP_AVX2_INLINE __m128i load_half(const uint8_t *src) { return _mm_loadu_si128((const __m128i *)(const void *)src); }
 IBP_AVX2_INLINE __m256i widened8(const uint8_t *src, uint32_t bytes)
 {
@@ -169,7 +170,7 @@ IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks,
     }
 }
 
-/* Sets bit i of is_raw if rank i of n is num_entries, which stands for a symbol without an entry. */
+/* Sets bit i of is_raw if rank i of n is num_entries, which means that the symbol has no entry. */
 IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint64_t *is_raw)
 {
     find_others8(ranks, n, planes->num_entries, 0xff, is_raw);
@@ -200,8 +201,8 @@ IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, siz
     }
 }
 
-/* Counts in reaching[1], reaching[2], ... the elements that reach the planes after the first, and finds the parts of
- * the values. Returns false unless the parts end exactly where src does. */
+/* Counts the elements that reach each plane after plane 0, in reaching[1], reaching[2] and so on, and finds the parts
+ * of the values. Returns false unless the parts end exactly where src does. */
 IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start,
                                 uint32_t *reaching, ibp_value_parts *parts)
 {
@@ -215,8 +216,8 @@ IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, si
     return parts->end == 8 * src_bytes;
 }
 
-/* Builds a level from its digits: each digit becomes the byte that it stands for, and each escape the next byte of the
- * next level. All arrays are padded. */
+/* Builds a level from its digits: each digit is replaced by its byte of `named`, and each escape by the next byte of
+ * the next level. All arrays are padded. */
 IBP_AVX2_INLINE void build_level_of(const uint8_t *digits, uint32_t n, __m128i named, const uint8_t *next,
                                     uint8_t *level, uint32_t b)
 {
@@ -230,7 +231,7 @@ IBP_AVX2_INLINE void build_level_of(const uint8_t *digits, uint32_t n, __m128i n
     }
 }
 
-/* Builds a level. named[d]: the byte that digit d of the plane stands for; 0 for the escape. */
+/* Builds a level. named[d]: the byte that replaces digit d of the plane; 0 for the escape. */
 IBP_AVX2 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, const uint8_t *named,
                                  const uint8_t *next, uint8_t *level)
 {
@@ -329,8 +330,8 @@ IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *s
     ibp_value_parts parts;
     if (!find_parts(planes, src, src_bytes, start, reaching, &parts)) return IBP_CORRUPT_ROW;
 
-    /* Parts that begin at byte `copied` or later are read from a padded copy. Earlier parts have at least PADDING bytes
-     * behind them. */
+    /* Parts that begin at byte `copied` or later are read from a padded copy. Earlier parts are followed by at least
+     * PADDING bytes. */
     const size_t after_first = planes->num_planes > 0 ? parts.digits[1] / 8 : src_bytes;
     const size_t copied = after_first + PADDING <= src_bytes ? after_first : start / 8;
     uint8_t *const copy = ibp_take(scratch, src_bytes - copied + PADDING);
@@ -476,7 +477,7 @@ IBP_AVX2 static void cut_symbols(const ibp_planes *planes, const uint8_t *elemen
     }
 }
 
-/* Builds level 0 of ranks, with zeros behind it. symbols and ranks are padded. */
+/* Builds level 0 of ranks, and writes zeros after it. symbols and ranks are padded. */
 IBP_AVX2 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const uint32_t lane_bytes = planes->symbol_bytes;
@@ -487,7 +488,7 @@ IBP_AVX2 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbo
     memset(ranks + n, 0, 32);
 }
 
-/* Counts the elements that reach the planes after the first. ranks: n ranks, with zeros behind them. */
+/* Counts the elements that reach each plane after plane 0. ranks: n ranks, followed by zeros. */
 IBP_AVX2 static void count_ranks(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint32_t *reaching)
 {
     for (uint32_t p = 0, first = 0; p < planes->num_planes; p++) {

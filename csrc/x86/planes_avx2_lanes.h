@@ -31,7 +31,7 @@ IBP_AVX2 static void NAME(shift_lanes)(const uint8_t *row, uint32_t n, uint32_t 
     for (; i < n; i++) ((lane *)out)[i] = (lane)(NAME(rotated)(((const lane *)row)[i], rotate) >> shift);
 }
 
-/* Rotates and shifts lanes as shift_lanes does, but keeps only the low byte of each. */
+/* Rotates and shifts lanes as shift_lanes does, but keeps only the low byte of each lane. */
 IBP_AVX2 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *out)
 {
     const __m128i count = _mm_cvtsi32_si128((int)shift);
@@ -89,7 +89,7 @@ IBP_AVX2 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t 
         ((lane *)symbols)[i] = entries[(size_t)i * stride + (ranks[i] == num_entries ? 0 : ranks[i])];
 }
 
-/* Ranks symbols: ranks[i] becomes the number of the first entry that equals symbols[i]; num_entries if there is none.
+/* Ranks symbols: ranks[i] becomes the index of the first entry that equals symbols[i], or num_entries if no entry does.
  * Entries are as wide as a lane. Both arrays are padded. There is one table look-up for each distinct value that
  * entries have above their low 4 bits. */
 IBP_AVX2 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
@@ -142,7 +142,7 @@ IBP_AVX2 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_
     }
 }
 
-/* Copies to `out`, back to back, the lanes whose bits in the bitmap are 1. */
+/* Copies the lanes whose bits in the bitmap are 1 to `out`, one after the other. */
 IBP_AVX2 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, uint32_t n, uint8_t *out)
 {
     lane *next = (lane *)out;

@@ -7,8 +7,8 @@
  *
  * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
  * level has a byte for each raw symbol. A decoder reads the digits of all levels from the first to the last, and then
- * turns them into symbols from the last to the first. An encoder strips a level of ranks (a rank is the number of a
- * symbol's entry) to the next level. */
+ * turns them into symbols from the last to the first. An encoder turns each level of ranks into digits and the next
+ * level; a rank is the index of a symbol's entry. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -18,7 +18,7 @@
 
 enum {
     VECTOR = IBP_VECTOR_BYTES,
-    PADDING = VECTOR,           /* number of bytes behind a level that may be read and written */
+    PADDING = VECTOR,           /* number of bytes past a level that may be read and written */
     LEVELS = IBP_MAX_PLANES + 1 /* one for each plane, and one for raw symbols */
 };
 
@@ -40,7 +40,7 @@ IBP_AVX512_INLINE __m512i select_bits(__m512i mask, __m512i a, __m512i b)
 
 static const uint64_t byte_numbers = 0x0706050403020100, byte_ones = 0x0101010101010101;
 
-/* Returns how many packed bits a 64-bit word of lanes becomes: `bits` for each of its lanes. */
+/* Returns the number of packed bits for a 64-bit word of lanes: `bits` for each of its lanes. */
 IBP_AVX512_INLINE uint32_t bits_of_word(uint32_t bits, uint32_t lane_bytes) { return 8 / lane_bytes * bits; }
 
 /* Returns for each 64-bit word of lanes the bit at which its fields begin. */
@@ -149,8 +149,8 @@ IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint
     return num_escapes;
 }
 
-/* Replaces n digits of a level by the bytes that they stand for: the low bits of an entry for a digit, and the next
- * byte of the next level for an escape. All arrays are padded. */
+/* Replaces n digits of a level by bytes: a digit by the low bits of its entry, and an escape by the next byte of the
+ * next level. All arrays are padded. */
 IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, const uint8_t *entries,
                                   uint32_t symbol_bits, const uint8_t *next)
 {

@@ -1,18 +1,20 @@
-// cache.cu - a cache of rows: kernels that find rows in maps, copy rows into slabs, and claim, drop and change rows.
-// decode/gather.cuh has the gather that reads slabs.
+// cache.cu - a cache of rows: kernels that find rows in maps, copy rows to slabs, and claim, drop and change rows. The
+// gather that reads slabs is in decode/gather.cuh.
 //
-// A slab is memory near the GPUs that holds stored rows. A map is an array of sets of ways, 16 bytes each; two ways
-// share a sector. The entry of a row says where the row lies in a slab:
+// A slab is memory near the GPUs that holds stored rows. A map is an array of sets, and a set is an array of ways of 16
+// bytes; two ways share a sector of memory. A way holds a row's number and its entry, which says where the row lies in
+// a slab:
 //
 //     set 0    | row, entry | row, entry | ...    set 1    | row, entry | row, entry | ...
 //
-// A claim, in a cache of least recently used rows, consists of two kernels: touch_rows finds and stamps the requested
-// rows that are in the cache, and claim_rows gives the missing rows the ways of the least recently used rows and copies
-// the missing rows there.
+// A claim, in a cache that replaces the least recently used rows, has two kernels. touch_rows finds and stamps the
+// requested rows that are in the cache. claim_rows gives the missing rows the ways of the least recently used rows, and
+// copies the missing rows to the slots of these ways.
 //
-// Finding is bound by latency and by the sectors of random reads. A lane looks up one row; in a claim a warp looks up
-// one row, and each lane compares one way. Copying is bound by the memory that rows are read from. A warp fills a slab
-// row by row; in a claim it claims ways for up to 32 rows, and then copies these rows as one sequence of vectors.
+// Latency and the number of sectors of random reads limit the lookups. Each lane looks up a row of its own; in a claim
+// a warp looks up one row at a time, and each lane compares one way. The memory from which rows are read limits the
+// copies. A warp fills a slab row by row; in a claim it claims ways for up to 32 rows, and then copies these rows as
+// one sequence of vectors.
 #include "../../core/cache.h"
 #include "../../core/ids.h"
 #include "../cuda_checks.h"
@@ -62,7 +64,7 @@ struct Rows {
     __device__ __forceinline__ uint32_t length_of(int64_t row) const { return length_of_row(lengths, row); }
 };
 
-// Sets *rows to the rows that a query requests. Returns false if the query is invalid or requests too many rows.
+// Finds the rows that a query requests. Returns false if the query is invalid or requests too many rows.
 static bool ask_for_rows(const ibp_row_query &query, Rows *rows)
 {
     if (query.ids == nullptr || !ibp_is_query(&query) || !are_placed_ids(query.ids)) return false;
@@ -79,13 +81,13 @@ static bool ask_for_rows(const ibp_row_query &query, Rows *rows)
 
 // ---- counts ----
 
-// The counts of a warp. Lane i holds the hits of slab i; all lanes hold the other counts.
+// The counts of a warp. Lane i holds the number of hits in slab i; the other counts are equal in all lanes.
 struct Tally {
     uint64_t missed_bytes;
     uint32_t hits, misses;
 
-    // Counts one row of each lane. slab: the slab of a row that was found, below num_slabs. stored: the size in bytes
-    // of a row that was missed. All lanes of the warp must call it.
+    // Counts one row of each lane. slab: if the row was found, the index of its slab, which must be below num_slabs.
+    // stored: if the row was missed, its stored size in bytes. All lanes of the warp must call it.
     __device__ __forceinline__ void add(bool found, uint32_t slab, uint32_t num_slabs, bool missed, uint32_t stored)
     {
         for (uint32_t s = 0; s < num_slabs; s++) {
@@ -115,8 +117,8 @@ struct Tally {
 
 // ---- maps ----
 
-// Loads a way: a row's number and its entry, by one access. CONSTANT: whether nothing writes to the map meanwhile, so
-// that the other way of the sector may be read from the L1 cache.
+// Loads a way, which is a row's number and its entry, by one access. CONSTANT: nothing writes to the map meanwhile, so
+// the load may use the L1 cache, which then also has the other way of the sector.
 template <bool CONSTANT> __device__ __forceinline__ ulonglong2 load_way(const ibp_cached_row *way)
 {
     const auto *const words = reinterpret_cast<const ulonglong2 *>(way);
@@ -129,7 +131,7 @@ __device__ __forceinline__ bool is_row(const ulonglong2 &way, int64_t row)
 
 // An iterator over the pairs of ways that may hold a row. A pair is a sector of memory.
 struct Search {
-    // In_set: number of ways of the set before the next pair; left: number of pairs that remain.
+    // in_set: index in the set of the next pair's first way. left: number of pairs that remain.
     uint32_t set, step, in_set, left;
 
     __device__ __forceinline__ Search(const ibp_cache_map &map, int64_t row) : in_set(0)
@@ -139,7 +141,7 @@ struct Search {
         step = ibp_step_of_hash(hash, &map);
         left = ibp_searched_sets(&map) * (map.ways / 2u);
     }
-    // Returns the number of the next pair's first way.
+    // Returns the index in the map of the next pair's first way.
     __device__ __forceinline__ int64_t next(const ibp_cache_map &map)
     {
         const int64_t way = int64_t{set} * map.ways + in_set;
@@ -157,8 +159,8 @@ template <bool CONSTANT> __device__ __forceinline__ int64_t load_row(const ibp_c
     return CONSTANT ? __ldg(row) : __ldcg(row);
 }
 
-// Returns the number of a row's way, or -1 if the map does not have the row. Most rows are in the first pair. The other
-// pairs are loaded several at once, because a warp waits for the longest search of its lanes.
+// Returns the index of a row's way in the map, or -1 if the map does not have the row. Most rows are in the first pair.
+// Several of the other pairs are loaded at once, because a warp waits for the longest search of its lanes.
 template <bool CONSTANT>
 __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t row, uint64_t *entry)
 {
@@ -190,9 +192,9 @@ __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t ro
     return found;
 }
 
-// Takes a way of the map for a row. The row is then in the map, without an entry. Returns the way, or -1 if the row is
-// in the map already or there is no room. All threads try the ways in the same order, and a way that was taken never
-// becomes empty again. So if several threads insert the same row, one takes a way and the others find the row there.
+// Inserts a row in the map, without an entry. Returns the index of its way, or -1 if the row is in the map already or
+// there is no empty way. All threads try the ways in the same order, and a way never becomes empty again. So if several
+// threads insert the same row, one of them gets a way, and the others find the row there.
 __device__ __forceinline__ int64_t take_way(const ibp_cache_map &map, int64_t row)
 {
     if (map.num_sets == 0) return -1;
@@ -251,8 +253,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- stored rows ----
 
-// Copies bytes between any two addresses. Each aligned word of dst is assembled from two words of src. All lanes of the
-// warp must call it.
+// Copies bytes between addresses of any alignment. Each aligned word of dst is assembled from two aligned words of src.
+// All lanes of the warp must call it.
 __device__ __forceinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     const auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
@@ -270,8 +272,8 @@ __device__ __forceinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, u
     for (uint32_t i = lane_id(); i < num_bytes; i += kWarp)
         if (i < head || i >= head + 4u * words) dst[i] = src[i];
 }
-// Copies bytes by vectors of 16 bytes. Several loads are issued before the first vector is stored, because the bytes
-// may have to cross the link. All lanes of the warp must call it.
+// Copies bytes by vectors of 16 bytes; both addresses must be aligned to 16. Several loads are issued before the first
+// vector is stored, because the bytes may come from host memory. All lanes of the warp must call it.
 __device__ __forceinline__ void copy_vectors(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     constexpr uint32_t kAhead = 4;
@@ -310,8 +312,8 @@ struct Stored {
         return byte < place.in_slot ? table.slots + place.slot_start + byte
                                     : table.overflow + place.overflow_start + (byte - place.in_slot);
     }
-    // Returns whether the row can be copied by vectors of 16 bytes: both parts begin at a vector, and the last vector
-    // ends within the row's slot or room.
+    // Returns whether the row can be copied by vectors of 16 bytes: both parts begin at multiples of 16 bytes, and the
+    // last vector ends within the row's slot or room.
     __device__ __forceinline__ bool is_vectors(const ibp_table &table) const
     {
         const bool spills = place.in_overflow != 0u;
@@ -322,7 +324,7 @@ struct Stored {
                ibp_part_in_bounds(spills ? place.overflow_start : place.slot_start, end,
                                   spills ? table.overflow_bytes : table.slots_bytes);
     }
-    // Copies both parts, one after the other, with a function that copies bytes. All lanes of the warp must call it.
+    // Copies both parts, one after the other, by the function COPY. All lanes of the warp must call it.
     template <void COPY(uint8_t *, const uint8_t *, uint32_t)>
     __device__ __forceinline__ void copy(const ibp_table &table, uint8_t *dst) const
     {
@@ -386,8 +388,8 @@ __device__ __forceinline__ uint32_t home_of(const ibp_lru &lru, int64_t row)
     return ibp_home_of_hash(ibp_hash_of_row(row), &lru.slab.map);
 }
 
-// Looks up all requested rows and stamps those that are in the cache, so that this call does not replace them later.
-// Each lane computes the home set of one row, and the warp searches these sets one after the other.
+// Looks up all requested rows and stamps those that are in the cache, so that claim_rows does not replace them in the
+// same call. Each lane computes the home set of one row, and the warp searches these sets one after the other.
 __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ ClaimJob job)
 {
     constexpr uint32_t kAhead = 4; // number of sets that are loaded at once
@@ -399,7 +401,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
     const uint64_t call = job.lru.clock[0] + 1u;
     const auto now = static_cast<uint32_t>(call);
     if (blockIdx.x == 0u && threadIdx.x == 0u) job.lru.clock[1] = call;
-    uint32_t found = 0; // a bit for each row that was found in a way that this lane has compared
+    uint32_t found = 0; // number of rows that were found in a way that this lane has compared
     for (int64_t first = warp_number() * job.per_warp; first < rows.num_jobs;
          first += int64_t{gridDim.x} * kWarps * job.per_warp) {
         const auto number = static_cast<uint32_t>(first) + lane_id();
@@ -435,8 +437,8 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
 }
 
 // A row that was not in its set, and the entry that it has received, which is 0 if there was no room. is_new: whether
-// the row has to be copied. Each lane has one such row, in shared memory, so that the other lanes can read and write
-// it.
+// the row has to be copied. Each lane has one such row. It is in shared memory, so that the other lanes can read and
+// write it.
 struct Missing {
     Stored stored;
     int64_t row;
@@ -445,14 +447,14 @@ struct Missing {
     bool is_new;
 };
 
-// Assigns a row a way of its set, which is locked. way: the way of the set that this lane has loaded. All lanes of the
-// warp must call it.
+// Assigns a way to a row, in the row's set, which must be locked. way, stamp: the way of the set that this lane has
+// loaded, and its stamp. All lanes of the warp must call it.
 __device__ __forceinline__ void claim_way(const ibp_lru &lru, Missing &missing, const ulonglong2 &way, uint32_t stamp,
                                           uint32_t now)
 {
     const bool is_here = is_row(way, missing.row) && ibp_is_present(way.y), is_free = static_cast<int64_t>(way.x) < 0;
     const uint32_t here = __ballot_sync(kAllLanes, is_here);
-    if (here != 0u) { // another lane with the same id has claimed it
+    if (here != 0u) { // another lane with the same row has claimed a way
         if (lane_id() == lowest_of(here)) missing.entry = way.y;
         return;
     }
@@ -468,7 +470,8 @@ __device__ __forceinline__ void claim_way(const ibp_lru &lru, Missing &missing, 
     lru.stamps[chosen] = now;
 }
 
-// Assigns ways to the rows of some lanes, whose sets are locked and differ. All lanes of the warp must call it.
+// Assigns ways to the rows of the lanes in `lanes`. The sets of these rows must be locked and different. All lanes of
+// the warp must call it.
 __device__ __forceinline__ void claim_locked(const ibp_lru &lru, Missing *rows, uint32_t lanes, uint32_t now)
 {
     // Number of sets that are loaded at once. With more sets the kernel would need more than 64 registers.
@@ -490,9 +493,9 @@ __device__ __forceinline__ void claim_locked(const ibp_lru &lru, Missing *rows, 
     }
 }
 
-// Assigns ways to the rows of all lanes. Each lane tries to lock its row's set. The rows whose sets are locked get
+// Assigns ways to the rows of all lanes. Each lane tries to lock its row's set. The rows of the lanes that succeed get
 // their ways, and these locks are released before the other lanes try again, so that no warp waits while it holds a
-// lock. The number of tries is limited, because the memory of the locks, which follows the stamps, may hold anything.
+// lock. The number of tries is limited, because the memory of the locks, which follows the stamps, may hold any values.
 // All lanes of the warp must call it.
 __device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bool has_row, uint32_t now)
 {
@@ -512,9 +515,9 @@ __device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bo
     }
 }
 
-// Copies rows to the slots that their entries name. The row of lane i has num_vectors vectors of that lane. The vectors
-// of all rows are numbered consecutively, so that every lane has work for any size of rows. Several loads are issued
-// before the first vector is stored. All lanes of the warp must call it.
+// Copies rows to the slots that their entries name. num_vectors: number of vectors of this lane's row; 0 if it is not
+// copied. The vectors of all rows are numbered consecutively, so that every lane has work, whatever the size of rows.
+// Several loads are issued before the first vector is stored. All lanes of the warp must call it.
 __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab, const Missing *rows,
                                           uint32_t num_vectors)
 {
@@ -526,7 +529,8 @@ __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab,
 #pragma unroll
         for (uint32_t a = 0; a < kAhead; a++) {
             const uint32_t number = first + a * kWarp + lane_id();
-            // The lane to whose row the vector belongs: the last lane whose first vector is not after this one.
+            // lane: the lane to whose row the vector belongs, which is the last lane whose first vector does not come
+            // after this one.
             int lane = 0;
             for (int step = kWarp / 2; step > 0; step /= 2)
                 if (__shfl_sync(kAllLanes, begin, lane + step) <= number) lane += step;
@@ -643,7 +647,7 @@ ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map 
     }
     if (rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    // Launch only as many blocks as are resident, because each block adds to the counts once.
+    // Launch only the blocks that can be resident at once, because each block adds to the counts once.
     ibp::Launch launch{};
     const auto *const kernel = reinterpret_cast<const void *>(ibp::find_rows);
     ibp_status status = ibp::plan_resident(kernel, ibp::kThreads, 0, rows.num_jobs, ibp::kThreads, 0, &launch);
@@ -674,7 +678,7 @@ ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, con
     if (!ibp::ask_for_rows(query, &job.rows)) return IBP_INVALID_ARGUMENT;
     if (job.rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    constexpr int64_t kWarpsAtATime = 4096; // number of warps; a GPU of 132 SMs holds more
+    constexpr int64_t kWarpsAtATime = 4096; // number of warps for which there should be jobs; 132 SMs hold more
     job.per_warp =
         static_cast<uint32_t>(std::min<int64_t>((job.rows.num_jobs + kWarpsAtATime - 1) / kWarpsAtATime, ibp::kWarp));
     ibp::Launch launch = ibp::plan_rows(job.rows.num_jobs, int64_t{job.per_warp} * ibp::kWarps);

@@ -1,4 +1,4 @@
-// decode_dense.cu - launches gathers of dense rows of scheme planes of any other kind.
+// decode_dense.cu - launches gathers of the dense rows of scheme planes that no other decoder takes.
 #include "gather.cuh"
 #include "decode_dense.cuh"
 

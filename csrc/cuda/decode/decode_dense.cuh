@@ -1,25 +1,25 @@
-// decode_dense.cuh - decodes dense rows of scheme planes (FORMAT.md section 6) of all kinds that decode_fast.cuh and
+// decode_dense.cuh - decodes all dense rows of scheme planes (FORMAT.md section 6) that decode_fast.cuh and
 // decode_pairs.cuh cannot decode.
 //
-// It works as decode_pairs.cuh does, with digits of any width. The bytes of a row, and the levels of names in shared
-// memory, are drawn in tiles.cuh.
+// It works as decode_pairs.cuh does, with digits of any width. tiles.cuh describes the bytes of a row and the levels,
+// which are arrays of names in shared memory.
 //
-// 1. The warp goes down the planes. A lane spreads its digits of planes 0 and 1 to nibbles, and counts escapes, because
-//    their number says where the next plane begins. It keeps the nibbles of plane 0 in shared memory, and the first
-//    chunk of plane 1 in registers; further chunks are loaded again in step 2. Elements that reach plane 2, plane 3 or
-//    raw symbols get their names one at a time: level 2 receives the names of all elements of plane 2, and a list holds
-//    the elements that have no name yet.
-// 2. It goes up through plane 1. A lane takes 16 digits at a time, whose nibbles select bytes of the plane's names
+// 1. The warp visits planes 0 to 3 in this order. A lane spreads its digits of planes 0 and 1 to nibbles, and counts
+//    escapes, because their number says where the next plane begins. It keeps the nibbles of plane 0 in shared memory,
+//    and the first chunk of plane 1 in registers; further chunks are loaded again in part 2. Elements that reach plane
+//    2, plane 3 or raw symbols get their names one at a time: the names of all elements of plane 2 go to level 2, and a
+//    list holds the elements that have no name yet.
+// 2. The warp returns to plane 1. A lane takes 16 digits at a time, whose nibbles select bytes of the plane's names
 //    (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says which bytes.
-// 3. It goes up through plane 0 in the same way. In each step a lane makes 16 bytes of output: symbols are joined with
-//    their residuals and stored.
+// 3. The warp returns to plane 0 and does the same there. In each step a lane makes 16 bytes of output: symbols are
+//    joined with their residuals and stored.
 //
-// A name is a symbol if elements have less than eight bytes and all columns share entries of up to a byte. Otherwise it
-// is a rank, which is the number of the symbol's entry, or kRaw if the symbol is raw. If names are ranks, each step
-// looks up their symbols; after the step's 16 bytes are stored, its elements with raw symbols are stored over them, one
-// at a time.
+// A name is a symbol if elements have less than eight bytes and all columns share entries of up to eight bits.
+// Otherwise it is a rank, which is the index of the symbol's entry, or kRaw if the symbol is raw. If names are ranks,
+// each step looks up their symbols; after the step's 16 bytes are stored, the elements with raw symbols are stored over
+// them, one at a time.
 //
-// Integer instructions limit the decoder.
+// The issue of integer instructions limits the decoder.
 #ifndef IBP_DECODE_DENSE_CUH
 #define IBP_DECODE_DENSE_CUH
 
@@ -27,13 +27,13 @@
 
 namespace ibp {
 
-// The constants that spread digits of up to four bits to nibbles. A multiplication moves the upper half of eight digits
-// up, a second one the upper half of each four digits, and a third one the upper digit of each two. The digits of an
+// The constants that spread eight digits of up to four bits to nibbles. A multiplication moves the upper four digits
+// up, a second one the upper two of each four digits, and a third one the upper digit of each two. The digits of an
 // absent plane have no bits; they become nibbles of four ones, which are escapes.
 struct DigitSpread {
     // width: number of bits of a digit. fours, twos, ones: masks of the bits that the three multiplications move.
     uint32_t width, fours, twos, ones;
-    // above: a mask of the bits of nibbles that lie above the digits. absent: all bits if the plane is absent,
+    // above: a mask of those bits of every nibble that lie above its digit. absent: all ones if the plane is absent,
     // otherwise 0.
     uint32_t above, absent;
 
@@ -44,9 +44,9 @@ struct DigitSpread {
           above(num_bits == 0u ? 0u : (0xfu << num_bits & 0xfu) * 0x11111111u), absent(num_bits == 0u ? ~0u : 0u)
     {
     }
-    // Returns what low_bits(~0u, num_bits) returns, computed in uniform registers.
+    // Returns what low_bits(~0u, num_bits) returns, by instructions that can use uniform registers.
     static __device__ __forceinline__ uint32_t ones_of(uint32_t num_bits) { return (1u << num_bits) - 1u; }
-    // Returns eight digits, which begin at bit 0 of `bits`, one in each nibble.
+    // Spreads eight digits, which are packed from bit 0 of `bits`, one to each nibble.
     __device__ __forceinline__ uint32_t nibbles(uint32_t bits) const
     {
         bits &= ones_of(4u * width) | fours;
@@ -69,8 +69,8 @@ __device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t abo
 template <typename T, class G, bool BLOCK> struct DenseDecoder {
     using Group = G;
     static constexpr uint32_t kFirstBits = 0; // digits of any width
-    // Groups that are parts of a warp have more registers for each thread, so that the vectors that are loaded ahead
-    // stay in registers. If they were spilled, the warp would wait for the loads.
+    // If groups are parts of a warp, each thread has more registers, so that the prefetched vectors stay in registers.
+    // If these were spilled, the warp would wait for the loads.
     static constexpr uint32_t kMostThreads = G::kAnyLength     ? 512
                                              : G::kPerWarp > 1 ? 640
                                                                : 768,
@@ -95,8 +95,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     {
         return sizeof(T) < 8 && !planes.per_column && bits_of_symbol(planes) <= 8u;
     }
-    // Returns the size in bytes of the block's table: for each rank the entries of all columns, and some bytes behind
-    // them that may be read. Returns 0 if there is no such table.
+    // Returns the size in bytes of the block's table, which has the entries of all columns for each rank, and then some
+    // bytes that may be read. Returns 0 if there is no such table.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         const uint32_t entries = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries,
@@ -105,10 +105,10 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                    ? (num_bytes + 15u) / 16u * 16u
                    : 0u;
     }
-    // The scratch of a group in shared memory: a part for each warp, and behind them the words that the warps exchange.
-    // The entries are there only if names are ranks of entries that all columns share.
+    // The scratch of a group in shared memory: a part for each warp, and then the words through which the warps
+    // exchange counts. The entries are there only if names are ranks of entries that all columns share.
     //
-    //     of each warp    | names of each plane, 16 bytes, 0 at the escape | digits of plane 0 | levels | entries |
+    //     each warp's part    | names: 16 bytes a plane, 0 at the escape | digits of plane 0 | levels | entries |
     static __host__ __device__ __forceinline__ uint32_t entries_at(const ibp_codebook &cb)
     {
         return kTables + kDigits + Levels::num_bytes(cb);
@@ -126,7 +126,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
     __device__ __forceinline__ uint32_t tables() const { return scratch + G::warp() * warp_bytes(cb); }
     __device__ __forceinline__ Levels levels() const { return {tables() + kTables + kDigits, Levels::most_of(cb)}; }
-    // Returns the address of the lane's digits of the first step, which are kept in a nibble each.
+    // Returns the address of the lane's digits of the first step, one in each nibble.
     __device__ __forceinline__ uint32_t *kept_digits() const
     {
         return &shared_word((tables() + kTables) / 4u + G::lane() * kNibbles);
@@ -150,8 +150,9 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
                 columns[rank * book.columns + column] = book.entry(column * cb.planes.num_entries + rank);
     }
-    // Writes the names of a cluster's planes, and the entries, into shared memory; `tables` is the byte at which they
-    // begin. Not inlined, so that a kernel contains it once, and because registers are scarce if rows have clusters.
+    // Writes the names of a cluster's planes, and the entries, to shared memory. tables: the shared byte at which the
+    // names begin. Not inlined, so that a kernel contains this code once, and because registers are scarce if rows have
+    // clusters.
     static __device__ __noinline__ void fill_names(const ibp_codebook &cb, uint32_t cluster, uint32_t tables)
     {
         const PlanesBook<T> book(cb, cluster);
@@ -168,15 +169,16 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         }
     }
 
-    // The names that the digits of one plane stand for.
+    // The names that belong to the digits of one plane.
     struct Names {
         uint4 table; // a byte for each digit; 0 at the escape
-        // above: as in DigitSpread. low, high: eight bytes, 0xff at the escape and 0 elsewhere.
+        // above: as in DigitSpread. low, high: eight bytes, of which the one at the escape is 0xff and the others are
+        // 0.
         uint32_t above, low, high;
         uint32_t wide; // not 0 if digits may have four bits
 
-        // Returns the names of eight digits, one byte each; some may be escapes. from: the shared byte at which the
-        // names of the escaped digits begin; the function moves it on behind them.
+        // Returns the names of eight digits, one byte each; some digits may be escapes. from: the shared byte at which
+        // the names of the escaped digits begin; the function advances it past these names.
         __device__ __forceinline__ uint2 of(uint32_t digits, uint32_t &from) const
         {
             const uint32_t escaped = escaped_digits(digits, above), order = escaped * 0x22222222u;
@@ -203,8 +205,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                 escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u, width % 4u == 0u ? 1u : 0u};
     }
 
-    // Loads COUNT of a plane's n digits, beginning with digit i, as nibbles. Nibbles behind the last digit are 0.
-    // start: the bit at which digit 0 begins.
+    // Loads COUNT of a plane's n digits, beginning with digit i, as nibbles. Nibbles past the last digit are 0. start:
+    // the bit at which digit 0 begins.
     template <uint32_t COUNT>
     static __device__ __forceinline__ void load_digits(const DigitSpread &spread, uint32_t start, uint32_t i,
                                                        uint32_t n, uint32_t (&digits)[(COUNT + 7u) / 8u])
@@ -219,7 +221,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                 low_bits(spread.nibbles(permute_bytes(low, cursor.word(1), 0x3210u + 0x1111u * spread.width)),
                          left - ibp_min_u32(left, 32u));
     }
-    // Returns how many of a lane's digits are escapes.
+    // Returns the number of escapes among a lane's digits.
     template <uint32_t WORDS>
     static __device__ __forceinline__ uint32_t count_escaped(const DigitSpread &spread, const uint32_t (&digits)[WORDS])
     {
@@ -230,7 +232,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     // ---- plane 1 ----
 
     using Chunk = PlaneChunk<G, 2>;
-    // Loads the lane's part of the next n digits. position: the bit at which the first of these digits begins.
+    // Loads the lane's part of the next n digits of plane 1, and counts escapes. position: the bit at which the first
+    // of these n digits begins.
     static __device__ __forceinline__ Chunk load_chunk(const DigitSpread &spread, uint32_t position, uint32_t n)
     {
         Chunk chunk;
@@ -241,15 +244,15 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 
     // ---- plane 0 ----
 
-    // num_escaped: number of the tile's elements that escape plane 0. lower: for each step, the number of such elements
-    // in lower lanes.
+    // num_escaped: number of the tile's elements whose digits of plane 0 are escapes. lower: for each step, the number
+    // of these elements in lower lanes.
     struct Tile {
         Counts lower;
         uint32_t num_escaped, num_steps;
         Chunk chunk; // the first digits of plane 1
     };
-    // Goes down plane p of a tile. start: the bit at which the plane begins. range: the numbers of the tile's digits in
-    // this plane. Returns how many of these digits are escapes.
+    // Visits plane p of a tile: loads its digits if p is 0 or 1, else names its elements. start: the bit at which the
+    // plane begins. range: the tile's digits in this plane. Returns the number of escapes among these digits.
     __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
     {
@@ -258,7 +261,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         if (p == 0u) {
             Counts counts;
             uint32_t escaped = 0, *const kept = kept_digits();
-            // If a warp has several rows, all its groups take the steps of a whole row, even a group without a row.
+            // If a warp has several rows, each of its groups takes the steps of a whole row, even a group without a
+            // row.
             tile.num_steps = ((G::kPerWarp > 1 ? book.columns : n) + kStep - 1u) / kStep;
 #pragma unroll 1
             for (uint32_t s = tile.num_steps; s-- > 0u;) {
@@ -289,7 +293,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
         return tile.chunk.num_escaped + count_escapes(start, {range.from + ibp_min_u32(n, kChunk), range.to}, width);
     }
-    // Counts the escapes among digits of a plane. Not inlined, so that a kernel contains it once.
+    // Returns the number of escapes among digits of a plane. Not inlined, so that a kernel contains this code once.
     static __device__ __noinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
         return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);
@@ -297,7 +301,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 
     // ---- symbols and residuals ----
 
-    // Spreads the names of a vector, which are symbols, to words: each name to the low bits of its element.
+    // Spreads the names of a vector, which are symbols, to four words: each name to the low bits of its element.
     static __device__ __forceinline__ void spread_names(const uint32_t (&names)[kNames], uint32_t (&words)[4])
     {
 #pragma unroll
@@ -306,8 +310,9 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                        : sizeof(T) == 2 ? permute_bytes(names[k / 2u % kNames], 0, k % 2u ? 0x4342 : 0x4140)
                                         : permute_bytes(names[0], 0, 0x4440u + k);
     }
-    // Looks up the symbols of a vector by their ranks, and returns each symbol in the low bits of its element. Where a
-    // rank marks a raw symbol, the result may be anything. entry(e, rank): returns the entry of element e.
+    // Looks up the symbols of a vector by their ranks, and returns each symbol in the low bits of its element. The
+    // symbol is unspecified if the rank means a raw symbol. entry(e, rank): returns the entry of element e with this
+    // rank.
     template <class Entry> static __device__ __forceinline__ uint4 look_up(uint4 ranks, const Entry &entry)
     {
         const uint32_t all[4] = {ranks.x, ranks.y, ranks.z, ranks.w};
@@ -321,7 +326,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
     // Does the same if every column has entries of its own. column: the vector's first column. Not inlined, so that a
-    // kernel contains it once.
+    // kernel contains this code once.
     static __device__ __noinline__ uint4 look_up_columns(const ibp_codebook &cb, const uint8_t *entries,
                                                          uint32_t column, uint4 ranks)
     {
@@ -367,7 +372,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         }
     }
 
-    // Returns a word with one bit set for each element of a vector whose symbol is raw.
+    // Returns a word in which bit e is set if the symbol of a vector's element e is raw.
     static __device__ __forceinline__ uint32_t raws_of(const uint32_t (&ranks)[kNames])
     {
         uint32_t mask = 0;
@@ -375,13 +380,13 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         for (uint32_t k = 0; k < kNames; k++) mask |= highest_bits(ranks[k]) << 4u * k;
         return mask;
     }
-    // What is known when store_vectors is compiled. With all but kNothing, rows are stored in units. kSymbols: names
-    // are symbols. kHalves: names are symbols, and elements of one byte have residuals of four bits. kEntries: names
-    // are ranks of entries that all columns share.
+    // What is known when store_vectors is compiled. With all values except kNothing, rows are stored in units of 16
+    // bytes. kSymbols: names are symbols. kHalves: names are symbols, and elements of one byte have residuals of four
+    // bits. kEntries: names are ranks of entries that all columns share.
     enum Known { kNothing, kSymbols, kHalves, kEntries };
 
-    // Goes up plane 0 and stores the vectors of a tile. units: the result of window.is_units; false if there are
-    // constant columns. All lanes of a warp call this together.
+    // Finds the names of a tile's elements from plane 0 and level 1, and stores the tile's vectors. units: the result
+    // of window.is_units; false if there are constant columns. All lanes of a warp must call this together.
     template <Known KNOWN>
     __device__ __forceinline__ void store_vectors(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                                   uint32_t tile_start, uint32_t n, const Window &window,
@@ -431,7 +436,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                 place.before = put_raw_elements<T, G, 1>(cb, window, place, i, raws);
         }
     }
-    // Goes up the planes of a tile and stores its elements. All lanes of a warp call this together.
+    // Finds the names of a tile's elements, from raw symbols back to plane 0, and stores the elements. All lanes of a
+    // warp must call this together.
     __device__ __forceinline__ void store(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                           uint32_t tile_start, uint32_t n, const Window &window) const
     {

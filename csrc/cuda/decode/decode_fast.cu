@@ -1,4 +1,4 @@
-// decode_fast.cu - launches gathers of dense rows of scheme planes that decode_fast.cuh decodes.
+// decode_fast.cu - launches gathers of the rows that decode_fast.cuh decodes.
 #include "decode_fast.cuh"
 #include "gather.cuh"
 

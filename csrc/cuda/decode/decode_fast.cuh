@@ -1,18 +1,18 @@
 // decode_fast.cuh - decodes dense rows of scheme planes with one plane of four-bit digits and consecutive entries
 // (FORMAT.md section 6), as level="fast" makes them.
 //
-// A coded row in shared memory, each part padded to a byte:
+// A coded row in shared memory, each part padded to whole bytes; r is planes.residual_bits:
 //
 //     | residuals, r bits for each element | digits, 4 bits for each element | raw symbols of escaped elements |
 //
-// 1. A lane loads the digits of its vectors of 16 bytes, for a tile of kSteps vectors, and counts escapes (load_tile).
+// 1. A lane loads the digits of its part of a tile, kSteps vectors of 16 bytes, and counts escapes (load_tile).
 // 2. The number of escapes in the row says where the row ends, which is checked.
-// 3. A digit plus first_symbol is a symbol, and residuals lie at fixed places. So a lane makes 16 bytes of the row from
-//    a word or half a word of digits, by shifts and permutes alone (store_tile).
-// 4. Escapes are rare. If a warp has any, it stores their elements once more, one at a time, over what step 3 has
+// 3. A symbol is first_symbol plus its digit, and residuals lie at known positions. So a lane makes 16 bytes of the row
+//    from a word or half a word of digits by arithmetic, shifts and permutes alone (store_tile).
+// 4. Escapes are rare. If a warp has any, it stores the escaped elements once more, one at a time, over what part 3 has
 //    stored.
 //
-// Device memory or the link limits the decoder.
+// Device memory limits the decoder, or the link to the host if rows are in pinned memory.
 #ifndef IBP_DECODE_FAST_CUH
 #define IBP_DECODE_FAST_CUH
 
@@ -35,8 +35,8 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     const ibp_codebook &cb;
     const uint32_t scratch; // the shared byte at which the group's scratch begins
 
-    // Returns the size in bytes of a group's scratch: if it has several warps, one word for each, in which they
-    // exchange counts.
+    // Returns the size in bytes of a group's scratch. A group of several warps has one word for each warp, in which the
+    // warps exchange counts.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
     {
         return G::kWarps > 1 ? 4u * G::kWarps : 0u;
@@ -54,7 +54,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
 
     // ---- digits ----
 
-    // The digits of a lane's vectors in a tile, one in each nibble. Nibbles of elements behind the row's end are 0.
+    // The digits of a lane's vectors in a tile, one in each nibble. Nibbles past the row's last element are 0.
     struct Tile {
         uint32_t digits[kSteps], num_escaped; // num_escaped: number of the lane's escapes
     };
@@ -96,8 +96,9 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
 
     // The constants that turn digits into the symbols of one word, each in the low bits of its element.
     struct Symbols {
-        // low: first_symbol without the highest bit of an element, repeated in every element. high: that highest bit
-        // alone. A digit plus `low` cannot carry into the next element. mask: the bits of the symbols.
+        // low: first_symbol without the highest bit of an element, repeated in every element, so that a digit plus
+        // `low` cannot carry into the next element. high: the highest bit of first_symbol alone, repeated in the same
+        // way. mask: the bits of the symbols.
         uint32_t low, high, mask;
 
         __device__ __forceinline__ Symbols(const PlanesBook<T> &book)
@@ -118,7 +119,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
             return ((word + low) ^ high) & mask;
         }
     };
-    // Returns the symbols of a vector of 16 bytes, one in each byte. Used if symbols have one byte.
+    // Returns the symbols of a vector of 16 bytes, one in each byte. Used if a symbol is exactly one byte.
     __device__ __forceinline__ uint2 symbol_bytes(uint32_t digits) const
     {
         const uint32_t first = (static_cast<uint32_t>(cb.planes.first_symbol) & 0xffu) * 0x01010101u;
@@ -129,16 +130,16 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
         return make_uint2(symbols(0x5140), sizeof(T) == 2 ? symbols(0x7362) : 0u);
     }
 
-    // Returns the residuals of word k of the vector whose first element is i, each in the low bits of its element. n:
-    // number of elements of the row.
+    // Returns the residuals of word k of the vector whose first element is i, each in the low bits of its element.
+    // start: the bit at which the row's residuals begin. n: the row's number of elements, past which nothing is read.
     __device__ __forceinline__ uint32_t residuals_of(uint32_t start, uint32_t i, uint32_t k, uint32_t n) const
     {
         const uint32_t r = cb.planes.residual_bits;
         return spread_fields<T>(shared_bits(start + ibp_min_u32(i + k * kPerWord, n) * r), r);
     }
 
-    // Stores a lane's vectors of a tile. BYTES: a symbol is one byte, and a residual is all other bytes of its element.
-    // UNITS: the result of window.is_units.
+    // Stores a lane's vectors of a tile, whose raw symbols are not put in yet. BYTES: a symbol is one byte, and a
+    // residual is all other bytes of its element. UNITS: the result of window.is_units.
     template <bool BYTES, bool UNITS>
     __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const Parts &parts, const Tile &tile,
                                                uint32_t tile_start, uint32_t n, const Window &window) const

@@ -5,20 +5,22 @@
 //     | header: is_closed, k | positions of the k listed elements | highest bits of the others, with signed_default |
 //     | values of the listed elements: residuals | plane 0 | plane 1 | plane 2 | plane 3 | raw symbols |
 //
-// 1. Count. The escapes of all planes are counted. Their numbers say where each part begins, and whether the row has
-//    the right length.
+// 1. Count. The warp counts the escapes of every plane. These counts say where each part begins, and whether the row
+//    has the right length.
 // 2. Positions. A bitmap is used as it is, and a list is turned into a bitmap. If a list names at most one column in
 //    eight, and there is no signed_default, it becomes an array of columns instead.
-// 3. The warp goes through tiles of columns. For the listed elements of a tile it finds the ranks, which are the
-//    numbers of their entries: a lane takes eight digits of plane 0 at a time, and elements whose digits are escapes go
-//    to a list, from which a lane takes one element at a time in the other planes. Then entries and raw symbols are
-//    joined with residuals, eight elements of a lane at a time.
-// 4. A lane makes 16 bytes of output at a time. Its bits of the bitmap say which columns are listed, and a prefix sum
-//    of the counts of these bits says which elements belong to them. All other columns get the default. With an array
-//    of columns, the default is written to all columns, and then each listed element is stored in its column.
+// 3. The warp goes through tiles of columns. It finds the ranks of a tile's listed elements; a rank is the index of an
+//    entry. In plane 0 a lane takes eight digits at a time, and elements whose digits are escapes go to a list. In the
+//    other planes a lane takes one element of the list at a time. Then entries and raw symbols are joined with
+//    residuals; a lane joins eight elements at a time.
+// 4. A lane makes 16 bytes of output at a time. The bits of the bitmap say which of its columns are listed, and a
+//    prefix sum of the numbers of these bits says which listed elements belong to them. All other columns get the
+//    default. With an array of columns, the default is written to all columns, and then each listed element is stored
+//    in its column.
 //
-// The elements of a tile are a batch. If all listed elements fit one batch (up to 1,024 elements, or 256 if rows have
-// more than 8 KiB), their ranks are found during the count, and they are joined only once.
+// The listed elements of a tile are a batch. A batch has room for 1,024 elements, or for 256 if rows have more than 8
+// KiB. If all listed elements of the row fit one batch, their ranks are found during the count, and they are joined
+// only once.
 #ifndef IBP_DECODE_LISTED_CUH
 #define IBP_DECODE_LISTED_CUH
 
@@ -28,8 +30,8 @@
 
 namespace ibp {
 
-// A decoder of rows as described above. FIELDS: the PlanesFields that the codebook may have. Registers are scarce, so
-// every field slows all rows down.
+// A decoder of rows as described above. FIELDS: the PlanesFields that the codebook may use. Registers are scarce, so
+// every field that the code supports slows all rows down.
 template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     using Book = PlanesBook<T, FIELDS>;
     using Group = ibp::Group<kWarp, 1>;
@@ -43,14 +45,13 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     // memory.
     static constexpr uint32_t kLongRow = 8192, kBatchOfLong = 256;
     static constexpr uint32_t kOctet = 8; // number of elements that a lane takes at a time
-    // If a row has this many columns or more for each listed element, the elements are stored one by one.
+    // If at most one column in kSparse is listed, the listed elements are stored one by one.
     static constexpr uint32_t kSparse = 8;
     static constexpr uint64_t kSign = uint64_t{1} << (8u * sizeof(T) - 1u);
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // number of elements in a vector
     static constexpr uint32_t kEntries = 64, kMostEntries = IBP_MAX_PLANES * ((1u << IBP_MAX_DIGIT_BITS) - 1u);
     static_assert(kMostEntries < kEntries, "the entries and the rank behind them, of raw symbols");
-    // kDigits: the byte of the scratch at which the positions of the next digits begin. kRanks: the byte at which the
-    // ranks begin.
+    // kDigits, kRanks: the bytes of the scratch at which the positions of the next digits, and the ranks, begin.
     static constexpr uint32_t kDigits = kEntries * static_cast<uint32_t>(sizeof(T)), kRanks = kDigits + 16u;
     static_assert(4u * IBP_MAX_PLANES <= 16u, "a word a plane");
 
@@ -60,11 +61,11 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // The scratch of a warp, in shared memory:
     //
-    //     kEntries elements    an element for each entry, and for some raw symbols, with residuals that are 0
+    //     kEntries elements    an element for each entry, and for some raw symbols; its residual is 0
     //     16 bytes             for each plane, the bit at which the digits of the next batch begin
     //     ranks                the ranks of a batch's elements, one byte each
     //     elements             the elements of a batch; at first, a list of the 16-bit numbers of escaped elements
-    //     positions            a bitmap of all positions; or, if elements are stored one by one, their columns
+    //     positions            a bitmap of all positions; or an array of columns, if elements are stored one by one
     static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &codebook)
     {
         const uint32_t columns = codebook.row_bytes / static_cast<uint32_t>(sizeof(T));
@@ -74,8 +75,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     {
         return (columns + 127u) / 128u * 4u + 4u;
     }
-    // Returns the size in bytes of the memory for positions: a bitmap of all positions or, for rows whose elements are
-    // stored one by one, 16 bits for each position, whichever is larger.
+    // Returns the size in bytes of the memory for positions. It has room for a bitmap of all positions, and for an
+    // array of 16 bits for each listed element of a row whose elements are stored one by one.
     static __host__ __device__ __forceinline__ uint32_t positions_bytes(uint32_t columns)
     {
         const uint32_t bytes = 4u * bitmap_words(columns), of_few = (2u * (columns / kSparse) + 15u) / 16u * 16u;
@@ -121,8 +122,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- ranks ----
 
-    // Writes the ranks of n elements by their digits of plane 0, and lists the elements whose digits are escapes.
-    // plane: the bit at which the first element's digit begins. Returns the number of escapes.
+    // Writes the ranks of n elements according to their digits of plane 0, and lists the elements whose digits are
+    // escapes. plane: the bit at which the first element's digit begins. Returns the number of escapes.
     __device__ __forceinline__ uint32_t name_first(uint32_t plane, uint32_t n, uint32_t num_bits) const
     {
         const DigitSpread spread(num_bits);
@@ -143,15 +144,15 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             for (uint32_t e = 0; e < kOctet; e++) {
                 if (escaped >> (4u * e + 3u) & 1u)
                     *reinterpret_cast<uint16_t *>(shared_bytes() + to) = static_cast<uint16_t>(i + e);
-                // The test is repeated, because the compiler then adds in place.
+                // The test is repeated, so that the compiler adds to the register in place.
                 if (escaped >> (4u * e + 3u) & 1u) to += 2u;
             }
             num_escaped += G::last_lane(sums);
         }
         return num_escaped;
     }
-    // Does the same for the n elements in the list, by their digits of a further plane. first: the rank of the plane's
-    // first entry.
+    // Does the same for the n elements in the list, according to their digits of plane 1, 2 or 3. first: the rank of
+    // the plane's first entry.
     __device__ __forceinline__ uint32_t name_next(uint32_t plane, uint32_t n, uint32_t num_bits, uint32_t first) const
     {
         const uint32_t escape = (1u << num_bits) - 1u, position = plane + lane_id() * num_bits;
@@ -179,8 +180,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return p == 0u ? name_first(plane, n, num_bits) : name_next(plane, n, num_bits, first);
     }
 
-    // residuals, raws: the bits at which the residuals and the raw symbols of the next elements begin. num_raws: the
-    // number of raw symbols of the batch.
+    // residuals, raws: the bits at which the residuals and the raw symbols of the next elements begin. num_raws: number
+    // of raw symbols in the batch.
     struct Values {
         uint32_t residuals, raws, num_raws;
     };
@@ -203,7 +204,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
         return values.raws + to_byte(values.num_raws * symbol_bits) == end;
     }
-    // Writes the ranks of the next n elements of a row of several batches. Returns how many of them have raw symbols.
+    // Writes the ranks of the next n elements, which are a batch, if the row has several batches. Returns the number of
+    // raw symbols among them.
     __device__ __forceinline__ uint32_t name_batch(uint32_t n) const
     {
         uint32_t first = 0;
@@ -221,12 +223,12 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- elements ----
 
-    // The shifts and masks that join residuals with entries, all elements of a word at a time. WordJoin would do the
-    // same, but its masks and powers of two cost 4 % more instructions here.
+    // The shifts and masks that join residuals with entries, all elements of a word at a time. WordJoin would give the
+    // same results, but it takes 4 % more instructions here.
     struct ResidualJoin {
         static constexpr uint32_t kWordBits = kBits < 32u ? kBits : 32u, kEach = ~0u / (~0u >> (32u - kWordBits));
-        // kept: a mask of the bits of every element that come from its residual in place. top: a mask of the highest
-        // bits, if the rotation moves a bit of the residual there.
+        // kept: a mask of the bits of every element that come from its residual and are not rotated to the top. top: a
+        // mask of the highest bit of every element if the rotation moves a bit of the residual there, else 0.
         uint32_t num_bits, invariant, rotate, kept, top;
 
         __device__ __forceinline__ explicit ResidualJoin(const ibp_planes &planes)
@@ -248,9 +250,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     };
 
-    // Joins the n elements of a batch. A lane takes eight elements at a time. If the entries leave room for all raw
-    // symbols, raw symbols become entries. Otherwise their elements are joined once more, one by one. All lanes call
-    // this together.
+    // Joins the n elements of a batch. A lane takes eight elements at a time. If kEntries leaves room for all raw
+    // symbols after the codebook's entries, raw symbols become entries. Otherwise elements with raw symbols are joined
+    // once more, one by one. All lanes of the warp must call this together.
     __device__ __forceinline__ void join_batch(const Book &book, const Values &values, uint32_t n) const
     {
         const uint32_t r = cb.planes.residual_bits, raw_ranks = cb.planes.num_entries * 0x01010101u;
@@ -292,8 +294,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         const uint32_t r = cb.planes.residual_bits, at = values.raws + i * book.symbol_bits;
         return element_of(r < kBits ? low_bits(field(at), book.symbol_bits) << r : Word{0});
     }
-    // Joins elements j to j + 7 of a batch, whose residuals begin at bit `residuals`. octet: their ranks. For elements
-    // behind the batch's end, it joins any bits of the stage, or of the entries behind the stage.
+    // Joins elements j to j + 7 of a batch, whose residuals begin at bit `residuals`. octet: their ranks. Past the
+    // batch's end it makes meaningless elements, from bits of the stage or of the scratch that follows the stage.
     __device__ __forceinline__ void join_octet(const ResidualJoin &with, uint2 octet, uint32_t residuals,
                                                uint32_t j) const
     {
@@ -313,7 +315,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         } else {
 #pragma unroll
             for (uint32_t k = 0; k < kOctet / kPerWord; k++) {
-                // The bit at which the residuals of two words begin.
+                // The residuals of words k and k + 1, for an even k, begin at bit `two`.
                 const uint32_t two = residuals + k / 2u * 2u * kPerWord * r;
                 const Cursor fields{&shared_word(two / 32u), two};
                 const uint32_t low = fields.word(0), high = fields.word(1);
@@ -329,7 +331,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t i = 0; i < kOctet * sizeof(T) / 4u; i += 2u)
             *reinterpret_cast<uint2 *>(to + i) = make_uint2(words[i], words[i + 1u]);
     }
-    // Returns the bits of shared memory that begin at bit `position`, as many as a Word has.
+    // Returns the Word of shared memory that begins at bit `position`.
     static __device__ __forceinline__ Word field(uint32_t position)
     {
         if constexpr (sizeof(T) == 8)
@@ -337,7 +339,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         else
             return shared_bits(position);
     }
-    // Returns the element whose coded bits are given.
+    // Returns the element with the given coded bits, which are its symbol and its residual, before the rotation is
+    // undone.
     __device__ __forceinline__ T element_of(Word coded) const
     {
         const uint32_t invariant = Book::invariant_bits(cb.planes);
@@ -347,10 +350,10 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- positions ----
 
-    // Calls take(rank, position) for every position of a list. Each lane takes the positions of a run of upper bits,
-    // one after the other. Returns whether the list has form.num_positions positions, and they are increasing and below
-    // `columns`. start: the bit of shared memory at which the list begins; the list lies in the stage. All lanes call
-    // this together.
+    // Calls take(rank, position) for every position of a list; rank is the position's index in the list. Each lane
+    // takes some consecutive upper bits and goes through their positions one by one. Returns whether the list has
+    // form.num_positions positions, which increase and are below `columns`. start: the bit of shared memory at which
+    // the list begins; the list lies in the stage. All lanes of the warp must call this together.
     template <class Take>
     __device__ __forceinline__ bool walk_list(const ibp_position_form &form, uint32_t columns, uint32_t start,
                                               const Take &take) const
@@ -358,7 +361,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         // each: number of upper bits that a lane takes at a time.
         const uint32_t lows = start + to_byte(form.upper_bits),
                        each = ibp_min_u32((form.upper_bits + kWarp - 1u) / kWarp, 32u);
-        // edge: the least position that may follow the positions of earlier upper bits.
+        // edge: the least valid position after those of all earlier upper bits.
         uint32_t found = 0, edge = 0;
         bool good = true;
 #pragma unroll 1
@@ -366,7 +369,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             const uint32_t from = ibp_min_u32(i + each * lane_id(), form.upper_bits);
             uint32_t ones = low_bits(shared_bits(start + from), ibp_min_u32(form.upper_bits - from, each));
             const uint32_t count = ibp_popcount(ones), sums = G::inclusive_scan(count);
-            // first: the lane's first position. next: the least position that may follow the lane's last one.
+            // first: the least of the lane's positions. next: the least valid position after the lane's last one; ~0
+            // once a position was wrong.
             uint32_t rank = found + sums - count, first = ~0u, next = 0;
             found += G::last_lane(sums);
             if (G::any(found > form.num_positions)) return false;
@@ -374,7 +378,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             for (uint32_t low = lows + rank * form.low_bits; G::any(ones != 0u);
                  ones &= ones - 1u, low += form.low_bits) {
                 if (ones == 0u)
-                    // Lanes without positions stay in the loop, so that the warp does not diverge. Otherwise the
+                    // Lanes that have no positions left stay in the loop, so the warp does not diverge. If it did, the
                     // compiler would add code to the atomic in `take` that determines the active lanes.
                     continue;
                 const uint32_t bit = from + ibp_popcount(~ones & (ones - 1u)),
@@ -406,7 +410,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     };
     // Finds the bitmap of a row's listed positions in the stage, or makes it from a list. start: the bit at which the
-    // positions begin. Returns false if the list is wrong.
+    // positions begin. Returns false if the list is not valid.
     __device__ __forceinline__ bool find_bitmap(Stage stage, const ibp_position_form &form, uint32_t columns,
                                                 uint32_t start, Bitmap &map) const
     {
@@ -424,7 +428,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- columns ----
 
-    // Writes a default row. Not inlined, so that a kernel contains it once, and its registers are free for other code.
+    // Writes a default row. Not inlined, so that a kernel contains this code once, and its registers are free for other
+    // code.
     static __device__ __noinline__ void fill(const ibp_codebook &cb, Window window)
     {
         fill_default<G>(cb, window.dst, window.low, window.high);
@@ -462,24 +467,25 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
-    // A tile of a row's columns. Each lane has the bits of 32 columns.
+    // A tile of a row's columns. Each lane holds the bits of 32 columns.
     struct Tile {
-        uint32_t first, held; // the number of the first column, and the number of columns
+        uint32_t first, held; // the index of the first column, and the number of columns
         // listed: a bit for each of the lane's own columns, set if the column is listed.
         uint32_t listed;
-        // before: the number of the batch's listed elements in columns before the lane's.
+        // before: number of the batch's elements whose columns come before the lane's columns.
         uint32_t before;
-        // earlier: the number of the row's listed elements before the batch.
+        // earlier: number of the row's listed elements that come before the batch.
         uint32_t earlier;
     };
-    // Advances behind an element. If the element was listed, `next` moves to the shared byte of the next listed
-    // element; otherwise, with SIGNED, `signs` moves to the next sign.
+    // Advances past an element. If the element is listed, advances `next` to the shared byte of the next listed
+    // element. Otherwise, if SIGNED, shifts `signs` to the next sign.
     template <bool SIGNED>
     static __device__ __forceinline__ void go_on(uint32_t listed, uint32_t &next, uint32_t &signs)
     {
 #ifdef __CUDACC__
         if (SIGNED) {
-            // This is in assembly, because the compiler would put the results into other registers and move them.
+            // This is in assembly, because the compiler would compute the results in other registers and then move
+            // them.
             asm("{.reg .pred p; setp.ne.u32 p, %2, 0; @p add.u32 %0, %0, %3; @!p shr.u32 %1, %1, 1;}"
                 : "+r"(next), "+r"(signs)
                 : "r"(listed), "n"(sizeof(T)));
@@ -491,8 +497,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         else if (SIGNED)
             signs >>= 1;
     }
-    // Puts together 16 bytes of elements. mask: a bit for each element, set if it is listed. rank: the number of the
-    // first listed element in the batch. signs: the highest bits of the unlisted elements; used with SIGNED.
+    // Assembles 16 bytes of elements. mask: a bit for each element, set if the element is listed. rank: the index in
+    // the batch of the first listed element. signs: the highest bits of the unlisted elements; used only if SIGNED.
     template <bool SIGNED>
     __device__ __forceinline__ void pick(uint32_t mask, uint32_t rank, uint32_t signs, uint32_t (&words)[4]) const
     {
@@ -533,7 +539,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
-    // A row as its header describes it.
+    // A row, as its header and the position form describe it.
     struct Listed {
         // positions, signs: the bits of shared memory at which the positions, and the highest bits of the unlisted
         // elements, begin.
@@ -542,7 +548,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         ibp_position_form form;
     };
 
-    // Returns the address of the listed elements' columns in shared memory, for a row whose elements are stored one by
+    // Returns the array of the listed elements' columns in shared memory, for a row whose elements are stored one by
     // one.
     __device__ __forceinline__ uint16_t *listed_columns() const
     {
@@ -555,7 +561,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return walk_list(row.form, row.columns, row.positions,
                          [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });
     }
-    // Joins the next n elements, which are a batch, and moves `values` on behind them.
+    // Joins the next n elements, which are a batch, and advances `values` past them.
     __device__ __forceinline__ void take_batch(const Book &book, const Listed &row, uint32_t n, Values &values) const
     {
         if (!row.is_batch) values.num_raws = name_batch(n);
@@ -591,7 +597,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     }
 
     // Stores all columns of a row. values: the values of the listed elements; unused if the row is closed. Returns
-    // false if the positions are wrong.
+    // false if the positions are not valid.
     __device__ __forceinline__ bool store_row(const Book &book, const Listed &row, Values &values, Stage stage,
                                               const Window &window) const
     {
@@ -637,8 +643,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         const uint32_t columns = book.columns, header_bytes = ibp_header_bytes(columns),
                        end = start_bit + 8u * coded_bytes;
         ibp_listed_header header;
-        // The reduction puts the header, and everything that is computed from it, into uniform registers. So the
-        // compiler knows that the lanes stay together.
+        // The reduction makes the header, and everything that is computed from it, uniform in the warp. So these values
+        // are in uniform registers, and the compiler knows that the lanes stay together.
         const uint32_t bits = __reduce_or_sync(kAllLanes, low_bits(stage.bits_at(start_bit), 8u * header_bytes));
         if (G::any(!ibp_split_header(bits, coded_bytes, columns, &header))) return false;
         const uint32_t k = header.num_listed;

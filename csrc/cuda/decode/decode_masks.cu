@@ -8,7 +8,8 @@ template <class G> using Moves = MasksDecoder<4, true, G>;
 template <class G> using Vectors = MasksDecoder<4, false, G>;
 template <class G> using Words = MasksDecoder<1, false, G>;
 
-// Rows with more bytes than this are decoded by several warps, which count a row's bits before they decode it.
+// If moves cannot be used, rows with more bytes than this are decoded by several warps, which count a row's kept bits
+// before they decode it.
 constexpr uint32_t kLongestOfWarp = 8u << 10;
 
 ibp_status gather_masks(const Gather &gather)

@@ -4,15 +4,15 @@
 //
 //     | participation bits, num_flags of them | kept bits of word 0 | of word 1 | ... | zero bits up to a byte |
 //
-// A group does the following for each tile, of which a lane has kSteps * WORDS words:
+// A group does the following for each tile. A tile has kSteps * WORDS words for each lane.
 //
-// 1. A lane reads the masks of its words and the participation bits of their chunks, which say which bits each word
-//    keeps (kept_bits).
-// 2. A prefix sum over the group, for all steps side by side, says where each lane's kept bits begin.
-// 3. A lane loads the kept bits, moves them to their places in each word, and fills in the invariant bits (rebuild).
+// 1. A lane reads the masks of its words and the participation bits of their chunks. Together these say which bits of
+//    each word are kept (kept_bits).
+// 2. A prefix sum over the group, of packed counts for all steps, says where each lane's kept bits begin.
+// 3. A lane loads the kept bits, moves them to their positions in each word, and fills in the invariant bits (rebuild).
 // 4. The words are stored in the output.
 //
-// If several warps decode a row, each first counts the kept bits of its share of the tiles.
+// If several warps decode a row, each of them has a share of the tiles, and first counts the kept bits of its share.
 #ifndef IBP_DECODE_MASKS_CUH
 #define IBP_DECODE_MASKS_CUH
 
@@ -20,8 +20,8 @@
 
 namespace ibp {
 
-// A decoder of rows as described above. MOVES: a word's kept bits are moved in five steps; each step moves some of them
-// by 1, 2, 4, 8 or 16 places (Warren, Hacker's Delight, section 7-5). The block computes once, for every word, which
+// A decoder of rows as described above. MOVES: a word's kept bits are moved in five steps, by 16, 8, 4, 2 and 1 bits;
+// each step moves some of them (Warren, Hacker's Delight, section 7-5). The block computes once, for every word, which
 // bits each step moves. Without MOVES, gaps are inserted into a word one after the other.
 template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
     static_assert(!MOVES || WORDS == 4, "moves are read by vectors");
@@ -33,21 +33,21 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
     static constexpr uint32_t kMoves = 5, kMostTable = 24u << 10;
 
     const ibp_codebook &cb;
-    const uint32_t exchanged; // the shared word at which the words begin that the group's warps exchange
+    const uint32_t exchanged; // index of the first shared word through which the group's warps exchange counts
 
-    // Returns how many words each array of a codebook has.
+    // Returns the number of words in each array of a codebook.
     static __host__ __device__ __forceinline__ uint32_t entries_of(const ibp_codebook &cb)
     {
         return (cb.row_bytes + 15u) / 16u * 4u;
     }
-    // Returns whether moves can be used: no chunk is shorter than a word, so every word keeps either all its bits or
-    // the bits outside its mask; and there is room for the moves of all words of the only cluster.
+    // Returns whether moves can be used. No chunk may be shorter than a word, so that every word keeps either all its
+    // bits or the bits outside its mask. There must be only one cluster, whose table of moves must fit kMostTable.
     static __host__ __device__ __forceinline__ bool has_moves(const ibp_codebook &cb)
     {
         return cb.chunk_bytes >= 4u && cb.num_clusters <= 1u && 4u * kMoves * entries_of(cb) <= kMostTable;
     }
-    // Returns the size in bytes of the block's table of moves, which has a mask for each step and word: the bits to
-    // which the step moves a bit.
+    // Returns the size in bytes of the block's table of moves. For each step and word it has a mask of the positions to
+    // which the step moves bits.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         return MOVES ? 4u * kMoves * entries_of(cb) : 0u;
@@ -68,8 +68,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
             uint32_t keep = ~__ldg(cb.mask + w), removed = ~keep << 1;
 #pragma unroll
             for (uint32_t i = 0; i < kMoves; i++) {
-                // A bit of `odd` is set if an odd number of bits were removed below it, among the removed bits that are
-                // left.
+                // A bit of `odd` is set if an odd number of the bits of `removed` lie at or below it.
                 uint32_t odd = removed;
 #pragma unroll
                 for (uint32_t step = 1; step < 32u; step *= 2) odd ^= odd << step;
@@ -86,8 +85,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         const uint32_t *mask, *bitval, *flags;
         uint32_t num_flags;
     };
-    // Returns the codebook of a cluster. The num_flags in memory may be any number; it is limited because no row has
-    // more participation bits than bytes.
+    // Returns the codebook of a cluster. The num_flags in memory may be any number. It is limited to row_bytes, because
+    // no row has more participation bits than bytes.
     __device__ __forceinline__ Book book_of(uint32_t cluster) const
     {
         const uint64_t offset = uint64_t{cluster} * cb.cluster_stride;
@@ -96,7 +95,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
     }
 
     // Loads WORDS consecutive entries of a codebook array, beginning with entry w. If w lies past the row, loads the
-    // array's last ones.
+    // last WORDS entries of the array.
     __device__ __forceinline__ void load_entries(const uint32_t *entries, uint32_t w, uint32_t (&out)[WORDS]) const
     {
         const uint32_t *const from = entries + ibp_min_u32(w, entries_of(cb) - WORDS);
@@ -108,7 +107,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         }
     }
 
-    // keep: masks of the bits that a lane's words keep. flags: the words' entries of the codebook's flags. count:
+    // The kept bits of a lane's words. keep: their masks. flags: the words' entries of the codebook's flags. count:
     // number of kept bits that lie in the row.
     struct Kept {
         uint32_t keep[WORDS], flags[WORDS], count;
@@ -139,7 +138,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         return kept;
     }
 
-    // Moves the kept bits of a lane's words to their places, and fills in the invariant bits.
+    // Moves the kept bits of a lane's words to their positions, and fills in the invariant bits. word: at first, the
+    // kept bits of each word, packed from bit 0.
     __device__ __forceinline__ void move(const Book &book, uint32_t w, const Kept &kept, uint32_t (&word)[WORDS]) const
     {
         const uint32_t first = ibp_min_u32(w, entries_of(cb) - WORDS);
@@ -173,7 +173,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
             word[i] = __funnelshift_r(staged[i], staged[i + 1], from);
             many |= kept.flags[i];
         }
-        // Before iteration i, word[i] and the words after it hold consecutive bits, the first of which is the first
+        // Before iteration i, word[i] and the words after it hold consecutive bits of the row, beginning with the first
         // kept bit of word i.
 #pragma unroll
         for (int i = 0; i + 1 < WORDS; i++)

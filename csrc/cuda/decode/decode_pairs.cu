@@ -1,4 +1,4 @@
-// decode_pairs.cu - launches gathers of dense rows of scheme planes with digits of two bits and symbols of a byte.
+// decode_pairs.cu - launches gathers of the rows that decode_pairs.cuh decodes, if digits have two bits.
 #include "gather.cuh"
 #include "decode_pairs.cuh"
 
@@ -10,8 +10,9 @@ template <class G> using Pairs4 = PairsDecoder<uint32_t, G, false>;
 template <class G> using Columns2 = PairsDecoder<uint16_t, G, true>;
 template <class G> using Columns4 = PairsDecoder<uint32_t, G, true>;
 
-// Launches with a group of kMostWarps warps that take one tile of a row each, if rows fit such a group and no smaller
-// one. It is faster than the group for rows of any length.
+// If rows are too long for groups of 4 warps but not for one of kMostWarps warps, launches with groups of kMostWarps
+// warps, each of which takes one tile of a row. This is faster than the group for rows of any length, which
+// launch_by_group would choose.
 template <template <class> class Decoder> static ibp_status launch_by_tiles(const Gather &gather)
 {
     const uint32_t row_bytes = gather.table.codebook.row_bytes;

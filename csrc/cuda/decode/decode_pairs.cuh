@@ -3,25 +3,26 @@
 // invariant bits. Most tables of floats have such rows. Elements of one byte may have digits of three bits in plane 0,
 // as integers do.
 //
-// The bytes of a row, and the levels of names in shared memory, are drawn in tiles.cuh.
+// tiles.cuh describes the bytes of a row and the levels, which are arrays of names in shared memory.
 //
-// 1. The warp goes down the planes and counts escapes, because their number says where the next plane begins. A lane
-//    keeps its digits of planes 0 and 1, two bits each. The few elements that reach plane 2, plane 3 or raw symbols get
-//    their names one at a time: level 2 receives the names of all elements of plane 2, and a list holds the elements
-//    that have no name yet.
-// 2. It goes up through plane 1. A lane takes 16 digits at a time, and spreads them to nibbles, which select bytes of
+// 1. The warp visits planes 0 to 3 in this order and counts escapes, because their number says where the next plane
+//    begins. A lane keeps its digits of planes 0 and 1 in registers, two bits each. The few elements that reach plane
+//    2, plane 3 or raw symbols get their names one at a time: the names of all elements of plane 2 go to level 2, and a
+//    list holds the elements that have no name yet.
+// 2. The warp returns to plane 1. A lane takes 16 digits at a time, and spreads them to nibbles, which select bytes of
 //    the plane's entries (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says
 //    which bytes.
-// 3. It goes up through plane 0 in the same way. In each step a lane makes 16 bytes of output: symbols are joined with
-//    their residuals and stored.
+// 3. The warp returns to plane 0 and does the same there. In each step a lane makes 16 bytes of output: symbols are
+//    joined with their residuals and stored.
 //
-// If every column has entries of its own, names are the ranks of entries, and step 3 goes through the tile twice: first
-// it finds the ranks of all steps, and then each step looks up its symbols, puts in raw symbols, and joins residuals.
+// If every column has entries of its own, names are the ranks of entries, and part 3 has two loops over the tile. The
+// first one finds the ranks of all steps. In the second one, each step looks up its symbols, puts in raw symbols, and
+// joins residuals.
 //
-// If few SMs decode, integer instructions limit the decoder; if all SMs do, device memory does. Counters of an H200
-// showed 710 instructions for a warp that decodes 2 KiB of BF16, which is 22 for each of a lane's elements; an SM
-// issues 3.0 instructions in a cycle and can issue 4. For BF16 (symbols_turn), the lower and the upper bytes of four
-// elements are now joined first and then paired to elements, which saves one instruction in twenty of these.
+// If few SMs decode, the issue of integer instructions limits the decoder; if all SMs decode, device memory does. On an
+// H200, a warp executed 710 instructions to decode 2 KiB of BF16, which is 22 for each of a lane's 32 elements. An SM
+// issued 3.0 instructions in a cycle, of 4 that it can issue. For BF16 (symbols_turn), the decoder first joins the
+// lower and the upper bytes of four elements and then pairs them to elements; this saves 5 % of the 710 instructions.
 #ifndef IBP_DECODE_PAIRS_CUH
 #define IBP_DECODE_PAIRS_CUH
 
@@ -36,9 +37,9 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     static_assert(FIRST == 2 || (FIRST == 3 && sizeof(T) == 1), "the digits that there are");
     using Group = G;
     static constexpr uint32_t kFirstBits = FIRST;
-    // Shared memory has room for only two groups that decode rows of any length, so their threads can have more
-    // registers. It has room for one group that is a whole block. Decoders that need at most 72 registers get blocks of
-    // more threads.
+    // Shared memory has room for only two groups that decode rows of any length, so 512 threads are enough, and each
+    // thread can have more registers. A group of more than 8 warps is a block of its own. Decoders that need at most 72
+    // registers get blocks of more threads.
     static constexpr uint32_t kMostThreads = G::kAnyLength                ? 512
                                              : G::kWarps > 8              ? 1024
                                              : sizeof(T) == 2 && !COLUMNS ? 896
@@ -49,31 +50,32 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
                                          : G::kWarps > 8                      ? 3
                                                                               : 4;
     // Elements of one byte, and elements of two bytes with entries for each column, come in rows of many lengths, such
-    // as heads and tokens of KV-caches. A lane of a part of a warp takes up to six vectors of such rows.
+    // as heads and tokens of KV-caches. If the group is a part of a warp, a lane takes up to six vectors of such rows.
     static constexpr uint32_t
         kLaneVectors = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4,
         kLeastLanes = sizeof(T) == 2 && !COLUMNS ? 2 : 4, kOwnVectors = FIRST == 3 && G::kPerWarp > 1 ? 1 : 0;
-    // Number of words of a lane's digits of plane 1. If elements are bytes and digits have two bits, about a quarter of
-    // the elements reach plane 1, so a lane takes two words.
+    // Number of words of digits of plane 1 that a lane takes at a time. If elements are bytes and digits have two bits,
+    // about a quarter of the elements reach plane 1, so a lane takes two words.
     static constexpr uint32_t kChunkWords = sizeof(T) == 1 && FIRST == 2 && G::kPerWarp > 1 ? 2 : 1;
     using Levels = TileLevels<T, G, kLaneVectors, kChunkWords>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kPerWord = 4u / sizeof(T), kSteps = Levels::kSteps,
                               kStep = Levels::kStep, kTile = Levels::kTile, kPerLane = Levels::kPerLane,
                               kChunk = Levels::kChunk;
-    // kDigitWords: number of words of a vector's digits, which are kept in pairs of bits or, if digits of plane 0 have
-    // three bits, in nibbles. kEntryWords: number of words of entries, one for each plane; with digits of three bits,
-    // the last word is the second one of plane 0.
+    // kDigitWords: number of words that hold a vector's digits. A digit has a pair of bits or, if digits of plane 0
+    // have three bits, a nibble. kEntryWords: number of words of entries, one for each plane; if digits of plane 0 have
+    // three bits, plane 0 has a second word, which is the last one.
     static constexpr uint32_t kDigitWords = FIRST - 1u, kDigitBits = 2u * kDigitWords,
                               kEntryWords = IBP_MAX_PLANES + FIRST - 2u;
     static constexpr uint32_t kEntries = (4u * kEntryWords + 15u) / 16u * 16u;
-    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank that marks a raw symbol, and four such ranks
+    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank that means a raw symbol, and four such ranks
     static constexpr uint32_t kMostTable = 32u << 10;          // largest size in bytes of a block's table
 
     const ibp_codebook &cb;
     const uint32_t scratch; // the shared byte at which the group's scratch begins
 
-    // Returns whether residuals can be joined by a fixed pattern of bytes: a residual is one byte of a rotated element
-    // of two bytes (BF16), three bytes of an element of four bytes, or half of an element of one byte.
+    // Returns whether elements can be joined by a fixed permutation of bytes or nibbles: a residual is one byte of a
+    // rotated element of two bytes (BF16), three bytes of an element of four bytes, or four bits of an element of one
+    // byte.
     static __host__ __device__ __forceinline__ bool is_simple(const ibp_planes &planes)
     {
         if (sizeof(T) != 2 && planes.invariant_bits != 0u) return false;
@@ -81,16 +83,17 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
     }
 
-    // Returns the size in bytes of the block's table: for each rank the entries of all columns, and some bytes behind
-    // them that may be read. Returns 0 if there is no such table.
+    // Returns the size in bytes of the block's table, which has the entries of all columns for each rank, and then some
+    // bytes that may be read. Returns 0 if there is no such table.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         const uint32_t num_bytes = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries + 16u;
         return COLUMNS && cb.num_clusters <= 1u && num_bytes <= kMostTable ? num_bytes / 16u * 16u + 16u : 0u;
     }
-    // The scratch of a group in shared memory: a part for each warp, and behind them the words that the warps exchange.
+    // The scratch of a group in shared memory: a part for each warp, and then the words through which the warps
+    // exchange counts.
     //
-    //     of each warp    | entries of each plane, a word each, 0 at the escape | levels (tiles.cuh) |
+    //     each warp's part    | entries: one word for each plane, 0 at the escape | levels (tiles.cuh) |
     static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
         return kEntries + Levels::num_bytes(cb);
@@ -120,22 +123,21 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
                 shared_bytes()[rank * book.columns + column] = book.entries[column * cb.planes.num_entries + rank];
     }
-    // Returns the name of a symbol: its low byte, rotated back if symbols_turn. If elements are bytes, the name is the
-    // element that has this symbol and a residual of 0.
+    // Returns the name of a symbol: its low byte, rotated back if symbols_turn() is true. If elements are bytes, the
+    // name is the element that has this symbol and a residual of 0.
     static __device__ __forceinline__ uint32_t name_of(const ibp_planes &planes, uint32_t symbol)
     {
         if (sizeof(T) > 1 && symbols_turn(planes)) symbol = (symbol & 0xffu) * 0x101u >> 1;
         return (sizeof(T) == 1 ? WordJoin<T>(planes).word(symbol, 0) : symbol) & 0xffu;
     }
-    // Returns whether names are symbols that have been rotated back, as for elements of BF16. If so, symbols and
-    // residuals are first joined to the lower bytes and the upper bytes of four elements, and these bytes are then
-    // paired to elements.
+    // Returns whether names are symbols that have been rotated back, as they are for BF16. If so, symbols and residuals
+    // of four elements are first joined to four lower bytes and four upper bytes, which are then paired to elements.
     static __device__ __forceinline__ bool symbols_turn(const ibp_planes &planes)
     {
         return sizeof(T) == 2 && !COLUMNS && is_simple(planes);
     }
-    // Writes the entries of a cluster's planes into shared memory. Not inlined, because registers are scarce if rows
-    // have clusters.
+    // Writes the names of the entries of a cluster's planes to shared memory, a word for each plane. Not inlined,
+    // because registers are scarce if rows have clusters.
     static __device__ __noinline__ void fill_entries(const ibp_codebook &cb, uint32_t cluster, uint32_t entries)
     {
         const PlanesBook<T> book(cb, cluster);
@@ -153,8 +155,9 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         }
     }
 
-    // The entries of one plane. `symbols` returns the names of eight digits, one byte each. from: the shared byte at
-    // which the names of the escaped digits begin. order: which of these bytes each digit takes if it is an escape.
+    // The entries of one plane. symbols() returns the names of eight digits, one byte each. from: the shared byte at
+    // which the names of the escaped digits begin. order: nibble k is the index of the name that digit k takes if it is
+    // an escape.
     struct Entries {
         uint32_t named, then; // the names of digits 0 to 3, and of digits 4 to 7, one byte each
 
@@ -197,7 +200,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     // ---- plane 1 ----
 
     using Chunk = PlaneChunk<G, kChunkWords>;
-    // Loads the lane's part of the next n digits. position: the bit at which the first of these digits begins.
+    // Loads the lane's part of the next n digits of plane 1, and counts escapes. position: the bit at which the first
+    // of these n digits begins.
     static __device__ __forceinline__ Chunk load_chunk(uint32_t position, uint32_t n)
     {
         const uint32_t first = ibp_min_u32(kPerLane * G::lane(), n);
@@ -213,7 +217,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return chunk;
     }
     // Returns the names of 16 digits. from: the shared byte at which the names of the escaped digits begin; the
-    // function moves it on behind them.
+    // function advances it past these names.
     static __device__ __forceinline__ uint4 symbols_of(const Entries &entries, uint32_t digits, uint32_t &from)
     {
         const uint32_t low = spread_pairs<false>(digits), high = spread_pairs<true>(digits),
@@ -228,14 +232,14 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
 
     // ---- plane 0 ----
 
-    // A lane's digits of plane 0 in a tile, and for each step the shared byte at which the names of its escaped
-    // elements begin.
+    // A lane's digits of plane 0 in a tile. before[s]: the shared byte at which the names of the lane's escaped
+    // elements of step s begin. num_escaped: number of escapes among the tile's digits of plane 0.
     struct Tile {
         uint32_t digits[kSteps][kDigitWords], before[kSteps], num_escaped;
         Chunk chunk; // the first digits of plane 1
     };
-    // Loads a lane's digits of a tile, which has the elements tile_start to n - 1. plane: the bit at which plane 0
-    // begins.
+    // Loads a lane's digits of plane 0 in a tile, which has the elements tile_start to n - 1, and counts escapes.
+    // plane: the bit at which plane 0 begins.
     __device__ __forceinline__ void load_tile(uint32_t plane, uint32_t columns, uint32_t tile_start, uint32_t n,
                                               Tile &tile) const
     {
@@ -245,7 +249,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
             const Cursor cursor = Cursor::at(plane / 8u + first / 4u);
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) tile.digits[s][0] = cursor.word(s * kStep / 16u);
-            // At the row's end a lane reads up to one step of digits too many; these bits lie in the stage or the
+            // The last lanes may read past the end of plane 0, by at most one step; these bits lie in the stage or the
             // scratch.
         } else {
             const uint32_t position = plane + FIRST * first, left = n > first ? n - first : 0u;
@@ -277,7 +281,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         for (uint32_t s = 0; s < kSteps; s++) counts.add(s, ibp_popcount(escaped_of_vector(tile.digits[s])));
         tile.num_escaped = counts.number(levels().level1, columns, tile.before);
     }
-    // Returns a word with one bit set for each digit of a vector that is an escape.
+    // Returns a word that has one bit set for each escape among a vector's digits.
     static __device__ __forceinline__ uint32_t escaped_of_vector(const uint32_t (&digits)[kDigitWords])
     {
         if (FIRST == 3) return escaped_triples(digits[0]) | escaped_triples(digits[kDigitWords - 1u]) >> 1;
@@ -285,8 +289,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     }
     static_assert(kStep * FIRST % 32 == 0, "vectors of a lane are whole words of digits apart");
 
-    // Goes down plane p of a tile. start: the bit at which the plane begins. range: the numbers of the tile's digits in
-    // this plane. Returns how many of these digits are escapes.
+    // Visits plane p of a tile: loads its digits if p is 0 or 1, else names its elements. start: the bit at which the
+    // plane begins. range: the tile's digits in this plane. Returns the number of escapes among these digits.
     __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
     {
@@ -338,15 +342,15 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         const uint2 low = entries.symbols(digits, escaped, order_of(escaped), from);
         return make_uint4(low.x, low.y, 0, 0);
     }
-    // bytes: the ranks of a lane's elements in each step of a tile. any_raw: whether the warp has any raw symbols. If
-    // so, raw_before[s] is the number of the lane's first raw symbol in step s.
+    // bytes: the ranks of a lane's elements in each step of a tile. any_raw: whether any element of the warp has a raw
+    // symbol. If so, raw_before[s] is the index in the row of the lane's first raw symbol in step s.
     struct Ranks {
         uint2 bytes[kSteps];
         uint32_t raw_before[kSteps];
         bool any_raw;
     };
-    // Returns the ranks of a lane's elements. raw: the range of the row's raw symbols that the tile has. All lanes of a
-    // warp call this together.
+    // Returns the ranks of a lane's elements. raw: the tile's range of the row's raw symbols. All lanes of a warp must
+    // call this together.
     __device__ __forceinline__ Ranks ranks_of(uint32_t columns, const Tile &tile, DigitRange raw) const
     {
         const Entries entries = entries_at(0);
@@ -365,7 +369,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return ranks;
     }
 
-    // Returns the symbols of four columns by their ranks. Where a rank marks a raw symbol, the result may be anything.
+    // Returns the symbols of four columns, one byte each, by their ranks. The byte of an element with a raw symbol is
+    // unspecified.
     __device__ __forceinline__ uint32_t look_up(const PlanesBook<T> &book, uint32_t ranks, uint32_t column) const
     {
         uint32_t symbols[4];
@@ -385,8 +390,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return permute_bytes(permute_bytes(symbols[0], symbols[1], 0x4040),
                              permute_bytes(symbols[2], symbols[3], 0x4040), 0x5410);
     }
-    // Puts raw symbols into those bytes of `symbols` whose ranks mark a raw symbol. position: the bit at which the next
-    // raw symbol begins; the function moves it on.
+    // Replaces those bytes of `symbols` whose rank means a raw symbol by the raw symbols. position: the bit at which
+    // the next raw symbol begins; the function advances it.
     __device__ __forceinline__ void put_raw(uint32_t ranks, uint32_t &position, uint32_t &symbols) const
     {
         for (uint32_t raw = ranks & kRaws; raw != 0u; raw &= raw - 1u, position += symbol_bits()) {
@@ -416,20 +421,20 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return select_bits(0x7fff7fffu, pair >> 1, pair << 15);
     }
 
-    // Spreads eight residuals of r <= 4 bits, which lie side by side from bit 0 of `bits`: two residuals to the low
-    // bits of each byte.
+    // Spreads eight residuals of r <= 4 bits, which are packed from bit 0 of `bits`, over the four bytes of the result:
+    // two residuals to the low bits of each byte.
     static __device__ __forceinline__ uint32_t twos_of(uint32_t bits, uint32_t r)
     {
         bits = select_bits(0xffffu, bits, bits << (16u - 4u * r));
         return select_bits(0x00ff00ffu, bits, bits << (8u - 2u * r));
     }
-    // Returns a mask of the bits of four one-byte elements that come from residuals of r bits, at most four.
+    // Returns a mask of the bits of four one-byte elements that come from residuals of r bits; r is at most 4.
     static __device__ __forceinline__ uint32_t nibbles_in(const WordJoin<T> &with, uint32_t r)
     {
         return sizeof(T) == 1 ? in_register(with.beside(0, low_bits(0xffu, r) * 0x01010101u)) : 0u;
     }
-    // Joins 16 elements of one byte with residuals of up to four bits; there are no invariant bits. nibbles: the result
-    // of nibbles_in.
+    // Joins the names and the residuals of 16 elements of one byte. Residuals have up to four bits, and there are no
+    // invariant bits. nibbles: the result of nibbles_in.
     template <bool SIMPLE>
     __device__ __forceinline__ void join_nibbles(uint32_t nibbles, uint4 symbols, const Cursor &residuals,
                                                  uint32_t word, uint32_t (&words)[4]) const
@@ -448,7 +453,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     }
 
     // Joins symbols and residuals to 16 bytes of elements. The first element's residual begins `bits` bits after the
-    // cursor. SIMPLE: the result of is_simple.
+    // cursor. nibbles: the result of nibbles_in, for elements of one byte. SIMPLE: the result of is_simple.
     template <bool SIMPLE>
     __device__ __forceinline__ void join(const WordJoin<T> &with, uint32_t nibbles, uint4 symbols,
                                          const Cursor &residuals, uint32_t bits, uint32_t (&words)[4]) const
@@ -494,8 +499,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return permute_bytes(symbols.x, 0, 0x4440 + k);
     }
 
-    // Stores a lane's vectors of a tile. The lanes of a warp do not call this together, because UNITS, the result of
-    // window.is_units, may differ from group to group.
+    // Stores a lane's vectors of a tile. UNITS: the result of window.is_units. It may differ from group to group, so
+    // the lanes of a warp do not call this together, and it must contain no collectives.
     template <bool UNITS, bool SIMPLE>
     __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                                const Ranks &ranks, uint32_t tile_start, uint32_t n,
@@ -522,7 +527,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         }
     }
 
-    // Goes up the planes of a tile and stores its elements. All lanes of a warp call this together.
+    // Finds the names of a tile's elements, from raw symbols back to plane 0, and stores the elements. All lanes of a
+    // warp must call this together.
     __device__ __forceinline__ void store(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                           uint32_t tile_start, uint32_t n, const Window &window) const
     {

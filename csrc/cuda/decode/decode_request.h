@@ -1,4 +1,5 @@
-// decode_request.h - the request of a gather, as the kernel of every decoder receives it, and the list of decoders.
+// decode_request.h - the request of a gather, which the kernel of every decoder receives, and the functions that launch
+// the decoders.
 #ifndef IBP_DECODE_REQUEST_H
 #define IBP_DECODE_REQUEST_H
 
@@ -7,26 +8,26 @@
 
 namespace ibp {
 
-constexpr int64_t kMostJobs = 1ll << 31; // the most jobs of one launch, because job numbers have 32 bits
+constexpr int64_t kMostJobs = 1ll << 31; // largest number of jobs in one launch; a job's index has 32 bits
 
-// A request for items by their ids or, if by_id is false, for the bytes [start, end). In the second case every row that
-// these bytes touch counts as an item, in order. A job is one row of one item.
+// A request for items by their ids or, if by_id is false, for the bytes [start, end) of a table. In the second case
+// every row that overlaps these bytes counts as an item, in order. A job is one row of one item.
 struct Request {
     ibp_ids ids;
     int64_t start, end;
-    int64_t rows_per_item, first_row; // first_row: the first row of the bytes
+    int64_t rows_per_item, first_row; // first_row: the row that holds byte `start`
     uint32_t num_jobs;
     // whole_rows: every item begins and ends where a row does.
     bool by_id, whole_rows;
-    // The rows of the num_regular items that begin with item first_regular are regular: whole rows of row_bytes bytes,
-    // which begin in `rows`.
+    // Items first_regular to first_regular + num_regular - 1 have regular rows: whole rows of row_bytes bytes, whose
+    // stored bytes begin in `rows`.
     int64_t first_regular;
     uint64_t num_regular;
-    // out_items: number of positions in the output. most_stored: the largest number of a stored row's bytes that lie in
-    // one piece: the size of a slot or, in a packed table, of a row.
+    // out_items: number of positions in the output. most_stored: the largest number of contiguous bytes of a stored
+    // row: the size of a slot or, in a packed table, of a row.
     uint32_t out_items, most_stored;
     uint8_t *dst;        // the address to which the row of item 0 would go
-    const uint8_t *rows; // slots or overflow
+    const uint8_t *rows; // the table's slots, or its overflow if it is packed
     int64_t rows_bytes;
     // If `staged` is set, `stage` holds a copy of the slots of the jobs' rows, one after the other, and `rows` is
     // `stage`.
@@ -34,10 +35,10 @@ struct Request {
     int64_t stage_bytes;
     int64_t first_position; // added to positions in faults, if this request is a part of a larger one
     bool staged;
-    // packed: the table has no slots. copies_vectors: raw rows that begin at multiples of 16 bytes are copied in
-    // vectors of 16 bytes, because their places in the output are aligned in the same way.
+    // packed: the table has no slots. copies_vectors: all rows go to addresses that are multiples of 16, so raw rows
+    // that are stored at multiples of 16 bytes are copied in vectors of 16 bytes.
     bool packed, copies_vectors;
-    // uneven: slots are in device memory but overflow is in host memory, so rows take unequal time.
+    // uneven: slots are in device memory but overflow is in host memory, so some rows take much longer than others.
     bool uneven;
     // If cache.entries is not NULL, it has an entry for every job, and rows that are present are read from their slabs.
     ibp_cache cache;
@@ -50,17 +51,18 @@ struct Part {
     uint8_t *out;
     ibp_fault *fault;
 };
-constexpr uint32_t kMostParts = 32; // the most requests of one launch
+constexpr uint32_t kMostParts = 32; // largest number of requests in one launch
 
-// The requests of one launch. Each has blocks of its own; their number is proportional to the bytes of its rows.
+// The requests of one launch. Each has blocks of its own, whose number is proportional to the size of the request's
+// rows.
 struct Parts {
     Part parts[kMostParts];
-    uint32_t ends[kMostParts]; // ends[k]: one past the last block of request k
+    uint32_t ends[kMostParts]; // ends[k]: index of the last block of request k, plus 1
 };
 static_assert(sizeof(Parts) <= 32760u, "parameters of a kernel");
 
-// A request to launch. If `together` is not NULL and the decoder supports it, the launch is deferred: `*together`
-// receives a function that launches several requests at once.
+// A request to launch. If `together` is not NULL and the decoder can take several requests in one launch, nothing is
+// launched: `*together` receives the function that launches several requests at once.
 struct Gather;
 using LaunchParts = ibp_status (*)(const Gather *const *gathers, uint32_t num_gathers);
 struct Gather : Part {
@@ -69,27 +71,27 @@ struct Gather : Part {
     LaunchParts *together;
 };
 
-// Divides num_blocks blocks among requests that are launched together, in proportion to their bytes. Every request gets
-// at least one block.
+// Divides num_blocks blocks among requests that are launched together, in proportion to the sizes of their rows. Every
+// request gets at least one block.
 void share_blocks(const Gather *const *gathers, uint32_t num_gathers, uint32_t num_blocks, Parts *parts);
 
 // Returns a request for the items at ids, for a kernel that has an output of its own. The addresses of positions in the
-// request are offsets from NULL. The items have at most kMostJobs rows together. table, ids: as in
-// ibp_cuda_gather_items, already checked.
+// request are offsets from NULL. The items must have at most kMostJobs rows together. table, ids: as in
+// ibp_cuda_gather_items; the caller must have checked them.
 Request describe_items(const ibp_table &table, const ibp_ids &ids);
 
 // Does what ibp_cuda_gather_items does, for items of whole rows whose slots have been copied to `stage` in the order of
 // ids. The slots of regular rows are read from `stage`, and everything else from the table's own memory.
-// first_position: the number of the first id among the ids of a larger call, for faults.
+// first_position: the position in faults of the first id, if these ids are a part of a larger call.
 ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8_t *stage, int64_t first_position,
                          uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream);
 
-// Returns whether rows can be gathered from a cache: its fields are right, and it has an entry for every job. If so,
-// stores the cache in the request; slabs behind the cache's last one are left empty there.
+// Stores a cache in the request; slabs past the cache's last one are left empty there. Returns false if rows cannot be
+// gathered from the cache: its fields are invalid, it has no entries for the jobs, or items are not whole rows.
 bool use_cache(const ibp_cache *cache, Request *request);
 
-// Launch a gather with one decoder each. Every decoder is a translation unit of its own in this folder. gather.cu says
-// which codebooks each decoder takes.
+// Each of these functions launches a gather with one decoder. Every decoder is a translation unit of its own in this
+// folder. gather.cu says which codebooks each decoder takes.
 ibp_status gather_raw(const Gather &gather);
 ibp_status gather_masks(const Gather &gather);
 ibp_status gather_fast(const Gather &gather);

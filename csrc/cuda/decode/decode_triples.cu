@@ -1,5 +1,5 @@
-// decode_triples.cu - launches gathers of rows like those of decode_pairs.cu, but with elements of one byte whose
-// digits of plane 0 have three bits.
+// decode_triples.cu - launches gathers of rows that decode_pairs.cuh decodes, if elements have one byte and digits of
+// plane 0 have three bits.
 #include "gather.cuh"
 #include "decode_pairs.cuh"
 

@@ -1,4 +1,4 @@
-// decoder.cuh - the contract between the kernels that fetch rows and the structs that rebuild them, the decoders.
+// decoder.cuh - the contract between the kernels that fetch coded rows and the decoders, the structs that rebuild rows.
 //
 // A decoder is a struct for one kind of codebook and one group of threads (group.cuh):
 //
@@ -14,15 +14,14 @@
 //     };
 //
 //     Group          the threads that decode one row together
-//     kMostThreads   the most threads of a block that the decoder's registers allow; a multiple of kWarp
+//     kMostThreads   the largest number of threads in a block that the decoder's registers allow; a multiple of kWarp
 //     kVectors       number of vectors of 16 bytes of the next row that a thread loads into registers while it decodes
 //                    this row
 //     kOwnVectors    number of further vectors that a lane loads if its group is a part of a warp, for rows whose coded
 //                    form is nearly as long as the row
 //     block_bytes    size in bytes of the block's own shared memory, which begins at byte 0; a multiple of 16
 //     scratch_bytes  size in bytes of a group's scratch: the shared memory that it needs besides its stage
-//     scratch        the byte of shared memory at which the group's scratch begins, which is where its stage ends; a
-//                    multiple of 4
+//     scratch        the byte of shared memory at which the group's scratch begins and its stage ends; a multiple of 4
 //
 // A decoder may rely on this:
 //
@@ -31,21 +30,21 @@
 //   - All lanes of a warp, and all warps of a group, call decode together. `active` is false in groups without a row;
 //     such groups still take part in the collectives of their warp.
 //   - The coded row lies in shared memory. It has coded_bytes bytes and begins at bit start_bit, which is the first bit
-//     of a byte. Its bytes may be anything. The whole row lies in the group's stage, which is as long as a row;
-//     coded_bytes is at most row_bytes. The 16 bytes behind the coded row can be read.
+//     of a byte. Its bytes may be anything. The whole coded row lies in the group's stage, which has room for
+//     row_bytes bytes; coded_bytes is at most row_bytes. The 16 bytes past the coded row can be read.
 //   - cluster < num_clusters.
-//   - The row goes to window.dst. The window wants 1 to row_bytes bytes of it.
-//   - window.dst does not lie in shared memory of the decoder. The exception is a decoder with a function
-//     kept_bytes(cb): window.dst may lie in its scratch, at byte kept_bytes(cb) or later.
+//   - The wanted bytes of the row, which are 1 to row_bytes bytes, go to window.dst.
+//   - window.dst does not lie in the decoder's shared memory. There is one exception: if a decoder has a function
+//     kept_bytes(cb), window.dst may lie in its scratch, at byte kept_bytes(cb) or later.
 //
 // A decoder must do this:
 //
 //   - Return, in all threads of an active group, whether the row follows the format and takes exactly coded_bytes; in
-//     other groups, return true. The bytes that it stores of a corrupt row do not matter: the caller writes zeros over
-//     them.
-//   - Read no shared memory except the group's stage, its scratch and the block's; store nothing outside the window.
-//     This holds for any bytes of the row and of the codebook's arrays.
-//   - Leave its shared memory free for the next row once all lanes of the group have returned and met at a barrier.
+//     other groups, return true. What it stores of a corrupt row does not matter: the caller writes zeros over it.
+//   - Read no shared memory except the group's stage, the group's scratch and the block's own memory, and store nothing
+//     outside the window, whatever bytes the row and the codebook's arrays have.
+//   - Need its shared memory no longer once all lanes of the group have returned and met at a barrier, because the next
+//     row overwrites it.
 //
 // To add a decoder, write a .cuh with the struct and a .cu that instantiates it with the kernel of gather.cuh; then add
 // a function to decode_request.h, and a line to the list of gather.cu.
@@ -58,8 +57,8 @@
 
 namespace ibp {
 
-// The sizes of groups that are parts of a warp, which decode short rows: such a group has kLeastLanes lanes or more,
-// and each lane takes up to kLaneVectors vectors of a row.
+// The sizes of groups that are parts of a warp, which decode short rows: such a group has at least kLeastLanes lanes,
+// and each lane takes at most kLaneVectors vectors of a row.
 struct FourLanes {
     static constexpr uint32_t kLaneVectors = 4, kLeastLanes = 4, kOwnVectors = 0;
 };

@@ -1,23 +1,25 @@
 // fetch.cuh - fetches the stored bytes of rows from the table's memory to shared memory, where a decoder reads them, or
 // to the output.
 //
-// A job is one row, which one group of threads fetches and decodes. In a warp this happens in the following order:
+// A job is one row, which one group of threads fetches and decodes. A warp does this in the following order:
 //
 // 1. The lanes look up the warp's next rows together, one row each (look_up).
-// 2. The registers that the last prefetch has loaded are stored in the stage, or in the output if the row is raw and
-//    both are aligned (receive). Vectors that had no register are fetched now.
+// 2. The vectors that the last prefetch has loaded into registers are stored in the stage, or in the output if the row
+//    is raw and both the row and the output are aligned (receive). Vectors for which there was no register are fetched
+//    now.
 // 3. The group issues loads of its next row's bytes into registers (prefetch): the bytes in the slot, and the bytes in
 //    overflow, which may be in pinned host memory. Groups that share a warp load their rows together.
 // 4. While these loads are under way, the group decodes its current row (finish). It goes on with step 2, or with step
 //    1 if all rows that were looked up have been decoded.
 //
-// The bytes of a regular row are loaded as vectors of 16 bytes, whatever its alignment:
+// A regular row is loaded as vectors of 16 bytes, whatever its alignment:
 //
 //     | ... shift | stored bytes of the row            | ... |      vectors as loaded, and as they lie in the stage
 //     ^ multiple of 16                                       ^ multiple of 16
 //
-// Irregular rows are fetched when their turn comes, by functions of their own. These are default rows, rows of which
-// only a part is wanted, and rows whose parts do not lie in whole vectors.
+// Irregular rows are not prefetched. When such a row is due, a function of its own fetches it. A row is irregular if it
+// is a default row, if only a part of it is wanted, if its vectors would reach outside the table's memory, or if its
+// overflow part is not aligned.
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
 
@@ -49,7 +51,7 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
 }
 
 // Returns the byte of a strided output at which a position begins, like ibp_offset_of_position. The divisions have 32
-// bits. Not inlined, because it would take registers in the loop over rows, so that others would be spilled.
+// bits. Not inlined, because it would take registers in the loop over rows, and other values would be spilled.
 static __device__ __noinline__ int64_t offset_in_strides(const ibp_ids &ids, uint32_t position)
 {
     int64_t offset = 0;
@@ -69,8 +71,8 @@ __device__ __forceinline__ uint8_t *memory_of_position(const ibp_ids &ids, uint8
     return out + (ids.num_dims == 0u ? position * item_bytes : offset_in_strides(ids, position));
 }
 
-// Returns the byte of overflow at which a row of a packed table begins; a number past the end of overflow if the row's
-// base lies past it.
+// Returns the byte of overflow at which a row of a packed table begins. If the row's base lies past the end of
+// overflow, returns a number past the end.
 __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t row)
 {
     const uint64_t base = __ldg(table.bases + ibp_base_of_row(&table, row)) - table.overflow_start;
@@ -82,15 +84,16 @@ __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t
 
 // The kinds of rows. kNothing: there is no row, or it has been written to the output. kCoded: the row is coded, and its
 // vectors go to the stage. kRaw: the row is raw, and its vectors go to the output. kStagedRaw: the row is raw, and its
-// vectors go to the stage first. kIrregular: the row has to be fetched as an irregular one. kRefused: the id is out of
-// range or the row is corrupt. Kinds whose vectors go to the stage are odd; kRefused has no vectors.
+// vectors go to the stage first. kIrregular: the row is irregular and has not been fetched yet. kRefused: the id is out
+// of range or the row is corrupt. The kinds whose vectors go to the stage are odd numbers. kRefused is odd, too, but
+// such a row has no vectors.
 enum Kind : uint32_t { kNothing, kCoded, kRaw, kStagedRaw, kIrregular, kRefused };
 
 // A row that has been fetched. A coded row lies in the stage, and `window` says which of its bytes are wanted. Any
 // other row has been written to the output (kNothing), or is refused.
 struct Fetched {
     Window window;
-    uint32_t num_bytes; // bytes of the row as stored
+    uint32_t num_bytes; // size of the row as stored
     Kind kind;
 };
 
@@ -128,9 +131,9 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
     return job;
 }
 
-// Writes zeros in the place of a refused row, and records why it was refused. All lanes of a warp call this together:
-// if the atomics were in a branch that only some lanes take, the compiler would make the lanes check that they are
-// together before every shuffle.
+// If `refused`, writes zeros to the output of a row, and records the fault. All lanes of a warp must call this
+// together: if only some lanes called it, the compiler would add code that checks before every shuffle whether the
+// lanes have converged.
 template <class G>
 static __device__ __noinline__ void refuse(const ibp_table &table, const Request &request, uint8_t *out,
                                            uint32_t number, bool refused, ibp_fault *fault)
@@ -152,8 +155,8 @@ __device__ __forceinline__ uint64_t entry_of_job(const Request &request, uint32_
     return request.cache.entries != nullptr ? __ldg(request.cache.entries + number) : 0u;
 }
 
-// Finds the bytes of a job's row. slots: receives the table's slots or, if the row is cached, its slab. A cached row
-// has no overflow part. Returns false if the row is corrupt.
+// Finds the stored bytes of a job's row. slots: receives the address of the table's slots or, if the row is cached, of
+// its slab. A cached row has no overflow part. Returns false if the row is corrupt.
 static __device__ bool find_source(const ibp_table &table, const Request &request, uint32_t number, int64_t row,
                                    ibp_row_place *place, const uint8_t **slots)
 {
@@ -164,7 +167,7 @@ static __device__ bool find_source(const ibp_table &table, const Request &reques
     return find_row(table, row, place);
 }
 
-// Fetches the row of a job, whatever its kind.
+// Fetches the row of a job, of any kind.
 template <class G>
 static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, const Request &request, uint8_t *out,
                                                        uint32_t stage, uint32_t number)
@@ -198,12 +201,12 @@ static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, c
 // A row that a lane has looked up. `what` packs these fields:
 //
 //     bits 0 to 15    number of vectors of 16 bytes that hold the row; 0 if the row is irregular, or there is no row
-//     bits 16 to 19   shift: number of bytes of the first vector that lie before the row
-//     bits 20 to 23   number of bytes of the last vector that lie behind the row
+//     bits 16 to 19   shift: number of bytes in the first vector before the row begins
+//     bits 20 to 23   number of bytes in the last vector after the row ends
 //     bits 24 to 26   Kind
 //     bit  27         kHasRest
 //
-// Vector k of the row is at from + k if it lies in the slot, otherwise at behind + k.
+// Vector k of the row is at from + k if it lies in the slot, or at behind + k if it lies in overflow.
 struct Entry {
     const uint4 *from, *behind;
     uint8_t *dst;
@@ -220,7 +223,7 @@ struct Row {
     }
     __device__ __forceinline__ Kind kind() const { return static_cast<Kind>(what >> 24 & 7u); }
 };
-constexpr uint32_t kHasRest = 1u << 27; // bit of `what`: some vectors lie in overflow, behind the slot's
+constexpr uint32_t kHasRest = 1u << 27; // bit of `what`: the row's last vectors lie in overflow
 static_assert(IBP_MAX_ROW_BYTES / 16u + 1u < 1u << 16, "the fields of Entry::what");
 __device__ __forceinline__ uint32_t what_of(uint32_t num_bytes, uint32_t shift, Kind kind)
 {
@@ -289,7 +292,7 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     return entry;
 }
 
-// What a group needs to fetch rows and to have them decoded. TO_OUT: every row of the group goes to `out`, as a whole.
+// Fetches a group's rows and has them decoded. TO_OUT: every row of the group is wanted as a whole, and goes to `out`.
 template <class Decoder, bool TO_OUT = false> struct Fetch {
     using G = typename Decoder::Group;
     // Number of vectors that a thread loads ahead.
@@ -303,7 +306,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     // shared memory.
     const uint32_t first_stage, group_bytes;
 
-    // Returns the row that lane i has looked up. All lanes of a warp call this together.
+    // Returns the row that lane i has looked up. All lanes of a warp must call this together.
     __device__ __forceinline__ Row row_of(const Entry &entry, uint32_t i) const
     {
         return {TO_OUT ? out : of_lane(entry.dst, i), __shfl_sync(kAllLanes, entry.what, i)};
@@ -315,9 +318,9 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     }
 
     // If several groups share a warp, the warp loads the vectors of its rows row by row: consecutive lanes load
-    // consecutive vectors, whichever lanes will decode them, because wide requests use the link best. A lane's k-th
-    // loaded vector is vector vector_of(k) of the warp's row row_in_warp(k). The last kOwnVectors vectors of a lane
-    // belong to the row that it will decode itself.
+    // consecutive vectors, even vectors that other lanes will decode, because wide requests use the link to host memory
+    // best. A lane's k-th loaded vector is vector vector_of(k) of the warp's row row_in_warp(k). The last kOwnVectors
+    // vectors of a lane belong to the row that it will decode itself.
     static constexpr uint32_t kShared = Decoder::kVectors * G::kThreads, kRowVectors = kVectors * G::kThreads;
     static __device__ __forceinline__ uint32_t row_in_warp(uint32_t k)
     {
@@ -328,14 +331,14 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         return G::kPerWarp == 1 || k >= Decoder::kVectors ? k * G::kThreads + G::rank()
                                                           : (k * kWarp + lane_id()) % kShared;
     }
-    // The vectors of a row, in its slot and in overflow, in the order in which they are fetched. If all of them can be
-    // loaded ahead, this is their order in the row. Otherwise the vectors in overflow come first, because they may have
-    // to come from far away.
+    // The vectors of a row, in its slot and in overflow, in the order in which they are fetched. If all vectors can be
+    // prefetched, this is their order in the row. Otherwise the vectors in overflow come first, because they may have
+    // to come from host memory.
     struct Pieces {
         const uint4 *first, *then;
         uint32_t num_first, skipped; // skipped: number of the row's vectors before `first`
 
-        // Return the address of the k-th vector to fetch, and its number in the row.
+        // place_of(k) returns the address of the k-th vector to fetch; place(k) returns its index in the row.
         __device__ __forceinline__ const uint4 *place_of(uint32_t k) const
         {
             return (k < num_first ? first : then) + k;
@@ -355,12 +358,13 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     }
 
     // Loads the vectors of the rows that lanes i, i + 1, ... have looked up, one row for each group of the warp. what:
-    // Entry::what of the row to which the lane's first vector belongs. BEHIND: whether any vectors may lie in overflow.
+    // Entry::what of the row to which the lane's first vector belongs. BEHIND: whether any vector may lie in overflow.
     template <bool BEHIND>
     __device__ __forceinline__ void load(const Entry &entry, uint32_t i, uint32_t what,
                                          uint4 (&vectors)[kVectors]) const
     {
-        // All loads follow the last shuffle, because the compiler turns loads between shuffles into branches.
+        // All loads come after the last shuffle. If there were loads between the shuffles, the compiler would make
+        // branches of them.
         const uint4 *places[kVectors];
         bool wanted[kVectors];
         Pieces pieces{};
@@ -380,20 +384,21 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = 0; k < kVectors; k++)
             if (wanted[k]) vectors[k] = *places[k];
     }
-    // Issues the loads of the rows that lanes i, i + 1, ... have looked up. All lanes of a warp call this together.
+    // Issues the loads of the rows that lanes i, i + 1, ... have looked up. All lanes of a warp must call this
+    // together.
     __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors]) const
     {
         const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(0));
-        // If a group is a warp or several, gathers skip this test, because the branch makes them 10 % slower where
-        // device memory limits them.
+        // If a group has whole warps, gathers skip the test for rows with vectors in overflow, because its branch makes
+        // them 10 % slower if device memory limits them.
         if ((G::kPerWarp == 1 && !TO_OUT) || G::any(((G::kPerWarp == 1 ? what : entry.what) & kHasRest) != 0u))
             load<true>(entry, i, what, vectors);
         else
             load<false>(entry, i, what, vectors);
     }
 
-    // Stores the loaded vectors in the stage or the output, and then fetches the vectors that were not loaded ahead for
-    // lack of registers. All lanes of a warp call this together.
+    // Stores the prefetched vectors in the stage or the output, and then fetches the vectors that were not prefetched
+    // for lack of registers. All lanes of a warp must call this together.
     __device__ __forceinline__ void receive(const Row &row, const Entry &entry, uint32_t i,
                                             const uint4 (&vectors)[kVectors]) const
     {
@@ -405,8 +410,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         const auto staged = [&](uint32_t k) {
             return shared_bytes() + first_stage + (first_group + row_in_warp(k)) * group_bytes;
         };
-        // If a warp has several rows, each stage is filled up to its end with whatever was loaded, so that a lane need
-        // not know the length of rows that other lanes have looked up.
+        // If a warp has several rows, each stage is filled to its end with whatever the registers hold, so that a lane
+        // need not know the lengths of other groups' rows.
         if (!G::any(!goes_to_stage(row.what))) {
             const uint32_t num_vectors =
                 G::kPerWarp == 1 ? vectors_in(row.what) : row_stage_bytes(table.codebook.row_bytes) / 16u;
@@ -426,7 +431,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         }
         if (G::kPerWarp > 1) receive_rest(row, entry, i);
     }
-    // Fetches the vectors of rows that were not loaded ahead.
+    // Fetches the vectors of rows that were not prefetched.
     __device__ __forceinline__ void receive_rest(const Row &row, const Entry &entry, uint32_t i) const
     {
         const uint32_t num_vectors = vectors_in(row.what);
@@ -437,8 +442,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads)
             to[pieces.place(k)] = *pieces.place_of(k);
     }
-    // Stores the loaded vectors of a row that is too long to be loaded ahead as a whole, and fetches its other vectors.
-    // Used only if a group is a warp or several.
+    // Stores the prefetched vectors of a row that is too long to be prefetched as a whole, and fetches its other
+    // vectors. Used only if a group has whole warps.
     __device__ __forceinline__ void receive_long(const Row &row, const Entry &entry, uint32_t i,
                                                  const uint4 (&vectors)[kVectors]) const
     {
@@ -448,12 +453,12 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = 0; k < kVectors; k++) to[pieces.place(vector_of(k))] = vectors[k];
         receive_rest(row, entry, i);
     }
-    // Returns the number of this group, and of its row, in the warp.
+    // Returns the index in the warp of this group and of its row.
     static __device__ __forceinline__ uint32_t in_warp() { return G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0; }
 
-    // Makes the warps that decode a row together agree on it. Each warp has looked up the row on its own. If ids or
-    // lengths change meanwhile, the warps may have read different ones; all of them then use what the first warp has
-    // read. The call is a barrier of the group, and another barrier must follow before the next call.
+    // Gives all warps of a group the row and window that the first warp has found. Each warp has looked up the row on
+    // its own, so the warps may differ if ids or lengths change meanwhile. The call is a barrier of the group, and
+    // another barrier must follow before the next call.
     static __device__ __forceinline__ void agree(Row &row, Window &window)
     {
         struct Seen {
@@ -467,8 +472,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         row = seen.row, window = seen.window;
     }
 
-    // Handles the rows of a warp if not all of them are regular coded rows. Returns whether any row is staged and has
-    // to be decoded.
+    // Completes the rows of a warp that are not regular coded rows: irregular, raw and refused rows. Returns whether
+    // any row of the warp still has to be decoded.
     __device__ __forceinline__ bool finish_others(uint32_t number, Row &row, Window &window, ibp_fault *fault) const
     {
         if (G::any(row.kind() == kIrregular)) {
@@ -488,7 +493,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         if (!any_coded) G::sync(); // before the next row is staged
         return any_coded;
     }
-    // Decodes the row that has been received. All lanes of a warp call this together.
+    // Decodes the row that has been received, and records a fault if it is corrupt. All lanes of a warp must call this
+    // together.
     __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Row row, ibp_fault *fault) const
     {
         Window window{row.dst, 0, table.codebook.row_bytes};
@@ -507,15 +513,15 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         }
         if (G::any(coded))
             good = decoder.decode(cluster, G::kPerWarp == 1 || coded, stage, 8u * start, num_bytes, window) && good;
-        // This comes before the next row is staged, and before zeros are written over the bytes that were stored of a
+        // This barrier comes before the next row is staged, and before zeros are written over what was stored of a
         // corrupt row.
         G::sync();
         if (G::any(!good)) refuse<G>(table, request, out, number, !good, fault);
     }
 };
 
-// Returns the size in bytes of a group's shared memory, which holds its stage and scratch, but no less than at_least.
-// Padding makes groups of one warp begin in different banks.
+// Returns the size in bytes of a group's shared memory, which holds its stage and scratch; it is at least at_least. If
+// several groups share a warp, padding makes them begin in different banks.
 template <class Decoder>
 __host__ __device__ __forceinline__ uint32_t group_bytes_of(const ibp_codebook &cb, uint32_t at_least = 0)
 {

@@ -1,4 +1,4 @@
-// find_row.cuh - finds a row's stored bytes (core/locate.h), for the threads that fetch the row.
+// find_row.cuh - finds a row's stored bytes in kernels (see core/locate.h).
 #ifndef IBP_FIND_ROW_CUH
 #define IBP_FIND_ROW_CUH
 
@@ -13,12 +13,12 @@ __device__ __forceinline__ uint32_t length_of_row(const uint16_t *lengths, int64
     return lengths != nullptr ? __ldg(lengths + row) : 0u;
 }
 
-// Returns how many bytes of overflow are taken by the rows before this one that share its base. All of them are whole
-// rows.
+// Returns the number of bytes of overflow that are taken by the rows that share this row's base and come before it. All
+// these rows are whole rows.
 __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t row)
 {
     const int64_t first = ibp_first_of_base(&table, row);
-    // unit: all rooms are multiples of this number of bytes. `room` computes what ibp_room_of returns, in fewer
+    // unit: every room is a multiple of this number of bytes. room() returns what ibp_room_of returns, in fewer
     // instructions.
     const uint32_t num_before = static_cast<uint32_t>(row - first), row_bytes = table.codebook.row_bytes,
                    unit = ibp_overflow_room(1u, table.slot_bytes);
@@ -34,8 +34,8 @@ __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t
     return rooms;
 }
 
-// Finds the parts of a row. Returns false if the row is corrupt. row: at least 0, and less than the number of the
-// table's rows. length: the row's entry of lengths.
+// Finds the parts of a row. Returns false if the row is corrupt. row: 0 or more, and less than the table's number of
+// rows. length: the row's entry of lengths.
 __device__ __forceinline__ bool find_row(const ibp_table &table, int64_t row, uint32_t length, ibp_row_place *place)
 {
     *place = ibp_split_row(&table, row, length);

@@ -21,7 +21,7 @@ static int64_t rows_an_item(int64_t item_bytes, int64_t row_bytes)
     return (item_bytes - 2) / row_bytes + 2;
 }
 
-// Fills in which items of a request are regular, and where their rows are.
+// Fills in the fields of a request that describe its regular items, their stored rows, and the output.
 static void describe_rows(const ibp_table &table, uint8_t *out, Request *request)
 {
     const int64_t row_bytes = table.codebook.row_bytes;
@@ -51,11 +51,11 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
     request->copies_vectors = reinterpret_cast<uintptr_t>(request->dst) % 16 == 0 && is_even && row_bytes % 16 == 0;
 }
 
-// Returns whether a table's slots are in device memory while overflow is in host memory and has so many bytes that
-// warps wait for them.
+// Returns whether a table's slots are in device memory, and its overflow is in host memory and so large that warps wait
+// for it.
 static bool spills_far(const ibp_table &table)
 {
-    constexpr int64_t kShare = 100; // overflow matters if it has more than 1 / kShare of the slots' bytes
+    constexpr int64_t kShare = 100; // overflow matters if its size is more than 1 / kShare of the slots' size
     return table.slot_bytes != 0u && table.overflow_bytes > table.slots_bytes / kShare &&
            is_host_memory(table.overflow) && !is_host_memory(table.slots);
 }
@@ -63,8 +63,8 @@ static bool spills_far(const ibp_table &table)
 // ---- the decoders ----
 
 static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && decodes_pairs(cb.planes); }
-// Returns whether decode_triples.cu decodes a codebook's rows: their elements are bytes whose digits of plane 0 have
-// three bits, as integers have them, and a warp or a part of a warp can decode a row.
+// Returns whether decode_triples.cu decodes a codebook's rows: elements are bytes, digits of plane 0 have three bits,
+// as they often have for integers, and rows are short enough for a warp or a part of a warp.
 static bool is_of_triples(const ibp_codebook &cb)
 {
     const ibp_planes &planes = cb.planes;
@@ -72,8 +72,8 @@ static bool is_of_triples(const ibp_codebook &cb)
            !planes.per_column && cb.row_bytes <= kWarpRowBytes;
 }
 
-// The decoders, in order of preference. A codebook is decoded by the first decoder of its scheme whose `takes` accepts
-// it and whose `known` has all fields that the codebook uses.
+// The decoders, in order of preference. A codebook is decoded by the first decoder of its scheme for which
+// takes(codebook) is true and `known` has all PlanesFields that the codebook uses.
 static const struct {
     ibp_scheme scheme;
     bool (*takes)(const ibp_codebook &codebook);
@@ -122,7 +122,7 @@ void share_blocks(const Gather *const *gathers, uint32_t num_gathers, uint32_t n
     }
 }
 
-// Launches at most kMostParts requests. Requests that use the same kernel are launched together.
+// Launches at most kMostParts requests. Requests that can use the same kernel are launched together.
 static ibp_status launch_together(Gather *gathers, uint32_t num_gathers)
 {
     LaunchParts launches[kMostParts]{};
@@ -153,7 +153,8 @@ static void ask_for(const ibp_table &table, const ibp_ids &ids, Request *request
     request->whole_rows = table.item_bytes % table.codebook.row_bytes == 0;
 }
 
-// Checks a call that gathers items, and fills in its jobs. The request has no jobs if there is nothing to do.
+// Checks the arguments of a call that gathers items, and describes its jobs in the request. The request has no jobs if
+// there is nothing to do.
 static ibp_status ask_for_items(const ibp_table *table, const ibp_ids *ids, const uint8_t *out, const ibp_fault *fault,
                                 int max_sms, Request *request)
 {

@@ -6,11 +6,12 @@
 // 1. It waits for earlier work of the stream, and the block fills the decoder's shared memory.
 // 2. Work is divided into turns of one job for each group of the warp. A warp gets an equal share of all turns in
 //    advance (EvenTurns), or claims more turns whenever it has finished its last ones (ClaimedTurns). Its lanes look up
-//    the rows of several turns at once. 3. For each turn it stores the row that was loaded (receive), issues the loads
-//    of the next turn's row (prefetch), and decodes the stored row while these loads are under way (finish). See
-//    fetch.cuh.
+//    the rows of several turns at once.
+// 3. For each turn it stores the row that was loaded (receive), issues the loads of the next turn's row (prefetch), and
+//    decodes the stored row while these loads are under way (finish). See fetch.cuh.
 //
-// The link limits the kernel if rows are in pinned memory; otherwise device memory or the issue of instructions does.
+// The link to the host limits the kernel if rows are in pinned memory; otherwise device memory or the issue of
+// instructions does.
 #ifndef IBP_GATHER_CUH
 #define IBP_GATHER_CUH
 
@@ -19,8 +20,8 @@
 
 namespace ibp {
 
-// A block's share of a launch. part: the number of the request on which the block works. block: the block's number
-// among the blocks of this request. num_blocks: the number of these blocks.
+// A block's share of a launch. part: index of the request on which the block works. block: the block's index among the
+// blocks of this request. num_blocks: number of blocks of this request.
 struct Share {
     uint32_t part, block, num_blocks;
 };
@@ -32,10 +33,10 @@ __device__ __forceinline__ Share share_of_block(const Parts &parts)
     return {part, blockIdx.x - first, parts.ends[part] - first};
 }
 
-// Turns that are shared out equally. A turn is G::kPerWarp consecutive jobs, one for each group of a warp. Turns go to
-// warps (or to groups of several warps) in rounds: in each round every warp or group takes one turn, and consecutive
-// turns go to different blocks, so that few jobs spread over all blocks. The lanes of a warp look up the jobs of its
-// next turns, one job for each lane.
+// Divides turns equally in advance. A turn is G::kPerWarp consecutive jobs, one for each group of a warp. Turns go to
+// warps (or to groups of several warps) in rounds. In each round every warp or group takes one turn, and consecutive
+// turns go to different blocks, so that even a few jobs are spread over all blocks. The lanes of a warp look up the
+// jobs of its next turns, one job for each lane.
 template <class G> struct EvenTurns {
     // round: number of jobs in a round. first: the first job of this turn. i: the lane that has looked up job `first`.
     uint32_t round, first, i = 0;
@@ -54,8 +55,8 @@ template <class G> struct EvenTurns {
     {
         return first + lane_id() / G::kPerWarp * round + lane_id() % G::kPerWarp;
     }
-    // Goes on to the next turn. Returns whether its jobs still have to be looked up, because all jobs that were looked
-    // up are done.
+    // Advances to the next turn. Returns true if its jobs must be looked up first, because all jobs that were looked up
+    // are done.
     __device__ __forceinline__ bool step()
     {
         first += round, i += G::kPerWarp;
@@ -65,9 +66,10 @@ template <class G> struct EvenTurns {
     }
 };
 
-// Turns that are claimed on demand, for slow rows such as rows that come over the link. A warp claims its next turns
-// from its block when it is done with the last ones. It claims consecutive turns of the block: about half of an equal
-// share of the turns that are left, so that all warps end at about the same time. The launch has one request.
+// Gives out turns on demand, for rows that take unequal time because some of their bytes come from host memory. A warp
+// claims its next turns from its block when it is done with the last ones. It claims consecutive turns of the block:
+// about half of an equal share of the turns that are left, so that all warps end at about the same time. The launch
+// must have only one request.
 template <class G> struct ClaimedTurns {
     static constexpr uint32_t kLeast = 2, kMost = kWarp / G::kPerWarp;
     uint32_t num_turns, num_claimed, first, i; // num_turns: number of the block's turns
@@ -77,7 +79,7 @@ template <class G> struct ClaimedTurns {
         __shared__ uint32_t turns;
         return &turns;
     }
-    // A barrier of the block must follow.
+    // Sets the number of claimed turns to 0. A barrier of the block must follow.
     static __device__ __forceinline__ void begin()
     {
         if (threadIdx.x == 0u) *taken() = 0;
@@ -113,10 +115,10 @@ template <class G> struct ClaimedTurns {
     }
 };
 
-// Does a block's share of a request.
-// If rows are in pinned memory, the link limits it; if the SMs are few, instruction issue; otherwise device memory or
-// instruction issue. Address translation limits it if the rows that are fetched at the same time lie far apart.
-// Therefore different warps do consecutive jobs at the same time.
+// Does a block's share of a request: fetches, decodes and stores its rows.
+// If rows are in pinned memory, the link to the host limits this function. If it runs on few SMs, the issue of
+// instructions does; otherwise device memory or the issue of instructions. Address translation would limit it if rows
+// that are fetched at the same time lay far apart. Therefore different warps do consecutive jobs at the same time.
 template <class Decoder, template <class> class Turns>
 __device__ __forceinline__ void do_share(const ibp_table &table, const Request &request, const Share &share,
                                          uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
@@ -124,8 +126,8 @@ __device__ __forceinline__ void do_share(const ibp_table &table, const Request &
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
     await_work_before();
-    // If groups are whole warps, a reduction puts the group's number, and the addresses that are computed from it, into
-    // uniform registers.
+    // If groups are whole warps, a reduction makes the group's index uniform, so that the index and the addresses that
+    // are computed from it are in uniform registers.
     const uint32_t group = G::kPerWarp == 1 ? __reduce_max_sync(kAllLanes, G::in_block()) : G::in_block(),
                    first_stage = Decoder::block_bytes(table.codebook), mine = first_stage + group * group_bytes;
     const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes), first_stage, group_bytes};
@@ -212,8 +214,8 @@ template <class Decoder> ibp_status launch_parts(const Gather *const *gathers, u
     return launch_kernel(kernel, launch, gathers[0]->stream, parts, group_bytes);
 }
 
-// Launches a gather, or defers it (see Gather). Groups of several warps are not compiled for several requests, because
-// rows that are so long give each request enough to do.
+// Launches a gather, or defers it (see Gather). If groups have several warps, each request is launched alone, because
+// it has enough work: its rows are long.
 template <class Decoder> ibp_status launch_gather(const Gather &gather)
 {
     if constexpr (Decoder::Group::kWarps == 1) {
@@ -226,7 +228,7 @@ template <class Decoder> ibp_status launch_gather(const Gather &gather)
     return launch_turns<Decoder, EvenTurns>(gather);
 }
 
-// Launches with the group that suits the length of rows: a part of a warp, or a warp.
+// Launches with the group that suits the length of rows: a part of a warp, or a whole warp.
 template <template <class> class Decoder> ibp_status launch_by_warp(const Gather &gather)
 {
     using Of4 = Decoder<Group<4, 1>>;

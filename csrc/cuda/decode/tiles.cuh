@@ -5,16 +5,17 @@
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //
-// A warp decodes one tile of elements at a time. It goes down the planes (visit), because each plane begins where the
-// digits of the plane before end, and then up again (store). Where a plane begins depends on the escapes of the whole
-// row. If a warp has one tile, its way down is also this count. Otherwise the escapes of the whole row are counted
-// first, and each tile goes down again to find its own digits.
+// A warp decodes one tile of elements at a time. It goes down the planes, which means from plane 0 to plane 3 (visit),
+// because each plane begins where the digits of the plane before it end. Then it goes up again, from the raw symbols
+// back to plane 0 (store). Where a plane begins depends on the number of escapes in the whole row. If each warp has a
+// single tile, its visits also count them. Otherwise the escapes of the whole row are counted first, and then each tile
+// is visited to find its own digits.
 //
-// The escaped elements of a plane take their names from the level below. A name is one byte: a symbol, or the rank of
-// an entry.
+// Every element gets a name, which is one byte: a symbol, or the rank of an entry. An element whose digit in a plane is
+// an escape takes its name from the level below that plane:
 //
-//     level 1    the names of the elements that escaped plane 0
-//     level 2    the names of the elements that escaped plane 1; they come from plane 2, plane 3 and raw symbols
+//     level 1    the names of the elements that have escapes in plane 0
+//     level 2    the names of those that also have escapes in plane 1; they come from plane 2, plane 3 and raw symbols
 #ifndef IBP_DECODE_TILES_CUH
 #define IBP_DECODE_TILES_CUH
 
@@ -23,10 +24,10 @@
 
 namespace ibp {
 
-// Counts of elements of a lane (such as escapes), one count for each of the STEPS steps of a tile, packed in words. In
-// a step the group takes STEP elements.
+// A lane's counts of some of its elements, such as escapes: one count for each of the STEPS steps of a tile, packed in
+// words. In a step the group takes STEP elements.
 template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
-    static constexpr uint32_t kField = STEP <= 256u ? 8 : 16; // bits of one step's count
+    static constexpr uint32_t kField = STEP <= 256u ? 8 : 16; // number of bits of one step's count
     static constexpr uint32_t kFields = 32u / kField, kWords = (STEPS + kFields - 1u) / kFields;
     uint32_t words[kWords] = {};
 
@@ -34,8 +35,8 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     {
         words[s / kFields] += count << s % kFields * kField;
     }
-    // push moves all counts up by a step, and puts a new count before them. pop removes the first count, moves the
-    // others down, and returns the removed count.
+    // push() moves all counts up by a step, and inserts a new count for step 0. pop() removes and returns the count of
+    // step 0, and moves the other counts down by a step.
     __device__ __forceinline__ void push(uint32_t count)
     {
 #pragma unroll
@@ -54,9 +55,9 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     {
         return permute_bytes(counts, 0, kField == 8u ? 0x4440u + f : 0x4410u + 0x22u * f);
     }
-    // Numbers the counted elements, beginning with `first`, step by step and in a step lane by lane. before: receives
-    // the number of the lane's first counted element in each step. columns: the number of a row's columns; steps behind
-    // them are left out. Returns the number of counted elements of the group.
+    // Numbers the counted elements of the group in the order of steps and, within a step, of lanes. The first one gets
+    // the number `first`. before: receives, for each step, the number of the lane's first counted element. columns:
+    // number of columns of a row; steps past them may be left out. Returns how many elements the group has counted.
     __device__ __forceinline__ uint32_t number(uint32_t first, uint32_t columns, uint32_t (&before)[STEPS]) const
     {
         uint32_t total = 0;
@@ -78,12 +79,13 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     }
 };
 
-// A chunk of plane 1. digits: a lane's digits, in WORDS words; digits behind the plane's last one are 0. before: number
-// of escapes among the digits of lower lanes. num_escaped: number of escapes among the digits of all lanes.
+// A chunk of plane 1. digits: a lane's digits, in WORDS words; digits past the plane's last one are 0. before: number
+// of escapes among the digits of lower lanes. num_escaped: number of escapes among the digits of all lanes of the
+// group.
 template <class G, uint32_t WORDS> struct PlaneChunk {
     uint32_t digits[WORDS], before, num_escaped;
 
-    // Fills in before and num_escaped. count: how many of this lane's digits are escapes.
+    // Fills in before and num_escaped. count: number of escapes among this lane's digits.
     __device__ __forceinline__ void number(uint32_t count)
     {
         const uint32_t sums = G::inclusive_scan(count);
@@ -91,30 +93,30 @@ template <class G, uint32_t WORDS> struct PlaneChunk {
     }
 };
 
-// The name that a digit stands for, and whether it is an escape.
+// The name that belongs to a digit, and whether the digit is an escape.
 struct NamedDigit {
     uint32_t name;
     bool escaped;
 };
 
-// The levels of a warp's tile in shared memory. The list holds the numbers, 16 bits each, of the elements of level 2
-// that have no name yet. Once all of them have names, the memory of the list becomes level 1.
+// The levels of a warp's tile in shared memory. The list holds the indices in level 2, of 16 bits each, of the elements
+// that have no name yet. Once all elements of level 2 have names, the memory of the list becomes level 1.
 //
 //     | list, 2 * most bytes; later level 1, most bytes | 16 bytes | level 2, most bytes | 16 bytes |
 //
-// STEPS: number of vectors of 16 bytes that a lane has in a tile. PARTS: number of vectors of names of plane 1 that a
-// lane makes at a time.
+// STEPS: number of vectors of 16 bytes that a lane has in a tile. PARTS: number of vectors, of 16 names each, that a
+// lane writes to level 1 at a time.
 template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLevels {
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // number of elements in a vector of 16 bytes
     // kStep, kTile: number of elements that the group takes in a step and in a tile.
     static constexpr uint32_t kSteps = STEPS, kStep = G::kLanes * kPerVector, kTile = kSteps * kStep;
     // kPerLane, kChunk: number of digits of plane 1 that a lane and the group take at a time.
     static constexpr uint32_t kPerLane = 16u * PARTS, kChunk = G::kLanes * kPerLane;
-    // level1: the shared byte at which the levels begin. most: the largest number of elements of a tile.
+    // level1: the shared byte at which the levels begin. most: the largest number of elements in a tile.
     uint32_t level1, most;
 
-    // Returns the largest number of elements of a tile. For groups that are parts of a warp it is the number of
-    // elements of a row, rounded up to a multiple of 16, so that shared memory has room for more warps.
+    // Returns the largest number of elements in a tile. For groups that are parts of a warp this is only the number of
+    // elements in a row, rounded up to a multiple of 16, so that shared memory has room for more warps.
     static __host__ __device__ __forceinline__ uint32_t most_of(const ibp_codebook &cb)
     {
         if (G::kPerWarp == 1) return kTile;
@@ -122,9 +124,9 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     }
     static __host__ __device__ __forceinline__ uint32_t num_bytes(const ibp_codebook &cb)
     {
-        return 3u * most_of(cb) + 32u; // up to 16 bytes behind each level may be read
+        return 3u * most_of(cb) + 32u; // up to 16 bytes past the end of each level may be read
     }
-    // Returns the size in bytes of level 1 alone, which is read while elements are stored.
+    // Returns the size in bytes of level 1 alone, which must be kept while elements are stored.
     static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb) { return most_of(cb) + 16u; }
     __device__ __forceinline__ uint32_t level2() const { return level1 + 2u * most + 16u; }
     __device__ __forceinline__ uint16_t &listed(uint32_t i) const
@@ -134,7 +136,8 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
 
     // Writes the names of n elements of plane 2 or 3 into level 2, and lists the elements whose digits are escapes.
     // FIRST: the elements are the first n of level 2; otherwise they are the n elements in the list. digit(base):
-    // returns the lane's digit, where lane 0 has digit `base`. Returns how many digits are escapes.
+    // returns the lane's digit, which is digit base + G::lane() of the plane. Returns the number of escapes among the
+    // digits.
     template <bool FIRST, class Digit> __device__ __forceinline__ uint32_t name(uint32_t n, const Digit &digit) const
     {
         uint32_t num_escaped = 0;
@@ -152,9 +155,10 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
         }
         return num_escaped;
     }
-    // Does the same for the n elements of plane 2, if its digits have two bits. A lane takes four digits at a time,
-    // which suits groups of few lanes. four(i, left): returns four digits, beginning with digit i; digits behind the
-    // next `left` are 0. name(digits): returns the names of four digits, which are in a nibble each.
+    // Does the same for the n elements of plane 2 if its digits have two bits. A lane takes four digits at a time,
+    // which suits groups of few lanes. four(i, left): returns four digits, beginning with digit i; only `left` digits
+    // are left, and digits past them are 0. name(digits): returns the names of four digits, one byte each; each digit
+    // has a nibble.
     template <class Four, class Name>
     __device__ __forceinline__ uint32_t name_fours(uint32_t n, const Four &four, const Name &name) const
     {
@@ -175,7 +179,7 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
         }
         return num_escaped;
     }
-    // Writes the names of n elements whose symbols are raw into level 2. in_list: the elements are those in the list;
+    // Writes the names of the n elements with raw symbols to level 2. in_list: these are the elements in the list;
     // otherwise they are all elements of level 2. name(i): returns the name of raw symbol i.
     template <class Name> __device__ __forceinline__ void name_raw(uint32_t n, bool in_list, const Name &name) const
     {
@@ -184,10 +188,10 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
             shared_bytes()[level2() + (in_list ? listed(i) : i)] = static_cast<uint8_t>(name(i));
         __syncwarp(); // before level 2 is read
     }
-    // Writes the names of the n elements of a tile that escaped plane 0 into level 1. chunk: the first chunk of their
-    // digits. load(base, left): loads the chunk that begins with digit `base`, when `left` digits are left.
-    // names(chunk, part, from): returns 16 names. from: the shared byte at which the names of the lane's escaped digits
-    // begin; the function moves it on behind them.
+    // Writes the names of a tile's n elements with escapes in plane 0 to level 1. chunk: the first chunk of their
+    // digits of plane 1. load(base, left): loads the chunk that begins with digit `base`; `left` is the number of
+    // digits that are left. names(chunk, part, from): returns 16 names. from: the shared byte at which the names of the
+    // lane's escaped digits begin; names() advances it past these names.
     template <class Chunk, class Load, class Names>
     __device__ __forceinline__ void name_plane1(uint32_t n, Chunk chunk, const Load &load, const Names &names) const
     {
@@ -209,11 +213,12 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     }
 };
 
-// Rebuilds a dense row as the contract of decoder.cuh asks of decode, by two functions of a decoder:
+// Implements decode() of a decoder of dense rows, with the contract of decoder.cuh, by two functions of the decoder:
 //
-// visit(book, plane, start, range, tile): goes down one plane of a tile, and returns how many digits are escapes.
-// store(book, parts, tile, tile_start, n, window): goes up again and stores the tile. parts.mine: the ranges of the
-// tile's digits.
+// visit(book, plane, start, range, tile): visits one plane of a tile, and returns the number of escapes among its
+// digits.
+// store(book, parts, tile, tile_start, n, window): goes up the planes of a tile and stores its elements. parts.mine has
+// the ranges of the tile's digits.
 //
 // If a warp has a single tile, it visits the tile while the parts are found; otherwise it counts escapes first.
 template <class Decoder, typename T>
@@ -236,7 +241,8 @@ __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const Plane
             return one_tile ? decoder.visit(book, p, start, range, tile)
                             : Decoder::count_escapes(start, range, num_bits);
         });
-    // If `good`, every position that is read below lies in the row, or up to 16 bytes behind a part of it.
+    // If `good`, every position that is read below lies in the row, or at most 16 bytes past the end of one of its
+    // parts.
     const bool good = !active || parts.end == end;
     if (G::kPerWarp == 1 && G::any(!good)) return false;
     if (G::kPerWarp > 1 && !good) n = 0;

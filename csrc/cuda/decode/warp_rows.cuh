@@ -1,9 +1,9 @@
-// warp_rows.cuh - decodes one row by one warp, for use in other kernels: the functions that ibp_device.cuh offers, and
-// their contract.
+// warp_rows.cuh - functions by which a warp of any kernel decodes a row, and their contract. ibp_device.cuh offers
+// them.
 //
 // 1. The coded bytes are copied to the warp's scratch in dynamic shared memory.
-// 2. The decoder of the codebook is built in the scratch behind them.
-// 3. The decoder rebuilds the row where the caller wants it.
+// 2. The codebook's decoder is constructed; its shared memory is the scratch after these bytes.
+// 3. The decoder rebuilds the row at the caller's address.
 #ifndef IBP_WARP_ROWS_CUH
 #define IBP_WARP_ROWS_CUH
 
@@ -16,12 +16,12 @@
 
 namespace ibp {
 
-// Kinds of coded rows: rows of scheme ibp, dense rows and listed rows of scheme planes. A kernel that names only the
-// kinds that it will meet is smaller and compiles faster.
+// Kinds of coded rows: rows of scheme ibp, and dense rows and listed rows of scheme planes. A kernel that names only
+// the kinds that its tables have is smaller and compiles faster.
 enum RowKinds : uint32_t { kMaskRows = 1, kDenseRows = 2, kListedRows = 4, kAllRows = 7 };
 
-// Calls use.with<Decoder>() with the decoder of a codebook, and returns what this returns. Returns false if KINDS does
-// not include the kind of the codebook's rows.
+// Calls use.with<Decoder>() for the decoder of a codebook, and returns its result. Returns false if KINDS does not
+// include the kind of the codebook's rows.
 template <uint32_t KINDS, class Use>
 __host__ __device__ __forceinline__ bool use_warp_decoder(const ibp_codebook &cb, Use &use)
 {
@@ -79,13 +79,14 @@ __host__ __device__ __forceinline__ uint32_t warp_scratch_bytes(const ibp_codebo
     return (scratch.num_bytes + 15u) / 16u * 16u;
 }
 
-// A coded row in shared memory, without the byte that names its cluster.
+// A coded row in shared memory, without the byte that holds its cluster.
 struct StagedRow {
     const ibp_codebook &cb;
     uint32_t scratch, cluster, start, num_bytes;
     Window window;
 
-    // Builds the decoder in the scratch, and decodes the row. Not inlined, so that a kernel contains each decoder once.
+    // Constructs the decoder, which fills the scratch, and decodes the row. Not inlined, so that a kernel contains each
+    // decoder once.
     template <class Decoder> static __device__ __noinline__ bool decode(const StagedRow &row)
     {
         const Decoder decoder(row.cb, row.scratch + row_stage_bytes(row.cb.row_bytes));
@@ -98,7 +99,7 @@ struct StagedRow {
 
 using OneWarp = Group<kWarp, 1>;
 
-// Copies bytes by one warp. Not inlined, so that a kernel contains the copy once.
+// Copies bytes, by all lanes of a warp. Not inlined, so that a kernel contains the copy once.
 static __device__ __noinline__ void copy_staged(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     group_copy<OneWarp>(dst, src, num_bytes);
@@ -117,24 +118,24 @@ __device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint
         good = row.cluster < cb.num_clusters;
     }
     good = good && use_warp_decoder<KINDS>(cb, row);
-    __syncwarp(); // before zeros are written over it
+    __syncwarp(); // before zeros are written over the row
     if (!good) group_zero<OneWarp>(window.dst, window.high);
     __syncwarp();
     return good ? IBP_OK : IBP_CORRUPT_ROW;
 }
 
-// Decodes a row from its coded bytes. All 32 lanes of a warp call this together, with the same arguments.
+// Decodes a row from its coded bytes. All 32 lanes of a warp must call this together, with the same arguments.
 //
-// cb: a codebook whose fields are right (ibp_check_codebook on the host). Its arrays are in memory that the device can
+// cb: a codebook whose fields are valid (ibp_check_codebook on the host). Its arrays are in memory that the device can
 // read.
-// coded: coded_bytes bytes at any address that the device can read: device memory, mapped pinned memory, shared memory.
-// row: receives the first num_bytes bytes of the row, 1 to cb.row_bytes, at any address that the device can write. The
-// stores are vectors of 16 bytes if row is a multiple of 16 and the whole row is wanted.
+// coded: coded_bytes bytes at any address that the device can read: in device memory, mapped pinned memory or shared
+// memory. row: receives the first num_bytes bytes of the row, at any address that the device can write. num_bytes is 1
+// to cb.row_bytes. If row is a multiple of 16 and the whole row is wanted, it is stored in vectors of 16 bytes.
 // scratch: the byte of the block's dynamic shared memory at which the warp's own warp_scratch_bytes(cb) bytes begin; a
-// multiple of 16. Bytes are counted from where `extern __shared__` arrays begin.
+// multiple of 16. Bytes are counted from the address at which `extern __shared__` arrays begin.
 // @return in all lanes: IBP_OK; or IBP_CORRUPT_ROW, with zeros in row, if the bytes are not a coded row, or if KINDS
-// does not include its kind. All lanes of the warp see what has been stored. Whatever the bytes are, nothing outside
-// coded, row and the scratch is touched.
+// does not include its kind. All lanes of the warp see what has been stored. Whatever the coded bytes are, the function
+// reads and writes no memory except coded, the arrays of cb, row and the scratch.
 template <uint32_t KINDS = kAllRows>
 __device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, const uint8_t *coded,
                                                         uint32_t coded_bytes, uint8_t *row, uint32_t num_bytes,
@@ -148,13 +149,13 @@ __device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, 
     return decode_staged<KINDS>(cb, staged, {row, 0, num_bytes}, scratch);
 }
 
-// Fetches row number `number` of a table and decodes it, or copies it if it is raw.
+// Fetches row `number` of a table and decodes it, or copies it if it is raw.
 //
 // table: as for ibp_cuda_gather_items; preferably a __grid_constant__ parameter of the kernel. The other parameters are
 // as in warp_decode_coded.
 // row: table.codebook.row_bytes bytes. The last row of a table may be short; then only the bytes that it has are
 // written.
-// @return as warp_decode_coded; also IBP_INDEX_OUT_OF_RANGE, with row_bytes zeros, if the table has no such row.
+// @return as warp_decode_coded; also IBP_INDEX_OUT_OF_RANGE, with row_bytes zeros in row, if the table has no such row.
 template <uint32_t KINDS = kAllRows>
 __device__ __forceinline__ ibp_status warp_decode_row(const ibp_table &table, int64_t number, uint8_t *row,
                                                       uint32_t scratch)

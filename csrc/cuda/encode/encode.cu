@@ -1,5 +1,5 @@
-// encode.cu - the entry points that measure rows and encode them, in two passes or one (the paper's section 4.2). They
-// check the arguments and choose the encoder. The kernels are in rows.cuh.
+// encode.cu - the functions of ibp_cuda.h that measure and encode rows, in two passes or in one (the paper's section
+// 4.2). They check the arguments and choose the encoder. The kernels are in rows.cuh.
 #include "../cuda_checks.h"
 #include "encode_request.h"
 #include "../kinds.h"
@@ -20,8 +20,9 @@ static bool has_values(const ibp_codebook &cb)
     return is_dense(cb) && size <= 4u && (has_code_table(cb) || has_ranks);
 }
 
-// An encoder and the codebooks that it takes. A codebook gets the first encoder in the list that has its scheme, takes
-// it and knows its fields. Rows of scheme raw are stored as they are, which any encoder can do.
+// An encoder and the codebooks that it takes. A codebook gets the first encoder of its scheme in the list for which
+// takes(codebook) is true and `known` has all PlanesFields that the codebook uses. Rows of scheme raw are stored as
+// they are, which the kernels do with any encoder.
 struct Encoder {
     ibp_scheme scheme;
     bool (*takes)(const ibp_codebook &codebook);
@@ -63,7 +64,8 @@ extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const 
 extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots,
                                            uint8_t *overflow, ibp_fault *fault, ibp_stream stream)
 {
-    // The call writes the arrays of its arguments and does not read the table's own pointers to them.
+    // This function writes to the arguments slots and overflow, and ignores the pointers of the same names in the
+    // table.
     if (table == nullptr || ibp_check_table_fields(table) != IBP_OK) return IBP_INVALID_ARGUMENT;
     if (!ibp_has_arrays(table, slots, overflow)) return IBP_INVALID_ARGUMENT;
     const ibp::Encoder *const encoder = ibp::encoder_of(table->codebook);

@@ -1,14 +1,15 @@
 // encode_fast.cuh - encodes dense rows of scheme planes with one plane of digits of four bits over consecutive symbols
-// (FORMAT.md section 6), as level="fast" makes them of most floats. Elements are rotated, their symbol is an exponent
-// of 8 bits, and rows consist of whole vectors of 16 bytes.
+// (FORMAT.md section 6). Most codebooks that level="fast" makes for floats are of this kind. Elements are rotated,
+// their symbol is an exponent of 8 bits, and rows consist of whole vectors of 16 bytes.
 //
 //     | residuals: 1 or 3 bytes for each element | digits: 4 bits for each element | escaped symbols: 1 byte each |
 //
 // 1. A lane loads vectors of 16 bytes, and splits their elements into symbols and residuals (split).
 // 2. A subtraction and a comparison make the digits of four symbols at once (digits_of).
-// 3. A lane's residuals and digits are whole bytes, and their places in the stage follow from the column alone. They
-//    are stored there (put).
-// 4. Escapes are rare. A vote says whether there are any, and only then are they counted and appended (append_escaped).
+// 3. A lane's residuals and digits are whole bytes, and their positions in the stage depend only on the column. The
+//    lane stores them there (put).
+// 4. Escapes are rare. A vote says whether a step has any; if so, the escaped symbols are counted and appended
+//    (append_escaped).
 #ifndef IBP_ENCODE_FAST_CUH
 #define IBP_ENCODE_FAST_CUH
 
@@ -24,7 +25,7 @@ template <typename T, uint32_t LANES> struct FastEncoder {
     using G = Group;
     static constexpr uint32_t kBlocks = 1;
     static constexpr bool kFillsStage = true;
-    // Number of words that hold one byte of each element of a vector.
+    // Number of words that hold one byte for each element of a vector.
     static constexpr uint32_t kWords = kVector / sizeof(T) / 4u;
     static constexpr uint32_t kResidualBytes = sizeof(T) - 1u; // size of a residual in bytes
     static constexpr uint32_t kSteps = 2, kStepBytes = kVector * LANES, kEscape = 15;
@@ -40,26 +41,27 @@ template <typename T, uint32_t LANES> struct FastEncoder {
     }
     __device__ __forceinline__ void select(const ibp_codebook &, uint32_t) {}
 
-    // Returns the digits of four symbols, one in each byte. escaped: receives a word in which the highest bit of a byte
-    // is set if its symbol escapes.
+    // Returns the digits of four symbols, one in each byte. escaped: receives a word in which the highest bit of each
+    // byte is set if the digit is an escape.
     __device__ __forceinline__ uint32_t digits_of(uint32_t symbols, uint32_t &escaped) const
     {
-        // ahead: how far each symbol lies behind first_symbol, modulo 256. The subtraction does not borrow from one
-        // byte to the next.
+        // ahead: each symbol minus first_symbol, modulo 256. The subtraction does not borrow from the next byte.
         const uint32_t difference = (symbols | kHigh) - (first_symbol & ~kHigh);
         const uint32_t ahead = difference ^ ((symbols ^ ~first_symbol) & kHigh);
         escaped = (((ahead & ~kHigh) + (0x80u - kEscape) * kBytes) | ahead) & kHigh;
         return (ahead | (escaped >> 7u) * kEscape) & kEscape * kBytes;
     }
-    // Splits the elements of a vector into symbols and residuals, and packs both side by side.
+    // Splits the elements of a vector into symbols and residuals, and packs the symbols and the residuals each into
+    // consecutive bytes.
     static __device__ __forceinline__ void split(const uint32_t (&word)[4], uint32_t (&symbols)[kWords],
                                                  uint32_t (&residuals)[3])
     {
         if constexpr (sizeof(T) == 2) {
 #pragma unroll
             for (uint32_t w = 0; w < 2u; w++) {
-                // The shift moves the highest bit of one element to the lowest bit of the next, where that element's
-                // own sign belongs. The true signs replace these bits.
+                // The shift moves the highest bit of the lower element in a word to the lowest bit of the upper one,
+                // which must hold the sign of its own element. Therefore the lowest bits are replaced by the right
+                // signs.
                 const uint32_t low = word[2 * w] << 1, high = word[2 * w + 1] << 1,
                                signs = replicate_signs<0xfdb9>(word[2 * w], word[2 * w + 1]);
                 symbols[w] = permute_bytes(low, high, 0x7531);
@@ -107,15 +109,15 @@ template <typename T, uint32_t LANES> struct FastEncoder {
             *reinterpret_cast<uint16_t *>(to_digits) = static_cast<uint16_t>(digits);
         }
     }
-    // Appends the escaped ones of four symbols, and advances `to`.
+    // Appends those of four symbols that are escaped, and advances `to`.
     static __device__ __forceinline__ void append(uint8_t *&to, uint32_t symbols, uint32_t escaped)
     {
 #pragma unroll
         for (uint32_t e = 0; e < 4; e++)
             if ((escaped >> 8u * e & 0xffu) != 0u) *to++ = static_cast<uint8_t>(symbols >> 8u * e);
     }
-    // Appends the escaped symbols of a step at `to`, if `room` bytes are enough for all of them. Returns how many there
-    // are.
+    // Stores the escaped symbols of kSteps vectors of every lane at `to`, if `room` bytes are enough for all of them.
+    // Returns their number.
     static __device__ __noinline__ uint32_t append_escaped(uint4 symbols, uint4 escaped, uint8_t *to, uint32_t room)
     {
         static_assert(kSteps * kWords <= 4u, "a vector holds them");
@@ -136,7 +138,8 @@ template <typename T, uint32_t LANES> struct FastEncoder {
         return count;
     }
 
-    // Encodes a row into a stage. Returns the byte at which the coded row ends.
+    // Encodes a row into a stage. Returns the byte at which the coded row ends, or kNoCodedForm if the row is too long
+    // without any escape.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {

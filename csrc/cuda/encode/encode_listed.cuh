@@ -1,12 +1,12 @@
-// encode_listed.cuh - encodes listed rows of scheme planes (FORMAT.md section 6) if rows have up to 8 KiB and elements
-// up to four bytes, a table has the codes of all symbols, and there are no invariant bits and no constant columns.
+// encode_listed.cuh - encodes listed rows of scheme planes (FORMAT.md section 6) with up to 8 KiB and elements of up to
+// four bytes. There must be a table of the codes of all symbols, and neither invariant bits nor constant columns.
 //
 //     | header: is_closed, k | positions of the k listed elements | highest bits of the others, with signed_default |
 //     | values of the listed elements: residuals | plane 0 | plane 1 | plane 2 | plane 3 | raw symbols |
 //
-// 1. The listed elements are stored side by side in shared memory, and the bitmap of their columns is made
+// 1. The listed elements are stored in consecutive elements of shared memory, and a bitmap of their columns is made
 //    (gather_listed).
-// 2. The header, the positions and the highest bits of the other elements are written into the stage.
+// 2. The header, the positions and the highest bits of the other elements are written to the stage.
 // 3. The values of the listed elements are encoded like those of a dense row (values.cuh).
 #ifndef IBP_ENCODE_LISTED_CUH
 #define IBP_ENCODE_LISTED_CUH
@@ -24,18 +24,18 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     using Base::columns, Base::planes, Base::row_bytes;
     static constexpr uint32_t kBits = Base::kBits, kPerLane = Base::kPerLane;
 
-    // kVectors: number of vectors that a lane takes in each step. They lie side by side, and so do the lane's bits in
-    // the bitmaps. `Bits` holds these bits.
+    // kVectors: number of consecutive vectors that a lane takes in each step. Bits: an integer that holds a bit for
+    // each of the lane's elements in a step.
     static constexpr uint32_t kVectors = sizeof(T) == 1 ? 2 : 4, kPerStep = kVectors * kPerLane;
     using Bits = std::conditional_t<kPerStep == 32u, uint32_t, uint16_t>;
 
     using Base::Base;
 
-    // The scratch of a group, in shared memory behind its stage. A list has two bytes for each of its columns. It names
-    // about a quarter of all columns at most, because a bitmap is shorter than a longer list; so the elements and the
-    // list fit together.
+    // The scratch of a group, which follows its stage in shared memory. A list of columns has two bytes for each
+    // column. It names at most about a quarter of all columns, because a bitmap is shorter than longer lists. Therefore
+    // the listed elements and the list together fit elements_bytes bytes.
     //
-    //     | listed elements, and behind them the columns of a list: a multiple of 64 bytes | bitmap | signs |
+    //     | listed elements, and then the columns of a list: a multiple of 64 bytes | bitmap | signs |
     static __host__ __device__ __forceinline__ uint32_t elements_bytes(uint32_t row_bytes)
     {
         return (row_bytes + (sizeof(T) == 1 ? row_bytes / 2u : 0u) + 63u) / 64u * 64u;
@@ -45,8 +45,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         const uint32_t words = (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 127u) / 128u * 4u;
         return elements_bytes(cb.row_bytes) + (Book::signed_default(cb.planes) ? 12u : 4u) * words;
     }
-    // bits: the highest bits of a lane's unlisted elements, the first one lowest. before: number of unlisted elements
-    // before the lane's.
+    // bits: the highest bits of a lane's unlisted elements in a step, that of the first element lowest. before: number
+    // of unlisted elements in the row before the lane's elements.
     struct alignas(2u * sizeof(Bits)) Signs {
         Bits bits, before;
     };
@@ -69,7 +69,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
 
     // ---- listed elements ----
 
-    // Stores the listed elements side by side, and makes the bitmap and, with signed_default, the signs.
+    // Stores the listed elements in work.elements one after the other, and makes the bitmap and, with signed_default,
+    // the signs.
     __device__ __forceinline__ void gather_listed(const PlainRow &row, Work &work) const
     {
         const bool is_whole = row.is_whole(row_bytes), has_signs = Book::signed_default(planes);
@@ -100,11 +101,12 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         G::sync(); // before elements and bitmaps are read
     }
     // Stores the listed elements of a lane's words. If HAS_SIGNS, returns the highest bits of the unlisted elements,
-    // the last one lowest.
+    // that of the last element lowest.
     template <bool HAS_SIGNS>
     static __device__ __forceinline__ uint32_t put_listed(T *to, const uint32_t (&words)[kVectors][4], uint32_t listed)
     {
-        // lowest, highest: the word of element e, rotated so that e is its lowest element, or its highest.
+        // lowest, highest: the word of element e, rotated so that element e is the lowest, or the highest, element of
+        // the word.
         uint32_t signs = 0, highest = 0;
 #pragma unroll
         for (uint32_t e = 0; e < kPerStep; e++) {
@@ -121,7 +123,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         }
         return signs;
     }
-    // Returns whether there are listed elements and all of them equal the closed value.
+    // Returns whether the row is closed: there are listed elements, and all of them equal the closed value.
     __device__ __forceinline__ bool is_closed(const Work &work) const
     {
         for (uint32_t base = 0; base < work.num_listed; base += LANES) {
@@ -133,8 +135,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
 
     // ---- positions ----
 
-    // Writes the positions. The positions of a list are first stored side by side behind the elements, so that every
-    // lane gets the same number of them.
+    // Writes the positions to the stage, beginning at bit `start`. The positions of a list are first collected in
+    // shared memory after the elements, so that every lane then writes the same number of positions.
     __device__ __forceinline__ void put_positions(const Work &work, const ibp_position_form &form, uint32_t start) const
     {
         const BitStage &stage = work.stage;
@@ -181,8 +183,9 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     }
     // ---- values ----
 
-    // Encodes a row into a stage whose bits are zeros, beginning at bit start_bit, the first bit of a byte. Returns the
-    // byte at which the coded row ends; if this is more than most_bytes, the stage may hold anything.
+    // Encodes a row into a stage whose bits are zeros, beginning at bit start_bit, which must be the first bit of a
+    // byte. Returns the byte at which the coded row ends. If this is more than most_bytes, the content of the stage is
+    // unspecified.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {
@@ -190,7 +193,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         gather_listed(row, work);
         const uint32_t k = work.num_listed, positions = start_bit + this->header_bits();
         const bool closed = is_closed(work);
-        // The header lies in the stage's first word, because at most a cluster's number comes before it.
+        // The header lies in the stage's first word, because at most the byte of the cluster comes before it.
         if (G::lane() == 0u) stage.or_word(0, (k | (closed ? ibp_closed_bit(columns) : 0u)) << start_bit);
         ibp_position_form form{};
         if (k != 0u) form = this->choose_form(k);

@@ -3,14 +3,14 @@
 //
 //     | participation bits, num_flags of them | kept bits of word 0 | of word 1 | ... | zero bits up to a byte |
 //
-// 1. A lane loads four words, their masks and bitvals, and finds which chunks participate and which bits are kept
-//    (match).
+// 1. A lane loads four words and their masks and bitvals, and finds out which chunks participate and which bits are
+//    kept (match).
 // 2. A prefix sum over the group says where each lane's kept bits begin.
-// 3. A lane ORs its participation bits into the stage, extracts the kept bits of each word, and writes them behind one
-//    another.
+// 3. A lane ORs its participation bits into the stage, extracts the kept bits of each word, and writes them to the
+//    stage one after the other.
 //
-// The rate at which instructions issue limits the encoder. A warp takes about 250 instructions for each step of 512
-// bytes, most of them for parallel bit extracts; measuring takes about 80.
+// The issue of instructions limits the encoder. A warp executes about 250 instructions to encode 512 bytes, which are
+// one step. Most of them are for parallel bit extracts. To measure 512 bytes it executes about 80.
 #ifndef IBP_ENCODE_MASKS_CUH
 #define IBP_ENCODE_MASKS_CUH
 
@@ -37,12 +37,14 @@ template <uint32_t LANES> struct MasksEncoder {
     {
         const uint64_t offset = uint64_t{k} * cb.cluster_stride;
         mask += offset, bitval += offset, flags += offset;
-        // The number in memory is not trusted; it is limited because no row has more participation bits than bytes.
+        // The num_flags in memory may be any number. It is limited to row_bytes, because no row has more participation
+        // bits than bytes.
         if (cb.num_clusters > 1u) num_flags = ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes);
     }
 
-    // word: a lane's four words. keep: masks of their kept bits. participation: their participation bits, side by side.
-    // flag_position: the position of the first participation bit. num_kept: number of kept bits.
+    // What a lane knows of its four words. word: the words. keep: masks of their kept bits. participation: their
+    // participation bits, packed. flag_position: the position of the first of these participation bits. num_kept:
+    // number of kept bits.
     struct Lane {
         uint32_t word[4], keep[4];
         uint32_t participation, flag_position, num_kept;

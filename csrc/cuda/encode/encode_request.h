@@ -1,5 +1,5 @@
-// encode_request.h - the requests to measure and to encode rows, as every encoder receives them, and the list of
-// encoders.
+// encode_request.h - the requests to measure and to encode rows, which the functions of every encoder receive, and the
+// list of these functions.
 #ifndef IBP_ENCODE_REQUEST_H
 #define IBP_ENCODE_REQUEST_H
 
@@ -15,8 +15,8 @@ struct Measure {
     uint16_t *lengths;
     ibp_stream stream;
 };
-// The arguments of ibp_cuda_encode_into or, if is_measured, of ibp_cuda_encode_rows. In the second case the index of
-// place.table says how long rows are and where they go. It is read, and not written.
+// The arguments of ibp_cuda_encode_into or, if is_measured, of ibp_cuda_encode_rows. If is_measured, the index of
+// place.table says how long rows are and where they go; it is only read.
 struct Encode {
     const ibp_place &place;
     const ibp_row_source &source;
@@ -31,8 +31,8 @@ struct Encode {
 inline const ibp_codebook &codebook_of(const Measure &measure) { return measure.codebook; }
 inline const ibp_codebook &codebook_of(const Encode &encode) { return encode.place.table.codebook; }
 
-// Launch the kernels of one encoder each. Every encoder is a translation unit of its own in this folder. encode.cu says
-// which codebooks each encoder takes.
+// Each of these functions launches a kernel of one encoder. Every encoder is a translation unit of its own in this
+// folder. encode.cu says which codebooks each encoder takes.
 ibp_status measure_masks(const Measure &measure);
 ibp_status encode_masks(const Encode &encode);
 ibp_status measure_dense(const Measure &measure);

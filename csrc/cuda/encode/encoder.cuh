@@ -1,8 +1,8 @@
-// encoder.cuh - the contract of encoders, and the functions that they share. A group of lanes loads a row, which may
-// lie at any address, in vectors of 16 bytes. It assembles the coded row in its stage, which is a part of shared
-// memory:
+// encoder.cuh - the contract of encoders, and the functions that encoders share. A group of lanes loads a row, which
+// may lie at any address, in vectors of 16 bytes. The group assembles the coded row in its stage, which is a part of
+// shared memory:
 //
-//     | number of the cluster, if there are several: 1 byte | coded row | zeros: padding | spare words |
+//     | index of the cluster, if there are several: 1 byte | coded row | zeros: padding | spare words |
 //
 // An encoder is a struct for one kind of codebook and a number of lanes:
 //
@@ -20,16 +20,16 @@
 //     };
 //
 //     Group          the threads that encode one row together
-//     kBlocks        number of blocks for which an SM has registers; a block has kMostEncodeThreads threads or, if rows
-//                    are measured, Group::kThreads
+//     kBlocks        number of blocks that must be able to run on an SM at once (of __launch_bounds__); a block has
+//                    Group::kThreads threads if rows are measured, else up to kMostEncodeThreads
 //     kFillsStage    whether encode writes every byte of the coded row, and reads no byte of the stage
 //     table_bytes    size in bytes of a block's table, which begins at byte 0 of shared memory, where `table` points; a
 //                    multiple of 16
-//     scratch_bytes  size in bytes of a group's scratch, which lies behind its stage in shared memory; a multiple of 16
+//     scratch_bytes  size in bytes of a group's scratch, which follows its stage in shared memory; a multiple of 16
 //     select         turns the struct into the encoder for rows of cluster k; k is 0 if there is one cluster
 //     measure        returns the size of the coded row in bits, or kNoCodedForm if the row cannot be coded
-//     default_bytes  returns the largest size in bytes, including a cluster's number, that a whole default row would
-//                    have if coded; ~0u if any size is possible
+//     default_bytes  returns the largest size in bytes that a coded default row of row_bytes bytes would have,
+//                    including the byte of its cluster; ~0u if any size is possible
 //     encode         writes the coded row into the stage; returns the byte of the stage at which its bits end
 //
 // An encoder may rely on this:
@@ -37,21 +37,22 @@
 //   - The fields of the codebook are checked (ibp_check_codebook_fields). The content of its arrays is not.
 //   - All threads of a block call the constructor once.
 //   - All lanes of a group call measure and encode together. The groups of one warp diverge.
-//   - start_bit is 0 or 8. From byte start_bit / 8 on the stage is all zeros, unless kFillsStage. If start_bit is 8,
-//     byte 0 holds the cluster's number and must be kept.
-//   - most_bytes is less than row.valid, the number of the row's bytes that exist; only a table's last row has fewer
-//     than row_bytes.
+//   - start_bit is 0 or 8. If start_bit is 8, byte 0 of the stage holds the index of the cluster and must be kept. All
+//     other bytes of the stage are zeros, unless kFillsStage.
+//   - most_bytes is less than row.valid, the number of bytes that the row has; only a table's last row has fewer than
+//     row_bytes.
 //
 // An encoder must do this:
 //
 //   - End the constructor with a barrier of the block if it fills the table.
-//   - Return from measure, in all lanes, a number of bits that gives the result of ibp_coded_row_bytes when it is
-//     rounded up to bytes.
-//   - Leave the row's bits in the stage, beginning at bit start_bit, and return from encode, in all lanes, the byte at
-//     which they end. If this is more than most_bytes, or kNoCodedForm, the stage may hold anything: the row is not
-//     stored.
-//   - Write no shared memory except the group's stage and scratch, whatever the row and the codebook's arrays hold,
-//     even while another stream changes the row: BitStage puts bits that would lie past the stage into its spare words.
+//   - Return from measure, in all lanes, the size of the coded row in bits. Rounded up to bytes, it must be the result
+//     of ibp_coded_row_bytes.
+//   - Leave the coded row in the stage, beginning at bit start_bit, and return from encode, in all lanes, the byte at
+//     which it ends. If this is more than most_bytes, or kNoCodedForm, the stage may hold anything: the coded row is
+//     not stored.
+//   - Write no shared memory except the group's stage and scratch, whatever the row and the codebook's arrays hold, and
+//     even if another stream changes the row meanwhile. BitStage writes bits that would lie past the stage to its spare
+//     words.
 //
 // To add an encoder, write a .cuh with the struct and a .cu that instantiates it with the kernels of rows.cuh; then add
 // functions to encode_request.h, and a line to the list of encode.cu.
@@ -67,32 +68,33 @@
 
 namespace ibp {
 
-// kEncodeThreads: number of threads of a block if an SM holds several blocks. kMostEncodeThreads: number of threads of
-// a larger block, which is used if the caller limits the SMs, if the block's table is large, or if a block encodes one
-// row. kVector: size of a vector in bytes.
+// kEncodeThreads: number of threads in a block if an SM holds several blocks. kMostEncodeThreads: number of threads in
+// the larger blocks that are used if the caller limits the SMs, if the block's table is large, or if a block encodes
+// one row at a time. kVector: size of a vector in bytes.
 constexpr uint32_t kEncodeThreads = 256, kMostEncodeThreads = 512, kVector = 16;
 
 constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 
-// kPartLanes: number of lanes that encode one short row; more lanes would be idle. kLongestOfPart, kLongestOfWarp: size
-// in bytes of the longest row that a part of a warp encodes, and that a warp encodes.
+// kPartLanes: number of lanes that encode one short row; more lanes would be idle. kLongestOfPart, kLongestOfWarp:
+// sizes in bytes of the longest rows that a part of a warp and a warp encode.
 constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 8192;
 
 // The LANES threads that encode one row: a part of a warp if rows are short, a warp, or several warps if rows are long.
-// Many threads can share the stage of a long row, because encoding waits at few barriers; and they must, because an SM
-// has room for few such stages. Unlike the groups of group.cuh, the groups of one warp diverge: collectives name only
-// the lanes of the group.
+// An SM has room for only a few stages of long rows, so many threads must share each of them; this is efficient,
+// because encoding has few barriers. Unlike the groups of group.cuh, the groups of one warp may diverge, so the masks
+// of collectives have only the lanes of the group.
 template <uint32_t LANES> struct EncodeGroup {
     // kWidth: number of the group's lanes in one warp.
     static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp;
     static constexpr bool kIsBlock = LANES > kWarp;
-    // kMostGroups: largest number of groups in a block. kThreads: number of threads of a block if SMs are not limited.
+    // kMostGroups: largest number of groups in a block. kThreads: number of threads in a block if the caller does not
+    // limit the SMs.
     static constexpr uint32_t kMostGroups = kMostEncodeThreads / LANES, kThreads = kIsBlock ? LANES : kEncodeThreads;
     static_assert(!kIsBlock || LANES % kEncodeThreads == 0, "more than a warp is a block");
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
-    // Returns the group's number in its block. If the group is a warp, the shuffle makes the number uniform in the
-    // warp, so that the compiler knows that all lanes run the loop over rows together.
+    // Returns the group's index in its block. If the group is a warp, the shuffle makes the index uniform in the warp,
+    // so that the compiler knows that all lanes run the loop over rows together.
     static __device__ __forceinline__ uint32_t in_block()
     {
         return LANES == kWarp ? __shfl_sync(kAllLanes, threadIdx.x / LANES, 0) : threadIdx.x / LANES;
@@ -121,7 +123,7 @@ template <uint32_t LANES> struct EncodeGroup {
         }
     }
 
-    // Sums N numbers over all lanes.
+    // Replaces each of N numbers by its sum over the group's lanes.
     template <int N> static __device__ __forceinline__ void sum(uint32_t (&v)[N])
     {
 #pragma unroll
@@ -131,7 +133,7 @@ template <uint32_t LANES> struct EncodeGroup {
             join_warps(v, before, v);
         }
     }
-    // Computes, for each of N numbers, its sum over the lanes below this one, and over all lanes.
+    // Computes, for each of N numbers, its sum over the group's lanes before this one, and over all lanes of the group.
     template <int N>
     static __device__ __forceinline__ void scan(const uint32_t (&v)[N], uint32_t (&before)[N], uint32_t (&total)[N])
     {
@@ -152,7 +154,7 @@ template <uint32_t LANES> struct EncodeGroup {
             for (int i = 0; i < N; i++) before[i] += of_warps[i];
         }
     }
-    // Returns what lane 0 of the group passes.
+    // Returns the v of lane 0 of the group.
     static __device__ __forceinline__ uint64_t broadcast(uint64_t v)
     {
         if constexpr (kIsBlock) {
@@ -190,8 +192,8 @@ template <uint32_t LANES> struct EncodeGroup {
     }
 
   private:
-    // Adds up sums of single warps. before: receives the sums over the group's warps below this one. total: receives
-    // the sums over all warps of the group.
+    // Adds up the warps' sums. of_warp: the sums of this warp. before: receives the sums over the group's warps before
+    // this one. total: receives the sums over all warps of the group.
     template <int N>
     static __device__ __forceinline__ void join_warps(const uint32_t (&of_warp)[N], uint32_t (&before)[N],
                                                       uint32_t (&total)[N])
@@ -217,9 +219,10 @@ template <uint32_t LANES> struct EncodeGroup {
     }
 };
 
-// Returns the 16 bytes at `from`, which may have any alignment. num_bytes: the number of bytes that are valid there;
-// zeros replace the bytes behind them. It loads aligned words if none of them ends behind the valid bytes, and single
-// bytes otherwise, because the last row may end where its allocation ends. The first word may begin before `from`.
+// Returns the 16 bytes at `from`, which may have any alignment. num_bytes: number of valid bytes at `from`; zeros
+// replace the bytes past them. The function loads aligned words, of which the first may begin before `from`. If a word
+// would end past the valid bytes, it loads single bytes instead, because the last row may end where its allocation
+// ends.
 static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num_bytes)
 {
     uint32_t words[4] = {};
@@ -241,7 +244,7 @@ static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A row before coding.
+// A row before coding, and the number of valid bytes that it has.
 struct PlainRow {
     const uint8_t *bytes;
     uint32_t valid;
@@ -251,8 +254,8 @@ struct PlainRow {
     {
         load(first, has_whole(first), words);
     }
-    // has_whole returns whether the vector that begins at byte `first` is aligned and consists of valid bytes. is_whole
-    // returns whether this is so for all vectors of a row of row_bytes bytes.
+    // has_whole() returns whether the vector that begins at byte `first` is aligned and has only valid bytes.
+    // is_whole() returns whether all vectors of a row of row_bytes bytes are like that.
     __device__ __forceinline__ bool has_whole(uint32_t first) const
     {
         return first + kVector <= valid && aligned(bytes, kVector);
@@ -261,7 +264,7 @@ struct PlainRow {
     {
         return row_bytes % kVector == 0u && valid >= row_bytes && aligned(bytes, kVector);
     }
-    // Loads 16 bytes like the first load. is_vector: the result of has_whole.
+    // Does the same. is_vector: the result of has_whole(first).
     __device__ __forceinline__ void load(uint32_t first, bool is_vector, uint32_t (&words)[4]) const
     {
         const uint8_t *const from = bytes + first;
@@ -274,8 +277,8 @@ struct PlainRow {
     }
 };
 
-// The bytes of a default row (FORMAT.md section 2): eight bytes that repeat or, if there are constant columns, the
-// bytes of the codebook's template.
+// The bytes of a default row (FORMAT.md section 2): a repeating pattern of eight bytes or, if there are constant
+// columns, the bytes of the codebook's template.
 struct DefaultRow {
     PlainRow whole;
     uint32_t word[2];
@@ -298,8 +301,8 @@ struct DefaultRow {
     }
 };
 
-// Returns whether the first num_bytes bytes of a row are those of a default row. Stops after the first step in which a
-// byte differs. Not inlined, because few rows begin like a default row.
+// Returns whether the first num_bytes bytes of a row are those of a default row. Stops after the first step that finds
+// a difference. Not inlined, because few rows begin like a default row.
 template <class G>
 static __device__ __noinline__ bool is_default_throughout(const ibp_codebook &cb, PlainRow row, uint32_t num_bytes)
 {
@@ -333,16 +336,16 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 #endif
 }
 
-// Marks runs of bits in which every word except the last probably has a bit set: these words are ORed unconditionally,
-// because testing for zero costs more than the atomic.
+// An argument for bits of which every word except the last is probably not zero. These words are ORed unconditionally,
+// because the test for zero would cost more than the atomic.
 constexpr bool kLikely = true;
 
 // The stage of a row that is being coded. Its words are zero at first, and bits are ORed into them. Bits that would lie
-// past the end go to the spare words at the end of the stage. This happens only if a row has changed since it was
-// measured, or has no coded form.
+// past the end go to the spare words at the end of the stage. There are such bits only if a row has changed since it
+// was measured, or has no coded form.
 struct BitStage {
     uint32_t *words;
-    uint32_t num_words; // one more word lies behind these
+    uint32_t num_words; // number of words, without the last one of the stage
 
     __device__ __forceinline__ void or_word(uint32_t w, uint32_t bits) const
     {
@@ -358,8 +361,8 @@ struct BitStage {
         const uint32_t words_of[2] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
         or_words(position, words_of);
     }
-    // Returns the word that holds bit `position`, at which N words of bits begin. These bits may reach into one word
-    // more.
+    // Returns the address of the word that holds bit `position`, at which N words of bits begin. The bits may reach
+    // into N + 1 words.
     template <uint32_t N> __device__ __forceinline__ uint32_t *at(uint32_t position) const
     {
         constexpr uint32_t kMost = 6;
@@ -380,8 +383,8 @@ struct BitStage {
     }
 };
 
-// A writer of a run of consecutive bits by one lane. It stores whole words. It ORs the first and the last word, which
-// other lanes may share.
+// Writes consecutive bits of one lane to a stage. Words that belong to the lane alone are stored. The first and the
+// last word, in which other lanes may have bits, are ORed.
 struct BitWriter {
     const BitStage &stage;
     uint64_t bits = 0;
@@ -392,7 +395,7 @@ struct BitWriter {
         : stage(to), word(position / 32u), filled(position % 32u), is_shared(filled != 0u)
     {
     }
-    // Appends the lowest num_bits bits of `more`, at most 32. All bits above them must be 0.
+    // Appends the lowest num_bits bits of `more`. num_bits is at most 32. All higher bits of `more` must be 0.
     __device__ __forceinline__ void push(uint32_t more, uint32_t num_bits)
     {
         bits |= static_cast<uint64_t>(more) << filled;
@@ -431,7 +434,7 @@ template <class G> __device__ __forceinline__ void clear(const BitStage &stage, 
         reinterpret_cast<uint4 *>(stage.words)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Returns the size of a stage in bytes: a coded row, the padding of its overflow part, and spare words.
+// Returns the size of a stage in bytes. It has room for a coded row, the padding of its overflow part, and spare words.
 __host__ __device__ __forceinline__ uint32_t bit_stage_bytes(uint32_t row_bytes)
 {
     return (row_bytes + 15u) / 16u * 16u + 48u;
@@ -464,7 +467,7 @@ __device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, ui
     for (uint32_t i = tail + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
 }
 
-// Returns the encoder for rows of cluster k.
+// Returns a copy of an encoder that encodes rows of cluster k.
 template <class Encoder>
 __device__ __forceinline__ Encoder of_cluster(const Encoder &encoder, const ibp_codebook &cb, uint32_t k)
 {
@@ -473,8 +476,8 @@ __device__ __forceinline__ Encoder of_cluster(const Encoder &encoder, const ibp_
     return one;
 }
 
-// cluster: the first of the clusters that code a row in the fewest bytes. bytes: the size of the coded row in bytes,
-// including the cluster's number.
+// cluster: the cluster that codes a row in the fewest bytes; if there are several, the first of them. bytes: size of
+// the coded row in bytes, including the byte of the cluster.
 struct Choice {
     uint32_t cluster, bytes;
 };

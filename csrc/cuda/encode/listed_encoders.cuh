@@ -1,5 +1,5 @@
-// listed_encoders.cuh - the encoders of listed rows, and the choice among them. encode_listed.cu and listed_fields.cu
-// include this file.
+// listed_encoders.cuh - chooses among the encoders of listed rows. encode_listed.cu and listed_fields.cu include this
+// file.
 #ifndef IBP_ENCODE_LISTED_ENCODERS_CUH
 #define IBP_ENCODE_LISTED_ENCODERS_CUH
 
@@ -8,10 +8,11 @@
 
 namespace ibp {
 
-// The fields that ListedEncoder knows. ListedEncoder gathers a row's listed elements side by side.
+// The PlanesFields that ListedEncoder knows. ListedEncoder gathers a row's listed elements in consecutive elements of
+// shared memory.
 constexpr uint32_t kGatheredFields = kConsecutive | kSignedDefault;
 
-// The encoders for codebooks that use no fields besides FIELDS.
+// The encoders for codebooks that use only PlanesFields in FIELDS.
 template <uint32_t FIELDS> struct ListedEncoders {
     template <typename T> struct Of {
         template <uint32_t LANES> using Any = PlanesEncoder<T, true, LANES, FIELDS>;
@@ -23,11 +24,12 @@ template <uint32_t FIELDS> struct ListedEncoders {
     {
         return knows_fields(cb, FIELDS) && (FIELDS == kAllFields || cb.planes.element_bytes < 8u);
     }
-    // Elements of eight bytes are rare, so the encoders for kAllFields serve all their codebooks.
+    // True if Any and Measuring are compiled for elements of type T. Elements of eight bytes are rare, so their
+    // codebooks all use the encoders for kAllFields.
     template <typename T> static constexpr bool kHasAny = FIELDS == kAllFields || sizeof(T) < 8;
     // Encodes with ListedEncoder, which keeps listed elements in shared memory. Rows of up to kLongestOfPart bytes are
-    // encoded by kPartLanes lanes each: shared memory has room for the listed elements of all rows that a block of
-    // eight warps then encodes at once.
+    // encoded by kPartLanes lanes each. A block of eight warps then encodes 32 rows at once, and shared memory has room
+    // for the listed elements of all of them.
     template <template <uint32_t> class Encoder> static ibp_status launch_gathered(const Encode &encode)
     {
         const bool is_short = codebook_of(encode).row_bytes <= kLongestOfPart;

@@ -1,4 +1,4 @@
-// listed_fields.cu - measures and encodes listed rows of scheme planes for codebooks that use any PlanesField.
+// listed_fields.cu - measures and encodes listed rows of scheme planes. Its encoders support all PlanesFields.
 #include "listed_encoders.cuh"
 
 namespace ibp {

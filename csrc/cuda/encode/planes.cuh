@@ -1,23 +1,25 @@
 // planes.cuh - encodes rows of scheme planes (FORMAT.md section 6). A group of lanes encodes a row, and in each step of
-// encoding every lane takes 16 bytes. T is the type of an element. LISTED says whether rows are listed, and FIELDS
-// which rarer fields a codebook may use; all other fields are run-time values.
+// encoding every lane takes 16 bytes. T is the type of an element, LISTED says whether rows are listed, and FIELDS says
+// which PlanesFields a codebook may use; all other fields of a codebook are run-time values.
 //
 //     | header | positions | highest bits of unlisted elements, with signed_default |       in listed rows only
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //
-// 1. The elements that reach each plane are counted (take_census), because the counts say where each part begins. The
-//    counts are all that measuring needs.
+// 1. The group counts the elements that reach each plane (take_census), because the counts say where each part begins.
+//    To measure a row, it needs only these counts.
 // 2. Step by step, a lane loads its elements and looks up their codes (find_codes).
 // 3. A prefix sum says where the lane's digits of each plane and its raw symbols go (scan).
 // 4. The lane ORs all parts of its elements into the stage (write_positions, write_signs, write_values).
 //
-// A symbol's *code* says at once what becomes of it in all planes: bit 8p is set if the symbol escapes plane p, and
-// bits 8p + 4 to 8p + 7 are its digit there. A lane has at most 16 elements in a step, so the sum of their codes'
-// escape bits counts the escapes of each plane in a byte of its own. Sums over lanes take 16 bits for each plane.
+// A symbol's *code* is a word that describes it in all planes: bits 8p + 4 to 8p + 7 are its digit in plane p, and bit
+// 8p is set if this digit is an escape. A lane has at most 16 elements in a step. So the sum of the escape bits of
+// their codes has the number of escapes of each plane in a byte of its own. Sums over lanes have 16 bits for each
+// plane.
 //
-// If a table has the codes of all symbols, a warp takes about 55 instructions to measure a step of 512 bytes of 16-bit
-// elements. Encoding counts first, too, and takes about 350; the rate at which instructions issue limits it.
+// If a table has the codes of all symbols, a warp executes about 55 instructions to measure one step, which is 512
+// bytes of 16-bit elements. To encode a step, including the count, it executes about 350 instructions. The issue of
+// instructions limits encoding.
 #ifndef IBP_ENCODE_PLANES_CUH
 #define IBP_ENCODE_PLANES_CUH
 
@@ -32,8 +34,8 @@ namespace ibp {
 
 constexpr uint32_t kEscapes = 0x01010101; // the bits of a code that mark escapes
 
-// An encoder of rows as described above. FIELDS: the PlanesFields that the codebook may have. MEASURES: the encoder
-// only measures, so its codes have no digits.
+// An encoder of rows as described above. FIELDS: the PlanesFields that the codebook may use. MEASURES: the encoder only
+// measures, so its codes have no digits.
 template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS = kAllFields, bool MEASURES = false>
 struct PlanesEncoder : PlanesBook<T, FIELDS> {
     using Book = PlanesBook<T, FIELDS>;
@@ -47,24 +49,24 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     static constexpr uint32_t kAll = (1u << kPerLane) - 1u, kStepBytes = kVector * LANES;
     using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
     const uint32_t row_bytes, live_bytes; // live_bytes: size of the live columns in bytes
-    // The block's table of codes. Its index is a symbol if has_all, and a slot of the hash table if is_hashed.
-    // Otherwise it is the rank of a symbol, which `ranks` or a comparison with the entries gives.
+    // The block's table of codes. It is indexed by symbols if has_all, and by slots of the hash table if is_hashed.
+    // Otherwise it is indexed by the ranks of symbols, which come from `ranks` or from a comparison with the entries.
     const uint32_t *codes;
-    uint32_t own_codes; // the index of the cluster's first code
+    uint32_t own_codes; // index of the cluster's first code
     const T *keys;      // the symbol in each slot of the hash table
-    // The rank of every symbol in every column. Used if has_ranks: every column has entries of its own, and the table
-    // is not too large.
+    // The rank of every symbol in every column. Used if has_ranks, which means that every column has entries of its
+    // own, and the table is not too large.
     const uint8_t *ranks;
     const uint32_t free; // the code of symbols without an entry
     bool has_all, is_hashed, has_ranks;
-    // Whether take_census looks up the codes of all elements, and then subtracts the escapes of the elements that are
-    // not coded.
+    // If true, take_census counts the escapes of all elements, and then subtracts those of the elements that are not
+    // coded.
     bool counts_all;
 
     // ---- the codebook ----
 
-    // If there are too many symbols for a table of all their codes, the entries are in a hash table with open
-    // addressing.
+    // If there are too many possible symbols for a table of all codes, the codes of the entries are in a hash table
+    // with open addressing.
     static constexpr uint32_t kSlotBits = 8, kSlots = 1u << kSlotBits;
     static __host__ __device__ __forceinline__ bool has_hash_table(const ibp_codebook &cb)
     {
@@ -74,9 +76,9 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     {
         return has_column_ranks(cb) ? ((Book::live_columns(cb) << bits_of_symbol(cb.planes)) + 15u) / 16u * 16u : 0u;
     }
-    // Returns the index in `ranks` of a column's symbol, which has num_bits bits. At the same time, lanes read
-    // different columns, but mostly the same symbols. Therefore the ranks of each lane's columns are rotated by a
-    // different number of words, so that the reads do not conflict in a bank.
+    // Returns the index in `ranks` of a column's symbol, which has num_bits bits. The lanes of a warp look up different
+    // columns at once, but often the same symbol. Therefore the ranks of each lane's columns are rotated by a different
+    // number of words, so that the lanes read different banks.
     static __device__ __forceinline__ uint32_t place_of_rank(uint32_t column, uint32_t symbol, uint32_t num_bits)
     {
         return (column << num_bits) + low_bits(symbol + column / kPerLane * 4u, num_bits);
@@ -103,7 +105,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return keys_bytes(cb) + codes_bytes(cb) + ranks_bytes(cb);
     }
 
-    // Fills the block's tables. All threads of a block call this together. table: table_bytes bytes of shared memory.
+    // Fills the block's tables. All threads of a block must call this together. table: table_bytes(cb) bytes of shared
+    // memory.
     __device__ __forceinline__ PlanesEncoder(const ibp_codebook &cb, uint32_t *table)
         : Book(cb, 0), row_bytes(cb.row_bytes), live_bytes(columns * static_cast<uint32_t>(sizeof(T))),
           codes(table + keys_bytes(cb) / 4u), own_codes(0), keys(reinterpret_cast<const T *>(table)),
@@ -134,7 +137,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
                 enter(reinterpret_cast<T *>(table), all, symbol, code_of_rank(rank));
                 continue;
             }
-            // An entry with more bits than a symbol, which a wrong codebook may have, occurs in no row.
+            // A wrong codebook may have an entry with more bits than a symbol. No row has this symbol.
             if (static_cast<uint64_t>(symbol) >> symbol_bits != 0u) continue;
             const auto bits = static_cast<uint32_t>(symbol);
             if (has_ranks)
@@ -144,8 +147,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         __syncthreads();
     }
-    // Enters a symbol into the hash table. No other thread enters the same symbol. A slot is empty if it holds `free`,
-    // the code of symbols that escape all planes.
+    // Inserts a symbol into the hash table. No other thread may insert the same symbol. A slot is empty if its code is
+    // `free`, the code of symbols whose digits are escapes in all planes.
     __device__ __forceinline__ void enter(T *to, uint32_t *all, T symbol, uint32_t code) const
     {
         uint32_t slot = slot_of(symbol);
@@ -183,9 +186,9 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 
     // ---- the elements of a lane ----
 
-    // The elements that a lane takes in one step. word: the elements, without their invariant bits and rotated.
+    // The elements that a lane takes in one step. word: the elements, rotated and without their invariant bits.
     // present: a bit for each element, set if the element is coded. column: the live column of the first element.
-    // signs: the highest bit of each element as it is in the row.
+    // signs: the highest bits of the elements as they are in the row, one bit for each element.
     struct Lane {
         uint32_t word[4], present, column, signs;
         bool open;    // an element that is coded differs from the closed value
@@ -201,8 +204,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         if (sizeof(T) == 8) return static_cast<T>(word[2 * e % 4] | static_cast<uint64_t>(word[(2 * e + 1) % 4]) << 32);
         return static_cast<T>(word[e / kPerWord] >> (e % kPerWord * kBits % 32u));
     }
-    // Returns a mask of the bits that decide whether an element is listed. It is listed if one of these bits differs
-    // from the default's.
+    // Returns a mask of the bits that decide whether an element is listed. The element is listed if one of these bits
+    // differs from that of the default value.
     __device__ __forceinline__ T listing_bits() const
     {
         return static_cast<T>(Book::signed_default(planes) ? ~uint64_t{0} >> (65u - kBits) : ~uint64_t{0});
@@ -245,8 +248,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
             }
         }
     }
-    // Returns the element of a live column. The number in the codebook is not trusted: it is limited to the columns of
-    // the row.
+    // Returns the element of a live column. The codebook may name a column that the row does not have; then the row's
+    // last column is taken.
     __device__ __forceinline__ T live_element(const PlainRow &row, uint32_t column) const
     {
         return column_of(row, ibp_min_u32(__ldg(planes.live_columns + column), row_bytes / sizeof(T) - 1u));
@@ -302,8 +305,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         const uint32_t left = columns - ibp_min_u32(column, columns);
         return left >= kPerLane ? kAll : (1u << left) - 1u;
     }
-    // Returns whether all constant columns have their values. All elements that differ from the template are counted,
-    // and those in live columns are subtracted.
+    // Returns whether the elements of all constant columns equal the template's. The function counts all elements of
+    // the row that differ from the template, and subtracts those in live columns.
     __device__ __forceinline__ bool keeps_constants(const PlainRow &row) const
     {
         const PlainRow wanted{planes.row_template, row_bytes};
@@ -330,7 +333,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
                                                             : (uint64_t{1} << planes.residual_bits) - 1u);
     }
     // Finds the codes of a lane's elements. Elements that are not coded get 0. Returns the sum of the codes' escape
-    // bits: the number of escapes of each plane, one byte each.
+    // bits: the number of escapes in each plane, one byte for each.
     __device__ __forceinline__ uint32_t find_codes(const Lane &lane, uint32_t (&code)[kPerLane]) const
     {
         if (has_all) {
@@ -356,8 +359,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t e = 0; e < kPerLane; e++) escapes += code[e] & kEscapes;
         return escapes;
     }
-    // Finds the codes by comparing the elements with one entry after the other, until every element has found its
-    // entry.
+    // Finds the codes by comparing the elements with one entry after the other, until every element has its entry.
     __device__ __forceinline__ void compare_entries(const Lane &lane, uint32_t (&code)[kPerLane]) const
     {
         uint32_t open = lane.present;
@@ -378,7 +380,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 
     // ---- measuring ----
 
-    // Returns a word in which each element is 1 if that element of `word` is not 0, and otherwise 0.
+    // Returns a word in which each element is 1 if the same element of `word` is not 0, and otherwise 0.
     static __device__ __forceinline__ uint32_t ones_of(uint32_t word)
     {
         if (sizeof(T) == 4) return ibp_min_u32(word, 1u);
@@ -388,8 +390,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         constexpr uint32_t kBelow = ~(kLowest << (kBits - 1u));
         return (((word & kBelow) + kBelow) | word) >> (kBits - 1u) & kLowest;
     }
-    // Returns the lowest bits of the elements of N words, packed side by side. All other bits of the elements must be
-    // 0.
+    // Returns the lowest bits of all elements of N words, packed from bit 0. All other bits of the elements must be 0.
     template <uint32_t N> static __device__ __forceinline__ uint32_t bits_of(const uint32_t (&ones)[N])
     {
         static_assert(N * kPerWord <= 32u, "a word holds them");
@@ -410,7 +411,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         return bits;
     }
-    // Returns one bit for each element of N words, set if the element differs from a value in a bit of a mask. value
+    // Returns one bit for each element of N words, set if the element and `value` differ in any bit of `mask`. value
     // and mask repeat the same bits in every element of the word.
     template <uint32_t N>
     static __device__ __forceinline__ uint32_t different_from(uint32_t value, uint32_t mask, const uint32_t (&words)[N])
@@ -420,28 +421,28 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t i = 0; i < N; i++) ones[i] = ones_of((words[i] ^ value) & mask);
         return bits_of(ones);
     }
-    // Returns a word in which the symbol of element e begins at bit `bit`. The other bits of the word may be anything.
+    // Returns a word in which the symbol of element e begins at bit `bit`. The other bits of the word are unspecified.
     template <uint32_t WORDS>
     __device__ __forceinline__ uint32_t symbol_at(const uint32_t (&words)[WORDS], uint32_t e, uint32_t bit) const
     {
         const uint32_t word = words[e / kPerWord];
         return __funnelshift_r(word, word, e % kPerWord * kBits + planes.residual_bits - bit);
     }
-    // Returns the entry that a table has for the symbol of element e. skipped: the number of bits by which the element
-    // is still to be rotated; its symbol lies that many bits lower.
+    // Returns the word that a table has for the symbol of element e. skipped: number of bits by which the element still
+    // has to be rotated; the symbol lies this number of bits lower.
     template <uint32_t WORDS>
     __device__ __forceinline__ uint32_t entry_for(const uint32_t *table, const uint32_t (&words)[WORDS], uint32_t e,
                                                   uint32_t skipped = 0) const
     {
-        // Moved to bit 2, the symbol is an offset in bytes into the table. The cluster's first index fills the bits
-        // above it.
+        // At bit 2, the symbol is an offset in bytes into the table. The bits above it come from the index of the
+        // cluster's first code.
         const uint32_t byte =
             select_bits(low_bits(~0u, symbol_bits) << 2, symbol_at(words, e, 2u + skipped), 4u * own_codes);
         return *reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint8_t *>(table) + byte);
     }
-    // Adds the escapes of the first NUM elements of `words`, which hold elements as they are in the row. If elements
-    // are rotated and have a residual, the residual contains the sign; so the symbol is looked up where it lies,
-    // without a rotation.
+    // Adds the escape bits of the first NUM elements of `words` to `escapes`. The words hold elements as they are in
+    // the row. If elements are rotated, elements of one byte are rotated first. Larger ones are not: the residual
+    // contains the sign, so the symbol can be taken from where it lies before the rotation.
     template <uint32_t NUM, uint32_t WORDS>
     __device__ __forceinline__ void add_escapes(uint32_t (&words)[WORDS], uint32_t &escapes) const
     {
@@ -450,14 +451,14 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t e = 0; e < NUM; e++)
             escapes += entry_for(codes, words, e, sizeof(T) == 1 ? 0u : planes.rotate) & (MEASURES ? ~0u : kEscapes);
     }
-    // Returns a word whose elements are all the default value; if signed_default, their highest bits are 0. For dense
-    // rows, which have no default, it returns 0.
+    // Returns a word whose elements are all the default value; with signed_default, their highest bits are 0. Returns 0
+    // for dense rows, which have no default.
     __device__ __forceinline__ uint32_t normal_word() const
     {
         return LISTED ? static_cast<T>(static_cast<T>(planes.default_value) & listing_bits()) * kLowest : 0u;
     }
-    // Loads N vectors of a row. The first one begins at byte `first`, and each of the others `stride` bytes after the
-    // one before. is_whole: the result of row.is_whole. Words behind the end of the row become normal_word().
+    // Loads N vectors of a row, which begin at bytes `first`, `first` + stride and so on. is_whole: the result of
+    // row.is_whole. Bits past the end of the row are taken from normal_word().
     template <uint32_t N>
     __device__ __forceinline__ void load_vectors(const PlainRow &row, uint32_t first, uint32_t stride, bool is_whole,
                                                  uint32_t (&words)[N][4]) const
@@ -487,7 +488,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
 
-    // count: the number of the lane's listed elements. open: whether any listed element of the group differs from the
+    // count: number of the lane's listed elements. open: whether any listed element of the group differs from the
     // closed value.
     struct Listed {
         uint32_t count;
@@ -495,8 +496,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     };
     // Number of vectors that a lane loads in each step. Groups of eight lanes have short rows, which take few steps.
     static constexpr uint32_t kSteps = LANES < kWarp ? 2 : 4;
-    // Counts the listed elements and, in each step, calls add with the escapes of the lane's elements, including the
-    // elements behind the row. Used if counts_all.
+    // Counts the listed elements. In each step, calls add(escapes) with the number of escapes among the lane's elements
+    // in each plane, including elements past the end of the row. Used if counts_all.
     template <class Add> __device__ __forceinline__ Listed count_escapes(const PlainRow &row, const Add &add) const
     {
         const uint32_t normal = normal_word(), bits = listing_bits() * kLowest,
@@ -530,7 +531,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     }
 
     // The counts of a row. reaching[p]: number of elements with a digit in plane p; reaching[num_planes]: number of
-    // elements with a raw symbol. closed: all listed elements equal the closed value.
+    // elements with a raw symbol. closed: there are listed elements, and all of them equal the closed value.
     struct Census {
         uint32_t reaching[IBP_MAX_PLANES + 1];
         bool closed;
@@ -538,7 +539,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     };
     __device__ __forceinline__ Census take_census(const PlainRow &row) const
     {
-        // even: the numbers of escapes of planes 0 and 2, in 16 bits each. odd: those of planes 1 and 3.
+        // even: the numbers of escapes in planes 0 and 2, 16 bits each. odd: the numbers of escapes in planes 1 and 3.
         uint32_t even = 0, odd = 0, listed = 0;
         const bool constants = Book::num_constant(planes) == 0u || keeps_constants(row);
         bool open = false, differs = false;
@@ -588,8 +589,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return {{k, sums[2], sums[3], sums[4], sums[5]}, closed, constants && (closed || sums[0] % kOpen == 0u)};
     }
 
-    // Chooses the form of the positions as ibp_choose_position_form does. Each lane looks at a few forms; among the
-    // shortest forms, the first one is taken.
+    // Returns what ibp_choose_position_form returns: the shortest form of the positions, and the first one if several
+    // are equally short. Each lane computes the sizes of some forms.
     __device__ __forceinline__ ibp_position_form choose_form(uint32_t k) const
     {
         if (ibp_is_bitmap_shortest(k, columns)) return ibp_bitmap_form(k, columns);
@@ -622,15 +623,15 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     }
     __device__ __forceinline__ uint32_t header_bits() const { return LISTED ? 8u * ibp_header_bytes(columns) : 0u; }
 
-    // Returns how many bits the highest bits of the unlisted elements take, including padding, if k elements are
-    // listed.
+    // Returns the size in bits, including padding, of the part with the highest bits of the unlisted elements, if k
+    // elements are listed.
     __device__ __forceinline__ uint32_t sign_bits(uint32_t k) const
     {
         return LISTED && Book::signed_default(planes) ? to_byte(columns - k) : 0u;
     }
 
-    // Returns the largest size in bytes that a default row would have if coded. A listed default row has no listed
-    // elements, and perhaps a cluster's number. A dense one may have any size.
+    // Returns the largest size in bytes that a coded default row would have. In listed rows it has no listed elements,
+    // and may begin with the byte of its cluster. In dense rows it may have any size.
     __device__ __forceinline__ uint32_t default_bytes() const
     {
         return LISTED ? (header_bits() + sign_bits(0)) / 8u + 1u : ~0u;
@@ -648,8 +649,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 
     // ---- encoding ----
 
-    // Counts of the elements before a lane, or of the elements of all lanes: the number of values, and the number of
-    // escapes of each plane.
+    // Counts over the elements before a lane, or over the elements of all lanes. values: number of coded elements.
+    // escapes: number of escapes in each plane.
     struct Running {
         uint32_t values, escapes[IBP_MAX_PLANES];
     };
@@ -688,8 +689,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         low.finish();
     }
 
-    // Writes the highest bits of a lane's unlisted elements. listed_before: number of listed elements before the
-    // lane's.
+    // Writes the highest bits of a lane's unlisted elements. listed_before: number of listed elements in the row before
+    // the lane's elements.
     __device__ __forceinline__ void write_signs(const Lane &lane, uint32_t start, uint32_t listed_before,
                                                 const BitStage &stage) const
     {
@@ -722,7 +723,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         writer.finish();
     }
 
-    // Returns the digits that a lane's elements have in plane p, packed side by side, the first one lowest.
+    // Returns the digits that a lane's elements have in plane p, packed from bit 0 in the order of the elements.
     __device__ __forceinline__ Digits digits_of(const Lane &lane, const uint32_t (&code)[kPerLane], uint32_t p) const
     {
         const uint32_t num_bits = planes.digit_bits[p];
@@ -765,8 +766,9 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         writer.finish();
     }
 
-    // Encodes a row into a stage whose bits are zeros, beginning at bit start_bit, the first bit of a byte. Returns the
-    // byte at which the coded row ends, or kNoCodedForm; if this is more than most_bytes, the stage may hold anything.
+    // Encodes a row into a stage whose bits are zeros, beginning at bit start_bit, which must be the first bit of a
+    // byte. Returns the byte at which the coded row ends, or kNoCodedForm. If the result is more than most_bytes, the
+    // content of the stage is unspecified.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {

@@ -1,17 +1,18 @@
 // rows.cuh - the kernels that measure and encode rows, and their launches. The .cu of each encoder includes this file
 // once and instantiates the kernels with its encoder.
 //
-// In measure_rows a group of lanes measures each of its rows with the cluster that codes it in the fewest bytes, and
+// In measure_rows a group of lanes finds, for each of its rows, the size of the coded row with the best cluster, and
 // writes the row's entry of lengths.
 //
 // In encode_rows a group of lanes does the following for each of its rows:
 //
 // 1. It prefetches its next row into the L2 cache.
-// 2. It finds the row's place, if the rows were measured before (target_of), and clears its stage in shared memory.
-// 3. It encodes the row into the stage; a row without a coded form is copied there raw (code_row).
+// 2. If the rows have been measured, it finds the row's place in the table (target_of). It clears its stage in shared
+//    memory.
+// 3. It encodes the row into the stage, or copies the raw row there if coding saves no bytes (code_row).
 // 4. It adds zeros up to the end of the sector or slot.
-// 5. It copies the stage to the row's slot and overflow part: to the place found in step 2 (store), or to a part of
-//    overflow that the row has or takes now (settle).
+// 5. It copies the stage to the row's slot and overflow part. These are at the place that was found in step 2 (store).
+//    If rows have not been measured, the overflow part is one that the row already has, or a new one (settle).
 #ifndef IBP_ENCODE_ROWS_CUH
 #define IBP_ENCODE_ROWS_CUH
 
@@ -26,8 +27,8 @@
 
 namespace ibp {
 
-// Returns whether a row may be a default row: its coded form has no more bytes than that of a default row, or the row
-// is short. bytes: size of the row's coded form.
+// Returns false only if a row cannot be a default row: it has row_bytes bytes, and its coded form is larger than that
+// of a default row. bytes: size of the row's coded form.
 template <class Encoder>
 __device__ __forceinline__ bool may_be_default(const ibp_codebook &cb, const Encoder &encoder, uint32_t bytes,
                                                uint32_t valid)
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(Encoder::Group::kThreads, Encoder::kBlocks)
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     for (int64_t r = blockIdx.x * int64_t{kGroups} + G::in_block(); r < num_rows; r += int64_t{gridDim.x} * kGroups) {
         const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
-        // The test for a default row comes last, when the row's bytes are in a cache; few rows get there.
+        // The test for a default row comes last, when the row's bytes are in a cache. Few rows need this test.
         const uint32_t bytes = choose_cluster(cb, encoder, row).bytes;
         uint32_t length = ibp_length_of_coded(bytes, cb.row_bytes, row.valid);
         if (may_be_default(cb, encoder, bytes, row.valid) && is_default<G>(cb, row, row.valid))
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(Encoder::Group::kThreads, Encoder::kBlocks)
     }
 }
 
-// The parameters of encode_rows: what the kernel needs of an Encode.
+// The parameters of the kernel encode_rows, which come from an Encode.
 struct RowsJob {
     ibp_place place;
     RowSource source;
@@ -76,9 +77,10 @@ __device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_byte
     }
 }
 
-// Puts a row of `valid` bytes into a stage in the form in which it is stored. expected: the row's entry of lengths if
-// it has been measured, else kAnyLength. Returns the entry of lengths for the stored form. The test for a default row
-// comes last, when the row's bytes are in a cache; few rows get there.
+// Writes the bytes that will be stored of a row of `valid` bytes to a stage. expected: the row's entry of lengths if
+// the row has been measured, else kAnyLength. Returns the row's entry of lengths; it may differ from the expected one
+// if the row has changed. The test for a default row comes last, when the row's bytes are in a cache. Few rows need
+// this test.
 template <class Encoder>
 __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
                                              uint32_t valid, uint32_t expected, const BitStage &stage)
@@ -103,16 +105,17 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
     return length;
 }
 
-// Counts over a group's rows. spilled: number of rows with an overflow part. lost: number of rows for whose part there
-// was no room. seen: the value of the overflow counter that the group's first lane saw last.
+// Counts over a group's rows. spilled: number of rows that were stored with an overflow part. lost: number of rows for
+// whose overflow part there was no room. seen: the last value of the overflow counter that the group's first lane has
+// read.
 struct Tally {
     uint32_t spilled, lost;
     uint64_t seen;
 };
 
-// Stores a coded row in its slot and in a part of overflow, and writes the row's entries of the index. If the row's own
-// part is too small, it takes another one. If rows have ids, other groups may have the same row, so the row is claimed
-// first. All lanes of a group call this together.
+// Stores a staged row in its slot and in a part of overflow, and writes the row's entries of the index. If the row's
+// own part is too small, the row gets another one. If rows have ids, other groups may store the same row, so the row is
+// claimed first. All lanes of a group must call this together.
 template <class G>
 __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t row, uint32_t length, uint32_t valid,
                                        const BitStage &stage, Tally &tally)
@@ -139,7 +142,7 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
         if (G::lane() == 0u && job.fault != nullptr) record_fault(job.fault, IBP_INVALID_ARGUMENT, i, row);
         return;
     }
-    // If there is no room for its overflow part, the slot and the length of a new row are written nevertheless.
+    // If a row is new, its slot and its length are written even if there is no room for its overflow part.
     const bool has_part = part.base != IBP_NO_BASE, lost = spills && !has_part, is_kept = !lost || is_new;
     if (is_kept) {
         const uint64_t slot = static_cast<uint64_t>(row) * table.slot_bytes;
@@ -159,8 +162,8 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
     tally.spilled += spills && !lost, tally.lost += lost;
 }
 
-// Stores a row where the table's index says, if the row has the length that the index says; otherwise records a fault.
-// All lanes of a group call this together.
+// Stores a row at the place that the table's index gives, if the row has the length that the index gives; otherwise
+// records a fault. All lanes of a group must call this together.
 template <class G>
 __device__ __forceinline__ void store(const RowsJob &job, int64_t row, const RowTarget &target, uint32_t length,
                                       const BitStage &stage)
@@ -174,15 +177,16 @@ __device__ __forceinline__ void store(const RowsJob &job, int64_t row, const Row
     }
 }
 
-// Returns the number of the table's row that row i of the source becomes. The number may be out of range. All lanes of
-// a group get the same number, even if ids change while they are read.
+// Returns the number of the table's row at which row i of the source is stored. The number may be out of range. All
+// lanes of a group get the same number, even if ids change while they are read.
 template <class G> __device__ __forceinline__ int64_t row_of(const RowsJob &job, int64_t i)
 {
     if (job.row_ids == nullptr) return job.first_row + i;
     return static_cast<int64_t>(G::broadcast(static_cast<uint64_t>(IBP_LOAD_ONCE(job.row_ids[i]))));
 }
 
-// Encodes the rows of a source. IS_MEASURED: the table's index says how long rows are and where they go.
+// Encodes the rows of a source. IS_MEASURED: rows have been measured, and the table's index says how long they are and
+// where they go.
 template <class Encoder, bool IS_MEASURED>
 __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_rows(const __grid_constant__ RowsJob job)
 {
@@ -197,7 +201,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
-    // The least number of bytes that are written for a row, including zeros behind it.
+    // The least number of bytes that are written for a row, including zeros after it.
     const uint32_t least_bytes = job.place.is_new != 0u ? table.slot_bytes : 0u;
     uint32_t dirty = stage_bytes; // number of the stage's first bytes that may hold bits of the last row
     Tally tally{0, 0, kNotSeen};
@@ -213,8 +217,8 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
         if (r >= 0 && r < num_rows) {
             RowTarget target{};
             if (IS_MEASURED) target = target_of<G>(table, r);
-            // If rows were measured, the row's whole slot and room are copied from the stage, including zeros behind
-            // the row, and nothing more.
+            // If rows have been measured, the row's whole slot and room are copied from the stage, including the zeros
+            // after the row. Only these bytes of the stage need be cleared.
             if (!Encoder::kFillsStage || IS_MEASURED) {
                 if (IS_MEASURED) dirty = ibp_min_u32(target.slot_room + target.room, stage_bytes);
                 clear<G>(stage, (dirty + kVector - 1u) / kVector * kVector);
@@ -267,8 +271,8 @@ template <class Encoder> uint32_t group_bytes_of(const ibp_codebook &cb)
     return bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb);
 }
 
-// Reduces the number of groups of a block until num_blocks blocks fit the shared memory of an SM, but not below one
-// warp's groups. The groups of a block fill whole warps.
+// Reduces the number of groups in a block until num_blocks blocks fit the shared memory of an SM, but not below the
+// number of groups in one warp. The groups of a block always fill whole warps.
 inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_t lanes, uint32_t num_blocks,
                              uint32_t *groups)
 {
@@ -282,8 +286,8 @@ inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_
     return status;
 }
 
-// Blocks are larger if their tables have at least this many bytes, because every block has a table of its own, however
-// many threads it has.
+// If a block's table has at least this size in bytes, blocks have more threads, because every block has a table of its
+// own, whatever its number of threads.
 constexpr uint32_t kLargeTable = 16u << 10;
 
 template <class Encoder> ibp_status launch_rows(const Encode &encode)
@@ -307,7 +311,7 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
     return launch_kernel(kernel, launch, encode.stream, job);
 }
 
-// Launches the kernel with as many lanes for each row as a row of this length keeps busy.
+// Launches the kernel with a number of lanes for each row that suits the length of rows.
 template <template <uint32_t> class Encoder, class Call> ibp_status launch_by_lanes(const Call &call)
 {
     const uint32_t row_bytes = codebook_of(call).row_bytes;

@@ -1,5 +1,5 @@
-// source.cuh - the rows before coding, as a kernel receives them (ibp_row_source of ibp_place.h). Divisions in their
-// addresses are done by precomputed multipliers (Divider).
+// source.cuh - an ibp_row_source (ibp_place.h), in the form in which a kernel receives it: divisions in the addresses
+// of rows use precomputed multipliers (Divider).
 #ifndef IBP_ENCODE_SOURCE_CUH
 #define IBP_ENCODE_SOURCE_CUH
 
@@ -7,7 +7,7 @@
 
 namespace ibp {
 
-// A divisor from 1 to 2^31 - 1, by which numbers below 2^31 are divided with a multiplication and a shift.
+// A divisor from 1 to 2^31 - 1. Dividing a number below 2^31 by it takes a multiplication and a shift.
 struct Divider {
     uint32_t divisor, magic, shift;
 
@@ -19,7 +19,7 @@ struct Divider {
         return {static_cast<uint32_t>(divisor), static_cast<uint32_t>((one - 1u) / static_cast<uint64_t>(divisor) + 1u),
                 31u + bits};
     }
-    // Returns the quotient, and leaves the remainder in n.
+    // Divides n. Returns the quotient, and leaves the remainder in n.
     __device__ __forceinline__ uint32_t split(uint32_t &n) const
     {
         const auto quotient = static_cast<uint32_t>(uint64_t{n} * magic >> shift);

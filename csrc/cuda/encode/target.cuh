@@ -1,5 +1,5 @@
-// target.cuh - finds where a coded row goes: to the place that the table's index says, or to a part of overflow that
-// the row takes.
+// target.cuh - finds the place where a coded row is stored: the place that the table's index gives, or a part of
+// overflow that the row claims.
 #ifndef IBP_ENCODE_TARGET_CUH
 #define IBP_ENCODE_TARGET_CUH
 
@@ -7,7 +7,7 @@
 
 namespace ibp {
 
-// Returns how many bytes of a room of `room` bytes that begins at byte `start` of an array lie in the array.
+// Returns `room`, or the number of bytes between byte `start` and the end of an array if this is less.
 __device__ __forceinline__ uint32_t room_in(uint32_t room, int64_t array_bytes, uint64_t start)
 {
     return static_cast<uint32_t>(min(uint64_t{room}, static_cast<uint64_t>(array_bytes) - start));
@@ -16,7 +16,7 @@ __device__ __forceinline__ uint32_t room_in(uint32_t room, int64_t array_bytes, 
 // ---- rows whose places are known ----
 
 // The place of a row, which is known before the row is coded. slot_room, room: sizes in bytes of the slot and of the
-// overflow part, padding included; 0 if the row has no bytes there. length: the row's entry of lengths. in_bounds: the
+// overflow part, including padding; 0 if nothing is written there. length: the row's entry of lengths. in_bounds: the
 // place lies inside the table's arrays.
 struct RowTarget {
     uint64_t slot_start, overflow_start;
@@ -24,8 +24,8 @@ struct RowTarget {
     bool in_bounds;
 };
 
-// Returns where a row goes according to the table's index. Whole slots are written, even those of default rows, so that
-// equal tables have equal bytes.
+// Returns the place of a row according to the table's index. Whole slots are written, even those of default rows, so
+// that equal tables have equal bytes.
 template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_table &table, int64_t row)
 {
     const auto length_of = [&](int64_t r) { return table.lengths ? uint32_t{IBP_LOAD_ONCE(table.lengths[r])} : 0u; };
@@ -35,7 +35,7 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
     ibp_row_place place = ibp_split_row(&table, row, target.length);
     uint64_t base = 0;
     uint32_t rooms = 0;
-    if (ibp_needs_base(&table, &place)) { // the lanes add up the rooms of the rows before
+    if (ibp_needs_base(&table, &place)) { // the lanes add up the rooms of the rows before this one
         for (int64_t r = ibp_first_of_base(&table, row) + G::lane() % G::kWidth; r < row; r += G::kWidth)
             rooms += ibp_room_of(length_of(r), row_bytes, row_bytes, table.slot_bytes);
         base = IBP_LOAD_ONCE(table.bases[ibp_base_of_row(&table, row)]);
@@ -52,13 +52,13 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
     return target;
 }
 
-// ---- rows that take their parts ----
+// ---- rows that claim their parts ----
 
 constexpr uint64_t kClaimed = IBP_NO_BASE - 1u; // the base of a row that another group is coding
 constexpr uint64_t kNotSeen = UINT64_MAX;
 
-// The part of overflow that a row owns. base: the byte of overflow at which the part begins; IBP_NO_BASE: there is no
-// part. sectors: its size in units of IBP_OVERFLOW_ALIGN bytes.
+// The part of overflow that a row owns. base: the byte of overflow at which the part begins; IBP_NO_BASE if there is no
+// part. sectors: the part's size in units of IBP_OVERFLOW_ALIGN bytes.
 struct Part {
     uint64_t base;
     uint32_t sectors;
@@ -77,8 +77,8 @@ __device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uin
     return {base, sectors};
 }
 
-// Claims a row that other groups may want to store as well, and returns its part as part_of does. The other groups get
-// kClaimed as its base, until the row's base is written.
+// Claims a row that other groups may store, too, and returns its part as part_of does. Until the row's base is written,
+// other groups that claim the row get a part with the base kClaimed.
 __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, uint32_t valid)
 {
     const uint64_t base = atomicExch(reinterpret_cast<unsigned long long *>(place.bases + row), kClaimed);
@@ -86,11 +86,11 @@ __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, 
     return base == kClaimed ? Part{kClaimed, 0} : part_of(place, row, base, valid);
 }
 
-// Takes a part that no other row has. Returns no part if there is no room. seen: the value of the counter place.used
-// that this lane saw last; kNotSeen at first.
-// If the part does not fit behind `seen`, the counter is read before anything is added to it. So the counter stays near
-// the size of overflow, however many rows are refused. Otherwise it is not read first, because a second access to a
-// counter that all rows use would delay the row.
+// Allocates a part that no other row has. If there is no room, returns a part with the base IBP_NO_BASE. seen: the last
+// value of the counter place.used that this lane has read; kNotSeen at first.
+// If the part would not fit at byte `seen`, the counter is read again before the size is added to it. So the counter
+// stays near the size of overflow, however many rows find no room. Otherwise it is not read first, because a second
+// access to a counter that all groups use would delay the row.
 __device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t sectors, uint64_t &seen)
 {
     const auto there_are = static_cast<uint64_t>(place.table.overflow_bytes);
@@ -104,9 +104,9 @@ __device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t secto
     return fits(start) ? Part{start, sectors} : Part{IBP_NO_BASE, 0};
 }
 
-// Takes a part for a row whose own part is too small. If the row had a part, and `rooms` remembers its size, the new
-// part has room for the raw row, provided that overflow has that much room. Otherwise the new part has room for the
-// coded row. own: the part that the row had. in_overflow: size in bytes of the coded row's overflow part.
+// Allocates a part for a row whose own part is too small. If the row had a part, and the place has an array `rooms` of
+// sizes, the new part has room for the raw row, provided that overflow has enough room. Otherwise the new part has room
+// for the coded row. own: the part that the row had. in_overflow: size in bytes of the coded row's overflow part.
 __device__ __forceinline__ Part take_part_for(const ibp_place &place, Part own, uint32_t in_overflow, uint32_t valid,
                                               uint64_t &seen)
 {

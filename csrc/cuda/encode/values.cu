@@ -1,4 +1,5 @@
-// values.cu - encodes the dense rows of scheme planes that values.cuh describes. encode_dense.cu measures them.
+// values.cu - encodes the dense rows of scheme planes for which encode.cu chooses values.cuh. encode_dense.cu measures
+// these rows.
 #include "rows.cuh"
 #include "values.cuh"
 
@@ -8,12 +9,12 @@ template <typename T, bool COLUMNS> struct ValuesEncoders {
     template <uint32_t LANES> using Of = DenseValuesEncoder<T, LANES, COLUMNS>;
 };
 
-// kLongestOfFew: size in bytes of the longest row that kFewLanes lanes encode. With few lanes for each row, a warp
-// encodes more rows in each step, and the step costs no more.
+// kLongestOfFew: size in bytes of the longest row that kFewLanes lanes encode. If each row has fewer lanes, a warp
+// encodes more rows in each step, and the step takes no more time.
 constexpr uint32_t kFewLanes = 4, kLongestOfFew = 256;
 
-// Encodes rows if shared memory has room. On some GPUs the list of a long row does not fit beside its stage; then
-// encode_dense.cu encodes the rows.
+// Encodes rows with this encoder if a group's stage and scratch fit shared memory. On some GPUs the stage and the list
+// of a long row do not fit; then encode_dense.cu encodes the rows.
 template <class Encoder> static ibp_status encode_if_fits(const Encode &encode)
 {
     const ibp_codebook &cb = codebook_of(encode);

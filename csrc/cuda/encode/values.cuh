@@ -4,13 +4,13 @@
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //
-// 1. In each step, a lane loads one or two octets (eight elements each) and writes their residuals.
-// 2. It looks up the *path* of each symbol, which says all that planes 0 and 1 need: the symbol's digits there, whether
-//    it reaches plane 1, and whether it goes on to the *list* of symbols that have no entry in planes 0 and 1. One
-//    funnel shift pushes a digit into a lane's words. The digits of plane 0 are the lowest bits of the paths, and the
-//    first element's digit is pushed first. The digits of plane 1 are the highest bits, and the last element's digit is
-//    pushed first.
-// 3. One prefix sum says both where the lane's digits of plane 1 go and where its entries of the list go.
+// 1. In each step, a lane loads one or two octets, which are eight elements each, and writes their residuals.
+// 2. It looks up the *path* of each symbol, a word that says all that planes 0 and 1 need: the symbol's digits in these
+//    planes, whether it reaches plane 1, and whether it goes on to the *list* of symbols that have no entry in planes 0
+//    and 1. A lane collects the digits of a plane in a register; one funnel shift pushes a digit into it. The digits of
+//    plane 0 are in the lowest bits of the paths, and the first element's digit is pushed first. The digits of plane 1
+//    are in the highest bits, and the last element's digit is pushed first.
+// 3. One prefix sum says where the lane's digits of plane 1 go, and where its entries of the list go.
 // 4. Planes 2 and 3 and the raw symbols are encoded from the list (put_list).
 #ifndef IBP_ENCODE_VALUES_CUH
 #define IBP_ENCODE_VALUES_CUH
@@ -19,8 +19,8 @@
 
 namespace ibp {
 
-// An encoder of values as described above. COLUMNS: every column has entries of its own, and a symbol's rank gives its
-// path.
+// An encoder of values as described above. COLUMNS: every column has entries of its own, and paths are looked up by the
+// ranks of symbols.
 template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS, bool COLUMNS = false>
 struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     static_assert(sizeof(T) <= 4 && (!COLUMNS || (sizeof(T) >= 2 && !LISTED)), "elements that a word holds");
@@ -32,7 +32,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         Base::symbol_bits;
     static constexpr uint32_t kBlocks = 2;
     // kOctets: number of octets that a lane takes in each step: two, or one if rows are listed or elements have four
-    // bytes. Their words are in registers.
+    // bytes. A lane keeps the words of its octets in registers.
     static constexpr uint32_t kOctet = 8, kOctets = LISTED || sizeof(T) == 4 ? 1 : 2, kOfLane = kOctet * kOctets;
     static constexpr uint32_t kWords = kOctet * sizeof(T) / 4u;           // number of words of an octet
     using Symbol = std::conditional_t<sizeof(T) == 1, uint8_t, uint16_t>; // an entry of the list
@@ -44,17 +44,18 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     //     bit  21         kGoesOn: the symbol goes on to the list
     //     highest bits    the digit of plane 1
     //
-    // An entry of the list is the digit of plane 0 with the symbol above it. If elements are bytes, an entry is the
-    // symbol alone, because it has no room for the digit. The digit then lies above the symbol in the path, and is
-    // shifted down. If every column has entries of its own, the digit lies below a rank. Once the digit has been used,
-    // the symbol, of up to a byte, replaces it: an entry of the list is a symbol with its rank above it.
+    // An entry of the list is the digit of plane 0 in the lowest four bits, with the symbol above it. If elements are
+    // bytes, an entry has only one byte, which is the symbol. The digit then lies above the symbol in the path, and is
+    // shifted down when it is used. If every column has entries of its own, the digit lies below the symbol's rank.
+    // Once the digit has been used, the symbol, of up to eight bits, replaces it: an entry of the list is then the
+    // symbol, with its rank above it.
     static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21,
                               kKeyAt = COLUMNS          ? 8
                                        : sizeof(T) == 1 ? 0
                                                         : 4,
                               kDigitAt = sizeof(T) == 1 ? 8 : 0;
     static_assert(kMostCodeBits + 4u <= 16u && kMostRankEntries <= 255u, "an entry has two bytes");
-    const uint32_t *paths; // the paths of all symbols, or of all ranks; behind the tables of Base
+    const uint32_t *paths; // the paths of all symbols, or of all ranks; they follow the tables of Base
 
     // ---- the codebook ----
 
@@ -84,8 +85,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- the elements of a lane ----
 
-    // Returns the path of element e of an octet. column: the element's column. An element behind the last column may
-    // get any path.
+    // Returns the path of element e of an octet. column: the element's column. If it lies past the last column, the
+    // result is unspecified.
     __device__ __forceinline__ uint32_t path_in(uint32_t column, const uint32_t (&words)[kWords], uint32_t e) const
     {
         const uint32_t place =
@@ -93,15 +94,15 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         return paths[ranks[place]];
     }
 
-    // first, second: the digits of an octet in planes 0 and 1, packed side by side, the first one lowest. counts: the
-    // sum of the third bytes of its paths, which counts the elements that reach plane 1 in bits 0 to 4, and the
-    // elements that go on to the list in the bits above.
+    // first, second: the digits of an octet in planes 0 and 1, packed from bit 0 in the order of the elements. counts:
+    // the sum of the third bytes of the octet's paths. Bits 0 to 4 are the number of elements that reach plane 1, and
+    // the bits above are the number of elements that go on to the list.
     struct Octet {
         uint32_t first, second, counts;
     };
-    // Looks up the paths of an octet of num elements and collects its digits. first: the number of its first element,
-    // which is its column if COLUMNS. path: receives the elements' paths, whose lowest 16 bits are entries of the list,
-    // and zeros behind them.
+    // Looks up the paths of an octet's first num elements, and collects their digits. first: the index of the first
+    // element, which is its column if COLUMNS. path: receives the paths of these elements, whose lowest 16 bits are
+    // entries of the list, and zeros for the others.
     __device__ __forceinline__ Octet push(const uint32_t (&words)[kWords], uint32_t first, uint32_t num,
                                           uint32_t (&path)[kOctet]) const
     {
@@ -139,8 +140,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- residuals ----
 
-    // Writes the residuals of a lane's first `held` elements into a stage, beginning at bit `position`, the first bit
-    // of a byte. The bits behind them stay zeros. The stage must have room for them.
+    // Writes the residuals of a lane's first `held` elements to a stage, beginning at bit `position`, which must be the
+    // first bit of a byte. The bits after these residuals stay zeros. The stage must have room for the residuals.
     __device__ __forceinline__ void put_residuals(const BitStage &stage, uint32_t position,
                                                   const uint32_t (&words)[kOctets][kWords], uint32_t held) const
     {
@@ -163,7 +164,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                            held - ibp_min_u32(held, o * kOctet), r);
         }
     }
-    // Writes the residuals if they are the lower halves of the elements.
+    // Writes the residuals if each of them is the lower half of its element.
     static __device__ __forceinline__ void put_halves(const BitStage &stage, uint32_t position,
                                                       const uint32_t (&words)[kOctets][kWords], uint32_t held)
     {
@@ -178,7 +179,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             run[i] = permute_bytes(low, high, 0x6420);
         }
         uint32_t *const to = stage.words + position / 32u;
-        if (held < kOfLane) { // clears the bits behind these elements
+        if (held < kOfLane) { // clears the bits after the residuals
             const uint32_t num_bits = held * kBits / 2u;
 #pragma unroll
             for (uint32_t i = 0; i < kRun; i++) run[i] = low_bits(run[i], num_bits - ibp_min_u32(num_bits, 32u * i));
@@ -207,8 +208,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         stage.or_words<kLikely>(position, low);
         if (sizeof(T) == 2 && r > 8u) stage.or_bits(position + 64u, bits.high);
     }
-    // Writes the low R bits of each of eight words, side by side. They take six words; the last word may be filled only
-    // in part.
+    // Writes the low R bits of each of eight words, packed. They take six words, of which the last one may be filled
+    // only in part.
     template <uint32_t R>
     static __device__ __forceinline__ void put_fields(const BitStage &stage, uint32_t position,
                                                       const uint32_t (&words)[kWords])
@@ -222,7 +223,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         }
         put_run<6, R * kOctet / 32u>(stage, position, run);
     }
-    // Writes N words into a stage, beginning at any bit. The first WHOLE words are full. Words in the middle are stored
+    // Writes N words to a stage, beginning at any bit. The first WHOLE words are full. Words in the middle are stored
     // instead of ORed, because no other lane has bits in them.
     template <uint32_t N, uint32_t WHOLE = N>
     static __device__ __forceinline__ void put_run(const BitStage &stage, uint32_t position, const uint32_t (&run)[N])
@@ -246,12 +247,12 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         }
         atomicOr(to + N, run[N - 1u] >> (32u - shift));
     }
-    // Returns the low r bits of an octet's elements, packed side by side. If a word holds two fields, one
-    // multiplication subtracts the upper field from where it is and adds it where it belongs.
+    // Returns the low r bits of an octet's elements, packed. To move the upper of two fields of a word, one
+    // multiplication subtracts it from its old position and adds it at the new one.
     static __device__ __forceinline__ Packed pack_fields(const uint32_t (&words)[kWords], uint32_t r)
     {
         const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest;
-        const uint32_t of_word = r * (4u / sizeof(T)); // bits of a word's fields
+        const uint32_t of_word = r * (4u / sizeof(T)); // number of bits of a word's fields
         uint32_t packed[kWords];
 #pragma unroll
         for (uint32_t w = 0; w < kWords; w++) {
@@ -269,7 +270,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                        second = packed[2 % kWords] | uint64_t{packed[3 % kWords]} << of_word;
         return {first | (r < 16u ? second << 4u * r : 0u), second >> (64u - 4u * r)};
     }
-    // Writes the low r bits, at most 32, of each of the first num words, side by side.
+    // Writes the low r bits of each of the first num words, packed. r is at most 32.
     static __device__ __forceinline__ void put_pairs(const BitStage &stage, uint32_t position,
                                                      const uint32_t (&words)[kWords], uint32_t num, uint32_t r)
     {
@@ -285,10 +286,11 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- planes ----
 
-    // Encodes the values of n elements into a stage, beginning at bit `start`, the first bit of a byte. load(first,
-    // words): loads a lane's elements, already rotated; words behind the last element may hold anything. list: room for
-    // n symbols; with LISTED, it may be the memory that load reads. Returns the bit at which the values end. If they
-    // would go past bit most_bits, it stops, and returns any bit behind most_bits.
+    // Encodes the values of n elements into a stage, beginning at bit `start`, which must be the first bit of a byte.
+    // load(first, words): loads a lane's elements and rotates them; words past the last element may hold anything.
+    // list: room for n symbols; with LISTED, it may be the memory that load() reads. Returns the bit at which the
+    // values end. If the values would go past bit most_bits, the function stops, and returns some number above
+    // most_bits.
     template <class Load>
     __device__ __forceinline__ uint32_t put_values(const BitStage &stage, uint32_t n, uint32_t start,
                                                    uint32_t most_bits, Symbol *list, const Load &load) const
@@ -323,8 +325,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         G::sync(); // before the list is read
         return put_list(stage, listed, plane1 + to_byte(reached * next_width), most_bits, list);
     }
-    // Writes the digits of a lane's one or two octets. first, last: the digits of the first and of the last octet. The
-    // last octet's digits begin num_bits bits behind the first's.
+    // Writes the digits of a lane's one or two octets. first, last: the digits of the first and of the last octet.
+    // num_bits: number of bits of the first octet's digits if there are two octets.
     static __device__ __forceinline__ void put_digits(const BitStage &stage, uint32_t position, uint32_t first,
                                                       uint32_t last, uint32_t num_bits)
     {
@@ -345,16 +347,17 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             }
     }
 
-    // Encodes the n symbols of a list, of which a lane takes four in each step: first their digits of planes 2 and 3,
-    // beginning at bit `at`, then the remaining symbols as they are. Returns a bit as put_values does.
+    // Encodes the n symbols of a list: first their digits of planes 2 and 3, beginning at bit `at`, then the raw
+    // symbols of those that have no entry there, either. A lane takes four symbols in each step. Returns what
+    // put_values returns.
     __device__ __forceinline__ uint32_t put_list(const BitStage &stage, uint32_t n, uint32_t at, uint32_t most_bits,
                                                  Symbol *list) const
     {
         constexpr uint32_t kFour = 4;
         const uint32_t width = this->width_of(2), next_width = this->width_of(3), plane3 = at + to_byte(n * width);
         if (plane3 > most_bits) return plane3;
-        // Bits 0 and 8 of a code's upper half are the escapes of planes 2 and 3. is_raw: the one of the two bits that
-        // marks a raw symbol, which is the escape of the last plane.
+        // Bits 0 and 8 of a code's upper half say whether its digits of planes 2 and 3 are escapes. is_raw: the bit of
+        // the last plane, which says whether the symbol is raw.
         const bool has_fourth = planes.num_planes > 3u;
         const uint32_t is_raw = has_fourth ? 1u << 8 : 1u;
         uint32_t reached = 0, left = planes.num_planes > 2u ? 0u : n;
@@ -398,7 +401,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     }
 };
 
-// An encoder of dense rows without constant columns and invariant bits.
+// An encoder of dense rows that have neither constant columns nor invariant bits.
 template <typename T, uint32_t LANES, bool COLUMNS>
 struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS> {
     using Base = ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS>;

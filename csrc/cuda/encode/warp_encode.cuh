@@ -1,5 +1,5 @@
-// warp_encode.cuh - encodes one row of scheme ibp by one warp, for use in other kernels: the function that
-// ibp_device.cuh offers, and its contract.
+// warp_encode.cuh - the function by which a warp of any kernel encodes a row of scheme ibp, and its contract.
+// ibp_device.cuh offers it.
 #ifndef IBP_WARP_ENCODE_CUH
 #define IBP_WARP_ENCODE_CUH
 
@@ -14,15 +14,15 @@ __host__ __device__ __forceinline__ uint32_t warp_encode_scratch_bytes(const ibp
     return bit_stage_bytes(cb.row_bytes);
 }
 
-// Encodes a row with a codebook of scheme ibp, to the same bytes as ibp_encode_row. All 32 lanes of a warp call this
-// together, with the same arguments.
+// Encodes a row with a codebook of scheme ibp. The coded row has the same bytes as that of ibp_encode_row. All 32 lanes
+// of a warp must call this together, with the same arguments.
 //
 // cb, scratch: as in warp_decode_coded, with warp_encode_scratch_bytes(cb) bytes.
 // row: cb.row_bytes bytes at any address that the device can read. No other thread may change them meanwhile.
-// coded: room for cb.row_bytes - 1 bytes at any address that the device can write; it does not overlap the row.
-// @return in all lanes: the size of the coded row in bytes, which is less than cb.row_bytes. It is 0, and coded is
-// unchanged, if coding saves no byte, so that the row is best kept as it is, or if the codebook has another scheme. All
-// lanes of the warp see what has been stored. Nothing except coded and the scratch is written.
+// coded: room for cb.row_bytes - 1 bytes at any address that the device can write. It must not overlap the row.
+// @return in all lanes: the size of the coded row in bytes, which is less than cb.row_bytes. If coding saves no byte,
+// or if the codebook has another scheme, it is 0, and coded is unchanged. All lanes of the warp see what has been
+// stored. Nothing except coded and the scratch is written.
 __device__ __forceinline__ uint32_t warp_encode_row(const ibp_codebook &cb, const uint8_t *row, uint8_t *coded,
                                                     uint32_t scratch)
 {

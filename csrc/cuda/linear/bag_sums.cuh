@@ -1,4 +1,4 @@
-// bag_sums.cuh - adds rows in shared memory to the sums of bags, and finds where bags begin and end.
+// bag_sums.cuh - finds where bags begin and end, and adds rows in shared memory to the sums of bags.
 #ifndef IBP_BAG_SUMS_CUH
 #define IBP_BAG_SUMS_CUH
 
@@ -10,11 +10,12 @@ namespace ibp {
 
 constexpr uint32_t kTeamWarps = 4, kTeamThreads = kTeamWarps * kWarp;
 
-// ---- which bags, and which rows ----
+// ---- the bags and rows of a team ----
 
 constexpr uint32_t kNoOffset = ~0u; // marks an offset that is not the position of an id
 
-// Returns the position of a bag's first id, or num_ids for a bag after the last one.
+// Returns the position of a bag's first id, num_ids for a bag after the last one, or kNoOffset if the bag's offset is
+// invalid.
 __device__ __forceinline__ uint32_t begin_of(const ibp_bags &bags, uint32_t bag, uint32_t num_ids)
 {
     if (bag == 0u) return 0;
@@ -45,14 +46,14 @@ __device__ __forceinline__ uint32_t first_bag_at(const ibp_bags &bags, uint32_t 
     return low;
 }
 
-// The bags of a team, and the rows of these bags.
+// The bags first_bag to last_bag - 1 of a team, and the rows first to last - 1 of these bags.
 struct Share {
     uint32_t first_bag, last_bag, first, last; // last_bag and last are exclusive
 };
 
-// Returns the share of a team. The number of bags plus ids is about the same in all shares, so that many bags without
-// ids are divided, too. If another process changes the offsets meanwhile, warps compute different shares; a team uses
-// that of one warp.
+// Returns the share of a team. All shares have about the same number of bags plus ids, so that many bags without ids
+// are divided, too. If another process changes the offsets meanwhile, warps compute different shares; therefore all
+// warps of a team use the share that one of them has computed.
 static __device__ __noinline__ Share share_of(const ibp_bags &bags, uint32_t num_ids, uint32_t team, uint32_t num_teams)
 {
     const uint64_t total = uint64_t{num_ids} + static_cast<uint64_t>(bags.num_bags);
@@ -75,10 +76,11 @@ struct Note {
 };
 constexpr Note kNoNote{1.0f, 0};
 
-constexpr uint32_t kTogether = 4; // number of rows that a thread adds together
+constexpr uint32_t kTogether = 4; // number of rows whose loads a thread can issue together
 
-// The rows of a round in shared memory. Row j of the first turn begins at byte first + j * pitch. The rows of a second
-// turn are numbered from TURN and begin `next` bytes after those of the first turn. The notes begin at byte `notes`.
+// The rows of a round in shared memory. A round has one or two turns, of TURN rows each. Row j of the first turn begins
+// at byte first + j * pitch. Row TURN + j, of the second turn, begins `next` bytes after row j. The notes begin at byte
+// `notes`.
 template <uint32_t TURN, uint32_t TURNS> struct Rows {
     uint32_t first, pitch, next, notes;
     static constexpr bool kIsEven = TURNS == 1u; // all rows are pitch bytes apart
@@ -97,12 +99,12 @@ template <uint32_t TURN, uint32_t TURNS> struct Rows {
 
 // ---- sums ----
 
-constexpr uint32_t kUnitBytes = 16; // number of bytes of a row that a thread adds together
+constexpr uint32_t kUnitBytes = 16; // size in bytes of a unit, the part of a row that a thread adds at once
 
 // The ways to reduce the rows of a round: their sum, their sum weighted by the notes, or their maximum.
 enum Way : uint32_t { kPlainSums, kNotedSums, kMaxima, kWays };
 
-// Returns a kind and a way as one number, so that a round branches only once.
+// Returns a number that encodes both a kind and a way, so that a round needs only one branch for them.
 __host__ __device__ constexpr uint32_t task_of(ibp_float_kind kind, Way way) { return kind * kWays + way; }
 __device__ __forceinline__ uint32_t task_of(const ibp_bags &bags)
 {
@@ -111,8 +113,8 @@ __device__ __forceinline__ uint32_t task_of(const ibp_bags &bags)
                                                                                 : kPlainSums);
 }
 
-// The elements of a unit in order. In sums they are floats. In a maximum they are the elements' bits; elements of two
-// bytes are in the upper half of a word.
+// The sums or maxima of a unit's elements, in order. A sum is a float. A maximum has the bits of an element; an element
+// of two bytes is in the upper half of the word.
 struct Unit {
     static constexpr uint32_t kMost = kUnitBytes / 2u;
     float values[kMost];
@@ -138,8 +140,8 @@ struct Unit {
 #pragma unroll
         for (uint32_t e = 0; e < kSize<KIND>; e++) values[e] = fmaf(weight, element<KIND, false>(words, e), values[e]);
     }
-    // Replaces each element by the greater of itself and the corresponding element of `words`. is_first: whether there
-    // are no elements to compare with yet.
+    // Replaces each element by the corresponding element of `words` if that is greater. is_first: there are no elements
+    // to compare with yet, so that all are replaced.
     template <ibp_float_kind KIND> __device__ __forceinline__ void take_greater(uint4 words, bool is_first)
     {
 #pragma unroll
@@ -173,7 +175,7 @@ struct Unit {
     }
 };
 
-// The rows of a bag: begin to end - 1.
+// The rows of a bag, from begin to end - 1.
 struct Bounds {
     uint32_t begin, end;
 };
@@ -181,13 +183,13 @@ struct Bounds {
 // The shared memory of a team:
 //
 //     Share                       16 bytes
-//     words                       what each thread keeps of its bag from round to round, 16 bytes at a time
-//     notes                       of the rows of a round
+//     words                       for each thread, the state of its open bag between two rounds, in words of 16 bytes
+//     notes                       a note for each row of a round
 struct TeamMemory {
-    uint32_t first; // its offset in shared memory
+    uint32_t first; // offset of this memory in shared memory, in bytes
 
     __device__ __forceinline__ Share &share() const { return *reinterpret_cast<Share *>(shared_bytes() + first); }
-    // Returns the i-th 16 bytes of this thread. Those of consecutive threads are adjacent.
+    // Returns the i-th word of 16 bytes of this thread. The i-th words of consecutive threads are adjacent.
     __device__ __forceinline__ uint4 &words(uint32_t i) const
     {
         const uint32_t place = 1u + i * kTeamThreads + threadIdx.x % kTeamThreads;
@@ -205,13 +207,13 @@ struct TeamMemory {
 };
 static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
 
-// Computes the sums of a team's bags. The number of threads that share a bag is the smallest power of two with a thread
-// for each unit of a row, or all threads of the team. Each thread takes one unit of the row, or UNITS units. The bags
-// are distributed over these groups of threads in turn. No state stays in registers from one round to the next, so that
-// the decoders can use the registers.
+// Computes the sums of a team's bags. The threads that share a bag are a power of two: the least one, from 4 to all
+// threads of the team, that has a thread for each unit of a row. Each thread takes up to UNITS units of a row. The bags
+// go to these groups of threads round robin. No state stays in registers from one round to the next, so that the
+// decoders can use the registers.
 template <uint32_t UNITS> struct Reducer {
     static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLaneBits = 2;
-    // KWords: number of words of a thread in TeamMemory.
+    // kWords: number of words of 16 bytes that each thread has in TeamMemory.
     static constexpr uint32_t kUnits = UNITS, kWords = 2u + 2u * UNITS;
 
     const ibp_bags &bags;
@@ -224,12 +226,13 @@ template <uint32_t UNITS> struct Reducer {
 
     struct State {
         uint32_t bag, count; // the open bag, and the number of its rows that are not padding
-        // bounds: the open bag's, limited to the share. coming: the next bag's, if there are offsets.
+        // bounds: the bounds of the open bag, limited to the share. coming: the bounds of the next bag, if there are
+        // offsets.
         Bounds bounds, coming;
         Unit units[UNITS];
     };
 
-    // asked_task: the result of task_of(asked).
+    // asked_task: task_of(asked).
     __device__ __forceinline__ Reducer(const ibp_bags &asked, uint32_t asked_task, uint32_t num, uint32_t bytes,
                                        uint8_t *to, ibp_fault *noted, TeamMemory kept, const Share &of_team)
         : bags(asked), num_ids(num), row_bytes(bytes), out(to), fault(noted), memory(kept), share(of_team),
@@ -244,7 +247,7 @@ template <uint32_t UNITS> struct Reducer {
         return ibp_min_u32(max(32u - static_cast<uint32_t>(__clz(num_units - 1)), kLeastLaneBits), kMostLaneBits);
     }
     static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kTeamThreads; }
-    // Returns the thread's number among the threads that share its bag.
+    // Returns the thread's index among the threads that share its bag.
     __device__ __forceinline__ uint32_t lane() const { return rank() & ((1u << lane_bits) - 1u); }
     // Returns the number of bags that are open at the same time.
     __device__ __forceinline__ uint32_t num_open() const { return kTeamThreads >> lane_bits; }
@@ -257,14 +260,14 @@ template <uint32_t UNITS> struct Reducer {
 
     // ---- bags ----
 
-    // Returns a bag's bounds as the offsets give them, unchecked.
+    // Returns a bag's bounds as the offsets give them, without a check.
     __device__ __forceinline__ Bounds bounds_of(uint32_t number) const
     {
         if (number >= share.last_bag) return {share.last, share.last};
         return {begin_of(bags, number, num_ids), begin_of(bags, number + 1u, num_ids)};
     }
-    // Opens the bag whose bounds have been loaded, and loads the bounds of the next bag. The bag's rows are limited to
-    // the share, whatever the offsets are.
+    // Opens the bag now.bag, whose bounds have been loaded to now.coming, and loads the bounds of the next bag. The
+    // bag's rows are limited to the share, whatever the offsets are.
     __device__ __forceinline__ void open(State &now) const
     {
         if (now.bag >= share.last_bag) return;
@@ -373,7 +376,7 @@ template <uint32_t UNITS> struct Reducer {
                 add_row<KIND, NOTES>(now, rows.row(j) + first_byte(0), NOTES ? rows.note(j) : kNoNote);
         }
     }
-    // Adds one row. row: the thread's first unit of it.
+    // Adds one row. row: the address of the thread's first unit of the row.
     template <ibp_float_kind KIND, bool NOTES>
     __device__ __forceinline__ void add_row(State &now, const uint8_t *row, Note note) const
     {
@@ -408,7 +411,7 @@ template <uint32_t UNITS> struct Reducer {
         else
             add_rows<KIND, true>(now, rows, j, n);
     }
-    // Adds n rows in the way of the task. The most usual tasks are tested first.
+    // Adds n rows, beginning with row j of the round, as the task says. The most usual tasks are tested first.
     template <class Rows>
     __device__ __forceinline__ void reduce(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
@@ -435,7 +438,7 @@ template <uint32_t UNITS> struct Reducer {
         open(now);
         keep(now);
     }
-    // Adds the rows first to stop - 1, and writes the bags that end with them.
+    // Adds the rows first to stop - 1, which are a round, and writes the sums of the bags that end among them.
     template <class Rows> __device__ __forceinline__ void add(const Rows &rows, uint32_t first, uint32_t stop) const
     {
         State now = load();

@@ -1,4 +1,4 @@
-// bags.cu - the entry point ibp_cuda_sum_bags: it checks the arguments and chooses the decoder.
+// bags.cu - ibp_cuda_sum_bags: checks the arguments and chooses the decoder.
 #include "bags.cuh"
 
 #include "../cuda_checks.h"
@@ -17,7 +17,8 @@ template <class G> using Fast4 = FastDecoder<uint32_t, G>;
 template <class G> using Dense2 = DenseDecoder<uint16_t, G, true>;
 template <class G> using Dense4 = DenseDecoder<uint32_t, G, true>;
 
-// Launches the kernel with the group that suits the length of rows. `Any` decodes rows that are too long for Decoder.
+// Launches the kernel with the group that suits the length of rows. Any: the decoder of rows that are too long for
+// Decoder.
 template <template <class> class Decoder, template <class> class Any> static ibp_status by_length(const BagsCall &call)
 {
     const uint32_t row_bytes = call.table.codebook.row_bytes;
@@ -66,7 +67,7 @@ extern "C" ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *i
     if (bags->num_bags == 0) return IBP_OK;
     if (out == nullptr) return IBP_INVALID_ARGUMENT;
     ibp_ids items = *ids;
-    // All rows of a group are decoded to the same memory.
+    // Positions have a stride of 0, because a group decodes all its rows to the same memory.
     items.num_dims = 1, items.sizes[0] = ids->count, items.strides[0] = 0;
     ibp::Request request = ibp::describe_items(*table, items);
     if (cache != nullptr && !ibp::use_cache(cache, &request)) return IBP_INVALID_ARGUMENT;

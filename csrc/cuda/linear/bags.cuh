@@ -1,17 +1,17 @@
-// bags.cuh - the kernel of ibp_cuda_sum_bags, which decodes rows and reduces them at once, and its launch.
+// bags.cuh - the kernel of ibp_cuda_sum_bags, which decodes rows and reduces them without storing them, and its launch.
 //
-// A team of warps takes a contiguous range of bags. The ranges of all teams have about as many rows. A round consists
-// of these steps:
+// A team of warps takes a contiguous range of bags. All ranges have about the same number of bags plus rows. A team
+// works in rounds of these steps:
 //
-// 1. The groups of the team decode consecutive rows to shared memory, each group different rows (decode/fetch.cuh),
+// 1. The groups of the team decode consecutive rows to shared memory, each group one or two of them (decode/fetch.cuh),
 //    while the bytes of their next rows are loaded.
 // 2. The team meets at a barrier.
 // 3. Threads of the team add the rows to the sums of their bags, in the order of the rows (bag_sums.cuh), and write the
 //    sums of the bags that are complete.
-// 4. The team meets again. After that the rows may be overwritten.
+// 4. The team meets at a barrier again. After that the rows may be overwritten.
 //
-// So a sum is the same as that of a single thread that adds the bag's rows in order, although all warps of a team
-// decode the rows of a long bag.
+// So every sum is the one that a single thread would compute by adding the bag's rows in order, although all warps of a
+// team decode the rows of a long bag.
 #ifndef IBP_BAGS_CUH
 #define IBP_BAGS_CUH
 
@@ -40,7 +40,8 @@ struct Sample {
     float weight;
 };
 
-// Looks up row `number` of a team whose rows end before `last`. Not inlined, because registers are scarce.
+// Looks up the row of the id at position `number`. If the position is `last`, where the team's rows end, or later,
+// returns a sample without a row. Not inlined, because registers are scarce.
 static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, const Request &request,
                                                      const ibp_bags &bags, uint32_t number, uint32_t last)
 {
@@ -59,21 +60,22 @@ static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, con
     return sample;
 }
 
-// Returns the largest number of threads of a block, which consists of whole teams. It is small enough that registers
-// hardly spill to local memory, because shared memory leaves no L1 cache for spills.
+// Returns the largest number of threads in a block, which consists of whole teams. It is small enough that registers
+// hardly spill to local memory, because the block's shared memory leaves no L1 cache for spills.
 template <class Decoder, class Sums> constexpr uint32_t most_bag_threads()
 {
     constexpr uint32_t kMost = Sums::kUnits == 1u ? 768 : 640;
     return (Decoder::kMostThreads < kMost ? Decoder::kMostThreads : kMost) / kTeamThreads * kTeamThreads;
 }
 
-// Number of rows of a group in a round. With two rows, a row costs less than with one. With more, bags of short rows
-// would be completed later, and shared memory would have room for fewer long rows.
+// Number of turns in a round, in each of which a group decodes one row. With two turns, a row costs less time than with
+// one. With more turns, bags of short rows would be completed later, and shared memory would have room for fewer long
+// rows.
 template <class Decoder, class Sums>
 constexpr uint32_t kTurnsOfRound = Decoder::Group::kPerWarp == 1 && Sums::kUnits == 1u ? 2u : 1u;
 
-// The offsets in a group's shared memory of the rows of a round. The last row is in the scratch memory, so that more
-// teams fit, and the row before it follows the scratch memory.
+// The offsets of a round's rows in a group's shared memory. The last row overlaps the decoder's scratch, so that more
+// teams fit. The row before it follows the scratch and the last row.
 //
 //     | stage | scratch: kept bytes | last row | row before it |
 template <class Decoder, uint32_t TURNS> struct GroupRows {
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
     const Sums sums(bags, of_first_lane(task_of(bags)), num_ids, row_bytes, out, fault, memory, share);
     sums.begin();
 
-    // The lanes of a warp look up its rows for as many turns as there are lanes for; these are whole rounds.
+    // The lanes of a warp look up one row each, of the warp's next turns; these turns are whole rounds.
     const uint32_t of_warp = threadIdx.x % kTeamThreads / kWarp * G::kPerWarp, turn_of_lane = lane_id() / G::kPerWarp,
                    ahead = of_warp + turn_of_lane * kTurn + lane_id() % G::kPerWarp;
     static_assert(kWarp / G::kPerWarp % kTurns == 0u, "whole rounds");
@@ -185,7 +187,7 @@ template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call
     return launch_kernel(kernel, launch, call.stream, call.table, call.request, call.bags, group, call.out, call.fault);
 }
 
-// The groups for each length of rows: 8 lanes decode a row of up to 512 bytes, and a whole warp decodes a longer one.
+// The groups for each length of rows: 8 lanes decode a row of up to 512 bytes, and a whole warp decodes a longer row.
 constexpr uint32_t kShortRowBytes = 8u * kLaneBytes;
 template <template <class> class Decoder> using ShortRows = Decoder<Group<8, 1>>;
 template <template <class> class Decoder> using WarpRows = Decoder<Group<kWarp, 1>>;

@@ -1,4 +1,4 @@
-// digits.cuh - shared by the kernels that multiply vectors with a coded matrix of BF16: copies to shared memory, the
+// digits.cuh - what the kernels that multiply vectors with a coded matrix of BF16 share: copies to shared memory, the
 // decoding of elements to operands of tensor cores, the order in which products are added, and the products of escapes.
 //
 // A slot, which is a row as it is stored:
@@ -20,18 +20,18 @@ namespace ibp {
 // A coded matrix, the bias that is added to its products, and the memory of the results.
 struct LinearMatrix {
     ibp_product product;
-    uint32_t first_tile; // number of the matrix's first tile, counted over all matrices
+    uint32_t first_tile; // index of the matrix's first tile, counted over all matrices
 
     __host__ __device__ __forceinline__ const ibp_digit_matrix &coded() const { return product.matrix; }
     __host__ __device__ __forceinline__ uint32_t rows() const { return static_cast<uint32_t>(coded().num_rows); }
 };
 
-// Vectors [count, columns], one after the other. If `order` is not NULL, it lists the numbers of the vectors.
+// Vectors [count, columns], one after the other. If `order` is not NULL, order[i] is the number of vector i.
 struct Vectors {
     const uint16_t *x;
     uint32_t count, columns;
     const int64_t *order = nullptr;
-    // Most: the largest number of a vector; sharing: number of vectors that share a row of x.
+    // most: the largest valid number in `order`. sharing: how many consecutive numbers share a row of x.
     uint32_t most = 0, sharing = 1;
 
     // Returns the number under which the result of a vector is stored.
@@ -62,7 +62,7 @@ struct LinearJob {
             if (i < num_matrices) num_tiles += (matrices[i].rows() + tile_rows - 1u) / tile_rows;
         }
     }
-    // Returns the number of the matrix to which a tile belongs.
+    // Returns the index of the matrix to which a tile belongs.
     __device__ __forceinline__ uint32_t number_of(uint32_t tile) const
     {
         uint32_t number = 0;
@@ -75,7 +75,7 @@ struct LinearJob {
 
 // ---- what the hardware does ----
 
-// Starts to copy 16 bytes to shared memory, or fills them with zeros if `wanted` is false.
+// Starts to copy 16 bytes to byte `shared` of shared memory. If `wanted` is false, zeros are written instead.
 __device__ __forceinline__ void copy_vector(uint32_t shared, const uint8_t *from, bool wanted)
 {
 #ifdef __CUDACC__
@@ -88,7 +88,8 @@ __device__ __forceinline__ void copy_vector(uint32_t shared, const uint8_t *from
     *reinterpret_cast<uint4 *>(shared_bytes() + shared) = vector;
 #endif
 }
-// end_copies ends a group of copies. await_copies waits until all groups except the last NUM_LEFT are complete.
+// end_copies() ends a group of copies. await_copies() waits until all groups of this thread except the last NUM_LEFT
+// are complete, and then for the other lanes.
 __device__ __forceinline__ void end_copies()
 {
 #ifdef __CUDACC__
@@ -103,13 +104,13 @@ template <int NUM_LEFT> __device__ __forceinline__ void await_copies()
     __syncwarp();
 }
 
-// Adds to sums the products of 16 rows with 8 vectors over 16 columns (`mma.m16n8k16`). Lane 4 g + t holds, as halves
-// of words:
+// Adds the products of 16 rows with 8 vectors over 16 columns to `sums` (`mma.m16n8k16`). Lane 4 g + t holds, two
+// elements in each word:
 //
-//     a[0], a[2]    row g, columns 2 t and 2 t + 1, and those 8 further on
+//     a[0], a[2]    row g, columns 2 t and 2 t + 1, and columns 2 t + 8 and 2 t + 9
 //     a[1], a[3]    row g + 8, the same columns
 //     b[0], b[1]    vector g, the same columns
-//     sums          rows g, g, g + 8, g + 8; vectors 2 t, 2 t + 1, 2 t, 2 t + 1
+//     sums          of rows g, g, g + 8, g + 8 with vectors 2 t, 2 t + 1, 2 t, 2 t + 1
 __device__ __forceinline__ void multiply_tile(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
 {
 #ifdef __CUDACC__
@@ -132,8 +133,8 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[4], const uint32_t (
 #endif
 }
 
-// Named barrier ID of the block is for NUM_THREADS threads, which are whole warps. await_barrier arrives and waits
-// until all of them have arrived; arrive_at_barrier only arrives.
+// Named barrier ID of the block, for NUM_THREADS threads, which must be whole warps. await_barrier() arrives and waits
+// until all of them have arrived; arrive_at_barrier() only arrives.
 template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void await_barrier()
 {
 #ifdef __CUDACC__
@@ -156,16 +157,16 @@ template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void arr
 constexpr uint32_t kStripRows = 16, kStepColumns = 128;
 
 // Columns are divided into steps, and step s belongs to piece s % 16, so that warps with neighbouring pieces read
-// adjacent bytes of a row at the same time. The products of a piece are added one after the other. The sums of pieces
-// are then added in pairs, pairs of pairs and so on. The kernels of linear.cuh and many.cuh add in this order, for any
-// number of blocks and vectors; tiles.cuh does not.
+// adjacent bytes of a row at the same time. The products of a piece are added one after the other. Then the sums of the
+// pieces are added: first pairs of pieces, then pairs of these sums, and so on. The kernels of linear.cuh and many.cuh
+// add in this order, whatever the number of blocks and of vectors; the kernel of tiles.cuh does not.
 constexpr uint32_t kPieces = 16;
 
 __host__ __device__ __forceinline__ uint32_t num_steps(const LinearJob &job)
 {
     return (job.num_columns + kStepColumns - 1u) / kStepColumns;
 }
-// Returns the sum of `sums`, added in pairs, pairs of pairs and so on.
+// Returns the sum of `sums`: neighbours are added first, then neighbouring pairs, and so on.
 template <uint32_t COUNT> __device__ __forceinline__ float sum_in_pairs(float (&sums)[COUNT])
 {
 #pragma unroll
@@ -175,8 +176,8 @@ template <uint32_t COUNT> __device__ __forceinline__ float sum_in_pairs(float (&
     return sums[0];
 }
 
-// Returns the first row of a strip of a matrix. If the number of rows is not a multiple of 16, the last strip shares
-// rows with the strip before it.
+// Returns the first row of a strip of a matrix. If the number of rows is not a multiple of 16, the last strip overlaps
+// the strip before it.
 __device__ __forceinline__ uint32_t first_row(const LinearMatrix &matrix, uint32_t strip)
 {
     return ibp_min_u32(strip * kStripRows, matrix.rows() - kStripRows);
@@ -187,8 +188,9 @@ struct StripRows {
     const uint8_t *first;
     uint32_t pitch;
 
-    // Finds strip `number` of a tile, counted from the tile's first strip. No load has an address that depends on the
-    // tile, because the warp would have to wait for it.
+    // Finds strip `number` of a tile; strip 0 is the tile's first one. strips: number of strips in a tile. The loop
+    // reads the fields of all matrices, so that no address depends on the tile: the warp would have to wait for such
+    // loads.
     __device__ __forceinline__ void find(const LinearJob &job, uint32_t tile, uint32_t strips, uint32_t number)
     {
         uint32_t first_tile = 0, last_row = 0;
@@ -206,22 +208,23 @@ struct StripRows {
 
 // ---- elements ----
 
-// 32 elements of a row. Each has a residual of 8 bits (sign and mantissa) and a digit of four bits.
+// 32 elements of a row. Each element has a residual of 8 bits (sign and mantissa) and a digit of four bits.
 struct Elements {
     uint32_t residuals[8], digits[4];
 };
 
-// A matrix's first_symbol times this constant has first_symbol in every byte.
+// A byte times this constant is a word with this byte in all four places.
 constexpr uint32_t kEveryByte = 0x01010101u;
 
-// Converts both elements of a word from residual and exponent, a byte each, to BF16: sign, exponent, mantissa.
+// Converts the two elements of a word to BF16, which is sign, exponent, mantissa. In `rotated`, the low byte of each
+// element is its residual, and the high byte is its exponent.
 __device__ __forceinline__ uint32_t turned(uint32_t rotated)
 {
     return select_bits(0x7fff7fffu, rotated >> 1, rotated << 15);
 }
 
-// The exponents of 8 elements, one byte each, separated into elements with even and with odd numbers. firsts:
-// first_symbol in every byte.
+// The exponents of 8 elements, one byte each: those with even indices in one word and those with odd indices in the
+// other. firsts: first_symbol in every byte.
 struct Exponents {
     uint32_t even, odd;
 
@@ -231,9 +234,9 @@ struct Exponents {
     }
 };
 
-// Makes one of the 8 operands of 16 columns from a lane's elements of two rows. Of four consecutive elements, 0 and 2
-// make one word, and 1 and 3 the other, because their exponents are neighbours. number: the operand's number, a
-// constant after unrolling.
+// Makes one of the 8 operands, of 16 columns each, from a lane's elements of two rows. Elements 0 and 2 of four
+// consecutive elements make one word, and elements 1 and 3 the other, because their exponents are adjacent bytes.
+// number: the operand's index, a constant after unrolling.
 __device__ __forceinline__ void make_operand(uint32_t (&a)[4], const Elements (&rows)[2], uint32_t number,
                                              uint32_t firsts)
 {
@@ -254,7 +257,7 @@ struct StripStep {
                               kBytes = kDigitsStart + kStripRows * kStepColumns / 2u;
 
     // Starts to copy a step of a strip to byte `to` of shared memory. All lanes of the warp must call it. num_columns:
-    // number of columns of the strip. column: first column of the step.
+    // number of columns in the strip. column: first column of the step.
     static __device__ __forceinline__ void begin_copy(const StripRows &rows, uint32_t num_columns, uint32_t column,
                                                       uint32_t to)
     {
@@ -267,7 +270,7 @@ struct StripStep {
         for (uint32_t i = 0; i < kStripRows / 8u; i++)
             copy_vector(digits_to + 4u * i * kStepColumns, digits + 8u * i * pitch, column + 32u * t < num_columns);
     }
-    // Returns the lane's elements of a row of the step at byte `at`.
+    // Returns the lane's elements of a row of the step that begins at byte `at` of shared memory.
     static __device__ __forceinline__ Elements elements(uint32_t at, uint32_t row)
     {
         const uint32_t t = lane_id() % 4u;
@@ -298,8 +301,8 @@ struct StripStep {
 
 // ---- escapes ----
 
-// The escapes of a row: their range in the list, and the first entries. The loads can be issued long before their
-// results are used: `find` loads the range, and `load` the entries.
+// The escapes of a row: their range in the list, and the next entries. find() loads the range, and load() loads the
+// entries. Both can be called long before the results are used.
 struct RowEscapes {
     static constexpr uint32_t kTogether = 4; // number of entries whose loads are issued together
 
@@ -335,16 +338,16 @@ struct RowEscapes {
     }
 };
 
-// The products of a row's escapes with the vectors first, first + APART, and so on. `taken`: products with the weights
-// that the multiplying warps used, as if escapes were ordinary digits. `right`: products with the right weights.
+// Sums of the products of a row's escapes with VECTORS vectors, which are APART apart. taken: products with the weights
+// that the multiplying warps used, as if escapes were ordinary digits. right: products with the right weights.
 template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
     static constexpr uint32_t kTogether = RowEscapes::kTogether;
 
     float taken[VECTORS] = {}, right[VECTORS] = {};
 
-    // Adds the products of the loaded entries. All loads are issued together; instead of vectors that do not exist,
-    // others are loaded. If x is infinite or NaN, nothing is added to `taken`: both weights have the same sign, so the
-    // sum of the row already is infinite or NaN, as it should be.
+    // Adds the products of the loaded entries. All loads are issued together; past the last vector, the last one is
+    // loaded again. If x is infinite or NaN, nothing is added to `taken`: the wrong and the right weight have the same
+    // sign, so the row's sum is already infinite or NaN, as it should be.
     __device__ __forceinline__ void add_loaded(const Vectors &vectors, const RowEscapes &escapes, uint32_t first_vector)
     {
         const ibp_escape(&entries)[kTogether] = escapes.entries;
@@ -367,14 +370,14 @@ template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
                 right[i] = fmaf(float_of_bfloat16(entries[j].weight), x[i][j], right[i]);
             }
     }
-    // Adds the products of all escapes of the row. escapes: its first entries must have been loaded.
+    // Adds the products of all escapes of the row. The first entries of `escapes` must have been loaded.
     __device__ __forceinline__ void add(const Vectors &vectors, RowEscapes &escapes, uint32_t first_vector)
     {
         for (; escapes.num_loaded() != 0u; escapes.load_next(vectors.columns))
             add_loaded(vectors, escapes, first_vector);
     }
-    // Returns the corrected sum of vector `number`. sum: the sum of its products. Because of the order of these
-    // operations, the product of a single nonzero element with 1 is exact.
+    // Returns the corrected sum of the lane's vector `number`. sum: the sum of products with that vector. The order of
+    // these operations makes the result exact if a vector has a single nonzero element and that element is 1.
     __device__ __forceinline__ float corrected(float sum, uint32_t number) const
     {
         return (sum - taken[number]) + right[number];
@@ -386,7 +389,7 @@ __device__ __forceinline__ float bias_of(const LinearMatrix &matrix, uint32_t ro
     const uint16_t *const bias = matrix.product.bias;
     return bias != nullptr ? float_of_bfloat16(bias[row]) : 0.0f;
 }
-// Stores the sum of a row of a matrix in y, with the bias if the matrix has one.
+// Stores a row's sum to y as BF16, after adding the bias if the matrix has one.
 __device__ __forceinline__ void store_sum(const LinearMatrix &matrix, uint16_t *y, float sum, float bias)
 {
     if (matrix.product.bias != nullptr) sum += bias;

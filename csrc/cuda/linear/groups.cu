@@ -1,6 +1,6 @@
 // groups.cu - two kernels for stacks of matrices. group_vectors sorts vectors by the matrices that multiply them, and
-// divides them into the groups that ibp_cuda_linear_groups takes: one block counts, scans and writes. list_matrices
-// lists the matrices that are used. Both are bound by latency.
+// divides them into the groups that ibp_cuda_linear_groups takes; it has a single block. list_matrices lists the
+// matrices that are used. Latency limits both kernels.
 #include "../../core/groups.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
@@ -12,10 +12,10 @@ namespace ibp {
 
 constexpr uint32_t kGroupThreads = IBP_MOST_GROUPED; // one thread for each vector
 constexpr uint32_t kHalf = 16;                       // number of bits of a count; two counts share a word
-constexpr int64_t kMostListing = 132;                // largest number of blocks that list rows; each lists few numbers
+constexpr int64_t kMostListing = 132;                // largest number of blocks that list rows
 
-// Packs the number of a matrix's vectors into the low 16 bits of a word and the number of its groups into the high 16
-// bits.
+// Returns the number of a matrix's vectors in the low 16 bits and the number of its groups in the high 16 bits.
+// is_there: whether there is such a matrix; if not, it has no groups.
 __device__ __forceinline__ uint32_t both_counts(uint32_t vectors, bool is_there)
 {
     const uint32_t groups = (vectors + IBP_MOST_OF_A_GROUP - 1u) / IBP_MOST_OF_A_GROUP;
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kGroupThreads)
     group_vectors(const Id *ids, uint32_t count, uint32_t num_matrices, int64_t *order, ibp_vector_group *groups,
                   uint32_t num_groups)
 {
-    // First the number of vectors of each matrix, then the position of its first vector.
+    // At first, the number of vectors of each matrix; later, the position in `order` of its first vector.
     __shared__ uint32_t starts[IBP_MOST_STACKED + 1];
     const uint32_t number = threadIdx.x, warp = number / kWarp;
     const bool is_vector = number < count;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kGroupThreads)
     for (uint32_t i = number; i <= num_matrices; i += kGroupThreads) starts[i] = 0;
     __syncthreads();
     const uint32_t peers = __match_any_sync(kAllLanes, matrix), below = peers & ((1u << lane_id()) - 1u);
-    uint32_t rank = 0;                                      // the vector's number among the vectors of its matrix
+    uint32_t rank = 0;                                      // the vector's index among the vectors of its matrix
     for (uint32_t turn = 0; turn * kWarp < count; turn++) { // warps count one after the other
         if (turn == warp) {
             if (is_vector) rank = starts[matrix] + ibp_popcount(below);
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kGroupThreads)
     for (uint32_t g = (total >> kHalf) + number; g < num_groups; g += kGroupThreads) groups[g] = {};
 }
 
-// Lists the matrices that are used. Every block finds all of them and writes a part of their rows; the first block
-// writes everything else.
+// Lists the matrices that are used. Every block finds all of these matrices and writes a part of their rows; the first
+// block writes everything else.
 template <typename Id>
 __global__ void __launch_bounds__(kGroupThreads)
     list_matrices(const Id *ids, uint32_t count, uint32_t num_matrices, const __grid_constant__ ibp_listed listed)

@@ -1,5 +1,5 @@
-// linear.cu - ibp_cuda_linear and its relatives: checks matrices and vectors, chooses the kernel that multiplies them,
-// and launches the kernels of linear.cuh and matrix.cuh.
+// linear.cu - the functions of ibp_cuda.h that multiply vectors with coded matrices, and that decode such a matrix.
+// They check the arguments and choose the kernel. This file launches the kernels of linear.cuh and matrix.cuh.
 #include "linear.cuh"
 #include "many.h"
 #include "matrix.cuh"
@@ -17,7 +17,7 @@ static bool is_aligned(const void *bytes, uintptr_t alignment)
 
 static bool is_matrix(const ibp_digit_matrix &m)
 {
-    // KMostFirst: the largest first_symbol with which the weight of digit 15 is finite.
+    // kMostFirst: the largest first_symbol for which the weight of digit 15 is finite.
     constexpr uint32_t kColumns = 32, kMostFirst = 0xff - 16;
     return m.slots != nullptr && is_aligned(m.slots, 16u) && m.num_columns != 0u && m.num_columns % kColumns == 0u &&
            m.slot_bytes % 16u == 0u && m.slot_bytes >= uint64_t{m.num_columns} / 2u * 3u && m.num_rows >= kStripRows &&
@@ -38,8 +38,9 @@ static bool has_list(const ibp_digit_matrix &m)
            (m.escapes != nullptr || m.num_escapes == 0u) && m.num_escapes <= INT32_MAX;
 }
 
-// Launches as many blocks as the SMs hold at the same time, or one for each strip if there are fewer strips. The launch
-// may overlap the previous one if the kernel's code waits for it, as code of compute capability 9.0 and later does.
+// Launches the largest number of blocks that the SMs hold at the same time, or one block for each strip if there are
+// fewer strips. The launch overlaps the stream's previous kernel if the code is for compute capability 9.0 or later,
+// because only such code waits for that kernel.
 template <class Strips>
 static ibp_status launch_strips(const typename Strips::Job &job, uint32_t num_strips, ibp_stream stream)
 {
@@ -59,7 +60,7 @@ static ibp_status multiply_few(LinearJob job, ibp_stream stream)
     return launch_strips<MatrixStrips>(job, job.num_tiles, stream);
 }
 
-// Multiplies the first vectors of a job, as many as one kernel takes. *count receives their number.
+// Multiplies the first vectors of a job, by one kernel. count: receives the number of these vectors.
 static ibp_status multiply_some(LinearJob job, uint8_t *image, ibp_stream stream, uint32_t *count)
 {
     const uint32_t left = job.num_vectors;

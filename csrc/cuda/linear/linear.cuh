@@ -1,26 +1,25 @@
-// linear.cuh - multiplies up to 8 vectors with coded matrices of BF16: rows are decoded in registers, as operands of
-// tensor cores, and never written. The vectors may also come in groups of up to 8, each of which is multiplied by one
-// matrix of a stack.
+// linear.cuh - multiplies up to 8 vectors with coded matrices of BF16. Weights are decoded in registers, as operands of
+// tensor cores, and are never written to memory. The vectors may also come in groups of up to 8, each of which is
+// multiplied by one matrix of a stack.
 //
 // The columns are divided into steps of 128, and step s belongs to piece s % 16 (digits.cuh). A block takes strips of
 // 16 rows, one after the other:
 //
-// 1. Warp w of its 8 multiplying warps takes pieces 2 w and 2 w + 1: it multiplies steps 2 w, 2 w + 1, 2 w + 16,
-//    2 w + 17 and so on. While it multiplies a step, the bytes of the following steps, including those of the next
+// 1. Warp w of the block's 8 multiplying warps takes pieces 2 w and 2 w + 1: it multiplies steps 2 w, 2 w + 1, 2 w +
+//    16, 2 w + 17 and so on. While it multiplies a step, the bytes of its following steps, including those of the next
 //    strip, are copied to shared memory.
 // 2. A lane holds 32 elements of row g and 32 elements of row g + 8, where g = lane / 4. An instruction of the tensor
-//    cores takes 4 elements of each row. Columns are permuted so that the digits unpack cheaply; the vectors are
-//    permuted in the same way.
-// 3. Escapes, which are digits of 15, are multiplied like other digits, as if their symbols followed those of the
-//    digits.
-// 4. A ninth warp, the finisher, adds up the other warps' sums. It subtracts the products of escapes and adds the
-//    products with the right weights, which it reads from a list that was made in advance. It stores the results while
-//    the other warps multiply the next strip.
+//    cores takes 4 elements of each row from a lane. Columns are permuted so that digits can be unpacked by few
+//    instructions; the vectors are permuted in the same way.
+// 3. Escapes, which are digits of 15, are multiplied like other digits, as if their symbol were first_symbol + 15.
+// 4. A ninth warp, the finisher, adds up the other warps' sums. It subtracts these wrong products of escapes and adds
+//    the products with the right weights, which it reads from a list that was made in advance. It stores the results
+//    while the other warps multiply the next strip.
 //
-// On GPUs of compute capability 9.0 and later a launch overlaps the previous launch of the stream (programmatic
-// dependent launch): loads of the first bytes of the matrix are issued before the vectors are ready.
+// On GPUs of compute capability 9.0 and later a launch overlaps the stream's previous kernel (programmatic dependent
+// launch): loads of the first bytes of the matrix are issued before the vectors are ready.
 //
-// The kernel is bound by device memory.
+// Device memory limits the kernel.
 #ifndef IBP_LINEAR_CUH
 #define IBP_LINEAR_CUH
 
@@ -30,7 +29,8 @@ namespace ibp {
 
 constexpr uint32_t kMostVectors = 8;
 
-// Adds the products of a lane's elements of two rows with x. x: 32 elements of a vector.
+// Adds the products of a lane's elements of two rows with x to `sums`. x: the lane's 32 elements of a vector. firsts:
+// first_symbol in every byte.
 __device__ __forceinline__ void multiply_elements(float (&sums)[4], const Elements (&rows)[2], const uint32_t (&x)[16],
                                                   uint32_t firsts)
 {
@@ -57,22 +57,22 @@ struct LinearBlock {
     static constexpr uint32_t kSumsStart = kWarps * kStages * StripStep::kBytes;
     static constexpr uint32_t kSharedBytes = kSumsStart + 2u * kSums * sizeof(float);
 
-    // Returns a warp's sum in shared memory. The sums of even turns of the block and those of odd turns have separate
-    // memory.
+    // Returns a warp's sum in shared memory. turn: the index of the strip among the block's strips. The sums of even
+    // and of odd turns have separate memory.
     static __device__ __forceinline__ float &sum(uint32_t turn, uint32_t warp, uint32_t vector, uint32_t row)
     {
         float *const sums = reinterpret_cast<float *>(shared_bytes() + kSumsStart) + turn % 2u * kSums;
         return sums[(warp * kMostVectors + vector) * kStripRows + row];
     }
-    // "Written" means that the sums of a turn have been stored; "read" means that they have been read, so that their
-    // memory is free for the turn after the next.
+    // "Written" means that the sums of a turn have been stored in shared memory; "read" means that the finisher has
+    // read them, so that their memory is free for the turn after the next.
     static __device__ __forceinline__ void say_written(uint32_t turn) { Turns<1>::arrive(turn); }
     static __device__ __forceinline__ void await_written(uint32_t turn) { Turns<1>::await(turn); }
     static __device__ __forceinline__ void say_read(uint32_t turn) { Turns<3>::arrive(turn); }
     static __device__ __forceinline__ void await_read(uint32_t turn) { Turns<3>::await(turn); }
 
   private:
-    // Two barriers of the block, for even and for odd turns. Their numbers are constants, because otherwise the
+    // Two named barriers, ID for even turns and ID + 1 for odd turns. Their IDs are constants, because otherwise the
     // compiler would reserve all 16 barriers for the block.
     template <uint32_t ID> struct Turns {
         static __device__ __forceinline__ void await(uint32_t turn)
@@ -88,7 +88,8 @@ struct LinearBlock {
 
 // ---- strips ----
 
-// The rows of a strip: their results in y, and their entries in the list of escapes, which begin with row coded_row.
+// The memory in y for the results of a strip's rows, and the coded rows to which these results belong. coded_row: the
+// strip's first row in the coded matrix or stack, and in its list of escapes.
 struct StripResults {
     const LinearMatrix &matrix;
     uint32_t row, num_rows; // row: the strip's first row of y; num_rows: number of rows of y
@@ -122,14 +123,14 @@ struct GroupsJob {
     LinearJob job; // has one matrix, the stack
     const ibp_vector_group *groups;
     uint32_t num_groups, num_rows; // num_rows: number of rows of a matrix, a multiple of the strip's
-    // order: a list of numbers of vectors; each group consists of consecutive entries. NULL: each group consists of
+    // order: a list of numbers of vectors, in which each group has consecutive entries. If it is NULL, each group has
     // consecutive vectors.
     const int64_t *order;
     uint32_t sharing; // number of vectors that share a row of x
 };
 
-// The strips of a job of groups: those of the matrices of all groups before the first group without vectors. Earlier
-// work of the stream has written the groups.
+// The strips of a job of groups. There are groups up to the first one without vectors, and each of them has all strips
+// of its matrix. Earlier work of the stream may have written the groups, so the constructor waits for it.
 struct GroupStrips {
     using Job = GroupsJob;
     const GroupsJob &groups;
@@ -148,7 +149,7 @@ struct GroupStrips {
             num_groups += is_end ? static_cast<uint32_t>(__popc((empty & (0u - empty)) - 1u)) : kWarp;
         }
     }
-    // Returns the number of vectors of a group, or 0 if the group's number is out of range.
+    // Returns the number of vectors in a group, or 0 if the group has invalid fields.
     __device__ __forceinline__ uint32_t num_vectors(uint32_t number) const
     {
         const ibp_vector_group group = groups.groups[number];
@@ -158,7 +159,7 @@ struct GroupStrips {
     }
     __device__ __forceinline__ uint32_t count() const { return num_groups * of_matrix; }
     __device__ __forceinline__ uint32_t first_symbol(uint32_t) const { return job.matrices[0].coded().first_symbol; }
-    // Returns the number of a strip's first row, counted over all matrices of the stack.
+    // Returns the index of a strip's first row, counted over all matrices of the stack.
     __device__ __forceinline__ uint32_t coded_row(uint32_t strip) const
     {
         return groups.groups[strip / of_matrix].matrix * groups.num_rows + strip % of_matrix * kStripRows;
@@ -191,10 +192,10 @@ template <class Strips> struct Multiplier {
     using Block = LinearBlock;
     const Strips &strips;
     const LinearJob &job;
-    // stages: offset in shared memory of the warp's stages. piece: number of the first of the warp's two pieces.
+    // stages: offset in shared memory of the warp's stages. piece: the first of the warp's two pieces.
     const uint32_t warp, stages, piece;
     const uint32_t end; // number of steps of a row
-    // The strip and the step to copy next, and the stage that receives them.
+    // The strip and the step to copy next, and the stage that receives the copied bytes.
     uint32_t copied_strip, copied_step, copied_stage;
     StripRows copied_rows;
 
@@ -217,7 +218,8 @@ template <class Strips> struct Multiplier {
         copied_step = piece, copied_strip += gridDim.x;
         strips.find_rows(copied_strip, copied_rows);
     }
-    // Loads the lane's elements of a vector. Elements past the vector's end are zeros; all are zeros if vector is NULL.
+    // Loads the lane's elements of a vector. Elements past the vector's end are zeros. If vector is NULL, all elements
+    // are zeros.
     __device__ __forceinline__ void load_x(const uint16_t *vector, uint32_t step, uint32_t (&x)[16]) const
     {
         const uint32_t column = step * kStepColumns + 32u * (lane_id() % 4u);
@@ -229,8 +231,8 @@ template <class Strips> struct Multiplier {
             x[4u * i] = words.x, x[4u * i + 1u] = words.y, x[4u * i + 2u] = words.z, x[4u * i + 3u] = words.w;
         }
     }
-    // Adds the products of a step of a strip. vector: the lane's vector. stage: the stage that holds the step; it is
-    // advanced to the next stage.
+    // Adds the products of a step of a strip to `sums`. vector: the lane's vector. stage: the stage that holds the
+    // step; the function advances it to the next stage.
     __device__ __forceinline__ void multiply_step(const uint16_t *vector, uint32_t step, uint32_t firsts,
                                                   uint32_t &stage, float (&sums)[4])
     {
@@ -272,8 +274,8 @@ template <class Strips> struct Multiplier {
 
 // ---- the warp that finishes ----
 
-// Finishes the strips of a block. A lane computes the results of row lane % 16 of a strip with the vectors lane / 16 +
-// 2 i.
+// Finishes the strips of a block. A lane computes the results of row lane % 16 of a strip with vectors lane / 16, lane
+// / 16 + 2, lane / 16 + 4 and lane / 16 + 6.
 template <class Strips> __device__ __forceinline__ void finish_strips(const Strips &strips)
 {
     using Block = LinearBlock;

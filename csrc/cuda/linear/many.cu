@@ -68,8 +68,8 @@ template <class Block> static ibp_status launch_if_fits(LinearJob job, ibp_strea
                : status;
 }
 
-// Launches the kernel with the number of blocks in a cluster that suits the columns. A tile has a fixed cost for each
-// block, so a cluster has few blocks if their parts of the columns would be short.
+// Launches the kernel with a number of blocks in a cluster that suits the number of columns. A tile has a fixed cost
+// for each block, so clusters have few blocks if there are few columns.
 template <uint32_t VECTORS> static ibp_status launch_parts(const LinearJob &job, ibp_stream stream, bool *launched)
 {
 #ifdef __CUDACC__

@@ -1,22 +1,22 @@
-// many.cuh - multiplies up to 64 vectors with coded matrices of BF16, on GPUs of compute capability 9.0: an element is
-// decoded once for all vectors, as an operand of `wgmma` in registers.
+// many.cuh - multiplies up to 64 vectors with coded matrices of BF16, on GPUs of compute capability 9.0. Each weight is
+// decoded once for all vectors, in registers, as an operand of `wgmma`.
 //
 // A cluster of blocks takes tiles of 64 rows, one after the other:
 //
-// 1. Each block has some neighbouring pieces of the 16 pieces of the columns; step s of 128 columns belongs to piece s
-//    % 16 (digits.cuh). It keeps the vectors' elements of these columns in shared memory, in the order in which digits
-//    unpack cheaply, so that the vectors are not read again for every tile.
+// 1. The columns are divided into 16 pieces; step s of 128 columns belongs to piece s % 16 (digits.cuh). Each block
+//    takes some neighbouring pieces. It keeps the vectors' elements of these columns in shared memory, so that the
+//    vectors are not read again for every tile, in the order in which digits can be unpacked by few instructions.
 // 2. Two groups of four warps multiply; each group takes half of the block's pieces. If there are so many columns that
 //    16 blocks have one piece each, tiles have 128 rows, and each group takes half of the rows. While a group
-//    multiplies a step, the bytes of the following steps, including those of the next tile, are copied to shared
+//    multiplies a step, the bytes of its following steps, including those of the next tile, are copied to shared
 //    memory.
 // 3. The groups write the sums of a tile to shared memory.
 // 4. Four more warps of each block, the finishers, read the sums of all blocks of the cluster for their block's share
-//    of the vectors. They correct the products of escapes as linear.cuh does.
+//    of the vectors. They correct the products of escapes as linear.cuh does, and store the results.
 //
 // Sums are added in the order of linear.cuh, so the results have the same bits.
 //
-// The kernel is bound by device memory.
+// Device memory limits the kernel.
 #ifndef IBP_MANY_CUH
 #define IBP_MANY_CUH
 
@@ -25,29 +25,30 @@
 namespace ibp {
 
 // The sizes and the shared memory of a block. VECTORS: 16, 32 or 64, the largest number of vectors. PARTS: number of
-// parts of the columns, which is the number of blocks of a cluster: 1 to 16. SHARES: number of shares of a tile's rows;
-// with 2, each group that multiplies has half of the rows and all of the block's pieces.
+// blocks in a cluster, 1 to 16, each of which has a part of the columns. SHARES: number of shares of a tile's rows. If
+// it is 2, each group that multiplies has half of the rows and all of the block's pieces.
 template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBlock {
     static constexpr uint32_t kVectors = VECTORS, kParts = PARTS, kShares = SHARES, kTileRows = 64 * SHARES;
     static constexpr uint32_t kStages = 3;               // number of stages of a warp, which receive copied bytes
-    static constexpr uint32_t kGroup = 128, kGroups = 2; // number of threads of a group that multiplies, and of groups
+    static constexpr uint32_t kGroup = 128, kGroups = 2; // number of threads in a group that multiplies, and of groups
     static constexpr uint32_t kMultipliers = kGroups * kGroup, kThreads = kMultipliers + kGroup;
     static constexpr uint32_t kGroupPieces = kPieces * SHARES / PARTS / kGroups; // number of pieces of a group
-    // kPitch: distance in floats from one vector's sums to the next vector's; this pitch avoids bank conflicts.
+    // kPitch: distance in floats from one vector's sums to the next vector's. This distance avoids bank conflicts.
     static constexpr uint32_t kPitch = kTileRows + 4u;
     static constexpr uint32_t kSumsStart = kMultipliers / kWarp * kStages * StripStep::kBytes;
     static constexpr uint32_t kBarriersStart = kSumsStart + VECTORS * kPitch * sizeof(float);
     static constexpr uint32_t kVectorsStart = kBarriersStart + 128u; // a multiple of 128, as `wgmma` requires
     static constexpr uint32_t kStepBytes = VECTORS * kStepColumns * 2u;
-    // kFinished: number of vectors of a finishing thread, which has all vectors of the block's share, or every other
-    // one.
+    // kFinished: number of vectors of a finishing thread. The thread has every kVectorsApart-th vector of the block's
+    // share.
     static constexpr uint32_t kVectorsApart = kGroup / kTileRows, kFinished = VECTORS / PARTS / kVectorsApart;
 
     static constexpr uint32_t kBlockPieces = kPieces / PARTS;
-    // kWriters: number of threads that write the sums of a tile first, and also of the threads that write them last.
+    // kWriters: number of threads that write the sums of a tile first. The number of threads that write them last is
+    // the same.
     static constexpr uint32_t kWriters = SHARES * kGroup;
 
-    // Returns the number of steps of a block. It is the same for all blocks of a cluster, although some have fewer.
+    // Returns the largest number of steps of a block in the cluster, which all blocks use for the size of their memory.
     static __host__ __device__ __forceinline__ uint32_t block_steps(const LinearJob &job)
     {
         return (num_steps(job) + kPieces - 1u) / kPieces * kBlockPieces;
@@ -61,8 +62,8 @@ template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBloc
         return kVectorsStart + step * kStepBytes + operand * (VECTORS * 32u) + vector / 8u * 256u + half * 128u +
                vector % 8u * 16u;
     }
-    // Barriers of the cluster. written: all blocks have written the sums of a tile. read: the sums have been read, so
-    // that their memory is free. A cluster of one block uses named barriers instead.
+    // Barriers of the cluster. written: all blocks have written the sums of a tile. read: all blocks have read these
+    // sums, so that their memory is free. A cluster of one block uses named barriers instead.
     static __device__ __forceinline__ SharedBarrier written() { return {kBarriersStart}; }
     static __device__ __forceinline__ SharedBarrier read() { return {kBarriersStart + SharedBarrier::kBytes}; }
     static __device__ __forceinline__ uint32_t sum_at(uint32_t vector, uint32_t row)
@@ -73,9 +74,9 @@ template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBloc
 
 // ---- a block ----
 
-// Numbers of the named barriers, by the threads that meet there. kBothGroups: both groups that multiply.
-// kGroupsAndFinishers: the groups that write sums last, and the finishers. kFinishers: the finishers.
-// kFinishersAndGroups: the finishers and the groups that write sums first, in a cluster of one block.
+// IDs of the named barriers, which are named for the threads that meet there. kBothGroups: both groups that multiply.
+// kGroupsAndFinishers: the groups that write sums last, and the finishers. kFinishers: the finishers alone.
+// kFinishersAndGroups: in a cluster of one block, the finishers and the groups that write sums first.
 constexpr uint32_t kBothGroups = 1, kGroupsAndFinishers = 2, kFinishers = 3, kFinishersAndGroups = 4;
 
 struct Place {
@@ -83,8 +84,8 @@ struct Place {
 };
 
 // Copies the elements of all vectors in the columns of the block's steps to shared memory. In each iteration a thread
-// copies the elements of one vector that a pair of operands of a step hold: columns 8 * pair + 32 * t to 8 * pair + 32
-// * t + 7 of the step, for t = 0 to 3.
+// copies the elements of one vector that belong to a pair of operands of a step: columns 8 * pair + 32 * t to 8 * pair
+// + 32 * t + 7 of the step, for t = 0 to 3.
 template <class Block> __device__ __forceinline__ void bring_vectors(const LinearJob &job, uint32_t part)
 {
 #pragma unroll 2
@@ -117,7 +118,8 @@ template <class Block> __device__ __forceinline__ void bring_vectors(const Linea
     publish_vectors();
 }
 
-// Waits for earlier work of the stream, and copies the vectors. All threads of the block must call it.
+// Waits for earlier work of the stream, copies the vectors to shared memory, and waits for all threads of the cluster
+// to call arrive_at_cluster(). All threads of the block must call it.
 template <class Block> __device__ __forceinline__ void bring_all_vectors(const LinearJob &job, const Place &place)
 {
     await_work_before();
@@ -132,8 +134,8 @@ template <class Block> struct GroupMultiplier {
 
     const LinearJob &job;
     const Place &place;
-    // strip: the warp's strip of a tile. own_piece, piece: number of the group's first piece, counted in the block and
-    // in the row. end: number of steps of a row.
+    // strip: the warp's strip in a tile. own_piece, piece: index of the group's first piece, counted in the block and
+    // in the row. end: number of steps in a row.
     const uint32_t warp, group, strip, stages, own_piece, piece, end;
     uint32_t copied_tile, copied_step, copied_stage;
     StripRows copied_rows;
@@ -170,8 +172,8 @@ template <class Block> struct GroupMultiplier {
 #pragma unroll
         for (uint32_t i = 0; i < Block::kStages - 1u; i++) begin_copies();
     }
-    // Adds the products of a step. Up to three batches of two operands are multiplied while the next batch is decoded.
-    // of_block: number of the step, counted in the block.
+    // Adds the products of a step to `sums`. Up to three batches of two operands are multiplied while the next batch is
+    // decoded. of_block: index of the step, counted in the block.
     __device__ __forceinline__ void multiply_step(uint32_t of_block, uint32_t firsts, uint32_t stage,
                                                   uint32_t (&operands)[4][2][4], float (&sums)[kSums])
     {
@@ -191,8 +193,8 @@ template <class Block> struct GroupMultiplier {
             GroupProducts::end_batch();
         }
     }
-    // Multiplies the rows of a tile. sums[0]: receives the sums of the group's pieces, added in pairs, pairs of pairs
-    // and so on.
+    // Multiplies the rows of a tile. sums[0]: receives the sums over the group's pieces, which are added in the order
+    // of digits.cuh.
     __device__ __forceinline__ void multiply_tile_rows(uint32_t firsts, uint32_t &stage,
                                                        float (&sums)[Block::kGroupPieces][kSums])
     {
@@ -220,8 +222,8 @@ template <class Block> struct GroupMultiplier {
 #pragma unroll
                 for (uint32_t i = 0; i < kSums; i++) sums[p][i] += sums[p + apart][i];
     }
-    // Writes the sums to shared memory for the finishers. Groups that have the same rows add theirs one after the
-    // other.
+    // Writes the sums to shared memory, where the finishers read them. If both groups have the same rows, the first
+    // group stores its sums, and then the second group adds its own.
     __device__ __forceinline__ void leave_sums(uint32_t turn, const float (&sums)[kSums]) const
     {
         const uint32_t row = strip * kStripRows + lane_id() / 4u, vector = 2u * (lane_id() % 4u);
@@ -260,8 +262,8 @@ template <class Block> struct GroupMultiplier {
     }
 };
 
-// The four warps that finish tiles. A thread has a row of a tile, and all vectors of the block's share, or every other
-// one.
+// The four warps that finish tiles. A thread has one row of a tile, and all vectors of the block's share or every
+// second one.
 template <class Block> struct Finishers {
     using OwnCorrections = Corrections<Block::kFinished, Block::kVectorsApart>;
     const LinearJob &job;
@@ -282,8 +284,8 @@ template <class Block> struct Finishers {
         __syncwarp();
         Block::written().await_cluster(turn);
     }
-    // Signals to the groups that write sums that this block has read them. It is a release: no group writes before the
-    // loads of read_sums() are complete.
+    // Signals to the groups that write sums that this block has read the sums. The signal is a release: no group writes
+    // new sums before the loads of read_sums() are complete.
     __device__ __forceinline__ void say_read(bool is_last) const
     {
         if (Block::kParts == 1u) {
@@ -323,7 +325,7 @@ template <class Block> struct Finishers {
         const uint32_t strip = (tile - matrix.first_tile) * (Block::kTileRows / kStripRows);
         return first_row(matrix, strip + row / kStripRows) + row % kStripRows;
     }
-    // Finds the escapes of the thread's row of a tile, or of the last tile if `tile` does not exist.
+    // Finds the escapes of the thread's row in a tile, or in the last tile if `tile` is past it.
     __device__ __forceinline__ void find(uint32_t tile, RowEscapes &found) const
     {
         const uint32_t known = ibp_min_u32(tile, job.num_tiles - 1u);
@@ -336,8 +338,8 @@ template <class Block> struct Finishers {
         find(place.first_tile, escapes), find(place.first_tile + place.tiles_apart, next);
         escapes.load(job.num_columns);
     }
-    // Finishes all tiles of the cluster. While a tile is multiplied, the escapes of the next tile are loaded, and the
-    // position in the list of the escapes of the tile after that.
+    // Finishes all tiles of the cluster. While a tile is multiplied, this loads the first escapes of the next tile, and
+    // the range in the list of the escapes of the tile after that.
     __device__ __forceinline__ void run()
     {
         uint32_t turn = 0;
@@ -363,7 +365,7 @@ template <class Block> struct Finishers {
 template <class Block>
 __global__ void __launch_bounds__(Block::kThreads, 1) many_kernel(const __grid_constant__ LinearJob job)
 {
-#if !defined(__CUDACC__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) // only this code has `wgmma`
+#if !defined(__CUDACC__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) // other code has no `wgmma`
     let_next_begin();
     const Place place{blockIdx.x % Block::kParts, blockIdx.x / Block::kParts, gridDim.x / Block::kParts};
     const bool multiplies = threadIdx.x < Block::kMultipliers;

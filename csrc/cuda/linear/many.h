@@ -1,4 +1,4 @@
-// many.h - launches the kernels of many.cuh and tiles.cuh. Host code.
+// many.h - functions that launch the kernels of many.cuh and tiles.cuh. Host code.
 #ifndef IBP_MANY_H
 #define IBP_MANY_H
 
@@ -8,25 +8,28 @@
 
 namespace ibp {
 
-// The number of clusters of a kernel that each device runs at the same time.
+// For each device, the number of clusters of a kernel that run at the same time.
 struct KnownClusters {
     static constexpr int kMostDevices = 64;
-    std::atomic<uint32_t> known[kMostDevices]; // the number plus 1; 0: not known
+    std::atomic<uint32_t> known[kMostDevices]; // this number plus 1; 0 if it is not known yet
 
-    // Finds the number for the current device. parts: blocks of a cluster. threads, shared_bytes: threads and bytes of
-    // shared memory of a block. *clusters receives 0 if the kernel has no code for the device.
+    // Finds this number for the current device. parts: number of blocks in a cluster. threads: number of threads in a
+    // block. shared_bytes: size of a block's shared memory. clusters: receives the number, or 0 if the kernel has no
+    // code for the device.
     ibp_status count(const void *kernel, uint32_t parts, uint32_t threads, uint32_t shared_bytes, uint32_t *clusters);
 };
 
-// Multiplies up to 64 vectors. *launched receives whether the current device has the kernel and the vectors fit shared
-// memory; otherwise nothing was launched.
+// Multiplies up to 64 vectors. launched: receives whether the kernel was launched; it is not if the current device has
+// no code for it, or if the vectors do not fit shared memory.
 ibp_status multiply_many(const LinearJob &job, ibp_stream stream, bool *launched);
 
-// Multiplies 65 to 256 vectors. *launched receives whether the current device has the kernel; otherwise nothing was
-// launched. image: image_bytes() bytes of device memory.
+// Multiplies 65 to 256 vectors. image: image_bytes() bytes of device memory, which receive a copy of the vectors.
+// launched: receives whether the kernel was launched; it is not if the current device has no code for it, or if the
+// driver refuses the tensor maps.
 ibp_status multiply_tiles(const LinearJob &job, uint8_t *image, ibp_stream stream, bool *launched);
 
-// Returns the size in bytes of the image that multiply_tiles makes: that of 128 or 256 vectors in whole steps.
+// Returns the size in bytes of the image that multiply_tiles makes. It has room for 128 or 256 vectors, and for columns
+// in whole steps.
 constexpr uint32_t kMostOfTiles = 256;
 inline int64_t image_bytes(uint32_t num_vectors, uint32_t num_columns)
 {

@@ -1,16 +1,16 @@
-// matrix.cuh - decodes all weights of a coded matrix of BF16, for products of more vectors than the kernels multiply by
-// coded rows.
+// matrix.cuh - decodes all weights of a coded matrix of BF16, for products with more vectors than the other kernels
+// multiply.
 //
 // A slot, which holds a stored row:
 //
 //     | residuals: 1 byte for each column | digits: 4 bits for each column |
 //
-// 1. A warp takes a stretch of a row. Each load of a lane brings the residuals and digits of 8 elements into registers.
+// 1. A warp takes a stretch of a row. At a time, a lane loads the residuals and digits of 8 elements into registers.
 // 2. The lane joins them, and stores the weights in device memory.
 // 3. The warp overwrites the weights of escapes with the right ones from the list of escapes. Because of this list, the
 //    kernel need not count escapes, stage symbols or exchange data between lanes.
 //
-// The kernel is bound by device memory.
+// Device memory limits the kernel.
 #ifndef IBP_MATRIX_CUH
 #define IBP_MATRIX_CUH
 
@@ -18,10 +18,11 @@
 
 namespace ibp {
 
-constexpr uint32_t kMatrixWarps = 8; // number of warps of a block
-// Number of weights of a load, and of loads that are issued together.
+constexpr uint32_t kMatrixWarps = 8; // number of warps in a block
+// kLaneWeights: number of weights that a lane loads at a time. kLoads: how many times it does so before it uses the
+// results.
 constexpr uint32_t kLaneWeights = 8, kLoads = 4;
-constexpr uint32_t kStretchColumns = kWarp * kLaneWeights * kLoads; // number of columns of a warp
+constexpr uint32_t kStretchColumns = kWarp * kLaneWeights * kLoads; // number of columns in a warp's stretch
 
 // Eight consecutive elements of a slot, beginning with `column`.
 struct LaneElements {
@@ -46,7 +47,7 @@ struct LaneElements {
 
 // Writes the weights of all rows. A block takes a stretch of kStretchColumns columns in kMatrixWarps rows; each of its
 // warps takes one of these rows.
-// num_stretches: number of stretches of a row.
+// num_stretches: number of stretches in a row.
 __global__ void __launch_bounds__(kMatrixWarps *kWarp)
     matrix_weights(const __grid_constant__ ibp_digit_matrix matrix, const uint32_t num_stretches, uint16_t *weights)
 {
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kMatrixWarps *kWarp)
         if (column < columns)
             *reinterpret_cast<uint4 *>(to + column) = elements[i].weights(matrix.first_symbol * kEveryByte);
     }
-    __syncwarp(); // the weights that were decoded from digits are stored before the right weights
+    __syncwarp(); // the decoded weights must be stored before the right weights of escapes
     for (uint32_t i = escapes + lane_id(); i < end; i += kWarp) {
         const ibp_escape escape = matrix.escapes[i];
         if (escape.column - start < kStretchColumns && escape.column < columns) to[escape.column] = escape.weight;

@@ -1,6 +1,6 @@
 // sm90.cuh - features of GPUs of compute capability 9.0 for the kernels of many.cuh and tiles.cuh: clusters of blocks
-// that read each other's shared memory, and products of groups of four warps (`wgmma`). In a run without a GPU, a
-// cluster is one block.
+// that read each other's shared memory, and matrix products of groups of four warps (`wgmma`). If kernels are emulated
+// without a GPU, a cluster has one block.
 #ifndef IBP_SM90_CUH
 #define IBP_SM90_CUH
 
@@ -21,12 +21,12 @@ __device__ __forceinline__ uint32_t address_in(uint32_t block, uint32_t byte)
 }
 #endif
 
-// A barrier in shared memory (`mbarrier`). It completes a turn when as many threads have arrived as begin() was given,
-// and all expected bytes have been copied. The parameter `turn` of its functions is the number of turns before. Without
-// a GPU these barriers do nothing.
+// A barrier in shared memory (`mbarrier`). It completes a turn when the number of threads that was passed to begin()
+// have arrived, and all expected bytes have been copied. The parameter `turn` of its functions is the index of the turn
+// to wait for. Without a GPU these barriers do nothing.
 struct SharedBarrier {
     static constexpr uint32_t kBytes = 8;
-    uint32_t byte; // its offset in shared memory
+    uint32_t byte; // offset of the barrier in shared memory, in bytes
 
     __device__ __forceinline__ void begin(uint32_t num_threads) const
     {
@@ -56,9 +56,9 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Arrives at the barrier of a block of the cluster, as a release. Threads of that block that call await_cluster()
-    // afterwards see the writes of this thread and of the threads that it has met at a barrier, and their own writes
-    // come after the reads of these threads.
+    // Arrives, as a release, at this barrier in another block of the cluster. Threads of that block that call
+    // await_cluster() afterwards see the earlier writes of this thread, and those of the threads that it has met at a
+    // barrier. The writes that they make after the call come after the earlier reads of all these threads.
     __device__ __forceinline__ void arrive_in(uint32_t block) const
     {
 #ifdef __CUDACC__
@@ -76,7 +76,7 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Waits like `await`, at a barrier at which threads of other blocks of the cluster arrive.
+    // Does what await() does, for a barrier at which threads of other blocks of the cluster arrive.
     __device__ __forceinline__ void await_cluster(uint32_t turn) const
     {
 #ifdef __CUDACC__
@@ -89,9 +89,9 @@ struct SharedBarrier {
     }
 };
 
-// arrive_at_cluster and await_others_of_cluster are the two halves of a barrier of all threads of a cluster. A block
-// must pass it before it uses barriers of other blocks, which have published them. Between the two halves a block may
-// use its own memory.
+// arrive_at_cluster() and await_others_of_cluster() are the two halves of a barrier of all threads of a cluster. A
+// block must publish its own barriers before the first half, and must use barriers of other blocks only after the
+// second. Between the two halves a block may use its own memory.
 __device__ __forceinline__ void arrive_at_cluster()
 {
 #ifdef __CUDACC__
@@ -140,8 +140,8 @@ __device__ __forceinline__ void publish_vectors()
                  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"             \
                  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
                  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-// Adds to d the products of 64 rows with VECTORS vectors over 16 columns. A warp has 16 of the rows, as in
-// multiply_tile, and four floats of sums for each 8 vectors. b: the descriptor of the vectors' elements in shared
+// Adds the products of 64 rows with VECTORS vectors over 16 columns to d. Each warp has 16 of the rows, as in
+// multiply_tile, and each lane has four sums for every 8 vectors. b: the descriptor of the vectors' elements in shared
 // memory.
 #define IBP_MULTIPLY_GROUP(VECTORS, FLOATS, A0, A1, A2, A3, B)                                             \
     __device__ __forceinline__ void multiply_group(float(&d)[FLOATS], const uint32_t(&a)[4], uint64_t b)   \
@@ -171,7 +171,7 @@ IBP_MULTIPLY_GROUP(256, 128, 128, 129, 130, 131, 132)
 #endif
 
 // The vectors' elements for an operand of 16 columns, in shared memory. Each vector has 16 bytes for each half of the
-// columns. The layout groups vectors by eight:
+// columns. The vectors are in groups of eight:
 //
 //     | vectors 0 to 7, half 0: 128 bytes | vectors 0 to 7, half 1 | vectors 8 to 15, half 0 | ...
 struct PackedVectors {
@@ -188,8 +188,9 @@ struct PackedVectors {
     }
 #endif
 };
-// The same elements in another layout: each vector has a line of 128 bytes for four operands. The j-th 16 bytes of a
-// line are at position j ^ (vector % 8). byte: offset of the lines in shared memory, a multiple of 1,024.
+// The same elements in another layout: each vector has a line of 128 bytes, for four operands. The line has eight units
+// of 16 bytes; unit j is stored at position j ^ (vector % 8). byte: offset of the lines in shared memory, a multiple of
+// 1,024. operand: 0 to 3.
 struct LinedVectors {
     uint32_t byte, operand;
 
@@ -211,10 +212,10 @@ struct LinedVectors {
 };
 
 // Asynchronous matrix products of a group of four warps (wgmma). The hardware still reads the operand registers `a` and
-// writes `sums` after `begin` has returned, and the compiler does not know this. Call `await` on these registers before
+// writes `sums` after begin() has returned, and the compiler does not know this. Call await() on these registers before
 // any other use of them.
 struct GroupProducts {
-    // Starts to add products to sums. vectors: PackedVectors or LinedVectors.
+    // Starts to add products to `sums`. vectors: PackedVectors or LinedVectors.
     template <uint32_t FLOATS, class Vectors>
     static __device__ __forceinline__ void begin(float (&sums)[FLOATS], const uint32_t (&a)[4], const Vectors &vectors)
     {

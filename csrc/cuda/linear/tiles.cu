@@ -14,12 +14,12 @@
 
 namespace ibp {
 
-// ---- maps of the matrix, for copies of tiles ----
+// ---- tensor maps of matrices, for copies of tiles ----
 
 #ifdef __CUDACC__
 static ibp_status find_encoder(PFN_cuTensorMapEncodeTiled_v12000 *encoder)
 {
-    static void *found = nullptr; // all threads find the same address
+    static void *found = nullptr; // all threads find the same address, so no lock is needed
     if (found == nullptr) {
         cudaDriverEntryPointQueryResult result;
         const ibp_status status = check_cuda(
@@ -30,8 +30,8 @@ static ibp_status find_encoder(PFN_cuTensorMapEncodeTiled_v12000 *encoder)
     return IBP_OK;
 }
 
-// Makes the tensor map of bytes [rows, columns], for tiles of box_rows rows and box_columns columns. Returns whether
-// the driver accepts it.
+// Makes the tensor map of an array of bytes [rows, columns], for copies of box_rows rows and box_columns columns.
+// Returns whether the driver accepts the map.
 static bool make_map(PFN_cuTensorMapEncodeTiled_v12000 encoder, const ibp_digit_matrix &matrix, const uint8_t *bytes,
                      uint32_t columns, uint32_t box_columns, uint32_t box_rows, CUtensorMapSwizzle swizzle,
                      CUtensorMap *map)
@@ -44,7 +44,7 @@ static bool make_map(PFN_cuTensorMapEncodeTiled_v12000 encoder, const ibp_digit_
 }
 #endif
 
-// Makes the tensor maps of all matrices. *has_maps receives whether the driver accepts them.
+// Makes the tensor maps of all matrices. has_maps: receives whether the driver accepts them.
 template <class Block> static ibp_status make_maps(TilesJob *tiles, bool *has_maps)
 {
     *has_maps = true;
@@ -67,7 +67,8 @@ template <class Block> static ibp_status make_maps(TilesJob *tiles, bool *has_ma
 
 // ---- launches ----
 
-// A division of the columns into parts, the number of clusters of as many blocks, and its cost.
+// A plan of a launch. cost: estimated time, in units that only comparisons of plans use. parts: number of parts of the
+// columns, which is the number of blocks in a cluster. clusters: number of clusters.
 struct TilesPlan {
     uint64_t cost = UINT64_MAX;
     uint32_t parts = 0, clusters = 0;
@@ -89,8 +90,8 @@ static ibp_status launch_tiles(const LinearJob &job, const uint8_t *image, const
     return launch_kernel(tiles_kernel<Block>, launch, stream, tiles);
 }
 
-// Finds the plan with the shortest time. Besides its steps, a tile takes a block as long as kFixed steps, and
-// kOfCluster steps more if the blocks of a cluster exchange sums.
+// Replaces *best by the cheapest plan of this block if that is cheaper. For each tile, a block needs the time of its
+// steps and of kFixed more, and of another kOfCluster steps if the blocks of a cluster exchange sums.
 template <class Block> static ibp_status plan_tiles(LinearJob job, TilesPlan *best)
 {
     constexpr uint32_t kFixed = 2, kOfCluster = Block::kVectors / 64u + 2u, kCounts[] = {1, 2, 3, 4, 8};

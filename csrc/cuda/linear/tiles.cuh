@@ -1,12 +1,13 @@
-// tiles.cuh - multiplies 65 to 256 vectors by coded matrices of BF16, on GPUs of compute capability 9.0. A warp decodes
-// each weight once, in registers, as an operand of `wgmma` for all vectors.
+// tiles.cuh - multiplies 65 to 256 vectors with coded matrices of BF16, on GPUs of compute capability 9.0. Each weight
+// is decoded once for all vectors, in registers, as an operand of `wgmma`.
 //
-// A first kernel copies the vectors into an image, in which they have the order of the operands. A block of the second
-// kernel then takes tiles of 128 or 192 rows, one after the other; the blocks of a cluster divide the columns among
-// themselves. One warp copies the weights of the following steps to shared memory, and another warp copies the image.
-// Groups of four warps multiply 64 rows each: tensor cores multiply half a step while the warps decode the next half. A
-// warp finds an escaped weight in about one step of three and puts it into the operand, so sums need no correction. The
-// blocks of a cluster add up their sums through shared memory. The kernel is bound by tensor cores and by decoding.
+// A first kernel copies the vectors to an image in device memory, in which elements have the order of the operands. A
+// block of the second kernel then takes tiles of 128 or 192 rows, one after the other; the blocks of a cluster divide
+// the columns among themselves. One warp copies the weights of the following steps to shared memory, and another warp
+// copies the image. Groups of four warps multiply 64 rows each: tensor cores multiply half a step while the warps
+// decode the next half. A warp meets escapes in about one step of three. It puts their right weights into the operands,
+// so sums need no correction. The blocks of a cluster add up their sums through shared memory. Tensor cores and the
+// decoding limit the kernel.
 #ifndef IBP_LINEAR_TILES_CUH
 #define IBP_LINEAR_TILES_CUH
 
@@ -25,20 +26,20 @@ struct TilesJob {
 #endif
     LinearJob job;
     const uint8_t *image;
-    uint32_t parts; // number of parts of the columns, which is the number of blocks of a cluster: 1, 2, 3, 4 or 8
+    uint32_t parts; // number of parts of the columns, which is the number of blocks in a cluster: 1, 2, 3, 4 or 8
 };
 
 // The sizes and the shared memory of a block. VECTORS: 128 or 256, the largest number of vectors. GROUPS: number of
-// groups that multiply: 2, or, with 128 vectors, 2 or 3.
+// groups that multiply: 2, or 3 if VECTORS is 128.
 template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
     static constexpr uint32_t kVectors = VECTORS, kGroup = 128, kGroups = GROUPS, kTileRows = 64 * kGroups;
     static constexpr uint32_t kMultipliers = kGroup * kGroups, kWarps = kMultipliers / kWarp;
     static constexpr uint32_t kThreads = kMultipliers + kGroup;
-    // Numbers of registers of a thread that multiplies and of a thread that copies. Together the threads take all
-    // registers of an SM.
+    // Number of registers of a thread that multiplies, and of a thread that copies. All threads of the block together
+    // use nearly all registers of an SM.
     static constexpr uint32_t kMultiplierRegisters = GROUPS == 2u ? 232 : 152, kCopierRegisters = 40;
-    // The time of a step in units of plan_tiles: a step of 192 rows takes about 1.2 times as long as one of 128
-    // (measured on an H200).
+    // The time of a step, in the units of TilesPlan::cost. On an H200, a step of 192 rows took about 1.2 times the time
+    // of a step of 128 rows.
     static constexpr uint32_t kStepCost = GROUPS == 2u ? 13 : 16;
     static constexpr uint32_t kHalf = kStepColumns / 2u;
     static constexpr uint32_t kWeightStages = VECTORS == 256u ? 2 : 3, kHalfStages = 4;
@@ -69,9 +70,9 @@ template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
 };
 
 // A ring of stages in shared memory. One warp fills the stages by copies, one after the other, and the warps that
-// multiply empty them. FIRST: number of the ring's first barrier.
+// multiply read and release them. FIRST: index of the ring's first barrier.
 template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
-    static constexpr uint32_t kUsers = Block::kMultipliers + kWarp; // number of threads that meet
+    static constexpr uint32_t kUsers = Block::kMultipliers + kWarp; // number of threads that use the ring
     uint32_t stage = 0, turn = 0;
 
     static __device__ __forceinline__ void begin()
@@ -85,7 +86,7 @@ template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
         if (stage == STAGES) stage = 0, turn++;
     }
     __device__ __forceinline__ SharedBarrier filled() const { return Block::barrier(FIRST + stage); }
-    // Waits until the stage is empty. Called by the warp that copies.
+    // Waits until the stage is empty. The warp that copies calls it.
     __device__ __forceinline__ void await_room() const
     {
 #ifdef __CUDACC__
@@ -94,14 +95,14 @@ template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
         if (turn > 0u) named_barrier(FIRST + STAGES + stage + kFirstOfRings, kUsers);
 #endif
     }
-    // Without a GPU, the copies are done; on a GPU, they arrive at the barrier themselves.
+    // Signals without a GPU that the copies are done. On a GPU, the copies arrive at the barrier themselves.
     __device__ __forceinline__ void say_filled() const
     {
 #ifndef __CUDACC__
         named_arrival(FIRST + stage + kFirstOfRings, kUsers);
 #endif
     }
-    // Waits until the stage is filled. Called by all warps that multiply.
+    // Waits until the stage is filled. All warps that multiply call it.
     __device__ __forceinline__ void await_filled() const
     {
 #ifdef __CUDACC__
@@ -126,9 +127,9 @@ template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
 template <class Block> using WeightRing = Ring<Block, 0, Block::kWeightStages>;
 template <class Block> using HalfRing = Ring<Block, 2u * Block::kWeightStages, Block::kHalfStages>;
 
-constexpr uint32_t kAllMultipliers = 1; // number of a named barrier
+constexpr uint32_t kAllMultipliers = 1; // ID of the named barrier of all warps that multiply
 
-// A block's share of a job: steps begin to end - 1 of every tiles_apart-th tile, beginning with first_tile.
+// A block's share of a job: steps begin to end - 1 of the tiles first_tile, first_tile + tiles_apart and so on.
 struct TilesPlace {
     uint32_t part, begin, end, first_tile, tiles_apart;
 
@@ -143,9 +144,9 @@ struct TilesPlace {
 // ---- copies ----
 
 // Copies the weights of a step: the rows of a tile in 128 columns. In shared memory each row has a line of 128 bytes of
-// residuals, whose j-th 16 bytes are at position j ^ (row % 8). After the lines of all rows, each row has a line of 64
-// bytes of digits, whose j-th 16 bytes are at position j ^ (row / 2 % 4). So lanes that read together read from
-// different banks. Rows and columns outside the matrix are filled with zeros.
+// residuals, in units of 16 bytes; unit j is at position j ^ (row % 8). After the lines of all rows, each row has a
+// line of 64 bytes of digits, in which unit j is at position j ^ (row / 2 % 4). So lanes that read at the same time
+// read from different banks. Rows and columns outside the matrix are filled with zeros.
 template <class Block>
 __device__ __forceinline__ void copy_weights(const TilesJob &tiles, uint32_t tile, uint32_t step, uint32_t to,
                                              const SharedBarrier &filled)
@@ -222,10 +223,10 @@ template <class Block> __device__ __forceinline__ void copy_all_halves(const Til
 
 // ---- products ----
 
-// A cursor over the escapes of a row, beginning with a given column.
+// A cursor over the escapes of a row.
 struct RowCursor {
     const ibp_escape *at, *end; // at: the entry after `next`
-    uint2 entry, next;          // next: is being loaded while earlier steps are multiplied
+    uint2 entry, next;          // the current escape and the next one, which is loaded ahead
 
     __device__ __forceinline__ uint2 load(const ibp_escape *from) const
     {
@@ -247,7 +248,8 @@ struct RowCursor {
     }
 };
 
-// A group of warps that multiplies. Each warp has 16 rows of a tile, and each lane has rows `row` and `row + 8`.
+// A group of warps that multiplies. Each warp has 16 rows of a tile, and each lane decodes elements of rows `row` and
+// `row + 8`.
 template <class Block> struct TileMultiplier {
     static constexpr uint32_t kSums = Block::kVectors / 2u; // number of sums of a thread
     static constexpr uint32_t kOperands = 4;                // number of operands of half a step
@@ -259,7 +261,7 @@ template <class Block> struct TileMultiplier {
     WeightRing<Block> weights;
     HalfRing<Block> halves, emptied;
     RowCursor cursors[2];
-    uint32_t next_column; // column of the next escape in any of the warp's rows
+    uint32_t next_column; // the least column of the next escapes of the warp's rows
     uint32_t num_halves = 0;
 
     Elements coded[2]; // half a step of rows `row` and `row + 8`: 16 elements each, in the lower half of `Elements`
@@ -290,7 +292,7 @@ template <class Block> struct TileMultiplier {
     {
         next_column = __reduce_min_sync(kAllLanes, ibp_min_u32(cursors[0].entry.x, cursors[1].entry.x));
     }
-    // Returns whether an escape is in the columns that this lane decodes in half `half` of the step that ends before
+    // Returns whether an escape is in a column that this lane decodes in half `half` of the step that ends before
     // column `end`.
     __device__ __forceinline__ bool is_own(const uint2 &entry, uint32_t end, uint32_t half) const
     {
@@ -313,7 +315,8 @@ template <class Block> struct TileMultiplier {
     static __device__ __forceinline__ void put(uint32_t (&operands)[kOperands][4], uint32_t r, const uint2 &entry,
                                                bool is_here)
     {
-        // Of four consecutive elements, 0 and 2 are the halves of one word, and 1 and 3 of the other.
+        // Elements 0 and 2 of four consecutive elements are the halves of one word, and elements 1 and 3 those of the
+        // other.
         const uint32_t number = entry.x % 16u / 4u * 2u + entry.x % 2u, order = entry.x & 2u ? 0x5410u : 0x3254u;
 #pragma unroll
         for (uint32_t i = 0; i < kOperands; i++)
@@ -349,7 +352,8 @@ template <class Block> struct TileMultiplier {
         weights.await_filled();
         load(0);
     }
-    // Adds the products of a step whose first half is loaded, and loads the first half of the next step.
+    // Adds the products of a step to `sums`, and loads the first half of the next step. The first half of this step
+    // must have been loaded.
     __device__ __forceinline__ void multiply_step(uint32_t step, uint32_t (&operands)[2][kOperands][4],
                                                   float (&sums)[kSums])
     {
@@ -398,7 +402,7 @@ template <class Block> struct TileMultiplier {
 
 // ---- sums ----
 
-// The results of two consecutive rows, beginning with `row`, which are stored together.
+// Stores the results of rows `row` and `row` + 1, with their biases. If possible, both go to memory in one word.
 struct RowPair {
     const LinearMatrix &matrix;
     uint32_t num_vectors, row;
@@ -471,7 +475,7 @@ template <class Block> struct SharedSums {
         return *reinterpret_cast<const float2 *>(shared_bytes() + byte);
 #endif
     }
-    // Adds up and stores the sums of a round. vectors: number of the round's first vector.
+    // Adds up and stores the sums of a round, which has kRound vectors. vectors: the round's first vector.
     template <uint32_t PARTS> __device__ __forceinline__ void add(uint32_t tile, uint32_t vectors) const
     {
         constexpr uint32_t kShare = (Block::kRound + PARTS - 1u) / PARTS, kTogether = 8u / PARTS;
@@ -577,14 +581,14 @@ __global__ void __launch_bounds__(Block::kThreads, 1) tiles_kernel(const __grid_
 #endif
 }
 
-// Writes the image of the vectors. It has the halves of all steps one after the other; in each half, every vector has a
-// line of 128 bytes (LinedVectors). A thread copies one operand of one vector. Vectors and columns that do not exist
-// are filled with zeros.
+// Writes the image of the vectors. The image has the halves of all steps one after the other; in each half, every
+// vector has a line of 128 bytes (LinedVectors). A thread copies one operand of one vector. Vectors and columns that do
+// not exist are filled with zeros.
 template <uint32_t VECTORS> __global__ void image_kernel(const __grid_constant__ LinearJob job, uint8_t *image)
 {
     let_next_begin();
     await_work_before();
-    constexpr uint32_t kOperands = kStepColumns / 16u; // number of operands of a step
+    constexpr uint32_t kOperands = kStepColumns / 16u; // number of operands in a step
     const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x, operand = item % kOperands,
                    vector = item / kOperands % VECTORS, step = item / (kOperands * VECTORS);
     if (step >= num_steps(job)) return;

@@ -1,13 +1,13 @@
-// analysis.cu - counts over the rows of a tensor (the paper's section 4.1): for each bit of a row, the rows in which it
-// is 1; for each chunk, the rows whose invariant bits match the chunk's mask and bitval.
+// analysis.cu - counts over the rows of a tensor (the paper's section 4.1). For each bit position, counts the rows in
+// which the bit is 1. For each chunk, counts the rows that match the chunk's mask and bitval.
 //
-// 1. A block takes up to 256 columns of words of a row, and every k-th row; a thread takes one column.
+// 1. A block takes up to 256 columns, which are words of a row, and every k-th row; a thread takes one column.
 // 2. A thread loads the words of eight rows at a time, and counts in registers.
 // 3. The threads add their counts to the block's counters in shared memory.
 // 4. The block adds its counters to the result by atomics.
 //
-// The kernels are bound by memory: they take about 10 instructions for each word, and one atomic for each counter of
-// each block.
+// Device memory limits the kernels: they execute about 10 instructions for each word, and one atomic for each counter
+// of each block.
 #include "../../internal/ibp_coding.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
@@ -19,7 +19,7 @@ namespace ibp {
 constexpr uint32_t kThreads = 256, kRowsAhead = 8;
 
 // Returns word w of a row, which may begin at any address. Bytes past the end of the row are zeros. is_inner: the
-// result of is_inner_word for w. If it is true, the row is loaded by aligned words, otherwise byte by byte.
+// result of is_inner_word for w. If it is true, the word is loaded by aligned words, otherwise byte by byte.
 __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t row_bytes, uint32_t w, bool is_inner)
 {
     const uint8_t *const from = row + 4u * w;
@@ -34,22 +34,23 @@ __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t r
     return word;
 }
 
-// Returns whether word w of every row can be loaded by aligned words that end within the row. A load beyond the last
-// row could leave its allocation. The second aligned word of a row that is not aligned ends up to 3 bytes after word w.
+// Returns whether word w of every row can be loaded by aligned words that end within the row. A load past the last row
+// could be outside its allocation. If a row is not aligned, the second aligned word ends up to 3 bytes after word w.
 __device__ __forceinline__ bool is_inner_word(const uint8_t *data, uint32_t row_bytes, uint32_t w)
 {
     const bool are_aligned = aligned(data, 4u) && row_bytes % 4u == 0u;
     return 4u * w + (are_aligned ? 4u : 7u) <= row_bytes;
 }
 
-// The column of units (words, or chunks of 8 bytes) and the rows that a thread counts.
+// The column and the rows that a thread counts. A column is a unit of the row: a word, or a chunk of 8 bytes.
 struct Columns {
     uint32_t first, count; // the block's columns
     uint32_t column;       // the thread's column, counted from the block's first
     int64_t row, step;
     bool active;
 
-    // Chooses the thread's column and rows. Blocks are numbered slice after slice.
+    // Chooses the thread's column and rows. Consecutive blocks take consecutive tiles of columns; after the last tile,
+    // they go on with further rows.
     __device__ __forceinline__ explicit Columns(uint32_t num_units)
     {
         const uint32_t tiles = (num_units + kThreads - 1u) / kThreads;
@@ -63,13 +64,13 @@ struct Columns {
     }
 };
 
-// 32 counters, one for each bit of a word, held as bit planes: bit b of plane p is bit p of counter b.
+// 32 counters, one for each bit position of a word, stored as bit planes: bit b of plane p is bit p of counter b.
 struct BitCounters {
     static constexpr uint32_t kPlanes = 8, kMost = (1u << kPlanes) - 1u;
     uint32_t plane[kPlanes] = {};
 
-    // Adds the bits of a, b and c at each position. The low bits of the sums replace a; the high bits, the carries, are
-    // returned.
+    // Adds the bits of a, b and c at each position. Replaces a by the low bits of the sums, and returns the high bits,
+    // the carries.
     static __device__ __forceinline__ uint32_t add3(uint32_t &a, uint32_t b, uint32_t c)
     {
         const uint32_t carry = (a & b) | (a & c) | (b & c);
@@ -130,16 +131,16 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (added != 0u) counters.flush(sums + own.column, own.count);
     __syncthreads();
-    // Counters in memory have eight bytes, and the counters of a word are adjacent, so that consecutive threads add to
-    // consecutive counters.
+    // The result's counters have eight bytes each, in the order of bits, so consecutive threads add to consecutive
+    // counters.
     for (uint32_t i = threadIdx.x; i < 32u * own.count; i += kThreads) {
         const uint32_t sum = sums[i % 32u * own.count + i / 32u];
         if (sum != 0u) atomicAdd(counts + 32ull * own.first + i, static_cast<unsigned long long>(sum));
     }
 }
 
-// Counts, for each chunk, the rows that match its mask and bitval. A thread's unit is a word, or the two words of a
-// chunk of 8 bytes; a word has up to four chunks.
+// Counts, for each chunk, the rows that match its mask and bitval. A thread's column is a word, which has up to four
+// chunks, or the two words of a chunk of 8 bytes.
 __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ ibp_codebook cb, const uint8_t *data,
                                                        const int64_t num_rows, unsigned long long *hits)
 {
@@ -186,9 +187,9 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
     }
 }
 
-// Launches a kernel that counts. what: its first argument. num_units: number of columns. The blocks fill the device,
-// unless each thread would have fewer than eight rows; their number is a multiple of the number of tiles of 256
-// columns.
+// Launches a kernel that counts. what: the kernel's first argument. num_units: number of columns. There are enough
+// blocks to fill the device, but so few that each thread has about eight rows or more. Their number is a multiple of
+// the number of tiles of 256 columns.
 template <class What>
 static ibp_status count(void (*kernel)(What, const uint8_t *, int64_t, unsigned long long *), const What &what,
                         uint32_t row_bytes, uint32_t num_units, const uint8_t *data, size_t rows, uint64_t *counts,

@@ -1,11 +1,11 @@
-// index.cu - computes the row index on the GPU: the offsets of overflow parts, and the sizes of rows (FORMAT.md
-// sections 2 and 3).
+// index.cu - computes the offsets of overflow parts, which are a part of the row index (FORMAT.md sections 2 and 3),
+// surveys the sizes of rows, and moves overflow parts.
 //
-// 1. sum_rooms: a warp adds up the rooms of each group of 32 rows.
+// 1. sum_rooms: a warp adds up the rooms of a group of 32 rows at a time.
 // 2. scan_rooms: one block turns the sums into bases by a prefix sum.
 //
-// The kernels are bound by memory: they read two bytes for each row. One block does the scan over groups of rows, which
-// have 16 bytes each.
+// Device memory limits the kernels: they read two bytes for each row. One block is enough for the scan, which reads and
+// writes 16 bytes for each group of rows.
 #include "../cuda_checks.h"
 #include "../group.cuh"
 #include "../launch.cuh"
@@ -14,8 +14,7 @@ namespace ibp {
 
 constexpr uint32_t kIndexThreads = 256, kScanThreads = 1024;
 
-// Writes to bases[g] the sum of the sizes in bytes of the overflow rooms of the rows of group g. A warp takes one group
-// at a time.
+// Writes the total size in bytes of the overflow rooms of group g's rows to bases[g]. A warp takes one group at a time.
 __global__ void __launch_bounds__(kIndexThreads)
     sum_rooms(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows, const uint32_t row_bytes,
               const uint32_t slot_bytes, unsigned long long *bases)
@@ -31,7 +30,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     }
 }
 
-// Replaces each sum by the sum of all preceding sums, and writes the total.
+// Replaces each sum in `bases` by the sum of all preceding sums, and writes the sum of all to *total.
 __global__ void __launch_bounds__(kScanThreads)
     scan_rooms(const int64_t num_groups, unsigned long long *bases, int64_t *total)
 {
@@ -45,8 +44,8 @@ __global__ void __launch_bounds__(kScanThreads)
     if (threadIdx.x == 0) *total = static_cast<int64_t>(before);
 }
 
-// Computes the counts of ibp_survey_rows. A thread keeps its count in a register while consecutive rows take the same
-// number of sectors, so that few atomics are needed.
+// Computes the counts of ibp_survey_rows. A thread counts in a register as long as its rows need the same number of
+// sectors, so that few atomics are needed.
 __global__ void __launch_bounds__(kIndexThreads)
     survey_rows(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows, const uint32_t row_bytes,
                 unsigned long long *survey)

@@ -1,12 +1,12 @@
-// partition.cu - sorts ids by the windows of the table that contain their rows.
+// partition.cu - sorts ids by the windows of the table in which their rows lie.
 //
-// 1. count_windows counts the ids of each window, and numbers the ids of a window.
-// 2. scan_windows turns the counts into the position of each window's first id. 3. scatter_ids writes each id, and its
-// original position, to its new position.
+// 1. count_windows counts the ids in each window, and numbers the ids of each window.
+// 2. scan_windows turns the counts into the position of each window's first id.
+// 3. scatter_ids writes each id, and its original position, to its new position.
 //
-// A gather from a large table is bound by address translation. If rows are fetched in the order of the table's windows,
-// the translations of their pages are cached. These three short kernels are bound by latency: they read and write about
-// twenty bytes for each id in the L2 cache.
+// Address translation limits a gather from a large table. If rows are fetched window by window, the translations of
+// their pages are found in the cache. Latency limits these three short kernels: for each id they read and write about
+// twenty bytes in the L2 cache.
 #include "../../internal/ibp_gathers.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
@@ -20,9 +20,8 @@ __device__ __forceinline__ uint32_t window_of(int64_t id, int64_t num_items, uin
     return static_cast<uint32_t>(max(min(id, num_items - 1), int64_t{0}) >> window_bits);
 }
 
-// Counts the ids of each window. windows[k] receives the window of id k. ranks[k] receives the number of ids of this
-// window that were counted before it. The lanes of a warp that have the same window count together, so that many ids in
-// one window cost one atomic per warp instead of one per id.
+// Counts the ids in each window. windows[k] receives the window of id k. ranks[k] receives the number of ids in this
+// window that were counted before id k. Lanes of a warp that have the same window share one atomic.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads)
     count_windows(const Id *ids, int64_t count, int64_t num_items, uint32_t window_bits, uint32_t *counts,
@@ -40,8 +39,8 @@ __global__ void __launch_bounds__(kThreads)
     windows[k] = static_cast<uint16_t>(window);
 }
 
-// Writes to starts[w] the number of ids in the windows before w. A block first adds up the counts of all windows before
-// its own, and then scans its kScanThreads windows.
+// Writes the number of ids in all windows before w to starts[w]. Each block has kScanThreads windows. It first adds up
+// the counts of all windows before these, and then scans its own windows.
 __global__ void __launch_bounds__(kScanThreads)
     scan_windows(const uint32_t *counts, uint32_t num_windows, uint32_t *starts)
 {
@@ -53,8 +52,8 @@ __global__ void __launch_bounds__(kScanThreads)
     if (w < num_windows) starts[w] = before + in_block;
 }
 
-// Writes ids and positions in the order of windows. It uses the windows that were counted, even if the ids have changed
-// meanwhile, so that each position of the result is written once.
+// Writes ids and their original positions in the order of windows. It uses the windows that count_windows has stored,
+// even if the ids have changed meanwhile, so that each position of the result is written exactly once.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads)
     scatter_ids(const Id *ids, int64_t count, const uint32_t *starts, const uint32_t *ranks, const uint16_t *windows,

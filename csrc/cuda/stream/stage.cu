@@ -1,21 +1,21 @@
-// stage.cu - gathers items at ids that are in host memory, from a table whose slots are in pinned host memory: the
-// CPU's threads gather slots, the copy engine moves them to the GPU, and the GPU decodes them.
+// stage.cu - gathers items from a table in host memory, at ids in host memory: CPU threads gather slots, the copy
+// engine copies them to the GPU, and the GPU decodes them.
 //
-// The call is bound by the CPU's memory or by the link. The items are divided into chunks, and the chunks into blocks,
-// which threads take one after the other. Chunk k uses place k % kPlaces of two rings, one in pinned memory and one on
-// the GPU; the next call goes on with the place after the last one. Overflow is not staged: the decoder reads it over
-// the link. A place holds
+// The CPU's memory or the link to the GPU limits the call. The items are divided into chunks, and the chunks into
+// blocks. Threads take one block after the other. There are two rings of kPlaces places each, one in pinned memory and
+// one on the GPU. Consecutive chunks use consecutive places of both rings; the next call begins with the place after
+// the last one. Overflow is not staged: the decoder reads it from host memory. A place holds
 //
 //     | slots of the chunk's items | up to a multiple of 16 bytes | ids of the items |
 //
-// The first thread is also the coordinator: it opens places to be filled, and queues the chunks whose blocks are
-// complete, in order:
+// The first thread is also the coordinator. It opens places, which allows threads to fill them, and queues complete
+// chunks, in order:
 //
 //     copy stream:         wait decoded[place]    copy the chunk      record copied[place]
 //     caller's stream:     wait copied[place]     decode the chunk    record decoded[place]
 //
-// A place is opened when copied[place] has happened. A thread waits only for places to be opened, never for another
-// thread's block.
+// A place is opened once the event copied[place] is complete. A thread waits only for places to be opened, never for
+// another thread's block.
 #include "../../internal/ibp_stream.h"
 #include "../../core/stage.h"
 #include "../cuda_checks.h"
@@ -30,14 +30,15 @@
 namespace ibp {
 
 constexpr int kPlaces = 12;
-// A block has about this many bytes of slots, which a thread copies in about 10 microseconds.
+// Approximate size in bytes of the slots of a block. A thread copies a block in about 10 microseconds.
 constexpr int64_t kBlockBytes = 64 << 10;
-// A call is divided into at least this many chunks if possible: with fewer, gathering, copying and decoding hardly
+// Least number of chunks in a call, if it has enough items. With fewer chunks, gathering, copying and decoding hardly
 // overlap.
 constexpr int64_t kLeastChunks = 16;
 // Calls that fill the ring at most this many times use stores that bypass the CPU's caches. On 16 cores of a Xeon,
-// 100,000 rows of 512 bytes are gathered at 60 GB/s with such stores and at 45 GB/s through the caches; 1,000,000 rows,
-// which use each place 17 times or more, at 60 and 70 GB/s.
+// 100,000 rows of 512 bytes were gathered at 60 GB/s with such stores and at 45 GB/s through the caches. 1,000,000
+// rows, which use each place 17 times or more, were gathered at 60 GB/s with such stores and at 70 GB/s through the
+// caches.
 constexpr int64_t kStreamedRings = 3;
 
 static int64_t round_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
@@ -78,7 +79,8 @@ class Staging {
     // Returns whether a place has room for at least one item.
     bool fits() const { return chunk_items_ > 0; }
 
-    // Does the work of one thread of the call, which is all of the work if there is only one thread.
+    // Does the work of one thread of the call. Every thread calls this once; the first one to call becomes the
+    // coordinator.
     void work()
     {
         if (!is_coordinated_.exchange(true)) {
@@ -103,7 +105,8 @@ class Staging {
     }
     int64_t place_of(int64_t chunk) const { return (stager_->next_place + chunk) % kPlaces; }
 
-    // Takes the next block that no thread has taken yet, and copies its slots and ids.
+    // Takes the next block that no thread has taken yet, and copies its slots and ids to the pinned ring. Returns kWait
+    // if the block's place is not open, or kNone if no block is left.
     Taken fill_next()
     {
         const int64_t a_chunk = chunk_items_ / block_items_;
@@ -141,13 +144,13 @@ class Staging {
         if (device != stager_->device) cudaSetDevice(device);
     }
 
-    // Opens the places whose latest chunks have been copied, so that threads may fill them again.
+    // Opens the next places, as long as their previous chunks have been copied, so that threads may fill them again.
     void open_places(int64_t num_queued)
     {
         for (int64_t open = num_open_; open < num_chunks_ && open - kPlaces < num_queued; open++) {
             const cudaError_t query = cudaEventQuery(stager_->copied[place_of(open)]);
             if (query == cudaErrorNotReady) {
-                // "Not ready" is not an error. Clear it, so that no later call reports it.
+                // "Not ready" is no error. Clear it, so that no later call reports it.
                 cudaGetLastError();
                 return;
             }

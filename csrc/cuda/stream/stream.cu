@@ -1,15 +1,15 @@
-// stream.cu - decodes tables in pinned host memory: the copy engine copies them to the GPU chunk by chunk, and each
-// chunk is decoded while the following chunks are copied.
+// stream.cu - decodes tables that are in pinned host memory. The copy engine copies a table to the GPU chunk by chunk,
+// and each chunk is decoded while the following chunks are copied.
 //
-// The stream is bound by the link. The ring on the GPU has kPlaces places, each with a pair of events. Chunk k uses
-// place k % kPlaces:
+// The link to the host limits the speed. The ring on the GPU has kPlaces places, each with two events, `filled` and
+// `freed`. Chunk k uses place k % kPlaces:
 //
 //     copy stream:      wait freed[k - kPlaces]    copy chunk k      record filled[k]
 //     decode stream:    wait filled[k]             decode chunk k    record freed[k]
 //
-// So the copy engine runs ahead by up to kPlaces chunks, also from one table into the next. The host does not wait, and
-// the caller's stream waits only for the last chunk of a table. The decode stream has the highest priority, so that its
-// few blocks get the next SMs that other kernels leave.
+// So the copy engine is up to kPlaces chunks ahead of the decoder, even across tables. The host does not wait, and the
+// caller's stream waits only for the last chunk of a table. The decode stream has the highest priority, so that its few
+// blocks get the next SMs that become free.
 #include "../../internal/ibp_stream.h"
 #include "../../core/chunk_plan.h"
 #include "../cuda_checks.h"
@@ -40,9 +40,9 @@ static ibp_status copy_part(uint8_t *to, const uint8_t *from, uint64_t num_bytes
     return check_cuda(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream));
 }
 
-// Makes the streamer's streams wait for the work that is queued on the caller's stream: the decode stream before every
-// table, because that work may still use the output's memory, and the copy stream before the first table, because that
-// work may still use the ring's memory.
+// Makes the streamer's streams wait for the work that is queued on the caller's stream. The decode stream waits before
+// every table, because that work may still use the output's memory. The copy stream waits before the first table only,
+// because that work may still use the ring's memory.
 static ibp_status fork(ibp_streamer *streamer, cudaStream_t stream)
 {
     FirstError calls;
@@ -57,16 +57,16 @@ static ibp_status join(ibp_streamer *streamer, cudaStream_t stream)
     return calls.status();
 }
 
-// Returns whether the streamer belongs to the current device, because streams and events of another device cannot be
-// used.
+// Returns whether the streamer belongs to the current device. Streams and events of another device cannot be used.
 static bool is_here(const ibp_streamer *streamer)
 {
     int device = 0;
     return streamer != nullptr && check_cuda(cudaGetDevice(&device)) == IBP_OK && device == streamer->device;
 }
 
-// Copies a chunk into its place of the ring. If rows have their own bases, their parts may be anywhere in overflow;
-// then overflow is not copied, and decoders read the parts from host memory.
+// Queues the copies of a chunk to its place in the ring. block: receives the table whose rows are those of the chunk,
+// in the ring. If rows have their own bases, their parts may be anywhere in overflow; then overflow is not copied, and
+// decoders read the parts from host memory.
 static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, ibp_table *block)
 {
     const int place = static_cast<int>(streamer->num_chunks % kPlaces);
@@ -93,7 +93,8 @@ static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, con
     return calls.status();
 }
 
-// Copies and decodes one chunk. out: receives the bytes [start, end), which are in the chunk's rows.
+// Queues the copies and the decoding of one chunk. out: receives the bytes [start, end), which must be in the chunk's
+// rows. A chunk that does not fit a place is decoded from host memory.
 static ibp_status stream_chunk(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, int64_t start,
                                int64_t end, uint8_t *out, ibp_fault *fault, int max_sms)
 {
@@ -109,8 +110,8 @@ static ibp_status stream_chunk(ibp_streamer *streamer, const ibp_table *table, c
     return status;
 }
 
-// Creates the streamer's streams and events in relaxed capture mode, because a capture in this thread could forbid
-// calls that their creation makes.
+// Creates the streamer's streams and events, in relaxed capture mode, because a capture in this thread could forbid the
+// calls that create them.
 static ibp_status create_events(ibp_streamer *streamer)
 {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -189,7 +190,7 @@ extern "C" ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_ta
     const bool reads_bases = table->bases != nullptr && !ibp_has_own_bases(table);
     if (out == nullptr || (reads_bases && bases == nullptr)) return IBP_INVALID_ARGUMENT;
     const int64_t row_bytes = table->codebook.row_bytes, num_rows = ibp_num_rows(table);
-    // Raw rows, which lie one after the other.
+    // The rows are raw and lie one after the other, so they are only copied.
     if (!table->lengths && table->slot_bytes == row_bytes && end <= table->slots_bytes)
         return ibp::copy_part(out, table->slots + start, static_cast<uint64_t>(end - start), stream);
     const int64_t group = IBP_ROWS_PER_BASE, groups_end = ((end - 1) / row_bytes / group + 1) * group;
