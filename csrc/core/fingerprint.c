@@ -1,5 +1,5 @@
 /* fingerprint.c - computes the fingerprint of a tensor's bytes (FORMAT.md section 10). */
-#include "../internal/ibp_delta.h"
+#include "../internal/ibp_fingerprint.h"
 #include "bits.h"
 #include "format.h"
 #include "schemes.h"

@@ -261,23 +261,6 @@ IBP_INLINE uint64_t ibp_mix(uint64_t x)
 /* Returns the term of word i of a tensor in the sum of its fingerprint. */
 IBP_INLINE uint64_t ibp_mix_word(uint64_t word, uint64_t i) { return ibp_mix(word + (i + 1u) * IBP_GOLDEN); }
 
-/* ---- differences (section 9): elements side by side in 64 bits, each modulo 2^w ---- */
-
-/* Returns the highest bit of each element. */
-IBP_INLINE uint64_t ibp_highest_bits(uint32_t element_bytes)
-{
-    const uint64_t each = element_bytes == 8u ? 1u : ~(uint64_t)0 / (((uint64_t)1 << 8u * element_bytes) - 1u);
-    return each << (8u * element_bytes - 1u);
-}
-IBP_INLINE uint64_t ibp_add_elements(uint64_t a, uint64_t b, uint64_t highest)
-{
-    return ((a & ~highest) + (b & ~highest)) ^ ((a ^ b) & highest);
-}
-IBP_INLINE uint64_t ibp_subtract_elements(uint64_t a, uint64_t b, uint64_t highest)
-{
-    return ((a | highest) - (b & ~highest)) ^ ((a ^ ~b) & highest);
-}
-
 /* ---- rows of a table (sections 2 and 3) ---- */
 
 /* Returns 8 bytes of a default row of a codebook without constant columns: byte i of the row is byte i % 8 of the

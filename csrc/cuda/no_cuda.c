@@ -10,8 +10,6 @@ const char *ibp_cuda_architectures(void) { return ""; }
 int ibp_cuda_device_count(void) { return 0; }
 const char *ibp_cuda_last_error(void) { return ""; }
 int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_products, int64_t num_vectors) { return 0; }
-bool ibp_cuda_makes_deltas(const ibp_codebook *codebook) { return false; }
-bool ibp_cuda_applies_deltas(const ibp_codebook *codebook) { return false; }
 
 IBP_WITHOUT_CUDA(ibp_cuda_count_bits, const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
                  ibp_stream stream)
@@ -21,8 +19,7 @@ IBP_WITHOUT_CUDA(ibp_cuda_measure_rows, const ibp_codebook *codebook, const uint
                  uint16_t *lengths, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_index_rows, const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                  uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes, ibp_stream stream)
-IBP_WITHOUT_CUDA(ibp_cuda_sum_words, const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum,
-                 ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_sum_words, const ibp_summed_part *parts, int64_t num_parts, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_survey_rows, const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey,
                  ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_encode_rows, const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
@@ -84,15 +81,6 @@ IBP_WITHOUT_CUDA(ibp_cuda_plan_pages, const ibp_page_transfer *transfer, const u
 IBP_WITHOUT_CUDA(ibp_cuda_note_pages, const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
                  const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, uint8_t *stored, uint8_t *seen,
                  ibp_stream stream)
-IBP_WITHOUT_CUDA(ibp_cuda_measure_deltas, const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
-                 uint32_t num_tensors, int64_t num_rows, uint16_t *lengths, uint16_t *counts, uint64_t *sums,
-                 ibp_stream stream)
-IBP_WITHOUT_CUDA(ibp_cuda_encode_deltas, const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
-                 uint32_t num_tensors, int64_t num_rows, const uint16_t *lengths, const uint16_t *counts,
-                 const uint64_t *bases, uint8_t *overflow, int64_t overflow_bytes, bool updates_bases,
-                 ibp_stream stream)
-IBP_WITHOUT_CUDA(ibp_cuda_apply_deltas, const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
-                 uint32_t num_tensors, int64_t num_rows, bool takes_back, uint64_t *state, ibp_stream stream)
 
 ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer)
 {

@@ -10,8 +10,8 @@
 
 #include "ibp_cache.h"
 #include "ibp_coding.h"
-#include "ibp_delta.h"
 #include "ibp_file_fields.h"
+#include "ibp_fingerprint.h"
 #include "ibp_gathers.h"
 #include "ibp_linear.h"
 #include "ibp_machine.h"

@@ -8,7 +8,7 @@ Unless an operation's documentation says otherwise:
   is given as a tensor of the CUDA device (`_machine.memory.device_view`).
 - Memory that an operation writes is shared with no other argument.
 - Arguments that break these rules or contradict each other raise RuntimeError, whatever their values are. An operation
-  trusts only the bytes of `table` and `cache`, and addresses: of streamers, stagers, `buffers`, `addresses` and deltas.
+  trusts only the bytes of `table` and `cache`, and addresses: of streamers, stagers, `buffers` and `addresses`.
 - CPU implementations run on torch's intra-op threads if there is work for several. CUDA implementations run on the
   current stream of their tensors' device, whichever device is current. If they write to given tensors, they allocate
   nothing and do not synchronise; but `take.out` and products may take work memory from torch's allocator.
@@ -202,21 +202,7 @@ _define(
     "Tensor(b!) fault) -> ()"
 )
 _define("sum_words(Tensor part, int first_word, Tensor(a!) sum) -> ()")
-_define(
-    "add_rows(Tensor table, int element_bytes, bool subtracts, Tensor(a!) base, Tensor(b!) change, Tensor(c!) fault) "
-    "-> ()"
-)
-_define(
-    "measure_deltas(Tensor tensors, Tensor codebook, int[] codec, Tensor(a!) lengths, Tensor(b!) counts, "
-    "Tensor(c!) sums) -> ()"
-)
-_define(
-    "encode_deltas(Tensor tensors, Tensor codebook, int[] codec, Tensor lengths, Tensor counts, Tensor bases, "
-    "bool updates_bases, Tensor(a!) overflow) -> ()"
-)
-_define(
-    "apply_deltas(Tensor tensors, int num_rows, Tensor codebook, int[] codec, bool takes_back, Tensor(a!) state) -> ()"
-)
+_define("sum_parts(Tensor[] parts, int[] first_words, int[] numbers, Tensor(a!) sums) -> ()")
 _define(
     "partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)",
     lambda ids, *args: (ids.new_empty((ids.numel(),)), ids.new_empty((ids.numel(),), dtype=torch.int32)),

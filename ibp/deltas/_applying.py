@@ -1,20 +1,18 @@
-"""How deltas are applied: all of a call, or none."""
+"""Applies deltas: all of a call, or none."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._layout.geometry import bytes_of
 from .._machine import staging
 from .._rows.faults import CorruptTableError, new_record
 from .._rows.table import handle_on
-from . import _on_gpu
-from ._coding import bits_of, element_bytes_of, note_change
-from ._fingerprint import DeltaMismatchError, check_source, fingerprint
-from ._on_pieces import InPieces, Pieces, in_one_piece
+from ._coding import INTEGERS, PIECE_BYTES, bits_of, element_bytes_of, integers_in, note_change
+from ._fingerprint import DeltaMismatchError, check_source
+from ._on_pieces import Pieces, Step, fingerprints, in_one_piece
 
 if TYPE_CHECKING:
     from ._tensors import Delta
@@ -24,115 +22,105 @@ if TYPE_CHECKING:
 Base = torch.Tensor | Pieces
 
 
-class InPlace:
-    """A delta and its base on the CPU, where rows are added in place. indices: what the caller calls it, in a list."""
+class Change:
+    """A delta and its base, which changes in steps. In a step, a piece of the differences is decoded and added.
 
-    def __init__(self, index: int, delta: Delta, base: torch.Tensor) -> None:
-        self.indices = [index]
-        self._delta, self._base = delta, bytes_of(base)
-        self._table = delta.to("cpu").table
-        self._is_begun = False
+    Attributes:
+        base: the memory that changes.
+        before: the fingerprint of the base before the first step. The caller sets it.
+    """
 
-    def begin(self) -> None:
-        """`apply` does it."""
+    before: int
 
-    def apply(self) -> int | None:
-        """Applies the delta, or leaves the base as it is. Returns None, or the index where it does not fit."""
-        before = fingerprint(self._base)
-        if before != self._delta.base:
-            return self.indices[0]
-        self._is_begun = True
-        change, is_good = self._add(False)
-        if is_good and (before + change) % 2**64 == self._delta.result:
-            return None
-        self.take_back()
-        return self.indices[0]
+    def __init__(self, delta: Delta, base: Pieces) -> None:
+        self.base, self._delta = base, delta
+        width = element_bytes_of(base.dtype)
+        self._steps = base.steps(PIECE_BYTES[base.device.type] // width)
+        self._num_done = 0
+        self._fault = new_record(base.device)
+
+    def apply(self) -> None:
+        """Adds the differences. A GPU does so after the call."""
+        for step in self._steps:
+            self._take(step, False)
+            self._num_done += 1
 
     def take_back(self) -> None:
-        """Undoes `apply`, which may have been interrupted."""
-        if self._is_begun and fingerprint(self._base) != self._delta.base:
-            self._add(True)
+        """Undoes `apply`, which an exception may have ended. It can have done one step more than it has counted."""
+        for step in self._steps[: self._num_done]:
+            self._take(step, True)
+        if self._num_done < len(self._steps) and fingerprints([self.base]) != [self.before]:
+            self._take(self._steps[self._num_done], True)
 
-    def _add(self, subtracts: bool) -> tuple[int, bool]:
-        """What that adds to the fingerprint, and whether no row is corrupt; corrupt rows change nothing."""
-        change, fault = torch.zeros(1, dtype=torch.int64, device="cpu"), new_record()
-        width = element_bytes_of(self._delta.dtype)
-        table = handle_on(self._table, torch.device("cpu")).table
-        torch.ops.ibp.add_rows.default(table, width, subtracts, self._base, change, fault)
-        return int(change), not int(fault[0])
+    def is_damaged(self) -> bool:
+        """Waits for `apply`. Returns whether the delta has a damaged row. Zeros are added in its place."""
+        return bool(self._fault[0])
 
-
-Batch = _on_gpu.DeltaBatch | InPlace | InPieces
+    def _take(self, step: Step, subtracts: bool) -> None:
+        """Adds or subtracts the differences of a step. Python runs no signal handler before all of it is written."""
+        width, rows = element_bytes_of(self.base.dtype), step.rows
+        differences = torch.empty(step.end - step.first, dtype=INTEGERS[width], device=self.base.device)
+        table = handle_on(self._delta.to(self.base.device).table, self.base.device).table
+        bounds = width * step.first, width * step.end
+        torch.ops.ibp.decode_bytes.default(table, *bounds, 0, differences, self._fault)
+        change = torch._foreach_sub_ if subtracts else torch._foreach_add_
+        own = [piece.of(differences, step.first) for piece in step.pieces]
+        if rows is not None:
+            items = rows.read()
+            change([integers_in(items)], own)
+            rows.write(items)
+            return
+        with torch.inference_mode():  # Tensors that were made in inference mode change only here.
+            change([piece.memory for piece in step.pieces], own)
 
 
 def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
-    """Applies deltas to tensors, or pieces, that share no memory. whole: pairs of a tensor and its new values, which
-    are copied when all deltas are applied.
+    """Applies deltas to tensors, or pieces, that share no memory.
+
+    Args:
+        whole: pairs of a tensor and its new values, which are copied when all deltas are applied.
 
     Raises:
         As `Delta.apply_`; then all bases are as they were.
     """
     for job in jobs:
         _check_base(*job)
-    jobs = [(name, delta, base.detach() if isinstance(base, torch.Tensor) else base) for name, delta, base in jobs]
-    begun: list[Batch] = []
+    changes = [
+        Change(delta, in_one_piece(base.detach()) if isinstance(base, torch.Tensor) else base)
+        for _, delta, base in jobs
+    ]
+    for (name, delta, _), change, found in zip(jobs, changes, fingerprints([change.base for change in changes])):
+        change.before = found
+        if change.base.is_whole and found != delta.base:
+            advice = "were new and base exchanged in ibp.deltas.make(new, base), or has the delta been applied before?"
+            raise DeltaMismatchError(
+                f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
+                + (f", and makes what is there: {advice}" if found == delta.result else "")
+            )
+    begun: list[Change] = []
     try:
-        for batch in _batches(jobs):
-            begun.append(batch)
-            batch.begin()
-        for batch in begun:
-            wrong = batch.apply()
-            if wrong is not None:
-                _refuse(*jobs[wrong])
+        for change in changes:
+            begun.append(change)
+            change.apply()
+        _check_results(jobs, changes)
         if whole:
             staging.copy_all([bits_of(base.detach()) for base, _ in whole], [bits_of(new) for _, new in whole])
     except BaseException:
-        for batch in begun:
-            batch.take_back()
+        for change in begun:
+            change.take_back()
         raise
     finally:
         note_change(base for _, _, base in jobs if isinstance(base, torch.Tensor))
 
 
-def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
-    """What is applied, by numbers of jobs: by GPUs all that have one codebook at once, the others one after the other,
-    through a copy where the coded rows cannot be added in place."""
-    keys: dict[tuple[Hashable, ...], tuple[Hashable, ...] | None] = {}  # of codebooks, which deltas often share
-    groups: dict[tuple[Hashable, ...], list[tuple[int, Delta, torch.Tensor]]] = {}
-    others: list[Batch] = []
-    for index, (_, delta, base) in enumerate(jobs):
-        if isinstance(base, Pieces):
-            others.append(InPieces(index, delta, base))
-            continue
-        key = None
-        if _on_gpu.can_apply(delta, base):
-            book = id(delta.table.codebook), delta.dtype
-            if book not in keys:
-                keys[book] = _on_gpu.coding_key(delta)
-            key = keys[book]
-        if key is not None:
-            groups.setdefault((base.device, *key), []).append((index, delta, base))
-        elif base.device.type == "cpu" and base.is_contiguous() and base.numel() and delta.table.row_bytes % 8 == 0:
-            others.append(InPlace(index, delta, base))
-        else:
-            others.append(InPieces(index, delta, in_one_piece(base)))
-    for group in groups.values():
-        yield _on_gpu.DeltaBatch(*zip(*group))
-    yield from others
-
-
-def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
-    """Raises what is wrong with a delta that was not applied."""
-    found = fingerprint(base if isinstance(base, torch.Tensor) else base.read())
-    if found != delta.base:
-        advice = "were new and base exchanged in ibp.deltas.make(new, base), or has the delta been applied before?"
-        raise DeltaMismatchError(
-            f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
-            + (f", and makes what is there: {advice}" if found == delta.result else "")
-        )
-    raise CorruptTableError(
-        f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
-    )
+def _check_results(jobs: Sequence[Job], changes: Sequence[Change]) -> None:
+    """Raises CorruptTableError unless all bases have become what their deltas say."""
+    results = iter(fingerprints([change.base for change in changes if change.base.is_whole]))
+    for (name, delta, _), change in zip(jobs, changes):
+        if change.is_damaged() if not change.base.is_whole else next(results) != delta.result:
+            raise CorruptTableError(
+                f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
+            )
 
 
 def _check_base(name: str, delta: Delta, base: Any) -> None:

@@ -10,13 +10,11 @@ import torch
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import apply_all
 from ._fingerprint import DeltaMismatchError, check_source
-from ._on_pieces import Pieces, TableRows
+from ._on_pieces import Version, memory_of
 from ._tensors import Delta
 
 if TYPE_CHECKING:
     from ._applying import Job
-
-Version = torch.Tensor | CompressedTensor
 
 
 class CheckpointDelta(Mapping[str, Delta | Version]):
@@ -157,17 +155,6 @@ def compare(
     return CheckpointDelta(
         {name: changes[name] for name in new if name in changes}, [name for name in base if name not in new]
     )
-
-
-def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
-    """The same for tensors of the same elements in the same memory."""
-    if isinstance(x, Pieces):
-        return tuple(memory_of(each.memory) for each in x.pieces)
-    if isinstance(x, TableRows):
-        return id(x.table), x.first, x.last
-    if isinstance(x, CompressedTensor) or x.numel() == 0:
-        return (id(x),)
-    return x.device, x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def apart(jobs: Sequence[Job]) -> list[Job]:

@@ -1,4 +1,5 @@
-"""How differences of two versions are coded: by a codebook that is known beforehand, or one learned from them."""
+"""The integers that deltas subtract and add, and how tables of differences are coded: by a codebook that is known
+beforehand, or by one that is learned from the differences."""
 
 from __future__ import annotations
 
@@ -11,35 +12,49 @@ from .._layout import geometry
 from .._schemes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
-ROW_BYTES = 8192  # what a row takes besides its listed elements, 5 to 7 bytes, is then a small part of it
-# Of the weights that a step of an optimizer changes, most move to the next number, up or down.
+# Bytes of a row of differences. Each row takes 5 to 7 bytes besides its listed elements, which is then little.
+ROW_BYTES = 8192
+# A step of an optimizer moves most of the weights that it changes to the next number, up or down. So -1 and 1 have the
+# shortest digits.
 _DIGIT_BITS = (1, 1, 4, 4)
 _NUM_ENTRIES = sum(2**bits - 1 for bits in _DIGIT_BITS)
-assert _NUM_ENTRIES % 2 == 0, "a number and its negative"
-_SAMPLED_ROWS = 64
-WELL_CODED = 0.3  # of the rows' bytes: below, no codebook that could be learned pays for the time
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+assert _NUM_ENTRIES % 2 == 0, "each number has an entry, and so has its negative"
+# If the known codebook brings differences to at most this share of their bytes, learning another one does not pay.
+WELL_CODED = 0.3
+# Bytes of the differences that are coded or decoded before the next ones, by type of device. They are in the cache when
+# the next operation reads them (an H200 has 50 MB), and still so many that a GPU works longer than the host takes to
+# call the operations.
+PIECE_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 
 def element_bytes_of(dtype: torch.dtype) -> int:
-    """Bytes of the integers that are subtracted: of complex numbers two are an element."""
+    """Returns the bytes of the integers that are subtracted. A complex number consists of two of them."""
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
 
 
 def integers_of(x: torch.Tensor) -> torch.Tensor:
-    """The elements' bits as integers, 1-D: a view where x is contiguous."""
+    """Returns the bits of the elements as integers, 1-D. If x is contiguous, they are a view of it."""
     return geometry.bytes_of(x).view(INTEGERS[element_bytes_of(x.dtype)])
 
 
+def integers_in(x: torch.Tensor) -> torch.Tensor:
+    """Returns a view of the memory of x as the integers that are added. If x is complex, it has a last dimension of
+    size 2 more than x."""
+    numbers = torch.view_as_real(x) if x.is_complex() else x
+    return numbers.view(INTEGERS[numbers.element_size()])
+
+
 def bits_of(x: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as integers, which torch copies bit for bit: of floats it may quiet NaNs."""
+    """Returns a view of x as integers of the same size. Torch copies these bit by bit, but may quiet NaNs when it
+    copies floating-point numbers."""
     return x.view(INTEGERS[x.element_size()])
 
 
 @functools.cache
 def known_codebook(element_bytes: int) -> PlanesCodebook:
-    """Listed rows of small numbers: of -1, 1, -2, 2, ... the first ones have the shortest digits; numbers that have
-    none are kept whole."""
+    """Returns the codebook of listed rows whose entries are -1, 1, -2, 2, ... The first entries have the shortest
+    digits. Numbers without an entry are stored whole."""
     width = 8 * element_bytes
     numbers = [number for size in range(1, _NUM_ENTRIES // 2 + 1) for number in (-size, size)]
     symbols = [number % 2**width if width < 64 else number for number in numbers]
@@ -47,26 +62,19 @@ def known_codebook(element_bytes: int) -> PlanesCodebook:
     return PlanesCodebook(ROW_BYTES, element_bytes, 0, 0, _DIGIT_BITS, False, True, 0, 1, entries)
 
 
-def is_well_coded(differences: torch.Tensor) -> bool:
-    """Whether the known codebook codes them well, by a sample of rows. differences: integers, 1-D."""
-    codebook, data = known_codebook(differences.element_size()), differences.view(torch.uint8)
-    rows = geometry.sample(data, ROW_BYTES, _SAMPLED_ROWS) if data.numel() >= ROW_BYTES else data
-    lengths = torch.ops.ibp.measure_rows(rows, codebook.words(rows.device), codebook.codec)
-    valid = min(ROW_BYTES, rows.numel())
-    return int(geometry.stored_sizes(lengths, ROW_BYTES, valid).sum()) <= WELL_CODED * rows.numel()
+def code(differences: torch.Tensor, like: torch.Tensor, codebook: PlanesCodebook | None) -> CompressedTensor:
+    """Returns the packed table of differences, on their device.
 
-
-def code(differences: torch.Tensor, like: torch.Tensor | CompressedTensor) -> CompressedTensor:
-    """The table of differences, integers, 1-D, of a tensor of like's shape and dtype, where they are."""
-    device, element_bytes = differences.device, differences.element_size()
-    if differences.numel() == 0 or is_well_coded(differences):
-        known = known_codebook(element_bytes)
-        table = compress_rows(differences, codebook=known, layout="packed", device=device, memory="device")
-    else:
-        table = compress_rows(differences, row_bytes=ROW_BYTES, layout="packed", device=device, memory="device")
+    Args:
+        differences: integers, 1-D.
+        like: a tensor of the shape and dtype that the table gets.
+        codebook: codes the rows. None: a codebook is learned from the differences.
+    """
+    fields = {"row_bytes": ROW_BYTES} if codebook is None else {"codebook": codebook}
+    table = compress_rows(differences, **fields, layout="packed", device=differences.device, memory="device")
     return table._with(lambda tensor: tensor, like.shape, like.dtype)
 
 
 def note_change(tensors: Iterable[torch.Tensor]) -> None:
-    """Tells autograd that tensors were written by address, or by an operation of this package."""
+    """Tells autograd that tensors were written through views of their memory."""
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])

@@ -12,7 +12,7 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 
 _BLOCK_BYTES = 64 << 20  # of what is decoded or copied at once
-_WORD_BYTES = 8
+WORD_BYTES = 8
 _MASK = 2**64 - 1
 
 
@@ -51,7 +51,7 @@ def fingerprint(x: torch.Tensor | CompressedTensor | WholeTensor) -> int:
     device = x.device
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for start, block in byte_blocks(x):
-        torch.ops.ibp.sum_words.default(block, start // _WORD_BYTES, total)
+        torch.ops.ibp.sum_words.default(block, start // WORD_BYTES, total)
     return finished(int(total), x.numel() * x.dtype.itemsize)
 
 
@@ -84,7 +84,7 @@ def byte_blocks(x: torch.Tensor | CompressedTensor) -> Iterator[tuple[int, torch
         return
     num_items = x.shape[0] if x.dim() else 1
     item_bytes = x.numel() * x.dtype.itemsize // max(1, num_items)
-    step = max(1, _BLOCK_BYTES // max(1, item_bytes * _WORD_BYTES)) * _WORD_BYTES
+    step = max(1, _BLOCK_BYTES // max(1, item_bytes * WORD_BYTES)) * WORD_BYTES
     for first in range(0, num_items, step):
         last = min(first + step, num_items)
         items = decode_items(x, first, last, check=x.is_cuda) if isinstance(x, CompressedTensor) else x[first:last]

@@ -9,15 +9,17 @@ import torch
 
 from .._common.sequences import cut, one_ahead
 from .._fetch.streaming import decompress
-from .._layout.geometry import bytes_of
 from .._machine import memory
 from .._tables.compressed_tensor import CompressedTensor
-from . import _coding, _on_gpu
 from ._checkpoints import CheckpointDelta, Version, compare
+from ._coding import code, element_bytes_of, integers_of, known_codebook
+from ._differences import CodedDifferences
 from ._fingerprint import check_source, fingerprint
 from ._tensors import Delta
 
-_MOST_BYTES = 2 << 30  # of tensors that are brought to a GPU at once, unless one has more; the next ones come beside
+# Bytes of tensors that are compared at once, unless one of them has more. The next ones are brought to the device while
+# a GPU still works on these.
+_MOST_BYTES = 512 << 20
 
 
 @overload
@@ -73,48 +75,34 @@ def make(
 
 
 def differences(pairs: Sequence[tuple[Version, Version]], device: torch.device | str | int | None) -> list[Delta]:
-    """The deltas of pairs of tensors or tables, (new, base), each of one shape and dtype."""
+    """Returns the deltas of pairs of tensors or tables, (new, base), each of one shape and dtype."""
     parts = cut(pairs, lambda pair: pair[0].numel() * pair[0].dtype.itemsize, _MOST_BYTES)
     return [delta for made in one_ahead(begin_differences(part, device) for part in parts) for delta in made()]
 
 
 def begin_differences(
-    pairs: Sequence[tuple[Version, Version]], device: torch.device | str | int | None, updates_bases: bool = False
+    pairs: Sequence[tuple[Version, Version]], device: torch.device | str | int | None
 ) -> Callable[[], list[Delta]]:
-    """Lets GPUs measure what `differences` makes. What it returns waits for them, and makes it.
-
-    updates_bases: bases, which are contiguous tensors then, become the newer versions once their deltas are made.
-    """
+    """Lets GPUs begin what `differences` does. Returns a function that waits for them, and returns the deltas."""
     targets = [memory.canonical(new.device if device is None else device) for new, _ in pairs]
-    near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    near = [(_brought(new, target), _brought(base, target)) for (new, base), target in zip(pairs, targets)]
     groups: dict[tuple[torch.device, int], list[int]] = {}
-    for index, ((new, base), target) in enumerate(zip(pairs, targets)):
-        if target.type == "cuda" and new.numel() > 0:
-            near[index] = _brought(new, target), _brought(base, target)
-            groups.setdefault((target, _coding.element_bytes_of(new.dtype)), []).append(index)
-    makings = [
-        (indices, _on_gpu.Making([_on_gpu.DeltaPair(*map(bytes_of, near[i])) for i in indices], width, updates_bases))
-        for (_, width), indices in groups.items()
-    ]
+    for index, (newer, _) in enumerate(near):
+        if newer.numel():
+            groups.setdefault((newer.device, element_bytes_of(newer.dtype)), []).append(index)
+    begun = [(indices, CodedDifferences([near[i] for i in indices])) for indices in groups.values()]
 
     def finish() -> list[Delta]:
-        coded = {index: found for indices, making in makings for index, found in zip(indices, making.coded())}
-        made = []
-        for index, ((new, base), target) in enumerate(zip(pairs, targets)):
-            newer, older = near.get(index) or (_brought(new, target), _brought(base, target))
-            found = coded.get(index)
-            is_coded = found is not None and found.parts is not None
-            if found is not None and found.parts is not None:
-                made.append(Delta(_on_gpu.table_of(found.parts, new.shape, new.dtype), found.base, found.result))
-            else:
-                difference = _coding.integers_of(newer) - _coding.integers_of(older)
-                made.append(Delta(_coding.code(difference, newer), fingerprint(older), fingerprint(newer)))
-            if updates_bases and not (is_coded and base.device == target):
-                assert isinstance(base, torch.Tensor)
-                _coding.bits_of(base).copy_(_coding.bits_of(newer))
-        return made
+        made = {index: delta for indices, coded in begun for index, delta in zip(indices, coded.deltas())}
+        return [made[index] if newer.numel() else _of_nothing(newer) for index, (newer, _) in enumerate(near)]
 
     return finish
+
+
+def _of_nothing(x: torch.Tensor) -> Delta:
+    """Returns the delta of an empty tensor."""
+    found = fingerprint(x)
+    return Delta(code(integers_of(x), x, known_codebook(element_bytes_of(x.dtype))), found, found)
 
 
 def _brought(x: Version, device: torch.device) -> torch.Tensor:

@@ -1,27 +1,24 @@
-"""Deltas of rows that this process keeps in pieces: in several tensors, in coded rows, or only some of them, such as a
-slice of a sharded weight. The rows are brought together, changed, and put back."""
+"""The memory that deltas change: a tensor, rows of a table, or several of them, which may hold only some of a tensor's rows,
+such as a shard."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from .._fetch.streaming import decode_items, decompress
-from .._machine import staging
+from .._fetch.streaming import decode_items
 from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor
-from ._coding import bits_of, integers_of
-from ._fingerprint import fingerprint, finished
-from ._on_gpu import DeltaBatch, can_apply, coding_key
-
-if TYPE_CHECKING:
-    from ._tensors import Delta
+from ._coding import INTEGERS, element_bytes_of, integers_in
+from ._fingerprint import WORD_BYTES, fingerprint, finished
 
 
 class TableRows(NamedTuple):
-    """Items first to last - 1 of a table that may change."""
+    """Items `first` to `last` - 1 of a table that may change."""
 
     table: CompressedTensor
     first: int
@@ -43,17 +40,20 @@ class TableRows(NamedTuple):
         return decode_items(self.table, self.first, self.last, self.device, check=True)
 
     def write(self, items: torch.Tensor) -> None:
-        """Codes items with the table's codebook, all or none."""
+        """Encodes items with the table's codebook, all or none."""
         put_items(self.table, torch.arange(self.first, self.last, device="cpu"), items)
 
 
 Memory = torch.Tensor | TableRows
+Version = torch.Tensor | CompressedTensor
 
 
 class Piece(NamedTuple):
-    """A part of a tensor's rows, which are in turn a part of joined elements.
+    """A part of a base. Its place is counted in the integers that deltas add, as if the base were contiguous.
 
-    memory: the part. size, strides, offset: where it is among all elements.
+    Attributes:
+        memory: the part: integers, or rows of a table.
+        size, strides, offset: the place of the part in the base.
     """
 
     memory: Memory
@@ -63,23 +63,74 @@ class Piece(NamedTuple):
 
     @classmethod
     def at(cls, memory: Memory, first: int, shape: torch.Size, box: tuple[slice, ...]) -> Piece:
-        """first: the rows' first element among all; shape: of the rows; box: where in them the part is, a slice of each
-        dimension."""
-        strides = tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
-        ranges = [range(length)[part] for length, part in zip(shape, box)]
-        offset = first + sum(each.start * stride for each, stride in zip(ranges, strides))
-        if isinstance(memory, torch.Tensor):
-            memory = bits_of(memory.detach())
-        return cls(memory, tuple(map(len, ranges)), strides, offset)
+        """Returns a part of rows that are, in turn, a part of a base.
 
-    def of(self, elements: torch.Tensor) -> torch.Tensor:
-        """The part of all elements, 1-D: a view."""
-        return elements.as_strided(self.size, self.strides, elements.storage_offset() + self.offset)
+        Args:
+            memory: the part.
+            first: the number of elements of the base before the rows.
+            shape: the shape of the rows.
+            box: the part's place in the rows, a slice for each dimension.
+        """
+        ranges = [range(length)[part] for length, part in zip(shape, box)]
+        size, strides = tuple(map(len, ranges)), _strides_of(shape)
+        offset = first + sum(each.start * stride for each, stride in zip(ranges, strides))
+        if memory.dtype.is_complex:
+            size, strides, offset = (*size, 2), (*(2 * stride for stride in strides), 1), 2 * offset
+        if isinstance(memory, torch.Tensor):
+            memory = integers_in(memory.detach())
+            if memory.is_contiguous() and strides == _strides_of(size):
+                memory, size, strides = memory.view(-1), (memory.numel(),), (1,)
+        return cls(memory, size, strides, offset)
+
+    @property
+    def end(self) -> int:
+        """Returns the number of the integer behind the last one of the part."""
+        return self.offset + 1 + sum((length - 1) * stride for length, stride in zip(self.size, self.strides))
+
+    def of(self, integers: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Returns the part of the base's integers `first` and following, 1-D: a view."""
+        return integers.as_strided(self.size, self.strides, integers.storage_offset() + self.offset - first)
+
+    def cut(self, most: int) -> Iterator[Piece]:
+        """Yields parts of the piece, which is a tensor, that span at most this many integers of the base each."""
+        memory, size, strides, offset = self
+        assert isinstance(memory, torch.Tensor)
+        if 0 in size:
+            return
+        if self.end - offset <= most:
+            yield self
+            return
+        inner = self.end - offset - (size[0] - 1) * strides[0]  # what one index of the first dimension spans
+        if inner > most:
+            for i, row in enumerate(memory):
+                yield from Piece(row, size[1:], strides[1:], offset + i * strides[0]).cut(most)
+            return
+        step = 1 + (most - inner) // strides[0]
+        for i, part in zip(itertools.count(0, step), memory.split(step)):
+            yield Piece(part, tuple(part.shape), strides, offset + i * strides[0])
+
+
+class Step(NamedTuple):
+    """Pieces that change by one operation, and the range of the base's integers that they lie in."""
+
+    pieces: list[Piece]
+    first: int
+    end: int
+
+    @property
+    def rows(self) -> TableRows | None:
+        """Returns the rows of a table that the step changes, or None if it changes tensors."""
+        memory = self.pieces[0].memory
+        return memory if isinstance(memory, TableRows) else None
 
 
 class Pieces(NamedTuple):
-    """A base of deltas that is in pieces. shape, dtype: of the rows, or [elements] of joined ones. is_whole: whether
-    each element is in some piece; else its fingerprint is not known here."""
+    """A base of deltas in pieces.
+
+    Attributes:
+        shape, dtype: of the base; the shape is [elements] if the elements of several tensors are joined.
+        is_whole: whether each element is in some piece. If not, the fingerprint of the base is not known here.
+    """
 
     pieces: Sequence[Piece]
     shape: torch.Size
@@ -90,94 +141,90 @@ class Pieces(NamedTuple):
     def device(self) -> torch.device:
         return self.pieces[0].memory.device
 
-    def groups(self) -> list[list[Piece]]:
-        """The pieces, as they are written: coded ones one after the other, then all tensors by one operation."""
-        dense = [each for each in self.pieces if isinstance(each.memory, torch.Tensor)]
-        return [[each] for each in self.pieces if isinstance(each.memory, TableRows)] + ([dense] if dense else [])
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
 
     def read(self) -> torch.Tensor:
-        """All elements, 1-D, with zeros where they are not here."""
+        """Returns a copy of the base's integers, 1-D, with zeros for elements that are not here."""
+        width = element_bytes_of(self.dtype)
         make = torch.empty if self.is_whole else torch.zeros
-        elements = make(self.shape.numel(), dtype=self.dtype, device=self.device)
-        bits = bits_of(elements)
-        for group in self.groups():
-            staging.copy_all([each.of(bits) for each in group], [_bits_in(each.memory) for each in group])
-        return elements
+        integers = make(self.nbytes // width, dtype=INTEGERS[width], device=self.device)
+        for piece in self.pieces:
+            rows = piece.memory
+            piece.of(integers).copy_(integers_in(rows.read()) if isinstance(rows, TableRows) else rows)
+        return integers
 
+    def steps(self, most: int) -> list[Step]:
+        """Returns the steps in which the base changes. Rows of a table are a step. Steps of tensors span at most this
+        many of the base's integers."""
+        steps: list[Step] = []
+        for piece in {memory_of(piece.memory): piece for piece in self.pieces}.values():  # Tied tensors change once.
+            if isinstance(piece.memory, TableRows):
+                steps.append(Step([piece], piece.offset, piece.end))
+                continue
+            for part in piece.cut(most):
+                last = steps[-1] if steps else None
+                if last and not last.rows and last.first <= part.offset and part.end - last.first <= most:
+                    steps[-1] = Step([*last.pieces, part], last.first, max(last.end, part.end))
+                else:
+                    steps.append(Step([part], part.offset, part.end))
+        return steps
 
-def _bits_in(memory: Memory) -> torch.Tensor:
-    return bits_of(memory.read()) if isinstance(memory, TableRows) else memory
-
-
-def _write(group: Sequence[Piece], elements: torch.Tensor) -> None:
-    """Writes a group of pieces, all or none."""
-    first = group[0]
-    if isinstance(first.memory, TableRows):
-        first.memory.write(first.of(elements))
-    else:
-        bits = bits_of(elements)
-        staging.copy_all([_bits_in(each.memory) for each in group], [each.of(bits) for each in group])
+    def parts(self) -> list[tuple[int, torch.Tensor]] | None:
+        """Returns all bytes of the base where they lie: (number of the first word, memory) of each part. None if they
+        do not lie in whole words, each in one place."""
+        found, total, width = [], 0, element_bytes_of(self.dtype)
+        for memory, _, strides, offset in self.pieces:
+            if isinstance(memory, TableRows) or strides != (1,) or not memory.is_contiguous():
+                return None
+            start, end = offset * width, offset * width + memory.nbytes
+            if start % WORD_BYTES or (end % WORD_BYTES and end != self.nbytes):
+                return None
+            found.append((start // WORD_BYTES, memory))
+            total += memory.nbytes
+        return found if self.is_whole and total == self.nbytes else None
 
 
 def in_one_piece(memory: Memory) -> Pieces:
-    """A base that is a tensor, or rows of a table, and nothing else."""
+    """Returns the base that is a tensor, or rows of a table, and nothing else."""
     piece = Piece.at(memory, 0, memory.shape, (slice(None),) * len(memory.shape))
     return Pieces([piece], memory.shape, memory.dtype, True)
 
 
-class InPieces:
-    """A delta and its base in pieces: attribute `indices` is what the caller calls it, in a list. The methods hold all
-    elements and their differences."""
+def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
+    """Returns a key that is the same for tensors of the same elements in the same memory."""
+    if isinstance(x, Pieces):
+        return tuple(memory_of(piece.memory) for piece in x.pieces)
+    if isinstance(x, TableRows):
+        return id(x.table), x.first, x.last
+    if isinstance(x, CompressedTensor) or x.numel() == 0:
+        return (id(x),)
+    return x.device, x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
-    def __init__(self, index: int, delta: Delta, base: Pieces) -> None:
-        self.indices = [index]
-        self._delta, self._base = delta, base
-        self._batch: DeltaBatch | None = None  # of the elements, on a GPU
-        self._before: Callable[[], int] | None = None  # the elements' fingerprint, once they change
 
-    def begin(self) -> None:
-        """Lets a GPU change the elements, if it can; where the delta does not fit they stay, and are written so."""
-        if not (self._base.is_whole and self._base.device.type == "cuda"):
-            return
-        elements = self._base.read()
-        if can_apply(self._delta, elements) and coding_key(self._delta) is not None:
-            batch = DeltaBatch(self.indices, [self._delta], [elements])
-            batch.begin()
-            self._batch = batch
-            self._before = lambda: finished(batch.sum_before(), self._delta.table.original_bytes)
-            self._write(elements)
+def fingerprints(bases: Sequence[Pieces]) -> list[int]:
+    """Returns the fingerprints of bases, with zeros for elements that are not here. Waits for each GPU once, unless
+    bases have to be copied first."""
+    found = [0] * len(bases)
+    summed: dict[torch.device, tuple[list[torch.Tensor], list[int], list[int]]] = {}
+    for number, base in enumerate(bases):
+        parts = base.parts()
+        if parts is None:
+            found[number] = fingerprint(base.read())
+            continue
+        tensors, first_words, numbers = summed.setdefault(base.device, ([], [], []))
+        tensors += [memory for _, memory in parts]
+        first_words += [first for first, _ in parts]
+        numbers += [number] * len(parts)
+    for device, given in summed.items():
+        sums = torch.zeros(len(bases), dtype=torch.int64, device=device)
+        torch.ops.ibp.sum_parts.default(*given, sums)
+        totals = sums.tolist()
+        for number in set(given[2]):
+            found[number] = finished(totals[number], bases[number].nbytes)
+    return found
 
-    def apply(self) -> int | None:
-        """Applies the delta, or leaves the base as it is. Returns None, or the index where it does not fit."""
-        if self._batch is not None:
-            return self._batch.apply()
-        elements = self._base.read()
-        before = fingerprint(elements)
-        if self._base.is_whole and before != self._delta.base:
-            return self.indices[0]
-        integers_of(elements).add_(self._differences())
-        if self._base.is_whole and fingerprint(elements) != self._delta.result:
-            return self.indices[0]
-        self._before = lambda: before
-        self._write(elements)
-        return None
 
-    def _write(self, elements: torch.Tensor) -> None:
-        for group in self._base.groups():
-            _write(group, elements)
-
-    def take_back(self) -> None:
-        """Undoes what may have been interrupted: the first groups are written then, and others are not."""
-        if self._before is None:
-            return
-        before, elements = self._before(), self._base.read()
-        old = integers_of(elements).sub(self._differences()).view(elements.dtype)
-        for group in self._base.groups():
-            if fingerprint(elements) == before:
-                return
-            for each in group:
-                bits_of(each.of(elements)).copy_(bits_of(each.of(old)))
-            _write(group, elements)
-
-    def _differences(self) -> torch.Tensor:
-        return integers_of(decompress(self._delta.table, device=self._base.device, check=True))
+def _strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

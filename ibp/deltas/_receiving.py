@@ -11,9 +11,10 @@ from .._rows.faults import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import Base, apply_all
 from ._checkpoints import apart
+from ._coding import integers_of
 from ._fingerprint import DeltaMismatchError, check_source, fingerprint
 from ._making import make
-from ._on_pieces import Memory, Piece, Pieces, TableRows, in_one_piece
+from ._on_pieces import Memory, Piece, Pieces, TableRows, fingerprints, in_one_piece, memory_of
 from ._packing import Change, opened, read_message
 from ._regions import Named, PushHead, Region, TensorRows, named
 from ._tensors import Delta
@@ -171,6 +172,7 @@ class Receiver:
                 elif change is not None:
                     for memory, new in _written(base, change):
                         if isinstance(memory, TableRows):
+                            new = new.contiguous().view(memory.dtype).view(memory.shape)
                             delta = make(new, memory.read(), device=memory.device)
                             jobs.append((_name(region), delta, in_one_piece(memory)))
                         else:
@@ -234,7 +236,7 @@ class Receiver:
             if isinstance(base, torch.Tensor):
                 known = fingerprint(base.detach())
             elif base.is_whole:
-                known = fingerprint(base.read())
+                (known,) = fingerprints([base])
         wanted = region.result if region.change is None else (region.change.fingerprints or (known,))[0]
         if known is not None and known != wanted:
             raise OutOfSyncError(
@@ -290,7 +292,8 @@ def bases_of_rows(
         if all(isinstance(memory, torch.Tensor) and memory.shape == rows.shape for memory, _ in found):
             return [memory for memory, _ in found if isinstance(memory, torch.Tensor)]
     pieces, offset, num_missing = [], 0, 0
-    for rows, found in places:
+    for rows, given in places:
+        found = {memory_of(memory): (memory, box) for memory, box in given}.values()  # Tied tensors are there once.
         pieces += [Piece.at(memory, offset, rows.shape, box) for memory, box in found]
         offset += rows.shape.numel()
         there = {tuple((each.start, each.stop) for each in box): memory.shape.numel() for memory, box in found}
@@ -305,4 +308,5 @@ def _written(base: Base, change: Change) -> list[tuple[Memory, torch.Tensor]]:
         raise CorruptTableError("the message holds something else than deltas and plain tensors of the weights' shapes")
     if isinstance(base, torch.Tensor):
         return [(base, change)]
-    return [(each.memory, each.of(change.view(-1))) for each in base.pieces]
+    integers = integers_of(change)
+    return [(each.memory, each.of(integers)) for each in base.pieces]

@@ -116,7 +116,7 @@ class Sender:
             values, olds = [region.values() for region in held], [self._like(region, kept) for region in held]
             bases = olds if base is not None else [None] * len(held)
             pairs = [(new, old) for new, old in zip(values, bases) if old is not None]
-            differences = begin_differences(pairs, None, updates_bases=self._is_pinned is None)
+            differences = begin_differences(pairs, None)
 
             def finish() -> list[torch.Tensor]:
                 found = iter(differences())
@@ -164,8 +164,8 @@ class Sender:
     def _copy(
         self, region: OwnRegion, values: torch.Tensor, old: torch.Tensor | None, change: Change | None
     ) -> torch.Tensor:
-        """What is kept of a region. old: the copy that there was; on the device a delta has made it the new one."""
-        if old is not None and isinstance(change, Delta) and (self._is_pinned is None or change.is_empty):
+        """Returns the copy of a region that is kept. old: the copy that was kept before."""
+        if old is not None and isinstance(change, Delta) and change.is_empty:
             return old
         if region.is_joined and self._is_pinned is None:
             return values

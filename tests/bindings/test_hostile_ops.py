@@ -71,7 +71,6 @@ def good_calls():
             yield "gather_items", [*table, torch.tensor([5, 99, 5]), 0, torch.zeros(3, 60), fault(), some]
         yield "decode_bytes", [*table, 100, 7777, 0, zeros(7677), fault()]
         yield "select_rows", [*table, torch.arange(50), 2, *selected()]
-        yield "add_rows", [*table, 4, False, x.clone(), zeros(1, I64), fault()]
         if scheme == "ibp":
             yield "count_hits", [data, words, codec]
         coded = fresh_piece()
@@ -91,6 +90,7 @@ def good_calls():
     yield "group_vectors", [torch.tensor([7, 99, 3]), 100]
     yield "list_matrices", [torch.tensor([7, 99, 3]), 100, 4, [2, 5], None]
     yield "sum_words", [data, 7, zeros(1, I64)]
+    yield "sum_parts", [[data, data[:80]], [7, 9], [1, 0], zeros(2, I64)]
 
 
 GOOD = list(good_calls())
@@ -104,12 +104,11 @@ WRITTEN = {
     "bases_out",
     "rows_out",
     "taken",
-    "base",
-    "change",
     "sum",
+    "sums",
 }
 
-ANY_DTYPE = {"out", "base", "part"}  # memory, whatever it holds
+ANY_DTYPE = {"out", "part"}  # memory, whatever it holds
 
 
 def may_be_shorter(name, called, arguments):

@@ -129,6 +129,7 @@ def samples_by_values():
     yield "survey_rows", (lengths, data.numel() - 7, 240)
     yield "sum_words", (x, 0, torch.zeros(1, dtype=torch.int64))
     yield "sum_words", (data[:1001], 2**40, torch.zeros(2, dtype=torch.int64))
+    yield "sum_parts", ([data[:1001], x], [2**40, 0], [1, 1], torch.zeros(2, dtype=torch.int64))
     for scheme in CODED:
         yield "encode_rows", encode_arguments(scheme)
         place, rows, bases = place_arguments(scheme)
@@ -138,9 +139,6 @@ def samples_by_values():
         yield "encode_into", packed_arguments(data[:-100], planes)
         yield from piece_samples(data, planes)
     yield "encode_into", packed_arguments(data, codebook)
-    change = torch.zeros(1, dtype=torch.int64)
-    yield "add_rows", (*tables[1], 4, False, x.clone(), change, fault())
-    yield "add_rows", (*tables[2], 4, True, x.clone(), change.clone(), fault())
     for arguments in tables:
         yield "gather_items", (*arguments, ids, 0, torch.zeros(4 * 240, dtype=torch.uint8), fault())
         yield "decode_bytes", (*arguments, 1000, 7777, 0, torch.zeros(6777, dtype=torch.uint8), fault())
@@ -195,13 +193,12 @@ def cache_samples(table):
 
 
 SAMPLES = list(samples())
-NAMES = {"add_rows", "choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes",
+NAMES = {"choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes",
          "decode_piece", "describe_cache", "describe_table", "drop_cached", "encode_into", "encode_piece",
          "encode_rows", "estimate_masks", "fill_slab", "find_cached", "gather_items", "group_vectors", "index_rows",
          "learn_entries", "learn_planes", "list_matrices", "measure_rows", "move_parts", "note_pages", "owners_of_rows",
-         "partition_ids", "plan_pages", "select_rows", "set_cached", "sum_words", "survey_rows", "take",
+         "partition_ids", "plan_pages", "select_rows", "set_cached", "sum_parts", "sum_words", "survey_rows", "take",
          "take_many", "threshold_bits"}  # fmt: skip
-DELTAS = {"measure_deltas", "encode_deltas", "apply_deltas"}
 
 
 def operation_of(name):
@@ -226,7 +223,7 @@ def test_opcheck(number):
 
 def test_every_operation_is_checked():
     """tests/fetch/test_products.py checks times_matrix. The others need a GPU: test_streaming.py, test_large_tables.py,
-    test_places_cuda.py, test_bags.py, test_linear.py and test_delta.py check them."""
+    test_places_cuda.py, test_bags.py and test_linear.py check them."""
     names = [schema.name for schema in torch._C._jit_get_all_schemas()]
     defined = {name.removeprefix("ibp::") for name in names if name.startswith("ibp::")}
     assert defined == NAMES | {
@@ -238,7 +235,6 @@ def test_every_operation_is_checked():
         "linear_groups",
         "decode_matrix",
         "times_matrix",
-        *DELTAS,
     }
     assert {name.partition(".")[0] for name, *_ in SAMPLES} == NAMES
 

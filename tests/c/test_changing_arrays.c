@@ -203,10 +203,6 @@ static void read_index(world *w)
     select_items(w, NULL);
     check_status(ibp_decode_bytes(&w->table, 3 * ROW_BYTES + 1, 5 * ROW_BYTES, w->out.bytes, w->scratch.bytes,
                                   w->scratch.num_bytes, &w->fault));
-    uint64_t change = 0;
-    uint8_t base[sizeof w->data] = {0};
-    check_status(
-        ibp_add_rows(&w->table, 4, false, 30, 34, base, &change, w->scratch.bytes, w->scratch.num_bytes, &w->fault));
 }
 static void read_lengths(void *state, void *array)
 {

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import ibp
 from helpers import assert_same_bits
-from ibp.deltas import OutOfSyncError, Receiver, Sender, _applying, _on_pieces
+from ibp.deltas import OutOfSyncError, Receiver, Sender, _applying
 from ibp.deltas._on_pieces import TableRows
 from ibp.deltas._packing import ChangeHead
 from ibp.deltas._regions import PushHead, Region
@@ -458,15 +458,8 @@ def test_weights_of_another_kind(name, there, kind, match, full):
 @pytest.mark.parametrize("number", range(4))
 def test_a_crash_in_the_middle(number, monkeypatch):
     """Amid the changes of the tensors, all stay as they were, and the messages count when they come again."""
-    link, calls, add = Link(), [], _applying.InPlace._add
-
-    def interrupted(self, subtracts):
-        calls.append(subtracts)
-        if len(calls) - 1 == number:
-            raise KeyboardInterrupt
-        return add(self, subtracts)
-
-    monkeypatch.setattr(_applying.InPlace, "_add", interrupted)
+    link = Link()
+    interrupt_a_step(monkeypatch, number, False)
     link.refuses(link.pushes[1], None, KeyboardInterrupt)
     assert link.receiver.version == 1
     assert applied(link.receiver, link.pushes[1])
@@ -545,20 +538,19 @@ def test_a_crash_amid_tables(number, after, monkeypatch):
     assert_tables_hold(tables, new)
 
 
-def interrupt_a_write(monkeypatch, number, after):
-    """Raises KeyboardInterrupt at the write of this number, before or after it. Returns the groups that are written, a
-    list that grows."""
-    calls, write = [], _on_pieces._write
+def interrupt_a_step(monkeypatch, number, after):
+    """Raises KeyboardInterrupt at the step of this number, before or after it. Returns the steps, a list that grows."""
+    steps, take = [], _applying.Change._take
 
-    def interrupted(group, elements):
-        calls.append(group)
-        if len(calls) - 1 != number or after:
-            write(group, elements)
-        if len(calls) - 1 == number:
+    def interrupted(self, step, subtracts):
+        steps.append(step)
+        if len(steps) - 1 != number or after:
+            take(self, step, subtracts)
+        if len(steps) - 1 == number:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_on_pieces, "_write", interrupted)
-    return calls
+    monkeypatch.setattr(_applying.Change, "_take", interrupted)
+    return steps
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -567,12 +559,12 @@ def test_a_crash_amid_joined_tables_and_tensors(number, after, monkeypatch):
     new, base = matrices()
     here = coded(base) | {"c": base["c"].clone()}
     receiver, messages = Receiver(here), Sender(base).push(new)
-    calls = interrupt_a_write(monkeypatch, number, after)
+    steps = interrupt_a_step(monkeypatch, number, after)
     with pytest.raises(KeyboardInterrupt):
         applied(receiver, messages)
     assert_tables_hold({name: here[name] for name in "ab"}, {name: base[name] for name in "ab"})
     assert_same_bits(here["c"], base["c"])
-    assert applied(receiver, messages) and len(calls) > 3
+    assert applied(receiver, messages) and len(steps) > 3
     assert_tables_hold({name: here[name] for name in "ab"}, {name: new[name] for name in "ab"})
     assert_same_bits(here["c"], new["c"])
 
@@ -712,7 +704,7 @@ def test_a_crash_amid_joined_tensors_on_a_gpu(cuda, number, after, monkeypatch):
     before, sender, receiver = copies_on_cpu(here), Sender(there, piece_bytes=100_000), Receiver(here)
     train_on_gpu(there, 0.02)
     messages = sender.push(there)
-    interrupt_a_write(monkeypatch, number, after)
+    interrupt_a_step(monkeypatch, number, after)
     with pytest.raises(KeyboardInterrupt):
         applied(receiver, messages)
     assert_same_weights(copies_on_cpu(here), before)

@@ -184,28 +184,6 @@ static void read_rows(void *argument)
     j->seen = seen, j->is_first = false;
 }
 
-/* Rows added to a tensor as differences, and taken back: what is corrupt changes nothing, both times. */
-static void add_rows(const job *j)
-{
-    const ibp_table *const t = &j->m->table;
-    const int64_t num_bytes = t->num_items * t->item_bytes;
-    const uint32_t row_bytes = t->codebook.row_bytes, width = num_bytes % 8 == 0 ? 8 : num_bytes % 2 == 0 ? 2 : 1;
-    const size_t scratch_bytes = ibp_scratch_bytes(row_bytes) + row_bytes;
-    uint8_t *const base = fenced(SLAB_PLACE, (size_t)num_bytes), *const scratch = fenced(OUT_PLACE, scratch_bytes);
-    uint64_t sum = 0;
-    memcpy(base, j->m->data, (size_t)num_bytes);
-    for (uint32_t back = 0; back < 2; back++) {
-        ibp_fault fault = {0};
-        const ibp_status status =
-            ibp_add_rows(t, width, back, 0, j->m->num_rows, base, &sum, scratch, scratch_bytes, &fault);
-        if (row_bytes % 8 != 0) REQUIRE(status == IBP_INVALID_ARGUMENT);
-        if (status == IBP_INVALID_ARGUMENT) return;
-        REQUIRE(status == IBP_OK || (status == IBP_CORRUPT_ROW && !j->is_right));
-        REQUIRE(sum == sum_of(base, (size_t)num_bytes) - sum_of(j->m->data, (size_t)num_bytes));
-    }
-    REQUIRE(sum == 0 && memcmp(base, j->m->data, (size_t)num_bytes) == 0);
-}
-
 /* Rows as they are stored: measured, copied, surveyed. */
 static void select_rows(const job *j)
 {
@@ -322,31 +300,6 @@ static void move_pages(input *in, const job *j)
                            take_flag(in) ? lengths : NULL, num_rows, stored, seen) == IBP_OK);
 }
 
-/* The table as differences: added to bytes and taken back, which leaves them as they were, whatever is damaged; what is
- * said of the fingerprint is true. */
-static void add_differences(input *in, const job *j)
-{
-    const ibp_table *const t = &j->m->table;
-    const size_t num_bytes = (size_t)(t->num_items * t->item_bytes), row_bytes = t->codebook.row_bytes;
-    const size_t scratch_bytes = ibp_scratch_bytes(t->codebook.row_bytes) + row_bytes;
-    uint8_t *const base = fenced(OUT_PLACE, num_bytes), *const before = fenced(SLAB_PLACE, num_bytes),
-                   *const scratch = fenced(NUM_PLACES - 1, scratch_bytes);
-    const uint32_t element_bytes = 1u << take_below(in, 4);
-    ibp_status statuses[2];
-    uint64_t sums[2] = {0, 0};
-    take_pattern(in, base, num_bytes, 32);
-    memcpy(before, base, num_bytes);
-    REQUIRE(ibp_sum_words(base, (int64_t)num_bytes, 0, &sums[0]) == IBP_OK);
-    for (int subtracts = 0; subtracts < 2; subtracts++) {
-        ibp_fault fault = {0};
-        statuses[subtracts] = ibp_add_rows(t, element_bytes, subtracts != 0, 0, j->m->num_rows, base, &sums[0], scratch,
-                                           scratch_bytes, &fault);
-        REQUIRE(ibp_sum_words(base, (int64_t)num_bytes, 0, &sums[1]) == IBP_OK && sums[0] == sums[1]);
-        sums[1] = 0;
-    }
-    REQUIRE(statuses[0] == statuses[1] && memcmp(base, before, num_bytes) == 0);
-}
-
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     input in = {data, data + size};
@@ -381,11 +334,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     j.is_right = is_coded && !is_damaged && j.is_right_codebook && !is_place;
     on_each_processor(read_rows, &j);
     select_rows(&j);
-    add_rows(&j);
     cache_rows(&in, &j);
     sort_ids(&in, &j);
     move_pages(&in, &j);
-    add_differences(&in, &j);
     if (is_place) { /* rows coded anew, over what was damaged */
         used = take_flag(&in) ? take(&in, 8) : used;
         damage(&in, rooms, 2 * (size_t)m.num_rows);
