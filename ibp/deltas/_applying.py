@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._machine import staging
+from .._machine.memory import seen_from
 from .._rows.faults import CorruptTableError, new_record
-from .._rows.table import handle_on
-from ._coding import INTEGERS, PIECE_BYTES, bits_of, element_bytes_of, integers_in, note_change
+from .._rows.handle import Handle, Parts
+from .._schemes import coding_of
+from ._coding import INTEGERS, bits_of, element_bytes_of, integers_in, note_change
 from ._fingerprint import DeltaMismatchError, check_source
 from ._on_pieces import Pieces, Step, fingerprints, in_one_piece
 
@@ -22,60 +24,12 @@ if TYPE_CHECKING:
 Base = torch.Tensor | Pieces
 
 
-class Change:
-    """A delta and its base, which changes in steps. In a step, a piece of the differences is decoded and added.
-
-    Attributes:
-        base: the memory that changes.
-        before: the fingerprint of the base before the first step. The caller sets it.
-    """
-
-    before: int
-
-    def __init__(self, delta: Delta, base: Pieces) -> None:
-        self.base, self._delta = base, delta
-        width = element_bytes_of(base.dtype)
-        self._steps = base.steps(PIECE_BYTES[base.device.type] // width)
-        self._num_done = 0
-        self._fault = new_record(base.device)
-
-    def apply(self) -> None:
-        """Adds the differences. A GPU does so after the call."""
-        for step in self._steps:
-            self._take(step, False)
-            self._num_done += 1
-
-    def take_back(self) -> None:
-        """Undoes `apply`, which an exception may have ended. It can have done one step more than it has counted."""
-        for step in self._steps[: self._num_done]:
-            self._take(step, True)
-        if self._num_done < len(self._steps) and fingerprints([self.base]) != [self.before]:
-            self._take(self._steps[self._num_done], True)
-
-    def is_damaged(self) -> bool:
-        """Waits for `apply`. Returns whether the delta has a damaged row. Zeros are added in its place."""
-        return bool(self._fault[0])
-
-    def _take(self, step: Step, subtracts: bool) -> None:
-        """Adds or subtracts the differences of a step. Python runs no signal handler before all of it is written."""
-        width, rows = element_bytes_of(self.base.dtype), step.rows
-        differences = torch.empty(step.end - step.first, dtype=INTEGERS[width], device=self.base.device)
-        table = handle_on(self._delta.to(self.base.device).table, self.base.device).table
-        bounds = width * step.first, width * step.end
-        torch.ops.ibp.decode_bytes.default(table, *bounds, 0, differences, self._fault)
-        change = torch._foreach_sub_ if subtracts else torch._foreach_add_
-        own = [piece.of(differences, step.first) for piece in step.pieces]
-        if rows is not None:
-            items = rows.read()
-            change([integers_in(items)], own)
-            rows.write(items)
-            return
-        with torch.inference_mode():  # Tensors that were made in inference mode change only here.
-            change([piece.memory for piece in step.pieces], own)
-
-
 def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
     """Applies deltas to tensors, or pieces, that share no memory.
+
+    All bases are read before the first one changes, and again after the last one has changed. A base changes in steps:
+    a piece of the differences is decoded, and added to the memory. If anything is wrong, or interrupts the call, the
+    steps that were taken are undone by the same operations, with the opposite sign.
 
     Args:
         whole: pairs of a tensor and its new values, which are copied when all deltas are applied.
@@ -85,39 +39,84 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
     """
     for job in jobs:
         _check_base(*job)
-    changes = [
-        Change(delta, in_one_piece(base.detach()) if isinstance(base, torch.Tensor) else base)
-        for _, delta, base in jobs
-    ]
-    for (name, delta, _), change, found in zip(jobs, changes, fingerprints([change.base for change in changes])):
-        change.before = found
-        if change.base.is_whole and found != delta.base:
+    bases = [in_one_piece(base.detach()) if isinstance(base, torch.Tensor) else base for _, _, base in jobs]
+    before = fingerprints(bases)
+    for (name, delta, _), base, found in zip(jobs, bases, before):
+        if base.is_whole and found != delta.base:
             advice = "were new and base exchanged in ibp.deltas.make(new, base), or has the delta been applied before?"
             raise DeltaMismatchError(
                 f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
                 + (f", and makes what is there: {advice}" if found == delta.result else "")
             )
-    begun: list[Change] = []
+    deltas, num_done = [delta for _, delta, _ in jobs], 0
+    faults = {base.device: new_record(base.device) for base in bases if not base.is_whole}
     try:
-        for change in changes:
-            begun.append(change)
-            change.apply()
-        _check_results(jobs, changes)
+        for stored, base, step in _steps(deltas, bases):
+            _take(stored, base, step, False, faults.get(base.device))
+            num_done += 1
+        _check_results(jobs, bases, faults)
         if whole:
             staging.copy_all([bits_of(base.detach()) for base, _ in whole], [bits_of(new) for _, new in whole])
     except BaseException:
-        for change in begun:
-            change.take_back()
+        for number, (stored, base, step) in enumerate(_steps(deltas, bases)):
+            # The interrupted step may have been taken, too.
+            if number < num_done or fingerprints([base]) != [before[bases.index(base)]]:
+                _take(stored, base, step, True, None)
+            if number == num_done:
+                break
         raise
     finally:
         note_change(base for _, _, base in jobs if isinstance(base, torch.Tensor))
 
 
-def _check_results(jobs: Sequence[Job], changes: Sequence[Change]) -> None:
-    """Raises CorruptTableError unless all bases have become what their deltas say."""
-    results = iter(fingerprints([change.base for change in changes if change.base.is_whole]))
-    for (name, delta, _), change in zip(jobs, changes):
-        if change.is_damaged() if not change.base.is_whole else next(results) != delta.result:
+def _steps(deltas: Sequence[Delta], bases: Sequence[Pieces]) -> Iterator[tuple[Handle, Pieces, Step]]:
+    """Yields the steps of all bases, with the differences that they add, on the device of the base."""
+    for delta, base in zip(deltas, bases):
+        device, table = base.device, delta.to(base.device).table
+        codec, words = coding_of(table.codebook, table.row_bytes, device)
+        stored = seen_from(device, table.slots), seen_from(device, table.overflow), table.lengths, table.bases
+        sizes = table.slot_bytes, 0, table.geometry.num_items, table.geometry.item_bytes
+        handle = Handle(Parts(*stored, words, codec, *sizes))
+        yield from ((handle, base, step) for step in base.steps)
+
+
+def _take(stored: Handle, base: Pieces, step: Step, subtracts: bool, fault: torch.Tensor | None) -> None:
+    """Adds or subtracts the differences of a step. Python runs no signal handler before all of them are written.
+
+    Args:
+        fault: a record in which damaged rows are noted. Zeros are added in their place.
+    """
+    width, device, rows = element_bytes_of(base.dtype), base.device, step.rows
+    fault = new_record(device) if fault is None else fault
+    differences = torch.empty(step.end - step.first, dtype=INTEGERS[width], device=device)
+    torch.ops.ibp.decode_bytes.default(stored.table, width * step.first, width * step.end, 0, differences, fault)
+    own = [piece.of(differences, step.first) for piece in step.pieces]
+    if rows is not None:
+        items = rows.read()
+        _change([integers_in(items)], own, subtracts)
+        rows.write(items)
+        return
+    with torch.inference_mode():  # Tensors that were made in inference mode change only here.
+        _change([piece.memory for piece in step.pieces if isinstance(piece.memory, torch.Tensor)], own, subtracts)
+
+
+def _change(integers: list[torch.Tensor], differences: list[torch.Tensor], subtracts: bool) -> None:
+    if subtracts:
+        torch._foreach_sub_(integers, differences)
+    else:
+        torch._foreach_add_(integers, differences)
+
+
+def _check_results(jobs: Sequence[Job], bases: Sequence[Pieces], faults: Mapping[torch.device, torch.Tensor]) -> None:
+    """Raises CorruptTableError unless all bases have become what their deltas say.
+
+    Args:
+        faults: records of damaged rows, of devices with bases whose fingerprints are not known here.
+    """
+    results = iter(fingerprints([base for base in bases if base.is_whole]))
+    damaged = {device for device, fault in faults.items() if int(fault[0])}
+    for (name, delta, _), base in zip(jobs, bases):
+        if base.device in damaged if not base.is_whole else next(results) != delta.result:
             raise CorruptTableError(
                 f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
             )

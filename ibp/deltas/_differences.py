@@ -50,9 +50,10 @@ class CodedDifferences:
         # Pairs that need more are coded anew. A row takes whole sectors here.
         num_spare = int(WELL_CODED * sum(self._sizes)) + _core.SECTOR_BYTES * num_rows
         self._spare = first.new_empty(num_spare, dtype=torch.uint8)
-        self._used, own_bases = first.new_zeros(1, dtype=torch.int64), first.new_empty(num_rows, dtype=torch.int64)
+        used, own_bases = first.new_zeros(1, dtype=torch.int64), first.new_empty(num_rows, dtype=torch.int64)
+        self._counts = first.new_zeros(2, dtype=torch.int64)  # of rows in spare memory, and of lost rows
         index = self._lengths, own_bases, self._codebook.words(self._device), self._codebook.codec
-        self._place = Handle(Parts(self._spare[:0], self._spare, *index, 0, 0, num_rows, ROW_BYTES, None, self._used))
+        self._place = Handle(Parts(self._spare[:0], self._spare, *index, 0, 0, num_rows, ROW_BYTES, None, used))
         self._sums = first.new_zeros(2 * len(pairs), dtype=torch.int64)  # of each pair's base and newer tensor
         self._encode()
         self._groups = list(itertools.accumulate((-(-n // _GROUP) for n in np.diff(self._rows).tolist()), initial=0))
@@ -81,7 +82,7 @@ class CodedDifferences:
             first_words = [first * self._width // WORD_BYTES for _, first, _ in piece for _ in range(2)]
             numbers = [2 * pair + which for pair, _, _ in piece for which in range(2)]
             torch.ops.ibp.sum_parts.default(summed, first_words, numbers, self._sums)
-            self._place.encode(scratch[:end], first_row=first_row, is_new=True)
+            self._place.encode(scratch[:end], self._counts, first_row=first_row, is_new=True)
             first_row += end // row
 
     def _numbers(self) -> tuple[torch.Tensor, ...]:
@@ -98,7 +99,8 @@ class CodedDifferences:
         sizes = stored_sizes(self._lengths, ROW_BYTES, ROW_BYTES)
         ends = sizes.cumsum(0)
         self._starts = ends - sizes
-        self._found = staging.Coming(torch.cat([ends[self._last_rows], sizes[self._last_rows], self._used, self._sums]))
+        known = [ends[self._last_rows], sizes[self._last_rows], self._counts[1:], self._sums]
+        self._found = staging.Coming(torch.cat(known))
 
     def deltas(self) -> list[Delta]:
         """Returns the delta of each pair."""
@@ -134,7 +136,7 @@ class CodedDifferences:
         return made
 
     def _badly_coded(
-        self, ends: Sequence[int], last_sizes: Sequence[int], used: int
+        self, ends: Sequence[int], last_sizes: Sequence[int], num_lost: int
     ) -> dict[int, PlanesCodebook | None]:
         """Returns the numbers of the pairs that are to be coded anew, each by itself, with their codebooks; None is a
         codebook to be learned."""
@@ -146,7 +148,7 @@ class CodedDifferences:
             num_coded = end - start - (last_sizes[i] - short if is_raw else 0)
             if num_coded > WELL_CODED * size:
                 alone[i] = None
-            elif is_raw or used > self._spare.numel() or num_coded + self._codebook.nbytes >= size:
+            elif is_raw or num_lost or num_coded + self._codebook.nbytes >= size:
                 alone[i] = self._codebook
         return alone
 

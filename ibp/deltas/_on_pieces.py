@@ -1,11 +1,13 @@
-"""The memory that deltas change: a tensor, rows of a table, or several of them, which may hold only some of a tensor's rows,
+"""The memory that deltas change: a tensor, rows of a table, or several of them, which may hold only a part of a tensor,
 such as a shard."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ import torch
 from .._fetch.streaming import decode_items
 from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor
-from ._coding import INTEGERS, element_bytes_of, integers_in
+from ._coding import INTEGERS, PIECE_BYTES, element_bytes_of, integers_in
 from ._fingerprint import WORD_BYTES, fingerprint, finished
 
 
@@ -85,6 +87,8 @@ class Piece(NamedTuple):
     @property
     def end(self) -> int:
         """Returns the number of the integer behind the last one of the part."""
+        if self.strides == (1,):
+            return self.offset + self.size[0]
         return self.offset + 1 + sum((length - 1) * stride for length, stride in zip(self.size, self.strides))
 
     def of(self, integers: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -124,8 +128,9 @@ class Step(NamedTuple):
         return memory if isinstance(memory, TableRows) else None
 
 
-class Pieces(NamedTuple):
-    """A base of deltas in pieces.
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """A base of deltas in pieces. A receiver uses it for each push.
 
     Attributes:
         shape, dtype: of the base; the shape is [elements] if the elements of several tensors are joined.
@@ -155,35 +160,45 @@ class Pieces(NamedTuple):
             piece.of(integers).copy_(integers_in(rows.read()) if isinstance(rows, TableRows) else rows)
         return integers
 
-    def steps(self, most: int) -> list[Step]:
-        """Returns the steps in which the base changes. Rows of a table are a step. Steps of tensors span at most this
-        many of the base's integers."""
+    @functools.cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Returns what `memory_of` returns for the base."""
+        return tuple(memory_of(piece.memory) for piece in self.pieces)
+
+    @functools.cached_property
+    def steps(self) -> list[Step]:
+        """Returns the steps in which the base changes. Rows of a table are a step. A step of tensors spans at most
+        `PIECE_BYTES` bytes of the base."""
+        most = PIECE_BYTES[self.device.type] // element_bytes_of(self.dtype)
         steps: list[Step] = []
-        for piece in {memory_of(piece.memory): piece for piece in self.pieces}.values():  # Tied tensors change once.
+        for piece in dict(zip(self.key, self.pieces)).values():  # Tied tensors change once.
             if isinstance(piece.memory, TableRows):
                 steps.append(Step([piece], piece.offset, piece.end))
                 continue
             for part in piece.cut(most):
                 last = steps[-1] if steps else None
                 if last and not last.rows and last.first <= part.offset and part.end - last.first <= most:
-                    steps[-1] = Step([*last.pieces, part], last.first, max(last.end, part.end))
+                    last.pieces.append(part)
+                    steps[-1] = last._replace(end=max(last.end, part.end))
                 else:
                     steps.append(Step([part], part.offset, part.end))
         return steps
 
-    def parts(self) -> list[tuple[int, torch.Tensor]] | None:
-        """Returns all bytes of the base where they lie: (number of the first word, memory) of each part. None if they
-        do not lie in whole words, each in one place."""
-        found, total, width = [], 0, element_bytes_of(self.dtype)
+    @functools.cached_property
+    def parts(self) -> tuple[list[int], list[torch.Tensor]] | None:
+        """Returns all bytes of the base where they lie: the number of each part's first word, and the parts. None if
+        the bytes do not lie in whole words, each in one place."""
+        first_words, memories, total, width = [], [], 0, element_bytes_of(self.dtype)
         for memory, _, strides, offset in self.pieces:
             if isinstance(memory, TableRows) or strides != (1,) or not memory.is_contiguous():
                 return None
             start, end = offset * width, offset * width + memory.nbytes
             if start % WORD_BYTES or (end % WORD_BYTES and end != self.nbytes):
                 return None
-            found.append((start // WORD_BYTES, memory))
+            first_words.append(start // WORD_BYTES)
+            memories.append(memory)
             total += memory.nbytes
-        return found if self.is_whole and total == self.nbytes else None
+        return (first_words, memories) if self.is_whole and total == self.nbytes else None
 
 
 def in_one_piece(memory: Memory) -> Pieces:
@@ -195,7 +210,7 @@ def in_one_piece(memory: Memory) -> Pieces:
 def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
     """Returns a key that is the same for tensors of the same elements in the same memory."""
     if isinstance(x, Pieces):
-        return tuple(memory_of(piece.memory) for piece in x.pieces)
+        return x.key
     if isinstance(x, TableRows):
         return id(x.table), x.first, x.last
     if isinstance(x, CompressedTensor) or x.numel() == 0:
@@ -209,14 +224,13 @@ def fingerprints(bases: Sequence[Pieces]) -> list[int]:
     found = [0] * len(bases)
     summed: dict[torch.device, tuple[list[torch.Tensor], list[int], list[int]]] = {}
     for number, base in enumerate(bases):
-        parts = base.parts()
-        if parts is None:
+        if base.parts is None:
             found[number] = fingerprint(base.read())
             continue
-        tensors, first_words, numbers = summed.setdefault(base.device, ([], [], []))
-        tensors += [memory for _, memory in parts]
-        first_words += [first for first, _ in parts]
-        numbers += [number] * len(parts)
+        parts, first_words, numbers = summed.setdefault(base.device, ([], [], []))
+        first_words += base.parts[0]
+        parts += base.parts[1]
+        numbers += [number] * len(base.parts[0])
     for device, given in summed.items():
         sums = torch.zeros(len(bases), dtype=torch.int64, device=device)
         torch.ops.ibp.sum_parts.default(*given, sums)

@@ -293,7 +293,7 @@ def bases_of_rows(
             return [memory for memory, _ in found if isinstance(memory, torch.Tensor)]
     pieces, offset, num_missing = [], 0, 0
     for rows, given in places:
-        found = {memory_of(memory): (memory, box) for memory, box in given}.values()  # Tied tensors are there once.
+        found = list({memory_of(memory): (memory, box) for memory, box in given}.values())  # tied tensors once
         pieces += [Piece.at(memory, offset, rows.shape, box) for memory, box in found]
         offset += rows.shape.numel()
         there = {tuple((each.start, each.stop) for each in box): memory.shape.numel() for memory, box in found}

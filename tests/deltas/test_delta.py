@@ -11,7 +11,7 @@ import torch
 import ibp
 import reference
 from helpers import assert_same_bits, bytes_of, reference_decode
-from ibp.deltas import _applying
+from ibp.deltas import _applying, _coding, _on_pieces
 
 DTYPES = [
     torch.bool,
@@ -124,6 +124,72 @@ def test_what_did_not_change_takes_next_to_nothing():
     assert_same_bits(delta.apply(x), x)
 
 
+def in_small_pieces(monkeypatch):
+    """Two rows are coded, or decoded, at once."""
+    monkeypatch.setitem(_coding.PIECE_BYTES, "cpu", 2 * _coding.ROW_BYTES)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex64, torch.int64], ids=str)
+def test_pieces_of_many_tensors(dtype, monkeypatch):
+    """Pieces end amid tensors, and tensors amid pieces, in all orders of sizes."""
+    in_small_pieces(monkeypatch)
+    sizes = [1, 3, 1024, 1025, 7, 20_000, 5, 8192, 1, 16_384, 2048, 4097]
+    base = {str(number): bits(dtype, size) for number, size in enumerate(sizes)}
+    shares = [0, 0.02, 1] * 4
+    new = {name: changed(x, share, 3) for (name, x), share in zip(base.items(), shares)}
+    delta = ibp.deltas.make(new, base)
+    for name, change in delta.items():
+        alone = ibp.deltas.make(new[name], base[name])
+        assert (change.base, change.result) == (alone.base, alone.result)
+        assert reference_decode(change.table) == reference_decode(alone.table)
+        assert change.stored_bytes == alone.stored_bytes
+    assert_same_tensors(delta.apply_(cloned(base)), new)
+
+
+@pytest.mark.parametrize("view", [
+    lambda x: x.transpose(0, 2), lambda x: x[::2], lambda x: x[:, 1:, ::3], lambda x: x[..., 2], lambda x: x[:, 3:4],
+    lambda x: x.permute(2, 0, 1)[1:3],
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float32, torch.complex64], ids=str)
+def test_memory_of_any_strides_changes_piece_by_piece(view, dtype, monkeypatch):
+    in_small_pieces(monkeypatch)
+    base = bits(dtype, 7, 90, 100)
+    new = changed(base, 0.1, 2)
+    wanted, steps, take = base.clone(), [], _applying._take
+    monkeypatch.setattr(_applying, "_take", lambda *step: steps.append(step) or take(*step))
+    view(wanted).copy_(view(new))
+    ibp.deltas.make(view(new).contiguous(), view(base)).apply_(view(base))
+    assert_same_bits(base, wanted)
+    assert len(steps) >= view(base).numel() * base.element_size() // (2 * _coding.ROW_BYTES)
+
+
+def test_rows_that_find_no_room():
+    """Tensors in which everything changed take the spare memory of the others, which are coded anew."""
+    base = {name: bits(torch.bfloat16, 300_000) for name in "abc"}
+    new = {"a": bits(torch.bfloat16, 300_000), "b": changed(base["b"], 0.05, 2), "c": bits(torch.bfloat16, 300_000)}
+    delta = ibp.deltas.make(new, base)
+    assert delta["b"].stored_bytes == ibp.deltas.make(new["b"], base["b"]).stored_bytes < 30_000
+    assert_same_tensors(delta.apply_(cloned(base)), new)
+
+
+def test_a_short_last_row_that_stays_raw():
+    base = torch.zeros(5 * 4096 + 100, dtype=torch.int16)
+    new = base.clone()
+    new[-100:] = torch.arange(100, dtype=torch.int16) * 331 + 1000
+    new[7] = 1
+    delta = check(new, base)
+    assert delta.table.codebook is _coding.known_codebook(2) and int(delta.table.lengths.int()[-1]) == 0
+    assert 200 < delta.stored_bytes < 300
+
+
+def test_tensors_of_inference_mode():
+    with torch.inference_mode():
+        base = torch.randn(50, 70)
+    new = base.clone() + 1
+    assert_same_bits(ibp.deltas.make(new, base).apply_(base), new)
+    assert_same_bits(ibp.deltas.make(new.t(), base.t() - 1).apply_((base - 1).t()), new.t())
+
+
 def test_numpy_reads_the_differences():
     new, base = optimizer_step((3, 5000), 1e-6)
     delta = ibp.deltas.make(new, base)
@@ -220,6 +286,22 @@ def test_arguments():
         ibp.deltas.Delta(table, -1, 0)
 
 
+def test_a_part_of_a_base():
+    """The fingerprint of the whole is not known here: damage is found by rows, and what was added is taken back."""
+    new, base = optimizer_step((8192,), 1e-4)
+    delta = ibp.deltas.make(new, base)
+    part = base[1000:3000].clone()
+    piece = _on_pieces.Piece.at(part, 0, torch.Size((8192,)), (slice(1000, 3000),))
+    pieces = _on_pieces.Pieces([piece], base.shape, base.dtype, False)
+    _applying.apply_all([("w", delta, pieces)])
+    assert_same_bits(part, new[1000:3000])
+    before, (damaged, *_) = part.clone(), damaged_deltas(delta, 1)
+    damaged.table.lengths.view(torch.int16)[0] = 1  # No row has one byte.
+    with pytest.raises(ibp.CorruptTableError, match="w would not become"):
+        _applying.apply_all([("w", damaged, pieces)])
+    assert_same_bits(part, before)
+
+
 def damaged_deltas(delta, count):
     """Deltas with a byte of the coded rows, the lengths or the bases changed, and with another result."""
     table = delta.table
@@ -262,16 +344,16 @@ def test_interrupted(number, after, monkeypatch):
     delta = ibp.deltas.make(new, old)
     assert delta.changed == ("a", "b")
     base = {name: tensor.clone() for name, tensor in old.items()}
-    take, calls = _applying.Change._take, []
+    take, calls = _applying._take, []
 
-    def interrupted(self, step, subtracts):
-        calls.append(subtracts)
+    def interrupted(*step):
+        calls.append(step)
         if len(calls) - 1 != number or after:
-            take(self, step, subtracts)
+            take(*step)
         if len(calls) - 1 == number:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_applying.Change, "_take", interrupted)
+    monkeypatch.setattr(_applying, "_take", interrupted)
     with pytest.raises(KeyboardInterrupt):
         delta.apply_(base)
     for name, tensor in old.items():

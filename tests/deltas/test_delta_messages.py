@@ -540,16 +540,16 @@ def test_a_crash_amid_tables(number, after, monkeypatch):
 
 def interrupt_a_step(monkeypatch, number, after):
     """Raises KeyboardInterrupt at the step of this number, before or after it. Returns the steps, a list that grows."""
-    steps, take = [], _applying.Change._take
+    steps, take = [], _applying._take
 
-    def interrupted(self, step, subtracts):
+    def interrupted(*step):
         steps.append(step)
         if len(steps) - 1 != number or after:
-            take(self, step, subtracts)
+            take(*step)
         if len(steps) - 1 == number:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_applying.Change, "_take", interrupted)
+    monkeypatch.setattr(_applying, "_take", interrupted)
     return steps
 
 

@@ -54,6 +54,20 @@ def test_parts_add_up(processor):
     assert total.equal(whole)
 
 
+def test_parts_of_several_tensors(processor):
+    tensors = [random_bytes(size).to(processor) for size in (4000, 24, 0, 77, 300_001)]
+    parts = [(tensor[first : first + 1600], first // 8, number) for number, tensor in enumerate(tensors)
+             for first in range(0, tensor.numel(), 1600)]  # fmt: skip
+    found, wanted = (torch.arange(6, device=processor) for _ in range(2))
+    OPS.sum_parts(*map(list, zip(*parts[::-1])), found)
+    for number, tensor in enumerate(tensors):
+        OPS.sum_words(tensor, 0, wanted[number : number + 1])
+    assert found.tolist() == wanted.tolist()
+    for numbers, first_words in (([0, 6], [0, 0]), ([0, -1], [0, 0]), ([0], [0, 0]), ([0, 0], [0, -1])):
+        with pytest.raises(RuntimeError, match="numbers|first_word"):
+            OPS.sum_parts(tensors[:2], first_words, numbers, found)
+
+
 def test_several_threads(set_threads):
     x = random_bytes((3 << 20) + 5)
     set_threads(2)
