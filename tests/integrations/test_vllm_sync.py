@@ -13,7 +13,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from ibp.deltas import _on_pieces
+from ibp.deltas import _applying
 from ibp.integrations import vllm_sync
 from ibp.integrations._vllm_places import ModelReceiver
 from native import ROOT
@@ -95,15 +95,15 @@ def test_a_part_is_checked_by_the_chain():
 @pytest.mark.parametrize("piece_bytes", [700, 1 << 20])
 def test_an_interrupted_part_is_taken_back(piece_bytes, monkeypatch):
     old, new = versions()
-    model, write, calls = loaded(old), _on_pieces._write, []
+    model, take, calls = loaded(old), _applying._take, []
 
-    def interrupted(group, elements):
-        write(group, elements)
-        calls.append(group)
+    def interrupted(*step):
+        take(*step)
+        calls.append(step)
         if len(calls) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_on_pieces, "_write", interrupted)
+    monkeypatch.setattr(_applying, "_take", interrupted)
     receiver = ModelReceiver(model, False)
     with pytest.raises(KeyboardInterrupt):
         for message in ibp.deltas.Sender(old, piece_bytes=piece_bytes).push(new):
