@@ -1,11 +1,12 @@
-"""Deltas: the difference between two versions of a tensor, or of all tensors of a checkpoint.
+"""Deltas: the differences between two versions of a tensor, or of all tensors of a checkpoint.
 
     delta = ibp.deltas.make(new, base)      # two tensors, or two state dicts
     delta.apply_(base)                      # base is new, bit for bit
     ibp.save("delta.safetensors", delta)
 
-`_tensors.py` and `_checkpoints.py` hold them, `_coding.py` codes their differences, `_applying.py` applies them;
-`_sending.py` and `_receiving.py` keep weights of several processes the same.
+`_tensors.py` and `_checkpoints.py` have the classes of deltas. `_differences.py` codes differences, and `_applying.py`
+adds them to the memory that `_on_pieces.py` describes. `_sending.py` and `_receiving.py` keep the weights of several
+processes the same.
 """
 
 from .._common.publishing import published

@@ -1,4 +1,4 @@
-"""Deltas from one process to others, over torch.distributed: the coded bytes in one broadcast."""
+"""Sends deltas from one process to others over torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from . import _packing
 from ._checkpoints import CheckpointDelta, Version
 from ._tensors import Delta
 
-_MOST_BYTES = 1 << 30  # of one broadcast: gloo counts bytes in int
+_MOST_BYTES = 1 << 30  # bytes of one broadcast, because gloo counts bytes in an int
 
 
 @wire.sent
 class _Offer(NamedTuple):
-    """What rank src tells the others. names: None of a delta of one tensor."""
+    """The description of a delta, which rank src sends to the other ranks. names: None for a delta of one tensor."""
 
     names: tuple[str, ...] | None
     removed: tuple[str, ...]
@@ -33,31 +33,32 @@ def broadcast_delta(
     *,
     device: torch.device | str | int | None = None,
 ) -> Delta | CheckpointDelta:
-    """Brings one rank's delta to all ranks of a group. A collective call.
+    """Brings one rank's delta to all ranks of a group. All ranks have to call it.
 
-    One broadcast of torch.distributed moves the coded bytes: NCCL from GPU to GPU, gloo over host memory. An object
-    that describes the tensors is sent before them.
+    First an object is sent that describes the tensors. Then one broadcast of torch.distributed moves the coded bytes:
+    from GPU to GPU with NCCL, over host memory with gloo.
 
     Example:
         >>> # on each rank of a group
         >>> old = {"w": torch.zeros(1000, 64)}
-        >>> new = {"w": torch.ones(1000, 64)}  # which rank 0 alone needs
+        >>> new = {"w": torch.ones(1000, 64)}  # only rank 0 needs it
         >>> change = ibp.deltas.make(new, old, device="cpu") if torch.distributed.get_rank() == 0 else None
         >>> ibp.distributed.broadcast_delta(change, device="cpu").apply_(old)["w"][0, 0]
         tensor(1.)
 
     Args:
-        delta: on rank src; other ranks give None.
+        delta: the delta on rank src; None on other ranks.
         src: the rank in the group that has the delta.
-        group: a process group of torch.distributed; None: the default group.
-        device: where the delta goes. None: on rank src it stays where it is; on the other ranks it stays where it
-            arrives: on the current CUDA device with NCCL, else on the CPU.
+        group: a process group of torch.distributed. None: the default group.
+        device: the device that receives the delta. None: on rank src the delta stays where it is. On other ranks it
+            stays where it arrives: on the current CUDA device with NCCL, otherwise on the CPU.
 
     Returns:
         The delta of rank src.
 
     Raises:
-        TypeError, ValueError: delta is none, src is no rank, or ranks differ in it.
+        TypeError: rank src gives something else than a delta.
+        ValueError: src is not a rank of the group, or ranks give different ones.
         RuntimeError: torch.distributed is not initialised, or another rank has failed.
     """
     members = _group.RankGroup(group)
@@ -84,7 +85,8 @@ def broadcast_delta(
     if offered.names is None:
         assert isinstance(changes[0], Delta)
         return changes[0]
-    own = (change.clone() if isinstance(change, torch.Tensor) else change for change in changes)  # saved alone
+    # Whole tensors get memory of their own, because torch.save would write the memory of all changes for each.
+    own = (change.clone() if isinstance(change, torch.Tensor) else change for change in changes)
     return CheckpointDelta(dict(zip(offered.names, own)), offered.removed)
 
 

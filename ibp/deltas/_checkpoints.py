@@ -1,4 +1,4 @@
-"""CheckpointDelta: the deltas of all tensors of a checkpoint."""
+"""The class CheckpointDelta: the deltas of all tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class CheckpointDelta(Mapping[str, Delta | Version]):
-    """What changed from one version of a checkpoint to another: a mapping from the names of what changed to deltas,
-    and to whole tensors where there was none before or it had another shape or dtype. Made by `ibp.deltas.make`; it
-    never changes. What is in neither did not change.
+    """The change from one version of a checkpoint to another: a mapping from the names of the tensors that changed to
+    their deltas. Tensors that are new, or had another shape or dtype before, are in the mapping as a whole. Tensors
+    that did not change are not in it. `ibp.deltas.make` makes these mappings. A CheckpointDelta never changes.
 
     Example:
         >>> old = {"w": torch.zeros(1000, 64), "b": torch.zeros(64), "head": torch.zeros(64)}
@@ -32,15 +32,16 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         (256256, True)
 
     Args:
-        changes: what changed: an `ibp.deltas.Delta`, a tensor or a table for each name.
-        removed: names that are gone.
+        changes: an `ibp.deltas.Delta`, a tensor or a table for each name.
+        removed: the names of the tensors that no longer exist.
 
     Attributes:
-        removed: the argument, a tuple.
-        changed, new: names of deltas, of whole tensors; tuples.
+        removed: the argument, as a tuple.
+        changed, new: the names of the deltas, and of the whole tensors, as tuples.
 
     Raises:
-        TypeError, ValueError: an argument is none of these, or a name is both there and gone.
+        TypeError: a change is of another type.
+        ValueError: a name is in both changes and removed.
     """
 
     def __init__(self, changes: Mapping[str, Delta | Version], removed: Iterable[str] = ()) -> None:
@@ -66,13 +67,13 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
 
     @property
     def original_bytes(self) -> int:
-        """Bytes of the tensors that changed or are new."""
+        """Returns the bytes of the tensors that changed or are new."""
         changes = self._changes.values()
         return sum(change.nbytes if isinstance(change, torch.Tensor) else change.original_bytes for change in changes)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all changes: what is sent, or stands in a file."""
+        """Returns the bytes of all changes, as they are sent or written to files."""
         return sum(_stored_bytes(change) for change in self._changes.values())
 
     def __repr__(self) -> str:
@@ -82,29 +83,30 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> CheckpointDelta:
-        """All changes on another device."""
+        """Returns all changes on another device."""
         moved = {name: change.to(device, non_blocking=non_blocking) for name, change in self._changes.items()}
         return CheckpointDelta(moved, self.removed)
 
     def apply_(self, base: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Makes the new version of a checkpoint: changed tensors in their memory, so that what shares it, such as the
-        parameters of a module whose state dict is given, changes too. Returns base.
+        """Makes the new version out of a checkpoint. Returns base.
 
-        New tensors are put into the mapping, on the device of its others, and removed ones taken out. All is checked
-        as by `Delta.apply_`; where anything does not fit, all of base is as it was.
+        Tensors change in their memory. If the state dict of a module is given, the module's parameters change, because
+        they share this memory. New tensors are put into the mapping, on the device of the other tensors, and removed
+        tensors are taken out. The call makes the checks of `Delta.apply_`. If one fails, all of base is as it was.
 
         Args:
-            base: the mapping from names to tensors that the delta was made for; mutable where names come or go.
+            base: a mapping from names to tensors, for which the delta was made. It has to be mutable if the delta adds
+                or removes names.
 
         Raises:
-            KeyError: a name that changed, or was removed, is not there.
-            TypeError, DeltaMismatchError, CorruptTableError: as `Delta.apply_`, naming the tensor; also where two
-                tensors share memory but not their changes.
+            KeyError: base lacks a name that changed or was removed.
+            TypeError, DeltaMismatchError, CorruptTableError: as `Delta.apply_` raises them, with the name of the
+                tensor. DeltaMismatchError also if two tensors share memory, but change differently.
         """
         self._check_names(base)
         jobs = [(name, self._changes[name], base[name]) for name in self.changed]
         others = {tensor.device for tensor in base.values() if isinstance(tensor, torch.Tensor)}
-        whole = {}  # new tensors, each on the device of the tensor that it replaces, or of any
+        whole = {}  # new tensors, each on the device of the tensor that it replaces
         for name in self.new:
             change = self._changes[name]
             assert not isinstance(change, Delta)
@@ -136,10 +138,14 @@ def compare(
     base: Mapping[str, Version],
     differences: Callable[[list[tuple[Version, Version]]], list[Delta]],
 ) -> CheckpointDelta:
-    """The delta of two checkpoints. differences: makes those of pairs of tensors of one shape and dtype."""
+    """Returns the delta of two checkpoints.
+
+    Args:
+        differences: returns the deltas of pairs of tensors, (new, base), each of one shape and dtype.
+    """
     changes: dict[str, Delta | Version] = {}
     pairs: dict[tuple[Any, ...], tuple[Version, Version]] = {}
-    names: dict[str, tuple[Any, ...]] = {}  # the pair of each; tied weights are one with several names
+    names: dict[str, tuple[Any, ...]] = {}  # the key of each tensor's pair; tied weights have one pair
     for name, tensor in new.items():
         check_source(tensor, name)
         older = base.get(name)
@@ -158,8 +164,8 @@ def compare(
 
 
 def apart(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs without those of tensors that have another name too. DeltaMismatchError where tensors share memory
-    otherwise."""
+    """Returns the jobs, with one job for tensors that several names share. Raises DeltaMismatchError if tensors share
+    memory in any other way."""
     kept: dict[tuple[Any, ...], Job] = {}
     for job in jobs:
         name, delta, base = job
@@ -179,6 +185,7 @@ def apart(jobs: Sequence[Job]) -> list[Job]:
 
 
 def _stored_bytes(change: Delta | Version) -> int:
+    """Returns the bytes of a change, as they are sent or written to files."""
     if isinstance(change, torch.Tensor):
         return change.nbytes
     return change.stored_bytes if isinstance(change, Delta) else change.stored_bytes + change.index_bytes

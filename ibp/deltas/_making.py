@@ -1,4 +1,4 @@
-"""`ibp.deltas.make`."""
+"""Makes deltas: `ibp.deltas.make`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def make(
     *,
     device: torch.device | str | int | None = None,
 ) -> Delta | CheckpointDelta:
-    """What changed from base to new, to be sent or stored instead of new: `delta.apply_(base)` makes base new again.
+    """Returns what changed from base to new, to be sent or stored instead of new: `delta.apply_(base)` makes new out of
+    base.
 
-    Bits are compared and subtracted, not values: what is applied is new, bit for bit, with its NaNs and negative
-    zeros. The fewer elements changed, and the less, the smaller it is; a delta in which everything changed is right
-    too.
+    Bits are compared and subtracted, not values. So the result of applying the delta is new, bit for bit, with its NaNs
+    and negative zeros. The fewer elements changed, and the less they changed, the smaller the delta is. Everything may
+    have changed.
 
     Example:
         >>> old = {"w": torch.zeros(1000, 64)}
@@ -48,17 +49,17 @@ def make(
         tensor(1.)
 
     Args:
-        new, base: two versions of a tensor, of one shape and dtype, contiguous or not; or mappings from names to
-            tensors, such as two state dicts. `ibp.CompressedTensor`s are taken in place of tensors.
-        device: where the differences are worked out, and live; None: on new's device.
+        new, base: two versions of a tensor, of one shape and dtype, contiguous or not; or two mappings from names to
+            tensors, such as state dicts. An `ibp.CompressedTensor` may take the place of a tensor.
+        device: computes the differences, and holds the delta. None: the device of new.
 
     Returns:
-        `ibp.deltas.Delta` of two tensors. `ibp.deltas.CheckpointDelta` of two mappings: tensors with equal bits take
-        nothing; tensors that are new, or have another shape or dtype than before, are kept whole.
+        An `ibp.deltas.Delta` for two tensors; an `ibp.deltas.CheckpointDelta` for two mappings. In the latter, tensors
+        with equal bits take no memory. Tensors that are new, or had another shape or dtype before, are kept whole.
 
     Raises:
-        TypeError: an argument is none of these, or the dtypes differ.
-        ValueError: the shapes differ, or device is none that can be used.
+        TypeError: an argument is of another type, or the dtypes differ.
+        ValueError: the shapes differ, or the device cannot be used.
     """
     if isinstance(new, Mapping) and isinstance(base, Mapping):
         return compare(new, base, lambda pairs: differences(pairs, device))
@@ -106,6 +107,7 @@ def _of_nothing(x: torch.Tensor) -> Delta:
 
 
 def _brought(x: Version, device: torch.device) -> torch.Tensor:
+    """Returns a tensor, or the tensor of a table, on a device."""
     if isinstance(x, CompressedTensor):
         return decompress(x, device=device, check=True)
     return x.detach().to(device)

@@ -1,4 +1,4 @@
-"""Changes of tensors as bytes for other processes: in a broadcast, and in messages that name and check themselves.
+"""Writes changes of tensors as bytes for other processes: in a broadcast, or in messages that can be checked.
 
 The coded rows of a change lie as in a packed piece (`_layout.forms`), but without its head, because the head of the
 message says how large the parts of all changes are.
@@ -25,20 +25,22 @@ from ._tensors import Delta
 
 Change = Delta | Version
 
-_ALIGNMENT = 16  # bytes: of each change, and of slots and overflow in it
-_PARTS = ("bases", "lengths", "slots", "overflow")  # of a table, in the order of `ChangeHead.sizes`
+_ALIGNMENT = 16  # Changes, and slots and overflow inside a change, are aligned to this many bytes.
+_PARTS = ("bases", "lengths", "slots", "overflow")  # parts of a table, in the order of `ChangeHead.sizes`
 _PREFIX = struct.Struct("<8sQQQ")  # _MAGIC, bytes of the head, bytes of the parts, fingerprint of both
 _MAGIC = b"ibp push"
-_BEGIN_BYTES = 64 << 10  # of a message, which hold most heads
+_BEGIN_BYTES = 64 << 10  # Most heads end in this many first bytes of a message.
 
 
 @wire.sent
 class ChangeHead(NamedTuple):
-    """What is known of a change besides its bytes.
+    """The description of a change, without its bytes.
 
-    fields: of its table, without the codebook if that is the known one; None for a whole tensor.
-    fingerprints: of a delta.
-    sizes: bytes of the table's bases, lengths, slots and overflow, or of the whole tensor.
+    Attributes:
+        shape, dtype: those of the tensor.
+        fields: the fields of the table, without the codebook if it is the known one. None for a whole tensor.
+        fingerprints: the fingerprints of the base and of the result, if the change is a delta.
+        sizes: the bytes of the table's bases, lengths, slots and overflow, or of the whole tensor.
     """
 
     shape: torch.Size
@@ -49,6 +51,7 @@ class ChangeHead(NamedTuple):
 
 
 def head_of(change: Change) -> ChangeHead:
+    """Returns the description of a change."""
     sizes = tuple(part.nbytes for part in _parts(change))
     if isinstance(change, torch.Tensor):
         return ChangeHead(change.shape, change.dtype, None, None, sizes)
@@ -65,6 +68,7 @@ def _known_codebook(dtype: torch.dtype) -> Any:
 
 
 def _parts(change: Change) -> list[torch.Tensor]:
+    """Returns the tensors whose bytes are sent for a change."""
     if isinstance(change, torch.Tensor):
         return [change.detach().resolve_conj().resolve_neg().contiguous()]
     table = change.table if isinstance(change, Delta) else change
@@ -88,7 +92,12 @@ def places_of(heads: Iterable[ChangeHead]) -> tuple[list[list[slice]], int]:
 
 
 def pack(changes: Iterable[Change], places: Iterable[Sequence[slice]], data: torch.Tensor) -> None:
-    """Copies the parts of changes to memory. data: uint8, of as many bytes as `places_of` says."""
+    """Copies the parts of changes to memory.
+
+    Args:
+        places: the result of `places_of`.
+        data: uint8, of the size that `places_of` returns.
+    """
     pairs = [
         (data[where], part.reshape(-1).view(torch.uint8))
         for change, place in zip(changes, places)
@@ -100,8 +109,8 @@ def pack(changes: Iterable[Change], places: Iterable[Sequence[slice]], data: tor
 
 
 def opened(heads: Sequence[ChangeHead], data: torch.Tensor) -> list[Change]:
-    """Returns the changes whose parts are in data, which they share. CorruptTableError: a head is not that of its
-    parts."""
+    """Returns the changes whose parts are in data, as views of this memory. Raises CorruptTableError if a head
+    contradicts its parts."""
     if any(len(head.sizes) != (1 if head.fields is None else len(_PARTS)) or min(head.sizes) < 0 for head in heads):
         raise CorruptTableError("the message has a change whose head does not say how large it is")
     places, end = places_of(heads)
@@ -119,6 +128,7 @@ def opened(heads: Sequence[ChangeHead], data: torch.Tensor) -> list[Change]:
 
 
 def _change(head: ChangeHead, parts: Sequence[torch.Tensor]) -> Change:
+    """Returns the change that a head describes. Raises TypeError, ValueError or RuntimeError if its parts are wrong."""
     if head.fields is None:
         (part,) = parts
         return part.view(head.dtype).view(head.shape)
@@ -139,30 +149,38 @@ def _change(head: ChangeHead, parts: Sequence[torch.Tensor]) -> Change:
 
 
 def message_of(head: Any, heads: Sequence[ChangeHead], changes: Iterable[Change], device: torch.device) -> torch.Tensor:
-    """Returns uint8 [bytes] on a device: what `wire` writes of a head, and the parts of changes behind it. Does not
-    wait for a GPU."""
+    """Returns a message, uint8 [bytes], on a device. Does not wait for a GPU.
+
+    Args:
+        head: an object that `wire` can write. It comes first.
+        heads, changes: the changes, whose parts follow, and their descriptions.
+    """
     text, (places, num_bytes) = wire.written(head), places_of(heads)
     first = _PREFIX.size + rounded_up(len(text), _ALIGNMENT)
-    message = torch.zeros(first + num_bytes, dtype=torch.uint8, device=device)  # its fingerprint covers gaps
+    message = torch.zeros(first + num_bytes, dtype=torch.uint8, device=device)  # The fingerprint covers gaps.
     prefix = _PREFIX.pack(_MAGIC, len(text), num_bytes, mix(message.numel() - _PREFIX.size))
     begin = torch.frombuffer(bytearray(prefix + text), dtype=torch.uint8)
     message[: begin.numel()].copy_(staging.queued(begin, device))
     pack(changes, places, message[first:])
-    fingerprint_of_both = message[_PREFIX.size - 8 : _PREFIX.size].view(torch.int64)  # so far of the number of bytes
+    fingerprint_of_both = message[_PREFIX.size - 8 : _PREFIX.size].view(torch.int64)  # So far it covers only the size.
     torch.ops.ibp.sum_words.default(message[_PREFIX.size :], 0, fingerprint_of_both)
     return message
 
 
 def read_message(message: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Returns (head, memory of the parts) of what `message_of` made, once all of its bytes are checked. TypeError: the
-    message is not uint8 [bytes]. CorruptTableError: it is damaged, or something else."""
+    """Returns (head, memory of the parts) of a message that `message_of` has made.
+
+    Raises:
+        TypeError: the message is not uint8 [bytes].
+        CorruptTableError: the bytes are damaged, or are no message.
+    """
     if not isinstance(message, torch.Tensor) or message.dtype != torch.uint8 or message.dim() != 1:
         what = f"{message.dtype} {list(message.shape)}" if isinstance(message, torch.Tensor) else type(message).__name__
         raise TypeError(f"the message is a {what}; wanted a torch.uint8 tensor of one dimension")
     if message.data_ptr() % _ALIGNMENT or not message.is_contiguous():
         message = message.clone(memory_format=torch.contiguous_format)
     coming = staging.Coming(message[:_BEGIN_BYTES])
-    found = fingerprint(message[_PREFIX.size :])  # this waits for both
+    found = fingerprint(message[_PREFIX.size :])  # This waits for both copies.
     begin = coming.wait().numpy().tobytes()
     prefix = begin[: _PREFIX.size]
     if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):

@@ -1,4 +1,4 @@
-"""`ibp.deltas.Receiver`: an engine's side of keeping weights the same."""
+"""The class `ibp.deltas.Receiver`: an engine's side of keeping weights the same."""
 
 from __future__ import annotations
 
@@ -23,24 +23,29 @@ _WANTED = "the weights are as they were, and are wanted whole unless what is mis
 
 
 class OutOfSyncError(DeltaMismatchError):
-    """A message was lost or came again, contradicts the other messages of its push, or is for other weights. The
-    weights are as they were. `Sender.push(weights, full=True)` makes messages that any receiver takes."""
+    """Raised if a message was lost or came again, contradicts the other messages of its push, or is for other weights.
+    The weights are as they were. `Sender.push(weights, full=True)` makes messages that any receiver takes."""
 
 
 class _Pieces(NamedTuple):
-    """The messages of a sender's push that have come, by their numbers."""
+    """The messages of a sender's push that have come.
+
+    Attributes:
+        head: the head of the first message that came.
+        came: (head, memory of the changes) of each message, by its number.
+    """
 
     head: PushHead
     came: dict[int, tuple[PushHead, torch.Tensor]]
 
 
 class Receiver:
-    """Keeps weights as an `ibp.deltas.Sender` pushes them: the engine's side.
+    """The engine's side of `ibp.deltas.Sender`: a receiver keeps weights as the sender pushes them.
 
-    All changes of a push are applied at once, in the memory of the weights, when its last message is there: the weights
-    are one version or the next, never a mixture, also where the call is interrupted. The messages of a push may come in
-    any order. The receiver copies each message but the last one, where it came, so that its memory may be used for the
-    next message.
+    When the last message of a push has come, all changes of the push are applied together, in the memory of the
+    weights. After a call the weights are one version or the next, and never a mixture, even if the call is interrupted.
+    The messages of a push may come in any order. The receiver copies each message except the last one, on the device
+    where it came, so that the caller may write the next message to the same memory.
 
     Example:
         >>> there, here = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
@@ -51,16 +56,16 @@ class Receiver:
         True
 
     Args:
-        weights: a module, whose state dict is taken, or tensors by name, as a mapping or pairs, on the CPU or a GPU,
-            whose memory stays where it is. Of an `ibp.CompressedTensor`, such as the table of an `ibp.nn.Linear`, one
-            piece of a push after the other is decoded, changed and coded anew in its slots (`update_`): CUDA graphs
-            that multiply by it have to be captured again, after `prepare_linear`.
+        weights: a module, whose state dict is changed, or tensors by name, as a mapping or as pairs, on the CPU or a
+            GPU. Their memory stays where it is. An `ibp.CompressedTensor`, such as the table of an `ibp.nn.Linear`, is
+            decoded, changed and encoded again in its slots (`update_`), piece by piece. CUDA graphs that multiply by it
+            have to be captured again, after `prepare_linear`.
 
     Attributes:
-        version: of the weights, as the sender counts; None before the first push.
+        version: the version of the weights, as the sender counts. None before the first push.
 
     Raises:
-        TypeError: weights are none of these.
+        TypeError: weights are of another type.
     """
 
     def __init__(self, weights: Named) -> None:
@@ -68,26 +73,25 @@ class Receiver:
         for name, weight in self._weights.items():
             check_source(weight, name)
         self.version: int | None = None
-        self._senders: dict[int, str] = {}  # by part
+        self._senders: dict[int, str] = {}  # the identity of each part's sender
         self._pending: dict[int, _Pieces] = {}  # by part
-        self._known: dict[bytes, int] = {}  # fingerprints of the version
-        self._bases: dict[tuple[bytes, torch.dtype], list[Base]] = {}  # of rows
+        self._known: dict[bytes, int] = {}  # the fingerprints of regions, by their rows
+        self._bases: dict[tuple[bytes, torch.dtype], list[Base]] = {}  # by the rows and the dtype of regions
 
     def apply(self, message: torch.Tensor) -> bool:
-        """Takes a message.
+        """Takes a message. If it raises an exception, the weights are as they were.
 
         Args:
             message: uint8 [bytes], on any device.
 
         Returns:
-            Whether the weights have become the version that the message is of; False: more messages of it are wanted.
+            True if the weights have become the message's version. False if other messages of the push are missing.
 
         Raises:
-            OutOfSyncError: a message before this one is lost, this one came before or contradicts the other messages of
-                its push, or the weights are other ones than those it is for.
-            CorruptTableError: the message is damaged; it may be sent again.
+            OutOfSyncError: an earlier message was lost; or this message came before, contradicts the other messages of
+                its push, or is for other weights.
+            CorruptTableError: the message is damaged. It may be sent again.
             KeyError, TypeError, ValueError: a name, dtype or shape is not that of the weights.
-        In each case the weights are as they were.
         """
         head, data = read_message(message)
         if not isinstance(head, PushHead):
@@ -102,7 +106,7 @@ class Receiver:
         all_parts = self._pending.values()
         num_wanted = sum(each.head.piece[1] - len(each.came) for each in all_parts)
         is_last = len(all_parts) == head.part[1] and num_wanted == 1
-        pieces.came[number] = head, data if is_last else data.clone()  # the caller may write to its own
+        pieces.came[number] = head, data if is_last else data.clone()  # The caller may overwrite the message.
         if not is_last:
             return False
         try:
@@ -114,7 +118,7 @@ class Receiver:
         return True
 
     def _check_order(self, head: PushHead) -> None:
-        """OutOfSyncError for a message that came before, or follows one that did not come."""
+        """Raises OutOfSyncError if the message came before, or if an earlier one did not come."""
         part, (number, count) = head.part[0], head.piece
         if self.version is not None and self._senders.get(part) == head.sender:
             if head.version <= self.version:
@@ -136,8 +140,8 @@ class Receiver:
             )
 
     def _check_agreement(self, head: PushHead) -> None:
-        """CorruptTableError for a message whose numbers contradict each other; OutOfSyncError where they contradict
-        those of other messages of the push."""
+        """Raises CorruptTableError if the numbers in a head contradict each other. Raises OutOfSyncError if they
+        contradict other messages of the push."""
         if not all(0 <= number < count for number, count in (head.part, head.piece)):
             raise CorruptTableError(
                 f"the message is damaged: it says that it is number {head.piece[0]} of {head.piece[1]}, of sender "
@@ -156,7 +160,7 @@ class Receiver:
                 )
 
     def _become(self, came: list[tuple[PushHead, torch.Tensor]]) -> None:
-        """Makes the weights what all messages of a push say, or leaves them."""
+        """Applies all messages of a push, or leaves the weights as they are."""
         jobs: list[tuple[str, Delta, Base]] = []
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         results: dict[bytes, int] = {}
@@ -177,7 +181,7 @@ class Receiver:
                             jobs.append((_name(region), delta, in_one_piece(memory)))
                         else:
                             whole.append((memory, new))
-        self._known = {}  # until all is written: interrupted, the next push reads the weights
+        self._known = {}  # If the call is interrupted, the next push reads the weights.
         try:
             apply_all(apart(jobs), whole)
         except DeltaMismatchError as error:
@@ -185,8 +189,8 @@ class Receiver:
         self._known = results
 
     def _changes(self, came: list[tuple[PushHead, torch.Tensor]]) -> Iterator[tuple[Region, Change | None, list[Base]]]:
-        """(region, change, what it changes here) of messages. Coded changes are brought to the weights' device, those
-        of a message together."""
+        """Yields (region, change, bases that change) for all regions of messages. The coded changes of a message are
+        brought to the device of the weights together."""
         for head, data in came:
             new = [region for region in head.regions if (region.rows, region.dtype) not in self._bases]
             self._bases |= {(region.rows, region.dtype): found for region, found in zip(new, self.bases_of(new))}
@@ -200,11 +204,11 @@ class Receiver:
                 yield region, None if region.change is None else next(changes), found
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
-        """The memory of regions' rows: several bases where a tensor has several names. An engine that keeps weights in
-        another way than the sender names them has its own.
+        """Returns the bases of each region. A tensor with several names may have several. An engine that keeps weights
+        in another form than the sender overrides this method.
 
         Raises:
-            KeyError, TypeError, ValueError: as `apply`.
+            KeyError, TypeError, ValueError: as `apply` raises them.
         """
         return [
             bases_of_rows(
@@ -218,6 +222,7 @@ class Receiver:
         ]
 
     def _whole_place(self, name: str, rows: TensorRows, region: Region) -> tuple[Memory, tuple[slice, ...]]:
+        """Returns the memory of a tensor's rows, and the box of the rows that it holds, which is all of them."""
         if name not in self._weights:
             raise KeyError(f"there is no tensor {name!r} here, which the message changes")
         weight = self._weights[name]
@@ -229,8 +234,8 @@ class Receiver:
         return memory, (slice(None),) * len(rows.shape)
 
     def _check_before(self, region: Region, base: Base) -> None:
-        """OutOfSyncError for rows that are other ones than before the push, as far as that is known without reading
-        them; unchanged ones are read where it is not."""
+        """Raises OutOfSyncError if rows are not those that the push is for, as far as their fingerprint is known. The
+        fingerprint of rows that do not change is computed if it is not known."""
         known = self._known.get(region.rows)
         if known is None and region.change is None:
             if isinstance(base, torch.Tensor):
@@ -245,12 +250,13 @@ class Receiver:
 
 
 def _name(region: Region) -> str:
+    """Returns what messages of errors call a region."""
     names = [rows.names[0] for rows in region.tensor_rows()]
     return names[0] if len(names) == 1 else f"{names[0]}, joined with {len(names) - 1} others,"
 
 
 def _check_whole(regions: Sequence[Region]) -> None:
-    """OutOfSyncError unless the regions of a push have all rows of each of their tensors."""
+    """Raises OutOfSyncError unless the regions of a push have all rows of each of their tensors."""
     found: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for rows in (rows for region in regions for rows in region.tensor_rows()):
         for name in rows.names:
@@ -264,7 +270,7 @@ def _check_whole(regions: Sequence[Region]) -> None:
 
 
 def _check_result(region: Region, change: Change | None) -> None:
-    """CorruptTableError for a change that makes something else of a region than its head says."""
+    """Raises CorruptTableError if the change of a region has another result than the region's head says."""
     if isinstance(change, torch.Tensor):
         result = fingerprint(change)
     else:
@@ -276,7 +282,7 @@ def _check_result(region: Region, change: Change | None) -> None:
 
 
 def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> Memory:
-    """Rows first to last - 1, or a tensor of no dimension."""
+    """Returns rows `first` to `last` - 1 of a weight, or a tensor without dimensions."""
     if isinstance(weight, CompressedTensor):
         return TableRows(weight, first, last)
     return weight.detach()[first:last] if weight.dim() else weight.detach()
@@ -285,8 +291,15 @@ def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> M
 def bases_of_rows(
     places: Sequence[tuple[TensorRows, Sequence[tuple[Memory, tuple[slice, ...]]]]], dtype: torch.dtype
 ) -> list[Base]:
-    """The bases of joined rows, or of a tensor's rows alone: tensors where each place has all of these. places: of each
-    tensor's rows, memory and where it is in the rows; places that differ do not overlap, unless one has all rows."""
+    """Returns the bases of a region.
+
+    If the region is rows of one tensor, and each memory holds all of them, each is a base. Otherwise the base consists
+    of pieces.
+
+    Args:
+        places: for the rows of each tensor, (memory, box of the rows that it holds). Different boxes do not overlap,
+            unless one of them is all rows.
+    """
     if len(places) == 1:
         rows, found = places[0]
         if all(isinstance(memory, torch.Tensor) and memory.shape == rows.shape for memory, _ in found):
@@ -303,7 +316,8 @@ def bases_of_rows(
 
 
 def _written(base: Base, change: Change) -> list[tuple[Memory, torch.Tensor]]:
-    """(memory, its new values) of a change that is no delta: a plain tensor like its base."""
+    """Returns (memory, its new values) for a change that is a plain tensor like its base. Raises CorruptTableError for
+    any other change."""
     if not isinstance(change, torch.Tensor) or (change.shape, change.dtype) != (base.shape, base.dtype):
         raise CorruptTableError("the message holds something else than deltas and plain tensors of the weights' shapes")
     if isinstance(base, torch.Tensor):

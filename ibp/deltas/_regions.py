@@ -1,4 +1,4 @@
-"""The rows of tensors that a sender sends, and the heads of its messages."""
+"""Cuts weights into regions, which senders send, and describes regions in the heads of messages."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from ._packing import ChangeHead
 
 Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
 
-_ROW_STEP = 16  # rows of any dtype begin at multiples of 16 bytes, where kernels are at their rate
-_JOINED_SHARE = 16  # smaller tensors than this part of a piece are joined: each region takes the host's time
+_ROW_STEP = 16  # Tensors are cut at multiples of 16 rows, so that parts begin at multiples of 16 bytes in any dtype.
+# Tensors smaller than a 16th of a piece are joined, because each region takes time on the host.
+_JOINED_SHARE = 16
 
 
 class TensorRows(NamedTuple):
-    """Rows of a tensor, in dimension 0.
+    """Some rows of a tensor, in dimension 0.
 
-    names: of the tensor, several where weights are tied. full_shape: of all its rows. start: the first row. shape: of
-    these rows.
+    Attributes:
+        names: the names of the tensor; tied weights have several.
+        full_shape: the shape of the whole tensor.
+        start: the number of the first row.
+        shape: the shape of these rows.
     """
 
     names: tuple[str, ...]
@@ -36,25 +40,28 @@ class TensorRows(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The row behind the last one."""
+        """Returns the number of the row behind the last one."""
         return self.start + (self.shape[0] if self.shape else 1)
 
     @property
     def num_tensor_rows(self) -> int:
-        """Rows of the whole tensor; a tensor of no dimension is one row."""
+        """Returns the number of rows of the whole tensor. A tensor without dimensions is one row."""
         return self.full_shape[0] if self.full_shape else 1
 
     def are_in_tensor(self) -> bool:
-        """Whether the tensor has such rows."""
+        """Returns whether the tensor has such rows."""
         is_like_rows = len(self.shape) == len(self.full_shape) and self.shape[1:] == self.full_shape[1:]
         return is_like_rows and 0 <= self.start <= self.end <= self.num_tensor_rows
 
 
 @wire.sent
 class Region(NamedTuple):
-    """Rows of a tensor, or of several whose elements are joined, and what a push makes of them.
+    """Rows of a tensor, or of several tensors whose elements are joined, and their change.
 
-    rows: JSON of their `TensorRows`. result: their fingerprint after the push. change: None where nothing has changed.
+    Attributes:
+        rows: the JSON of their `TensorRows`.
+        result: their fingerprint after the push.
+        change: None if nothing has changed.
     """
 
     rows: bytes
@@ -66,9 +73,9 @@ class Region(NamedTuple):
         return _rows_in(self.rows)
 
 
-@functools.lru_cache(4096)  # they are the same in each push
+@functools.lru_cache(4096)  # Each push has the same rows.
 def _rows_in(text: bytes) -> list[TensorRows]:
-    """CorruptTableError: no `OwnRegion` has this text."""
+    """Returns the rows that a region's JSON names. Raises CorruptTableError if no `OwnRegion` has this text."""
     try:
         found = [
             wire.checked(TensorRows(tuple(names), torch.Size(full_shape), start, torch.Size(shape)))
@@ -83,11 +90,15 @@ def _rows_in(text: bytes) -> list[TensorRows]:
 
 @wire.sent
 class PushHead(NamedTuple):
-    """What stands in front of a message.
+    """The head of a message.
 
-    sender: tells senders apart. part: which of how many senders of the same weights. version, base: what the weights
-    become, and what they have to be; base is None where all are sent whole. piece: which of how many messages of this
-    sender's push.
+    Attributes:
+        sender: the identity of the sender.
+        part: (number, count) of the sender among the senders of the same weights.
+        version: the version that the weights become.
+        base: the version that the weights have to be before; None if all weights are sent whole.
+        piece: (number, count) of the message among the messages of this sender's push.
+        regions: the regions whose changes the message holds.
     """
 
     sender: str
@@ -99,7 +110,13 @@ class PushHead(NamedTuple):
 
 
 class OwnRegion:
-    """Rows that this process sends. rows: as in `Region`; nbytes: of them."""
+    """Rows that this process sends.
+
+    Attributes:
+        rows: as in `Region`.
+        names: the names of the first tensor.
+        nbytes, dtype, device: those of the rows.
+    """
 
     def __init__(self, members: Sequence[tuple[TensorRows, torch.Tensor]]) -> None:
         self.rows = json.dumps([rows for rows, _ in members]).encode()
@@ -113,23 +130,27 @@ class OwnRegion:
         return len(self._tensors) > 1
 
     def values(self) -> torch.Tensor:
-        """The rows, or joined elements in memory of their own, 1-D."""
+        """Returns the rows of the tensor, or a new tensor [elements] of the joined rows."""
         if not self.is_joined:
             return self._tensors[0]
         return torch.cat([bits_of(tensor).reshape(-1) for tensor in self._tensors]).view(self.dtype)
 
 
 def named(weights: Named) -> dict[str, Any]:
-    """Tensors by name: of a module its state dict."""
+    """Returns tensors by name. If a module is given, they are its state dict."""
     return dict(weights.state_dict() if isinstance(weights, torch.nn.Module) else weights)
 
 
 def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[OwnRegion]:
-    """What a sender sends of weights, tied tensors once, in regions of most_bytes or one row. A collective call where
-    DTensors are sharded otherwise than by rows: these are gathered. TypeError, ValueError: what is given are no
-    tensors, or shards of more ranks than `part` says."""
-    found: dict[tuple[Any, ...], tuple[list[str], torch.Size, int, torch.Tensor]] = {}  # by memory: names, and a shard
-    alone: list[tuple[Any, ...]] = []  # what other senders may send too
+    """Returns the regions of weights that a sender sends. Each has at most most_bytes bytes, or one row. Tied tensors
+    are in one region. DTensors that are not sharded by rows are gathered, and then all ranks have to call this.
+
+    Raises:
+        TypeError: the weights are not tensors.
+        ValueError: a DTensor is sharded over more ranks than `part` says.
+    """
+    found: dict[tuple[Any, ...], tuple[list[str], torch.Size, int, torch.Tensor]] = {}  # By memory: names, and a shard.
+    alone: list[tuple[Any, ...]] = []  # The memory of tensors that other senders may send, too.
     for name, tensor in named(weights).items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
@@ -151,7 +172,7 @@ def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[
 
 
 def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int) -> list[OwnRegion]:
-    """Regions of rows; small ones are joined."""
+    """Returns the regions of rows. Small ones of one dtype and device are joined."""
     regions: list[OwnRegion] = []
     small: dict[tuple[Any, ...], list[tuple[TensorRows, torch.Tensor]]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
@@ -169,7 +190,7 @@ def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int)
 
 
 def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, rows) of parts of a tensor."""
+    """Yields (first row, rows) of the parts of a tensor."""
     if tensor.nbytes <= most_bytes or tensor.dim() == 0:
         yield 0, tensor
         return
@@ -179,7 +200,8 @@ def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Ten
 
 
 def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[torch.Size, int, torch.Tensor] | None:
-    """(shape of all, first row, rows) that this process sends of a tensor; None: other ranks do."""
+    """Returns (shape of the tensor, first row, rows) for the rows of a tensor that this process sends. None if other
+    ranks send the tensor."""
     if not hasattr(tensor, "device_mesh"):
         return tensor.shape, 0, tensor
     from torch.distributed.tensor import DTensor, Shard

@@ -1,4 +1,4 @@
-"""`ibp.deltas.Sender`: a trainer's side of keeping weights the same elsewhere."""
+"""The class `ibp.deltas.Sender`: the trainer's side of keeping weights the same elsewhere."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ from ._regions import Named, OwnRegion, PushHead, Region, own_regions
 from ._tensors import Delta
 
 PIECE_BYTES = 256 << 20
-_CODED_SHARE = 4  # a piece's changes take at most this part of it, most of the time
+# The differences of a region take memory for at most a third of it (`_coding.WELL_CODED`), unless they have a codebook
+# of their own.
+_CODED_SHARE = 3
 
 
 class Sender:
-    """Tells receivers what has changed in weights since it told them last: the trainer's side of `ibp.deltas.Receiver`.
+    """The trainer's side of `ibp.deltas.Receiver`: a sender tells receivers what has changed in weights since the last
+    push.
 
-    It keeps a copy of the weights as it sent them last, and sends the differences. The messages are plain bytes: send
-    them by whatever moves bytes, to any number of receivers, all of one push before the next one's.
+    A sender keeps a copy of the weights as it sent them last, and sends the differences. Messages are plain bytes. Send
+    them to any number of receivers by anything that moves bytes, and send all messages of a push before those of the
+    next one.
 
-    Ranks of FSDP2 push their own shards: each has a sender with its `part`, and receivers take the messages of all.
-    DTensors that are sharded by rows (`Shard(0)`) or replicated are not gathered, and one rank sends the replicated
-    ones. `push` gathers DTensors of other placements (`full_tensor`), so that all ranks have to call it. Each sender
-    sends the plain tensors that it is given.
+    Ranks of FSDP2 push their own shards: each rank has a sender with its own `part`, and receivers take the messages of
+    all ranks. DTensors that are sharded by rows (`Shard(0)`) or replicated are not gathered, and one rank sends the
+    replicated ones. `push` gathers DTensors of other placements (`full_tensor`), so that all ranks have to call it.
+    Each sender sends the plain tensors that it is given.
 
     Example:
         >>> weights = {"w": torch.zeros(1000, 64)}
@@ -46,21 +50,21 @@ class Sender:
         (1, 1)
 
     Args:
-        weights: what receivers have already, as `push` takes them; it is version 0. None: receivers have other
-            weights, and the first push sends all.
-        part: (which, of how many) senders of the same weights, such as rank and world size.
-        memory: where the copy is kept: "device", where the weights are; "pinned" or "host", in host memory, from where
-            it is brought to the weights' GPU while it is compared.
-        piece_bytes: of weights whose changes one message holds, or the changes of one row. Tensors of less than 1/16 of
-            it are coded together. Besides its messages a push takes memory for two pieces of these, or for the changes
-            of four pieces: a GPU measures the next ones meanwhile.
-        device: where messages are; None: where the weights are.
+        weights: the weights that receivers have already, as `push` takes them. They are version 0. None: receivers have
+            other weights, and the first push sends all.
+        part: (number, count) of the sender among the senders of the same weights, such as rank and world size.
+        memory: the memory that holds the copy: "device", the memory of the weights; or "pinned" or "host", host memory,
+            from which the copy is brought to the GPU of the weights while it is compared.
+        piece_bytes: number of bytes of the weights whose changes one message holds. A message holds the changes of at
+            least one row. Tensors with less than 1/16 of these bytes are coded together. Besides its messages, a push
+            takes memory for about two pieces of this size, because a GPU works on the next pieces meanwhile.
+        device: the device of the messages. None: the device of the weights.
 
     Attributes:
-        version: of the weights that were pushed last.
+        version: the version of the weights that were pushed last.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
+        TypeError, ValueError: an argument is not as described.
         RuntimeError: memory is "pinned", and there is no CUDA device.
     """
 
@@ -80,38 +84,41 @@ class Sender:
         self._is_pinned = None if memory == "device" else bool(_memory.pins(memory))
         self._device = None if device is None else _memory.canonical(device)
         self._id = uuid.uuid4().hex
-        self._kept: dict[bytes, torch.Tensor] = {}  # by their rows
+        self._kept: dict[bytes, torch.Tensor] = {}  # copies, by the rows of their regions
         self.version = 0
         if weights is not None:
             regions = own_regions(weights, self._part, self._piece_bytes)
             self._kept = {region.rows: self._copy(region, region.values(), None, None) for region in regions}
 
     def push(self, weights: Named, *, full: bool = False) -> list[torch.Tensor]:
-        """What makes receivers' weights these ones: a new version.
+        """Returns the messages that make the weights of receivers equal to these weights, which become a new version.
 
-        If it raises, neither the version nor the copy has changed, or the next push sends all.
+        If the call raises an exception, the version has not changed. The copy has not changed, either, or the next push
+        sends all weights whole.
 
         Args:
-            weights: a module, whose state dict is taken, or tensors by name, as a mapping or pairs. They must not
-                change during the call. New names, and tensors of another shape or dtype, are sent whole.
-            full: sends all weights whole, to receivers that have lost a message.
+            weights: a module, whose state dict is sent, or tensors by name, as a mapping or as pairs. They must not
+                change during the call. Tensors with new names, or with another shape or dtype than before, are sent
+                whole.
+            full: sends all weights whole, for receivers that have lost a message.
 
         Returns:
-            Messages, uint8 [bytes] each, at least one. They share no memory with the weights. On a GPU the current
-            stream still makes them.
+            At least one message, uint8 [bytes] each. Messages share no memory with the weights. If they are on a GPU,
+            the current stream may still be writing them.
 
         Raises:
-            TypeError, ValueError: weights are no tensors, or DTensors of more ranks than there are parts.
+            TypeError: weights are not tensors.
+            ValueError: a DTensor has more ranks than there are parts.
         """
         regions = own_regions(weights, self._part, self._piece_bytes)
-        kept, self._kept = self._kept, {}  # interrupted, it has nothing, and the next push sends all
-        base = None if full or not kept else self.version  # asked before copies are taken out
+        kept, self._kept = self._kept, {}  # An interrupted call leaves no copies, so that the next push sends all.
+        base = None if full or not kept else self.version  # before copies are taken out of `kept`
         pieces = cut(regions, lambda region: region.nbytes, self._piece_bytes)
         rounds = cut(enumerate(pieces), lambda piece: sum(map(self._beside, piece[1])), self._piece_bytes)
         made: dict[bytes, torch.Tensor] = {}
 
         def begin(numbered: list[tuple[int, list[OwnRegion]]]) -> Callable[[], list[torch.Tensor]]:
-            """Lets GPUs measure the changes of pieces; their messages, to be called for."""
+            """Lets GPUs begin to code the changes of pieces. Returns a function that returns their messages."""
             held = [region for _, piece in numbered for region in piece]
             values, olds = [region.values() for region in held], [self._like(region, kept) for region in held]
             bases = olds if base is not None else [None] * len(held)
@@ -139,12 +146,13 @@ class Sender:
         return messages
 
     def _like(self, region: OwnRegion, kept: dict[bytes, torch.Tensor]) -> torch.Tensor | None:
-        """The kept copy of a region, if it has its dtype, which is taken out: joined copies are replaced one by one."""
+        """Removes the copy of a region from `kept`, so that it is freed as soon as it is replaced. Returns the copy, or
+        None if there is no copy of the region's dtype."""
         base = kept.pop(region.rows, None)
         return base if base is not None and base.dtype == region.dtype else None
 
     def _beside(self, region: OwnRegion) -> int:
-        """Bytes of memory, about, that working on a region takes."""
+        """Returns about how many bytes of memory it takes to code a region."""
         return region.nbytes if region.is_joined or self._is_pinned is not None else region.nbytes // _CODED_SHARE
 
     def _message(

@@ -1,4 +1,4 @@
-"""Delta: the differences of two versions of a tensor."""
+"""The class Delta: the differences of two versions of a tensor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._applying import apply_all
 
 
 class Delta(Movable):
-    """What changed from one version of a tensor, its base, to another one. Made by `ibp.deltas.make`, and by reading
-    files.
+    """The change from one version of a tensor, its base, to another one. `ibp.deltas.make` makes deltas, and files hold
+    them.
 
-    The table holds new - base for each element: integers of its width, of the elements' bits, modulo 2^w (of complex
-    numbers two each). Elements that did not change take next to nothing. It never changes.
+    The table holds new - base for each element: the difference of the bits as integers of w bits, modulo 2^w. A complex
+    number consists of two integers. Elements that did not change take next to nothing. A delta never changes.
 
     Example:
         >>> old = torch.zeros(1000, 64)
@@ -31,15 +31,15 @@ class Delta(Movable):
 
     Args:
         table: the differences, of the tensor's shape and dtype.
-        base, result: fingerprints (`ibp.deltas.fingerprint`) of what the delta is applied to, and of what that becomes.
+        base, result: fingerprints (`ibp.deltas.fingerprint`) of the tensor before and after the delta is applied.
 
     Attributes:
         table, base, result: the arguments.
-        shape, dtype: of the tensor.
-        device: where the coded differences are.
+        shape, dtype: those of the tensor.
+        device: the device of the coded differences.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
+        TypeError, ValueError: an argument is not as described.
     """
 
     __slots__ = ("base", "result", "table")
@@ -75,23 +75,23 @@ class Delta(Movable):
 
     @property
     def is_empty(self) -> bool:
-        """Whether both versions are the same, as far as their fingerprints tell."""
+        """Returns whether both versions are the same, as far as their fingerprints tell."""
         return self.base == self.result
 
     @property
     def original_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Returns the bytes of the tensor."""
         return self.table.original_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the coded differences, the index of their rows and the codebook: what is sent, or stands in a
-        file."""
+        """Returns the bytes of the coded differences, of the index of their rows, and of the codebook. These bytes are
+        sent, or written to files."""
         return self.table.stored_bytes + self.table.index_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the delta takes."""
+        """Returns the bytes of memory that the delta takes."""
         return self.table.nbytes
 
     def __repr__(self) -> str:
@@ -102,25 +102,25 @@ class Delta(Movable):
         )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Delta:
-        """The delta on another device: itself if it is there."""
+        """Returns the delta on another device, or the delta itself if it is there."""
         target = memory.canonical(device)
         return (
             self if target == self.device else Delta(self.table.to(target, None, non_blocking), self.base, self.result)
         )
 
     def apply_(self, base: torch.Tensor) -> torch.Tensor:
-        """Makes the new version of the base, in its memory. Returns it.
+        """Makes the new version out of the base, in the base's memory. Returns the base.
 
-        All is checked before the call returns: that the base is the one that the delta was made for, and that what it
-        becomes is the new version. Where either is not so, the base holds the bits that it held before. It takes no
-        gradient into account.
+        The call checks that the base is the tensor for which the delta was made, before it writes anything, and that
+        the result is the new version. If the delta is damaged, or the call is interrupted, the base gets its bits back.
+        Gradients are not computed.
 
         Args:
-            base: tensor of the delta's shape and dtype, of any strides without overlaps, on the CPU or a CUDA device.
-                The coded differences are brought there.
+            base: a tensor of the delta's shape and dtype, with any strides that do not make elements overlap, on the
+                CPU or a CUDA device. The coded differences are brought to this device.
 
         Raises:
-            TypeError: base is no tensor, has another dtype, or is a conjugated or negated view.
+            TypeError: base is not a tensor, has another dtype, or is a conjugated or negated view.
             DeltaMismatchError: base has another shape or other bits than the base of the delta.
             CorruptTableError: the delta is damaged.
         """
@@ -128,5 +128,5 @@ class Delta(Movable):
         return base
 
     def apply(self, base: torch.Tensor) -> torch.Tensor:
-        """As `apply_`, of a copy: the base stays as it is."""
+        """Returns the new version, as `apply_` makes it, in new memory. The base stays as it is."""
         return self.apply_(base.detach().clone())
