@@ -49,10 +49,10 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
                 + (f", and makes what is there: {advice}" if found == delta.result else "")
             )
     deltas, num_done = [delta for _, delta, _ in jobs], 0
-    faults = {base.device: new_record(base.device) for base in bases if not base.is_whole}
+    faults = {device: new_record(device) for device in {base.device for base in bases}}
     try:
         for stored, base, step in _steps(deltas, bases):
-            _take(stored, base, step, False, faults.get(base.device))
+            _take(stored, base, step, False, faults[base.device])
             num_done += 1
         _check_results(jobs, bases, faults)
         if whole:
@@ -61,7 +61,7 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
         for number, (stored, base, step) in enumerate(_steps(deltas, bases)):
             # The interrupted step may have been taken, too.
             if number < num_done or fingerprints([base]) != [before[bases.index(base)]]:
-                _take(stored, base, step, True, None)
+                _take(stored, base, step, True, faults[base.device])
             if number == num_done:
                 break
         raise
@@ -80,14 +80,13 @@ def _steps(deltas: Sequence[Delta], bases: Sequence[Pieces]) -> Iterator[tuple[H
         yield from ((handle, base, step) for step in base.steps)
 
 
-def _take(stored: Handle, base: Pieces, step: Step, subtracts: bool, fault: torch.Tensor | None) -> None:
+def _take(stored: Handle, base: Pieces, step: Step, subtracts: bool, fault: torch.Tensor) -> None:
     """Adds or subtracts the differences of a step. Python runs no signal handler before all of them are written.
 
     Args:
         fault: a record in which damaged rows are noted. Zeros are added in their place.
     """
     width, device, rows = element_bytes_of(base.dtype), base.device, step.rows
-    fault = new_record(device) if fault is None else fault
     differences = torch.empty(step.end - step.first, dtype=INTEGERS[width], device=device)
     torch.ops.ibp.decode_bytes.default(stored.table, width * step.first, width * step.end, 0, differences, fault)
     own = [piece.of(differences, step.first) for piece in step.pieces]
@@ -101,6 +100,7 @@ def _take(stored: Handle, base: Pieces, step: Step, subtracts: bool, fault: torc
 
 
 def _change(integers: list[torch.Tensor], differences: list[torch.Tensor], subtracts: bool) -> None:
+    """Adds differences to integers, or subtracts them, by one operation of torch."""
     if subtracts:
         torch._foreach_sub_(integers, differences)
     else:
@@ -111,15 +111,18 @@ def _check_results(jobs: Sequence[Job], bases: Sequence[Pieces], faults: Mapping
     """Raises CorruptTableError unless all bases have become what their deltas say.
 
     Args:
-        faults: records of damaged rows, of devices with bases whose fingerprints are not known here.
+        faults: for each device, the record of damaged rows. It counts if the fingerprint of a base is not known here.
     """
-    results = iter(fingerprints([base for base in bases if base.is_whole]))
-    damaged = {device for device, fault in faults.items() if int(fault[0])}
-    for (name, delta, _), base in zip(jobs, bases):
-        if base.device in damaged if not base.is_whole else next(results) != delta.result:
-            raise CorruptTableError(
-                f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
-            )
+    whole = [(job, base) for job, base in zip(jobs, bases) if base.is_whole]
+    wrong = [job for (job, _), found in zip(whole, fingerprints([base for _, base in whole])) if found != job[1].result]
+    if not wrong and len(whole) < len(jobs):
+        damaged = {device for device, fault in faults.items() if int(fault[0])}
+        wrong = [job for job, base in zip(jobs, bases) if base.device in damaged]
+    if wrong:
+        name, delta, _ = wrong[0]
+        raise CorruptTableError(
+            f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
+        )
 
 
 def _check_base(name: str, delta: Delta, base: Any) -> None:

@@ -27,14 +27,15 @@ class CodedDifferences:
     """The differences of pairs of tensors, coded with the known codebook.
 
     The rows of all pairs are numbered in one sequence. Each pair begins with a new row, and zeros fill its last row up.
-    A piece of the sequence is subtracted, summed and encoded before the next one, because it is in the cache then. The
-    coded rows come to spare memory in any order, and `deltas` moves them to memory of their size.
+    The sequence is subtracted, summed and encoded piece by piece, so that each operation finds its data in the cache.
+    Encoded rows go to spare memory, in any order. `deltas` moves them, in the order of the sequence, to memory of the
+    right size.
 
-    A GPU works on all of this from now on, and `deltas` waits for it.
+    A GPU begins to work when the object is made. Only `deltas` waits for it.
 
     Args:
-        pairs: (newer, base): tensors of one shape and dtype each, which are not empty. All are on one device, and the
-            integers of all have one width.
+        pairs: (newer, base). The two tensors of a pair have the same shape and dtype, and are not empty. All pairs are
+            on one device, and have integers of the same width.
     """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -47,7 +48,7 @@ class CodedDifferences:
         self._rows = list(itertools.accumulate((-(-size // ROW_BYTES) for size in self._sizes), initial=0))
         num_rows = self._rows[-1]
         self._lengths = first.new_empty(num_rows, dtype=torch.uint16)
-        # Pairs that need more are coded anew. A row takes whole sectors here.
+        # Pairs that take more are coded anew. Each row takes whole sectors of spare memory.
         num_spare = int(WELL_CODED * sum(self._sizes)) + _core.SECTOR_BYTES * num_rows
         self._spare = first.new_empty(num_spare, dtype=torch.uint8)
         used, own_bases = first.new_zeros(1, dtype=torch.int64), first.new_empty(num_rows, dtype=torch.int64)
@@ -62,7 +63,7 @@ class CodedDifferences:
 
     def _encode(self) -> None:
         """Encodes all pairs, piece by piece, and adds their words to the sums."""
-        row = ROW_BYTES // self._width  # These four are numbers of elements.
+        row = ROW_BYTES // self._width  # `row`, `step`, `sizes` and `spans` count elements.
         step = PIECE_BYTES[self._device.type] // self._width
         sizes = [newer.numel() for newer, _ in self._pairs]
         spans = [(i, at, min(at + step, size)) for i, size in enumerate(sizes) for at in range(0, size, step)]
@@ -86,8 +87,8 @@ class CodedDifferences:
             first_row += end // row
 
     def _numbers(self) -> tuple[torch.Tensor, ...]:
-        """Returns numbers of rows, on the device: the last row of each pair; for each group of rows that share a base,
-        its first row, and the first row of its pair."""
+        """Returns three lists of row numbers, on the device: the last row of each pair; the first row of each group of
+        rows that share a base; and the first row of each group's pair."""
         first, end = np.array(self._rows[:-1]), np.array(self._rows[1:])
         of_groups = [np.arange(start, stop, _GROUP) for start, stop in zip(first, end)]
         parts = [end - 1, np.concatenate(of_groups), np.repeat(first, np.diff(self._groups))]
@@ -95,7 +96,7 @@ class CodedDifferences:
         return near.split([len(part) for part in parts])
 
     def _index(self) -> None:
-        """Computes where the coded rows begin, and lets what the host has to know come there."""
+        """Computes where the coded rows begin, and starts to copy to the host what `deltas` reads there."""
         sizes = stored_sizes(self._lengths, ROW_BYTES, ROW_BYTES)
         ends = sizes.cumsum(0)
         self._starts = ends - sizes
@@ -138,12 +139,18 @@ class CodedDifferences:
     def _badly_coded(
         self, ends: Sequence[int], last_sizes: Sequence[int], num_lost: int
     ) -> dict[int, PlanesCodebook | None]:
-        """Returns the numbers of the pairs that are to be coded anew, each by itself, with their codebooks; None is a
-        codebook to be learned."""
+        """Returns the codebooks of the pairs that have to be coded again, each by itself, by their numbers. None: a
+        codebook has to be learned.
+
+        Args:
+            ends: for each pair, where its coded rows end.
+            last_sizes: for each pair, the bytes of its last coded row.
+            num_lost: the number of rows for which spare memory had no room.
+        """
         alone: dict[int, PlanesCodebook | None] = {}
         for i, (start, end, size) in enumerate(zip([0, *ends], ends, self._sizes)):
             short = size % ROW_BYTES
-            # A short row stays raw if it takes as many bytes coded, but it was coded as a whole row.
+            # The last row was coded as a whole row. It has to be raw if it is short and does not become shorter.
             is_raw = 0 < short <= last_sizes[i]
             num_coded = end - start - (last_sizes[i] - short if is_raw else 0)
             if num_coded > WELL_CODED * size:
@@ -153,7 +160,7 @@ class CodedDifferences:
         return alone
 
     def _moved(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the coded rows in the order of the sequence, and the bases of all pairs."""
+        """Returns memory with the coded rows, in the order of the sequence, and the bases of all pairs."""
         overflow = self._spare.new_empty(num_bytes)
         if num_bytes:
             torch.ops.ibp.move_parts.default(self._place.table, self._starts[::_GROUP].contiguous(), overflow)
