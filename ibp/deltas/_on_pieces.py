@@ -51,11 +51,11 @@ Version = torch.Tensor | CompressedTensor
 
 
 class Piece(NamedTuple):
-    """A part of a base. Its place is counted in the integers that deltas add, as if the base were contiguous.
+    """A part of a base, and its place in the base.
 
     Attributes:
-        memory: the part: integers, or rows of a table.
-        size, strides, offset: the place of the part in the base.
+        memory: the part, as integers or as rows of a table.
+        size, strides, offset: the place of the part in a contiguous tensor of all of the base's integers.
     """
 
     memory: Memory
@@ -92,19 +92,18 @@ class Piece(NamedTuple):
         return self.offset + 1 + sum((length - 1) * stride for length, stride in zip(self.size, self.strides))
 
     def of(self, integers: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Returns the part of the base's integers `first` and following, 1-D: a view."""
+        """Returns a view of the integers of this part. integers: those of the base, 1-D, from number `first`."""
         return integers.as_strided(self.size, self.strides, integers.storage_offset() + self.offset - first)
 
     def cut(self, most: int) -> Iterator[Piece]:
-        """Yields parts of the piece, which is a tensor, that span at most this many integers of the base each."""
+        """Yields parts of the piece, which is a tensor and not empty. Each spans at most this many integers of the
+        base."""
         memory, size, strides, offset = self
         assert isinstance(memory, torch.Tensor)
-        if 0 in size:
-            return
         if self.end - offset <= most:
             yield self
             return
-        inner = self.end - offset - (size[0] - 1) * strides[0]  # what one index of the first dimension spans
+        inner = self.end - offset - (size[0] - 1) * strides[0]  # number of integers that memory[0] spans
         if inner > most:
             for i, row in enumerate(memory):
                 yield from Piece(row, size[1:], strides[1:], offset + i * strides[0]).cut(most)
@@ -115,7 +114,7 @@ class Piece(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Pieces that change by one operation, and the range of the base's integers that they lie in."""
+    """Pieces that change by one operation, and the range of the base's integers in which they lie."""
 
     pieces: list[Piece]
     first: int
@@ -130,11 +129,12 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """A base of deltas in pieces. A receiver uses it for each push.
+    """The base of a delta, in pieces. Receivers keep these objects from push to push.
 
     Attributes:
-        shape, dtype: of the base; the shape is [elements] if the elements of several tensors are joined.
-        is_whole: whether each element is in some piece. If not, the fingerprint of the base is not known here.
+        pieces: at least one piece.
+        shape, dtype: those of the base. The shape is [elements] if the elements of several tensors are joined.
+        is_whole: whether every element is in a piece. If not, the fingerprint of the base is not known here.
     """
 
     pieces: Sequence[Piece]
@@ -172,6 +172,8 @@ class Pieces:
         most = PIECE_BYTES[self.device.type] // element_bytes_of(self.dtype)
         steps: list[Step] = []
         for piece in dict(zip(self.key, self.pieces)).values():  # Tied tensors change once.
+            if 0 in piece.size:
+                continue
             if isinstance(piece.memory, TableRows):
                 steps.append(Step([piece], piece.offset, piece.end))
                 continue
@@ -202,7 +204,7 @@ class Pieces:
 
 
 def in_one_piece(memory: Memory) -> Pieces:
-    """Returns the base that is a tensor, or rows of a table, and nothing else."""
+    """Returns the base that consists of one tensor, or of rows of one table."""
     piece = Piece.at(memory, 0, memory.shape, (slice(None),) * len(memory.shape))
     return Pieces([piece], memory.shape, memory.dtype, True)
 
