@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,12 @@ from .._rows.handle import Handle, Parts
 from .._schemes import coding_of
 from ._coding import INTEGERS, bits_of, element_bytes_of, integers_in, note_change
 from ._fingerprint import DeltaMismatchError, check_source
-from ._on_pieces import Pieces, Step, fingerprints, in_one_piece
+from ._on_pieces import Pieces, Step, begin_fingerprints, fingerprints, in_one_piece
 
 if TYPE_CHECKING:
     from ._tensors import Delta
 
-    Job = tuple[str, Delta, "Base"]  # name for messages, delta, base
+    Job = tuple[str, Delta, "Base"]  # (what messages call the base, delta, base)
 
 Base = torch.Tensor | Pieces
 
@@ -35,52 +36,67 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
         whole: pairs of a tensor and its new values, which are copied when all deltas are applied.
 
     Raises:
-        As `Delta.apply_`; then all bases are as they were.
+        TypeError, DeltaMismatchError, CorruptTableError: as `Delta.apply_` raises them. Then all bases are as they
+            were.
     """
     for job in jobs:
         _check_base(*job)
     bases = [in_one_piece(base.detach()) if isinstance(base, torch.Tensor) else base for _, _, base in jobs]
-    before = fingerprints(bases)
-    for (name, delta, _), base, found in zip(jobs, bases, before):
-        if base.is_whole and found != delta.base:
-            advice = "were new and base exchanged in ibp.deltas.make(new, base), or has the delta been applied before?"
-            raise DeltaMismatchError(
-                f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
-                + (f", and makes what is there: {advice}" if found == delta.result else "")
-            )
-    deltas, num_done = [delta for _, delta, _ in jobs], 0
+    found = begin_fingerprints(bases)
+    steps = [(number, step) for number, base in enumerate(bases) for step in base.steps]  # while GPUs read the bases
+    before = found()
+    for job, base, fingerprint in zip(jobs, bases, before):
+        if base.is_whole and fingerprint != job[1].base:
+            raise _mismatch(job, fingerprint)
     faults = {device: new_record(device) for device in {base.device for base in bases}}
+
+    @functools.lru_cache(1)  # The steps of a base follow each other.
+    def differences_of(number: int) -> Handle:
+        return _handle_of(jobs[number][1], bases[number].device)
+
+    def take(number: int, step: Step, subtracts: bool) -> None:
+        base = bases[number]
+        _take(differences_of(number), base, step, subtracts, faults[base.device])
+
+    num_done = 0
     try:
-        for stored, base, step in _steps(deltas, bases):
-            _take(stored, base, step, False, faults[base.device])
+        for number, step in steps:
+            take(number, step, False)
             num_done += 1
         _check_results(jobs, bases, faults)
         if whole:
             staging.copy_all([bits_of(base.detach()) for base, _ in whole], [bits_of(new) for _, new in whole])
     except BaseException:
-        for number, (stored, base, step) in enumerate(_steps(deltas, bases)):
-            # The interrupted step may have been taken, too.
-            if number < num_done or fingerprints([base]) != [before[bases.index(base)]]:
-                _take(stored, base, step, True, faults[base.device])
-            if number == num_done:
-                break
+        for number, step in steps[:num_done]:
+            take(number, step, True)
+        for number, step in steps[num_done : num_done + 1]:  # The call may have been interrupted behind this step.
+            if fingerprints([bases[number]]) != [before[number]]:
+                take(number, step, True)
         raise
     finally:
         note_change(base for _, _, base in jobs if isinstance(base, torch.Tensor))
 
 
-def _steps(deltas: Sequence[Delta], bases: Sequence[Pieces]) -> Iterator[tuple[Handle, Pieces, Step]]:
-    """Yields the steps of all bases, with the differences that they add, on the device of the base."""
-    for delta, base in zip(deltas, bases):
-        device, table = base.device, delta.to(base.device).table
-        codec, words = coding_of(table.codebook, table.row_bytes, device)
-        stored = seen_from(device, table.slots), seen_from(device, table.overflow), table.lengths, table.bases
-        sizes = table.slot_bytes, 0, table.geometry.num_items, table.geometry.item_bytes
-        handle = Handle(Parts(*stored, words, codec, *sizes))
-        yield from ((handle, base, step) for step in base.steps)
+def _mismatch(job: Job, found: int) -> DeltaMismatchError:
+    """Returns the error of a job whose base has another fingerprint than the delta wants."""
+    name, delta, _ = job
+    advice = "were new and base exchanged in ibp.deltas.make(new, base), or has the delta been applied before?"
+    return DeltaMismatchError(
+        f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
+        + (f", and makes what is there: {advice}" if found == delta.result else "")
+    )
 
 
-def _take(stored: Handle, base: Pieces, step: Step, subtracts: bool, fault: torch.Tensor) -> None:
+def _handle_of(delta: Delta, device: torch.device) -> Handle:
+    """Returns the handle of the table of differences, for operations on a device."""
+    table = delta.to(device).table
+    codec, words = coding_of(table.codebook, table.row_bytes, device)
+    stored = seen_from(device, table.slots), seen_from(device, table.overflow), table.lengths, table.bases
+    sizes = table.slot_bytes, 0, table.geometry.num_items, table.geometry.item_bytes
+    return Handle(Parts(*stored, words, codec, *sizes))
+
+
+def _take(table: Handle, base: Pieces, step: Step, subtracts: bool, fault: torch.Tensor) -> None:
     """Adds or subtracts the differences of a step. Python runs no signal handler before all of them are written.
 
     Args:
@@ -88,7 +104,7 @@ def _take(stored: Handle, base: Pieces, step: Step, subtracts: bool, fault: torc
     """
     width, device, rows = element_bytes_of(base.dtype), base.device, step.rows
     differences = torch.empty(step.end - step.first, dtype=INTEGERS[width], device=device)
-    torch.ops.ibp.decode_bytes.default(stored.table, width * step.first, width * step.end, 0, differences, fault)
+    torch.ops.ibp.decode_bytes.default(table.table, width * step.first, width * step.end, 0, differences, fault)
     own = [piece.of(differences, step.first) for piece in step.pieces]
     if rows is not None:
         items = rows.read()
@@ -126,6 +142,8 @@ def _check_results(jobs: Sequence[Job], bases: Sequence[Pieces], faults: Mapping
 
 
 def _check_base(name: str, delta: Delta, base: Any) -> None:
+    """Raises TypeError or DeltaMismatchError if a delta is for other tensors than its base. name: what messages call
+    the base."""
     if not isinstance(base, Pieces):
         if not isinstance(base, torch.Tensor):
             raise TypeError(f"{name} is a {type(base).__name__}; wanted a torch.Tensor")

@@ -6,13 +6,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from .._fetch.streaming import decode_items
+from .._machine import staging
 from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor
 from ._coding import INTEGERS, PIECE_BYTES, element_bytes_of, integers_in
@@ -221,8 +222,13 @@ def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
 
 
 def fingerprints(bases: Sequence[Pieces]) -> list[int]:
-    """Returns the fingerprints of bases, with zeros for elements that are not here. Waits for each GPU once, unless
-    bases have to be copied first."""
+    """Returns the fingerprints of bases, with zeros for elements that are not here."""
+    return begin_fingerprints(bases)()
+
+
+def begin_fingerprints(bases: Sequence[Pieces]) -> Callable[[], list[int]]:
+    """Lets GPUs begin what `fingerprints` does. Returns a function that waits for them, and returns the fingerprints.
+    Waits at once for bases that have to be copied first."""
     found = [0] * len(bases)
     summed: dict[torch.device, tuple[list[torch.Tensor], list[int], list[int]]] = {}
     for number, base in enumerate(bases):
@@ -233,13 +239,20 @@ def fingerprints(bases: Sequence[Pieces]) -> list[int]:
         first_words += base.parts[0]
         parts += base.parts[1]
         numbers += [number] * len(base.parts[0])
+    coming = []
     for device, given in summed.items():
         sums = torch.zeros(len(bases), dtype=torch.int64, device=device)
         torch.ops.ibp.sum_parts.default(*given, sums)
-        totals = sums.tolist()
-        for number in set(given[2]):
-            found[number] = finished(totals[number], bases[number].nbytes)
-    return found
+        coming.append((set(given[2]), staging.Coming(sums)))
+
+    def finish() -> list[int]:
+        for numbers, sums in coming:
+            totals = sums.wait().tolist()
+            for number in numbers:
+                found[number] = finished(totals[number], bases[number].nbytes)
+        return found
+
+    return finish
 
 
 def _strides_of(shape: Sequence[int]) -> tuple[int, ...]:

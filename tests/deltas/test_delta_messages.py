@@ -507,6 +507,19 @@ def test_tables():
     assert slots == {name: table.slots.data_ptr() for name, table in tables.items()}
 
 
+def test_tables_of_complex_numbers_and_of_nothing():
+    there = {"w": torch.randn(30, 40, dtype=torch.complex64), "empty": torch.zeros(0, 5), "scale": torch.tensor(1 + 2j)}
+    here = {name: ibp.compress(tensor, device="cpu") for name, tensor in there.items() if tensor.dim()}
+    here["scale"] = there["scale"].clone()
+    sender, receiver = Sender(there), Receiver(here)
+    for full in (False, True, False):
+        there["w"][::7, 3] += 1j
+        there["scale"] -= 1
+        assert applied(receiver, sender.push(there, full=full))
+        assert_same_bits(here["w"].decompress(), there["w"])
+        assert_same_bits(here["scale"], there["scale"])
+
+
 def test_a_delta_of_other_rows_leaves_all_tables():
     new, base = matrices()
     tables = coded(base | {"c": new["c"]})
