@@ -29,7 +29,7 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
     """Applies deltas to tensors, or pieces, that share no memory.
 
     All bases are read before the first one changes, and again after the last one has changed. A base changes in steps:
-    a piece of the differences is decoded, and added to the memory. If anything is wrong, or interrupts the call, the
+    a block of the differences is decoded, and added to the memory. If anything is wrong, or interrupts the call, the
     steps that were taken are undone by the same operations, with the opposite sign.
 
     Args:

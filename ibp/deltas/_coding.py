@@ -21,10 +21,10 @@ _NUM_ENTRIES = sum(2**bits - 1 for bits in _DIGIT_BITS)
 assert _NUM_ENTRIES % 2 == 0, "each number has an entry, and so has its negative"
 # If the known codebook brings differences to at most this share of their bytes, learning another one does not pay.
 WELL_CODED = 0.3
-# Bytes of the differences that are coded or decoded before the next ones, by type of device. They are in the cache when
-# the next operation reads them (an H200 has 50 MB), and still so many that a GPU works longer than the host takes to
-# call the operations.
-PIECE_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
+# Bytes of differences that are encoded or decoded at once, by type of device. A block stays in the cache until the next
+# operation has read it (an H200 has a cache of 50 MB). It is so large that a GPU works on it for longer than the host
+# takes to call the operations.
+BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 

@@ -1,4 +1,4 @@
-"""Codes the differences of many pairs of tensors at once, piece by piece, without waiting for a GPU."""
+"""Codes the differences of many pairs of tensors at once, block by block, without waiting for a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._machine import staging
 from .._rows.handle import Handle, Parts
 from .._schemes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor
-from ._coding import PIECE_BYTES, ROW_BYTES, WELL_CODED, code, integers_of, known_codebook
+from ._coding import BLOCK_BYTES, ROW_BYTES, WELL_CODED, code, integers_of, known_codebook
 from ._fingerprint import WORD_BYTES, finished
 from ._tensors import Delta
 
@@ -27,7 +27,7 @@ class CodedDifferences:
     """The differences of pairs of tensors, coded with the known codebook.
 
     The rows of all pairs are numbered in one sequence. Each pair begins with a new row, and zeros fill its last row up.
-    The sequence is subtracted, summed and encoded piece by piece, so that each operation finds its data in the cache.
+    The sequence is subtracted, summed and encoded block by block, so that each operation finds its data in the cache.
     Encoded rows go to spare memory, in any order. `deltas` moves them, in the order of the sequence, to memory of the
     right size.
 
@@ -62,17 +62,17 @@ class CodedDifferences:
         self._index()
 
     def _encode(self) -> None:
-        """Encodes all pairs, piece by piece, and adds their words to the sums."""
+        """Encodes all pairs, block by block, and adds their words to the sums."""
         row = ROW_BYTES // self._width  # `row`, `step`, `sizes` and `spans` count elements.
-        step = PIECE_BYTES[self._device.type] // self._width
+        step = BLOCK_BYTES[self._device.type] // self._width
         sizes = [newer.numel() for newer, _ in self._pairs]
         spans = [(i, at, min(at + step, size)) for i, size in enumerate(sizes) for at in range(0, size, step)]
         scratch = self._pairs[0][0].new_empty(min(step, row * self._rows[-1]))
         first_row = 0
-        for piece in cut(spans, lambda span: rounded_up(span[2] - span[1], row), step):
+        for block in cut(spans, lambda span: rounded_up(span[2] - span[1], row), step):
             end = 0
             summed: list[torch.Tensor] = []
-            for pair, first, last in piece:
+            for pair, first, last in block:
                 newer, base = (version[first:last] for version in self._pairs[pair])
                 torch.sub(newer, base, out=scratch[end : end + last - first])
                 summed += base, newer
@@ -80,8 +80,8 @@ class CodedDifferences:
                 if end % row:
                     scratch[end : rounded_up(end, row)].zero_()
                     end = rounded_up(end, row)
-            first_words = [first * self._width // WORD_BYTES for _, first, _ in piece for _ in range(2)]
-            numbers = [2 * pair + which for pair, _, _ in piece for which in range(2)]
+            first_words = [first * self._width // WORD_BYTES for _, first, _ in block for _ in range(2)]
+            numbers = [2 * pair + which for pair, _, _ in block for which in range(2)]
             torch.ops.ibp.sum_parts.default(summed, first_words, numbers, self._sums)
             self._place.encode(scratch[:end], self._counts, first_row=first_row, is_new=True)
             first_row += end // row

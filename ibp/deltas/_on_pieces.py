@@ -16,7 +16,7 @@ from .._fetch.streaming import decode_items
 from .._machine import staging
 from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor
-from ._coding import INTEGERS, PIECE_BYTES, element_bytes_of, integers_in
+from ._coding import INTEGERS, BLOCK_BYTES, element_bytes_of, integers_in
 from ._fingerprint import WORD_BYTES, fingerprint, finished
 
 
@@ -169,8 +169,8 @@ class Pieces:
     @functools.cached_property
     def steps(self) -> list[Step]:
         """Returns the steps in which the base changes. Rows of a table are a step. A step of tensors spans at most
-        `PIECE_BYTES` bytes of the base."""
-        most = PIECE_BYTES[self.device.type] // element_bytes_of(self.dtype)
+        `BLOCK_BYTES` bytes of the base."""
+        most = BLOCK_BYTES[self.device.type] // element_bytes_of(self.dtype)
         steps: list[Step] = []
         for piece in dict(zip(self.key, self.pieces)).values():  # Tied tensors change once.
             if 0 in piece.size:

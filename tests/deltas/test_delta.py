@@ -124,15 +124,15 @@ def test_what_did_not_change_takes_next_to_nothing():
     assert_same_bits(delta.apply(x), x)
 
 
-def in_small_pieces(monkeypatch):
+def in_small_blocks(monkeypatch):
     """Two rows are coded, or decoded, at once."""
-    monkeypatch.setitem(_coding.PIECE_BYTES, "cpu", 2 * _coding.ROW_BYTES)
+    monkeypatch.setitem(_coding.BLOCK_BYTES, "cpu", 2 * _coding.ROW_BYTES)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex64, torch.int64], ids=str)
-def test_pieces_of_many_tensors(dtype, monkeypatch):
-    """Pieces end amid tensors, and tensors amid pieces, in all orders of sizes."""
-    in_small_pieces(monkeypatch)
+def test_blocks_of_many_tensors(dtype, monkeypatch):
+    """Blocks end amid tensors, and tensors amid blocks, in all orders of sizes."""
+    in_small_blocks(monkeypatch)
     sizes = [1, 3, 1024, 1025, 7, 20_000, 5, 8192, 1, 16_384, 2048, 4097]
     base = {str(number): bits(dtype, size) for number, size in enumerate(sizes)}
     shares = [0, 0.02, 1] * 4
@@ -151,8 +151,8 @@ def test_pieces_of_many_tensors(dtype, monkeypatch):
     lambda x: x.permute(2, 0, 1)[1:3],
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float32, torch.complex64], ids=str)
-def test_memory_of_any_strides_changes_piece_by_piece(view, dtype, monkeypatch):
-    in_small_pieces(monkeypatch)
+def test_memory_of_any_strides_changes_block_by_block(view, dtype, monkeypatch):
+    in_small_blocks(monkeypatch)
     base = bits(dtype, 7, 90, 100)
     new = changed(base, 0.1, 2)
     wanted, steps, take = base.clone(), [], _applying._take
