@@ -16,7 +16,7 @@ from .._fetch.streaming import decode_items
 from .._machine import staging
 from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor
-from ._coding import INTEGERS, BLOCK_BYTES, element_bytes_of, integers_in
+from ._coding import BLOCK_BYTES, INTEGERS, element_bytes_of, integers_in
 from ._fingerprint import WORD_BYTES, fingerprint, finished
 
 
