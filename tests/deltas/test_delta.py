@@ -126,7 +126,8 @@ def test_what_did_not_change_takes_next_to_nothing():
 
 def in_small_blocks(monkeypatch):
     """Two rows are coded, or decoded, at once."""
-    monkeypatch.setitem(_coding.BLOCK_BYTES, "cpu", 2 * _coding.ROW_BYTES)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setitem(_coding.BLOCK_BYTES, device, 2 * _coding.ROW_BYTES)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex64, torch.int64], ids=str)
@@ -536,6 +537,33 @@ def test_cuda_shapes(cuda, shape, dtype):
     base = bits(dtype, *shape)
     for new in (changed(base, 0.1, 2), bits(dtype, *shape)):
         check(new.to(cuda), base.to(cuda))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex64, torch.int64], ids=str)
+def test_cuda_blocks_of_many_tensors(cuda, dtype, monkeypatch):
+    in_small_blocks(monkeypatch)
+    sizes = [1, 3, 1024, 1025, 7, 20_000, 5, 8192, 1, 16_384, 2048, 4097]
+    base = {str(number): bits(dtype, size) for number, size in enumerate(sizes)}
+    new = {name: changed(x, share, 3) for (name, x), share in zip(base.items(), [0, 0.02, 1] * 4)}
+    near = {name: x.to(cuda) for name, x in base.items()}
+    delta, far = ibp.deltas.make({name: x.to(cuda) for name, x in new.items()}, near), ibp.deltas.make(new, base)
+    assert delta.keys() == far.keys()
+    for name, change in delta.items():
+        assert (change.base, change.result) == (far[name].base, far[name].result)
+        assert change.stored_bytes == far[name].stored_bytes
+        assert reference_decode(change.to("cpu").table) == reference_decode(far[name].table)
+    delta.apply_(near)
+    assert_same_tensors({name: x.cpu() for name, x in near.items()}, new)
+
+
+def test_cuda_rows_that_find_no_room(cuda):
+    base = {name: bits(torch.bfloat16, 300_000) for name in "abc"}
+    new = {"a": bits(torch.bfloat16, 300_000), "b": changed(base["b"], 0.05, 2), "c": bits(torch.bfloat16, 300_000)}
+    near = {name: x.to(cuda) for name, x in base.items()}
+    delta = ibp.deltas.make({name: x.to(cuda) for name, x in new.items()}, near)
+    assert delta["b"].stored_bytes == ibp.deltas.make(new["b"], base["b"]).stored_bytes
+    delta.apply_(near)
+    assert_same_tensors({name: x.cpu() for name, x in near.items()}, new)
 
 
 def test_cuda_strides_and_starts(cuda):
