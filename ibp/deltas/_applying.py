@@ -52,7 +52,12 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
 
     @functools.lru_cache(1)  # The steps of a base follow each other.
     def differences_of(number: int) -> Handle:
-        return _handle_of(jobs[number][1], bases[number].device)
+        device = bases[number].device
+        table = jobs[number][1].to(device).table
+        codec, words = coding_of(table.codebook, table.row_bytes, device)
+        stored = seen_from(device, table.slots), seen_from(device, table.overflow), table.lengths, table.bases
+        sizes = table.slot_bytes, 0, table.geometry.num_items, table.geometry.item_bytes
+        return Handle(Parts(*stored, words, codec, *sizes))
 
     def take(number: int, step: Step, subtracts: bool) -> None:
         base = bases[number]
@@ -85,15 +90,6 @@ def _mismatch(job: Job, found: int) -> DeltaMismatchError:
         f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
         + (f", and makes what is there: {advice}" if found == delta.result else "")
     )
-
-
-def _handle_of(delta: Delta, device: torch.device) -> Handle:
-    """Returns the handle of the table of differences, for operations on a device."""
-    table = delta.to(device).table
-    codec, words = coding_of(table.codebook, table.row_bytes, device)
-    stored = seen_from(device, table.slots), seen_from(device, table.overflow), table.lengths, table.bases
-    sizes = table.slot_bytes, 0, table.geometry.num_items, table.geometry.item_bytes
-    return Handle(Parts(*stored, words, codec, *sizes))
 
 
 def _take(table: Handle, base: Pieces, step: Step, subtracts: bool, fault: torch.Tensor) -> None:

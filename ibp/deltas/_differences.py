@@ -57,8 +57,6 @@ class CodedDifferences:
         self._place = Handle(Parts(self._spare[:0], self._spare, *index, 0, 0, num_rows, ROW_BYTES, None, used))
         self._sums = first.new_zeros(2 * len(pairs), dtype=torch.int64)  # of each pair's base and newer tensor
         self._encode()
-        self._groups = list(itertools.accumulate((-(-n // _GROUP) for n in np.diff(self._rows).tolist()), initial=0))
-        self._last_rows, self._first_of_groups, self._first_of_pairs = self._numbers()
         self._index()
 
     def _encode(self) -> None:
@@ -86,21 +84,19 @@ class CodedDifferences:
             self._place.encode(scratch[:end], self._counts, first_row=first_row, is_new=True)
             first_row += end // row
 
-    def _numbers(self) -> tuple[torch.Tensor, ...]:
-        """Returns three lists of row numbers, on the device: the last row of each pair; the first row of each group of
-        rows that share a base; and the first row of each group's pair."""
-        first, end = np.array(self._rows[:-1]), np.array(self._rows[1:])
-        of_groups = [np.arange(start, stop, _GROUP) for start, stop in zip(first, end)]
-        parts = [end - 1, np.concatenate(of_groups), np.repeat(first, np.diff(self._groups))]
-        near = staging.queued(torch.from_numpy(np.concatenate(parts)), self._device)
-        return near.split([len(part) for part in parts])
-
     def _index(self) -> None:
         """Computes where the coded rows begin, and starts to copy to the host what `deltas` reads there."""
+        first, end = np.array(self._rows[:-1]), np.array(self._rows[1:])
+        groups = [np.arange(start, stop, _GROUP) for start, stop in zip(first, end)]  # the first row of each
+        self._groups = [0, *itertools.accumulate(map(len, groups))]
+        numbers = [end - 1, np.concatenate(groups), np.repeat(first, list(map(len, groups)))]
+        near = staging.queued(torch.from_numpy(np.concatenate(numbers)), self._device)
+        last_rows, of_groups, of_pairs = near.split(list(map(len, numbers)))
         sizes = stored_sizes(self._lengths, ROW_BYTES, ROW_BYTES)
         ends = sizes.cumsum(0)
         self._starts = ends - sizes
-        known = [ends[self._last_rows], sizes[self._last_rows], self._counts[1:], self._sums]
+        self._bases = self._starts[of_groups] - self._starts[of_pairs]
+        known = [ends[last_rows], sizes[last_rows], self._counts[1:], self._sums]
         self._found = staging.Coming(torch.cat(known))
 
     def deltas(self) -> list[Delta]:
@@ -115,7 +111,9 @@ class CodedDifferences:
             self._index()
             found = self._found.wait().tolist()
         ends, sums = [0, *found[:count]], found[2 * count + 1 :]
-        overflow, bases = self._moved(0 if len(alone) == count else ends[-1])
+        overflow = self._spare.new_empty(0 if len(alone) == count else ends[-1])
+        if overflow.numel():
+            torch.ops.ibp.move_parts.default(self._place.table, self._starts[::_GROUP].contiguous(), overflow)
         made = []
         for i, (newer, base) in enumerate(self._pairs):
             if i in alone:
@@ -130,7 +128,7 @@ class CodedDifferences:
                     self._codebook,
                     self._lengths[self._rows[i] : self._rows[i + 1]],
                     overflow[ends[i] : ends[i + 1]],
-                    bases[self._groups[i] : self._groups[i + 1]] if is_there else bases[:0],
+                    self._bases[self._groups[i] : self._groups[i + 1]] if is_there else self._bases[:0],
                 )
             fingerprints = (finished(total, self._sizes[i]) for total in sums[2 * i : 2 * i + 2])
             made.append(Delta(table, *fingerprints))
@@ -158,10 +156,3 @@ class CodedDifferences:
             elif is_raw or num_lost or num_coded + self._codebook.nbytes >= size:
                 alone[i] = self._codebook
         return alone
-
-    def _moved(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns memory with the coded rows, in the order of the sequence, and the bases of all pairs."""
-        overflow = self._spare.new_empty(num_bytes)
-        if num_bytes:
-            torch.ops.ibp.move_parts.default(self._place.table, self._starts[::_GROUP].contiguous(), overflow)
-        return overflow, self._starts[self._first_of_groups] - self._starts[self._first_of_pairs]

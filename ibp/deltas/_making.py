@@ -95,15 +95,13 @@ def begin_differences(
 
     def finish() -> list[Delta]:
         made = {index: delta for indices, coded in begun for index, delta in zip(indices, coded.deltas())}
-        return [made[index] if newer.numel() else _of_nothing(newer) for index, (newer, _) in enumerate(near)]
+        for index, (newer, _) in enumerate(near):
+            if newer.numel() == 0:
+                known, found = known_codebook(element_bytes_of(newer.dtype)), fingerprint(newer)
+                made[index] = Delta(code(integers_of(newer), newer, known), found, found)
+        return [made[index] for index in range(len(near))]
 
     return finish
-
-
-def _of_nothing(x: torch.Tensor) -> Delta:
-    """Returns the delta of an empty tensor."""
-    found = fingerprint(x)
-    return Delta(code(integers_of(x), x, known_codebook(element_bytes_of(x.dtype))), found, found)
 
 
 def _brought(x: Version, device: torch.device) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ._packing import Change, opened, read_message
 from ._regions import Named, PushHead, Region, TensorRows, named
 from ._tensors import Delta
 
-_WANTED = "the weights are as they were, and are wanted whole unless what is missing still comes: push(..., full=True)"
+_WANTED = "the weights have not changed; send what is missing, or all weights by push(..., full=True)"
 
 
 class OutOfSyncError(DeltaMismatchError):
