@@ -218,7 +218,7 @@ def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
         return id(x.table), x.first, x.last
     if isinstance(x, CompressedTensor) or x.numel() == 0:
         return (id(x),)
-    return x.device, x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg()
+    return x.device, x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def fingerprints(bases: Sequence[Pieces]) -> list[int]:

@@ -160,15 +160,15 @@ def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[
             memory = memory_of(shard[2])
             found.setdefault(memory, ([], *shard))[0].append(name)
             alone += [memory] if part[1] > 1 and shard[2].shape == tensor.shape else []
-    members = {
-        memory: [
-            (TensorRows(tuple(names), full_shape, start + first, rows.shape), rows)
-            for first, rows in _cut(tensor, most_bytes)
-        ]
-        for memory, (names, full_shape, start, tensor) in found.items()
-    }
-    apart = [OwnRegion([rows]) for memory in alone for rows in members.pop(memory, [])]
-    return apart + _joined((rows for each in members.values() for rows in each), most_bytes)
+
+    def members(memory: tuple[Any, ...]) -> Iterator[tuple[TensorRows, torch.Tensor]]:
+        names, full_shape, start, tensor = found[memory]
+        for first, rows in _cut(tensor, most_bytes):
+            yield TensorRows(tuple(names), full_shape, start + first, rows.shape), rows
+
+    apart = dict.fromkeys(alone)
+    joined = (rows for memory in found if memory not in apart for rows in members(memory))
+    return [OwnRegion([rows]) for memory in apart for rows in members(memory)] + _joined(joined, most_bytes)
 
 
 def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int) -> list[OwnRegion]:
