@@ -208,7 +208,7 @@ class Bench:
         if handle is not None:
             stats = handle.stats()
             host_bytes, device_bytes, weight_bytes = stats.host_bytes, stats.device_bytes, stats.weight_bytes
-            tables = [weight.table for weight in handle._division.weights if weight.table is not None]
+            tables = [weight.table for weight in handle._plan.weights if weight.table is not None]
             savings = 1 - sum(table.stored_bytes for table in tables) / sum(table.original_bytes for table in tables)
         self.run.add(
             case=f"Llama of {self.num_bytes / 1e9:.2f} GB",
@@ -241,7 +241,7 @@ def cast_linear(self, x):
 
 
 def link_bytes_a_token(handle):
-    return sum(group.stored_bytes for group in handle._groups)
+    return sum(place.stored_bytes for place in handle._events.places.values())
 
 
 def measure(bench, arm, model, cells, *, handle=None, num_tokens=NUM_TOKENS, bound=0.0, sms=0, check=True):
@@ -298,10 +298,10 @@ def measure_stream(bench, arm, options, cells, balance, compute):
     decoding_sms = STREAM_SMS if arm in ("ibp", MASKS) else 0
     few = arm == "ibp" and run.on_gpu and bench.dtype == torch.bfloat16
     for sms in (None, FEW_SMS) if few else (None,):
-        for fetcher in handle._fetchers:
+        for fetcher in handle._events.fetchers:
             fetcher.max_sms = sms
         measure(bench, arm, model, cells, handle=handle, bound=bound, sms=sms or decoding_sms)
-    for fetcher in handle._fetchers:
+    for fetcher in handle._events.fetchers:
         fetcher.max_sms = None
     if balance:
         seconds = bench.seconds_a_call(model, balance)
