@@ -87,7 +87,7 @@ inline py::object checks_of(const ibp_file &file)
 // metadata: {key: text}.
 // checks: the value that checks_of returns.
 //
-// header: all bytes of the file in front of the data.
+// header: all bytes of the file before the data.
 inline py::tuple read_header(const py::bytes &header, size_t file_bytes)
 {
     const std::string_view view = header;

@@ -14,8 +14,8 @@
 // Each is documented at its function, and the arguments that several files share in torch_tables.h. If an item cannot
 // be fetched, because its id is out of range or a row is corrupt, zeros take its place. On a GPU `take`, take_many and
 // decode_many then note the fault in the table's own record. On the CPU they raise an error, except that `take` notes
-// the fault if `notes` is set, as compiled code does. `gather_items` notes the fault in `fault` on the CPU and on a
-// GPU.
+// the fault on a CPU, too, if `notes` is set, which code under torch.compile does. `gather_items` notes the fault in
+// `fault` on the CPU and on a GPU.
 #include "huge_pages.h"
 #include "torch_tables.h"
 

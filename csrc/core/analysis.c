@@ -93,8 +93,8 @@ typedef struct growing_mask {
     uint32_t num_bits;
 } growing_mask;
 
-/* Counts the rows that match the present mask and in whose chunk bit b is set, for each b, in ones[b]. column: the
- * chunk in the first row. */
+/* For each bit b, sets ones[b] to the number of rows that match the mask so far and have bit b of the chunk set.
+ * column: the chunk in the first row. */
 static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_bytes, uint32_t valid_bytes,
                            const growing_mask *grown, uint64_t ones[IBP_CHUNK_BITS])
 {

@@ -13,8 +13,8 @@ ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_s
 /* ---- maps: several threads may insert rows in a map while others read it ---- */
 
 /* Finds the way of a row. Returns NULL if the map does not have the row. If `takes` is true, inserts the row instead:
- * takes an empty way for it and returns this way, whose entry is still missing. In this case the function returns NULL
- * if the map has the row already, or if no way is empty. */
+ * claims an empty way for it and returns this way; the caller must then write its entry. It then returns NULL if the
+ * map has the row already, or if no way is empty. */
 static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row, bool takes)
 {
     const uint64_t hash = ibp_hash_of_row(row);

@@ -3,9 +3,8 @@
  * The functions are for words of scheme ibp, headers and positions of listed rows, fingerprints, differences, and sizes
  * of rows.
  *
- * Scheme ibp (section 5) works on 32-bit words of a row; byte 4w is the low byte of word w. Kept bits are stored in the
- * order of their positions. Therefore only ibp_keep_word and ibp_match_word, of all functions that code rows, depend on
- * the size of a chunk. */
+ * Scheme ibp (section 5) works on 32-bit words of a row; byte 4w is the low byte of word w. The kept bits of a row are
+ * stored in the order of their positions, whatever the size of a chunk is. */
 #ifndef IBP_FORMAT_H
 #define IBP_FORMAT_H
 
@@ -141,8 +140,8 @@ IBP_INLINE uint32_t ibp_gaps_of_word(uint32_t mask, uint32_t chunk_bytes)
     return first << IBP_FLAG_FIRST_GAP | last << IBP_FLAG_LAST_GAP | (count > 2u ? IBP_FLAG_MANY_GAPS : 0u);
 }
 
-/* Deposits a word as ibp_deposit does, if its entry has at most two gaps. removed: the bits of the gaps that the word
- * leaves out; 0 if it leaves out no gap. */
+/* Does what ibp_deposit(word, ~removed) does, for masks with at most two gaps. removed: the bits of the gaps to insert;
+ * 0 if there are none. */
 IBP_INLINE uint32_t ibp_insert_two_gaps(uint32_t word, uint32_t removed, uint32_t flags_entry)
 {
     const uint32_t first = flags_entry >> IBP_FLAG_FIRST_GAP, last = flags_entry >> IBP_FLAG_LAST_GAP;

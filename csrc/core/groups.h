@@ -1,5 +1,5 @@
-/* groups.h - checks the arguments of ibp_group_vectors and ibp_list_matrices, and finds the matrix of a vector. For
- * gcc, g++ and nvcc. */
+/* groups.h - checks the arguments of ibp_group_vectors and ibp_list_matrices, and finds the matrix that an id names.
+ * For gcc, g++ and nvcc. */
 #ifndef IBP_CORE_GROUPS_H
 #define IBP_CORE_GROUPS_H
 

@@ -17,7 +17,7 @@ static inline int64_t ibp_id_at(const ibp_ids *ids, int64_t k)
                                                   : IBP_LOAD_ONCE(((const int32_t *)ids->data)[k]));
 }
 
-/* Returns the number of positions of the output: out_items if there are positions, else one for each id. */
+/* Returns the number of items of the output: out_items if ids->positions is not NULL, otherwise the number of ids. */
 IBP_INLINE int64_t ibp_num_positions(const ibp_ids *ids) { return ids->positions ? ids->out_items : ids->count; }
 
 /* Returns whether the output can hold all positions. If it has addresses, it must have neither positions nor

@@ -553,8 +553,9 @@ static bool is_run(const uint64_t *elements, size_t count)
     return same >= count;
 }
 
-/* Counts the elements that rows list, and the mean number of bytes that rows take besides the values of these elements.
- * If has_closed is true, the elements of closed rows are not counted. */
+/* Counts the elements that rows list, and computes the mean number of bytes that a row takes besides the values of
+ * these elements: its header, positions and signs. If has_closed is true, the elements of closed rows are not counted.
+ * */
 static void count_listed(const search *s, const room *r, bool has_closed, values *v)
 {
     const uint32_t signs = v->as == LISTED_SIGNED;                  /* number of bits stored for each unlisted

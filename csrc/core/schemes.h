@@ -67,7 +67,8 @@ typedef struct ibp_scheme_row {
     /* Returns whether the scheme's own fields of a codebook fit each other and its row_bytes. Called after the fields
      * that all schemes have are checked. */
     bool (*are_fields)(const ibp_codebook *codebook);
-    /* Returns whether the arrays of a codebook without clusters, whose fields are checked, hold valid contents. */
+    /* Returns whether the arrays of a codebook hold valid contents. The codebook must have no clusters, and its fields
+     * must have been checked. */
     bool (*are_arrays)(const ibp_codebook *codebook);
     /* Moves the array pointers of `one`, a copy of a codebook with clusters, to cluster k. */
     void (*select_cluster)(ibp_codebook *one, uint32_t k);

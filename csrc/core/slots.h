@@ -20,9 +20,9 @@ typedef struct ibp_slot_rule {
     size_t num_sizes;
 } ibp_slot_rule;
 
-/* Counts the rows that do not fit slots of slot_bytes bytes, and the size of their overflow parts in whole sectors, in
- * bytes. sectors: num_counts entries; sectors[k] is the number of rows that take k sectors of IBP_OVERFLOW_ALIGN bytes,
- * as in survey[1 + k] of ibp_survey_rows. */
+/* Counts the rows that do not fit slots of slot_bytes bytes, and adds up the sizes in bytes of their overflow parts,
+ * each rounded up to whole sectors. sectors: num_counts entries; sectors[k] is the number of rows that take k sectors
+ * of IBP_OVERFLOW_ALIGN bytes, as in survey[1 + k] of ibp_survey_rows. */
 IBP_INLINE void ibp_count_spilled(const uint64_t *sectors, size_t num_counts, uint32_t slot_bytes, uint64_t *num_rows,
                                   uint64_t *overflow_bytes)
 {

@@ -340,8 +340,8 @@ __device__ __forceinline__ void put_template(const ibp_planes &planes, bool acti
     if (active) copy_template<G>(planes.row_template, window);
     G::sync();
 }
-// Stores the wanted ones of 16 bytes of elements, beginning with live element `first`. If there are constant columns,
-// stores one element at a time.
+// Stores those bytes of a vector of 16 bytes that lie in the window. The vector begins with live element `first`. If
+// there are constant columns, stores one element at a time.
 template <typename T>
 static __device__ __noinline__ void store_slowly(const ibp_codebook &cb, Window window, uint32_t first, uint4 words)
 {

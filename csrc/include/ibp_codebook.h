@@ -115,7 +115,7 @@ IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval
  * planes: copied into *out. Its num_entries and symbol_bytes are not read. Keep its arrays as long as the codebook.
  * row_bytes: 1 to IBP_MAX_ROW_BYTES, a multiple of planes->element_bytes.
  * entries_bytes: the size of planes->entries, which holds a set of entries for each cluster, one set after the other; 0
- *   if there are no entries or if they are consecutive.
+ *   if num_entries is 0, or if planes->consecutive is true, because no entries are stored then.
  * @return IBP_INVALID_ARGUMENT if a field is out of range, or if entries_bytes is not the size of 1 to IBP_MAX_CLUSTERS
  * sets. */
 IBP_API ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t row_bytes, size_t entries_bytes,

@@ -42,9 +42,9 @@ extern "C" {
  *   bit 60      present: an entry without this bit counts as 0
  *   bit 61      dirty: the row has changed since it was taken from the table
  *
- * A lookup takes two steps: ibp_find_cached finds the entries of the rows that ids ask for, and ibp_gather_cached takes
- * rows with an entry from the slabs. Caches are for tables whose items are whole rows: item_bytes is a multiple of
- * row_bytes.
+ * A lookup takes two steps: ibp_find_cached finds the entries of the rows that ids ask for, and ibp_gather_cached reads
+ * the rows that have an entry from the slabs, and all others from the table. Caches are for tables whose items are
+ * whole rows: item_bytes is a multiple of row_bytes.
  *
  * Nothing in a cache is trusted. An entry that lies outside its slab is a corrupt row. A map with arbitrary contents
  * gives wrong rows; a search in it ends after IBP_SEARCHED_WAYS ways. */

@@ -48,7 +48,7 @@ typedef struct ibp_page_transfer {
  * ids: receives count * tensors * ids_per_block rows of the place, in the order of pages, tensors and bytes. An id is
  *   -1 if its page or block does not exist, or if the place lacks the page's block of at least one tensor of the
  *   transfer.
- * addresses: receives the addresses of count * tensors * pieces pieces.
+ * addresses: receives count * tensors * pieces addresses, one for each piece of memory.
  * @return IBP_INVALID_ARGUMENT if numbers contradict each other; then nothing is written. */
 IBP_API ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
                                   uint64_t *addresses);

@@ -45,9 +45,10 @@ IBP_API ibp_status ibp_cuda_destroy_stager(ibp_stager *stager);
  * may run on any number of threads, at the same time or one after the other: an OpenMP loop, or a pool of threads. */
 typedef void (*ibp_run)(void *runner, int64_t count, void (*work)(void *state, int64_t number), void *state);
 
-/* Gathers items as ibp_cuda_gather_items does. Items must be whole rows, ids are in host memory and have no positions,
- * and the output is contiguous. Returns when the last chunk is queued; ids are not read after that. Kernels that are
- * queued may still read slots of rows that are not in whole vectors.
+/* Gathers items as ibp_cuda_gather_items does. Items must be whole rows. ids->data must be in host memory,
+ * ids->positions and ids->addresses must be NULL, and ids->num_dims must be 0, so the output is contiguous. Returns
+ * when the last chunk is queued; ids are not read after that. Kernels that are queued may still read slots of rows that
+ * are not in whole vectors.
  *
  * table: a table with slots, with the addresses that the device uses. The device itself reads the bytes of rows that
  *   are not in a slot.
@@ -93,9 +94,9 @@ IBP_API ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer);
  * table: its slots and overflow are in mapped pinned host memory, which must hold its bytes at the call and must not
  *   change until they have been copied. Lengths, bases and codebook are in device memory. slots_start and
  *   overflow_start are 0.
- * bases: table->bases in host memory, read before the function returns. If they are out of order, the GPU fetches the
- *   rows of that chunk itself. Other wrong bases may cost intact rows of the same chunk, which are then zeros and are
- *   noted.
+ * bases: table->bases in host memory, read before the function returns. A chunk whose bases are out of order is not
+ *   copied; kernels read its rows from host memory instead. If bases are wrong in another way, even undamaged rows of
+ *   the same chunk may become zeros, and a fault is noted for them.
  * ends: whether this is the last table of the stream, whose last chunks are made small. A wrong value only costs time.
  *
  * The caller's stream waits for the last chunk. Copies wait for the caller's stream when the stream of tables begins.

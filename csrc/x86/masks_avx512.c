@@ -47,7 +47,7 @@ IBP_AVX512_INLINE uint64_t matching_chunks(const block *b, __m512i row, uint32_t
     }
 }
 
-/* Returns x, with those chunks set to 0 whose bits in `chunks` are 0. */
+/* Returns x, with every chunk set to 0 whose bit in `chunks` is 0. */
 IBP_AVX512_INLINE __m512i chunks_of(__m512i x, uint64_t chunks, uint32_t chunk_bytes)
 {
     switch (chunk_bytes) {

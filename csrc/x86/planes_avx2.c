@@ -5,10 +5,10 @@
  * deposit for each 64 bits of lanes, and packed by one parallel extract.
  *
  * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
- * level has a byte for each raw symbol. If symbols are bytes from one set of entries, the byte is the symbol. Otherwise
- * it is the symbol's rank: the index of its entry, or num_entries if it has no entry. A decoder builds the levels from
- * the last to the first. An encoder goes from the first to the last: it turns each level into digits and the next
- * level. */
+ * level has a byte for each raw symbol. If a symbol is one byte, and all columns share the same entries, this byte is
+ * the symbol. Otherwise it is the symbol's rank: the index of its entry, or num_entries if it has no entry. A decoder
+ * builds the levels from the last to the first. An encoder goes from the first to the last: it turns each level into
+ * digits and the next level. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -477,7 +477,8 @@ IBP_AVX2 static void cut_symbols(const ibp_planes *planes, const uint8_t *elemen
     }
 }
 
-/* Builds level 0 of ranks, and writes zeros after it. symbols and ranks are padded. */
+/* Writes the rank of each symbol to ranks, which is level 0, followed by zeros. The arrays symbols and ranks must be
+ * padded. */
 IBP_AVX2 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const uint32_t lane_bytes = planes->symbol_bytes;

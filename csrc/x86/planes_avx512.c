@@ -2,8 +2,9 @@
  * those of planes.c. This file codes rows if symbols have at most nine bits and one set of entries. It decodes rows if,
  * in addition, rows are dense and symbols are bytes. planes_avx2.c codes and decodes all other rows.
  *
- * Residuals, digits and raw symbols are all fields of a fixed number of bits. They are unpacked to lanes, and packed
- * from lanes, 64 bytes of lanes at a time: eight 64-bit words, each with the fields of its lanes one after the other.
+ * Residuals, digits and raw symbols are all fields of a fixed number of bits. Each step unpacks fields to, or packs
+ * them from, a vector with 64 bytes of lanes. The vector is treated as eight 64-bit words; the fields of a word's lanes
+ * are contiguous in the packed bytes, and the words follow one another.
  *
  * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
  * level has a byte for each raw symbol. A decoder reads the digits of all levels from the first to the last, and then

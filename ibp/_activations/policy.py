@@ -105,9 +105,9 @@ class ActivationPolicy:
         self._sizes.setdefault(data.device, []).append(_RegionSize(share, number, num_bytes, left))
 
     def _recipe(self, number: int, data: torch.Tensor, view: SpanView, passes: int) -> coding.ActivationRecipe | None:
-        """Returns the recipe for regions with a number, or None. It is learned when the first region with this number
-        is saved. If none was found, or encoded sizes have grown since, it is learned again after increasing numbers of
-        passes."""
+        """Returns the recipe that all regions with this number share, or None if the region stays raw. The recipe is
+        learned when the first of these regions is saved. If no recipe was found, or if encoded sizes have grown since,
+        it is learned again once the number of passes has doubled."""
         learner = self._learners[number, view.dtype, data.device]
         if learner.found is not None:
             learner.note(learner.found.needed_share, 1)

@@ -209,7 +209,8 @@ class SavedRegion:
         return self._usable(data, current)
 
     def _usable(self, tensor: torch.Tensor, current: torch.Stream | None) -> torch.Tensor:
-        """Returns the region's bytes for the current stream, which becomes the region's stream."""
+        """Makes a tensor of the region's bytes safe to use on the current stream, which becomes the region's stream.
+        Returns the tensor."""
         _hand_over(tensor, self.stream, current)
         self.stream = current
         return tensor

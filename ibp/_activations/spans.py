@@ -38,7 +38,7 @@ class SpanView(NamedTuple):
     offset: int
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor as a view of the bytes of its span, uint8 [num_bytes]."""
+        """Returns the tensor, as a view of `data`. data: the bytes of its span, uint8 [num_bytes]."""
         rest = data.numel() % self.dtype.itemsize
         return (data[:-rest] if rest else data).view(self.dtype).as_strided(self.shape, self.strides, self.offset)
 

@@ -1,4 +1,4 @@
-"""`ibp decompress`: writes the tensors of compressed files as they were."""
+"""`ibp decompress`: restores the original tensors of compressed files."""
 
 from __future__ import annotations
 

@@ -308,8 +308,8 @@ def code_again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
 
 
 def measured_with_gpu(device: torch.device, seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
-    """Measures how a GPU fetches every kind of data from pinned memory. kinds: a function that wraps the list of their
-    names in a progress bar."""
+    """Measures, for every kind of data, how fast a GPU fetches it from pinned memory. kinds: a function that wraps a
+    list of the names of kinds in a progress bar."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         clock = Clock(device, seconds / (_GPU_PARTS * len(_KINDS)))
         found = [_with_gpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]

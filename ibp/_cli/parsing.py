@@ -195,9 +195,9 @@ Compress checkpoints and arrays into files. Each tensor of a file decodes alone.
 
 Reads safetensors, .npy, .npz, torch checkpoints and files of ibp, of any size,
 block by block. What does not become smaller stays as it is; names, metadata and
-every bit are kept. Several inputs become one file or one set of files. From a
-directory to a directory, each file of tensors becomes one of its own
-(model.ibp.safetensors, optimizer.pt.ibp.safetensors), all other files are
+every bit are kept. Several inputs become one file or one set of files. If input
+and output are directories, each file of tensors is compressed to a file of its
+own (model.ibp.safetensors, optimizer.pt.ibp.safetensors), all other files are
 copied, and config.json says that the weights are coded.""",
         epilog="""\
 examples:

@@ -86,8 +86,8 @@ def target_of(device: torch.device | str | int | None, out: torch.Tensor | None,
 
 
 def worker_of(table: Table, target: torch.device) -> torch.device:
-    """Returns the device that decodes, unless the call names another path: the target if it can read the table, and
-    otherwise the device of the table's memory."""
+    """Returns the device that decodes by default: the target if it can read the table's memory, and otherwise the
+    device of that memory. A call that names a path may use the other device."""
     if table._is_pinned and (target.type == "cpu" or table._serves(target)):
         return target
     return table.slots.device if table.slots.is_cuda else CPU

@@ -99,8 +99,8 @@ def escapes_of(table: Table) -> Escapes | None:
 
 
 def matrix_of(table: Any, device: torch.device, check: bool = False) -> torch.Tensor:
-    """Returns the tensor of a matrix on a device, as `decompress` does. If the table is on that GPU and its escapes are
-    listed, it is decoded by a faster kernel, which does not have to look for escapes."""
+    """Decodes a table of a matrix to a tensor on a device, as `decompress` does. If the table is on the same GPU and
+    its escapes are listed, a faster kernel decodes it, which does not have to look for escapes."""
     is_listed = isinstance(table, Table) and table._escapes is not None and table.device == device
     escapes = escapes_of(table) if is_listed and table.is_cuda else None
     if escapes is None:

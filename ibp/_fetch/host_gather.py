@@ -28,7 +28,8 @@ CHUNK_BYTES = 8 << 20
 # While one chunk is gathered, another is copied and a third is decoded. Each chunk has a buffer in pinned memory and a
 # buffer in device memory.
 NUM_CHUNKS = 3
-# Size in bytes of the ring for slots, in pinned memory and again in device memory. The core cuts it into twelve chunks.
+# Size in bytes of each of two rings for slots, one in pinned memory and one in device memory. The core cuts each ring
+# into twelve places.
 RING_BYTES = 24 << 20
 _CPU = torch.device("cpu")
 

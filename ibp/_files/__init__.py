@@ -3,7 +3,7 @@
 
 `format.py` defines the format of a file, and `paths.py` handles paths, URLs and the names of files. `reader.py` reads
 one file, and `opened.py` has `ibp.open`, `ibp.load` and `ibp.File`, which also reads sets of files. `writer.py` has
-`ibp.save` and the writer of one file. Each module imports only those of the others that are named before it here.
+`ibp.save` and the writer of one file. Each module imports only modules that are named before it here.
 """
 
 # ruff: noqa: F401

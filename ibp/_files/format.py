@@ -390,7 +390,7 @@ def views_of(metadata: Mapping[str, str], names: Container[str]) -> dict[str, Vi
 
 
 def _read_view(text: str) -> View:
-    """Reads a view from a text. Raises ValueError if it is not a view."""
+    """Parses a view from JSON. Raises ValueError if the text is not a view."""
     try:
         base, shape, strides, offset = json.loads(text)
         numbers = [*shape, *strides, offset]

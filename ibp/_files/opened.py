@@ -352,7 +352,7 @@ class File(Mapping[str, Value], Closing):
             CorruptTableError: with `content`, a table cannot be decoded.
             FileFormatError: a table is not valid.
             KeyError: there is no tensor with a given name.
-            TypeError: names is a single text.
+            TypeError: names is a single string.
             ValueError: the file is closed.
         """
         self._check_open()
@@ -529,7 +529,7 @@ def load(
         (True, True)
 
     Args:
-        path: as in `ibp.open`, or a URL that fsspec knows ("s3://...", "memory://..."). The file of a URL is copied to
+        path: as in `ibp.open`, or a URL that fsspec knows ("s3://...", "memory://..."). A remote file is copied to
             a temporary file for the duration of the call.
         device: where tables and tensors go. None: host memory, or with memory="device" the current CUDA device.
         names: names of the tensors to read. None: all.
@@ -565,6 +565,6 @@ def load(
 
 
 def _check_names(names: Iterable[str] | None) -> None:
-    """Raises TypeError if the names are a single text instead of a list."""
+    """Raises TypeError if names is a single string instead of a list."""
     if isinstance(names, str):
         raise TypeError(f"names is the text {names!r}; wanted a list of names")

@@ -166,7 +166,7 @@ def _check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
 
 
 def open_locked(path: str | os.PathLike[str], mode: int, lock: Callable[[int], None]) -> int:
-    """Opens a file, which is made if it does not exist, and locks it. Returns its descriptor. If another process has
+    """Opens and locks a file, and creates it if it does not exist. Returns its descriptor. If another process has
     removed the file before it is locked, a new file is made and locked. lock: a function that locks a descriptor."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)

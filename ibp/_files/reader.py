@@ -125,9 +125,9 @@ class OpenFile:
         # Names of the tensors that no longer exist, if the file is the delta of a checkpoint.
         self.removed = [key[len(REMOVED_KEY) :] for key in metadata if key.startswith(REMOVED_KEY)]
         self._codebooks: dict[int, AnyCodebook] = {}
-        # Two maps of the whole file, each made when it is first needed: one for tensors that may be written to, which
-        # does not change the file, and a read-only one. All tensors use the same maps, because the system limits the
-        # number of maps of a process. The tensors keep their map alive.
+        # Two maps of the whole file, each made when it is first needed: a private (copy-on-write) one for tensors that
+        # may be written to, and a read-only one. Writing to a tensor never changes the file. All tensors use the same
+        # maps, because the system limits the number of maps of a process. The tensors keep their map alive.
         self._private_map: mmap.mmap | None = None
         self._shared_map: _core.FilePages | None = None
 
@@ -320,8 +320,8 @@ class Checks:
         """Verifies a block, unless it was verified before. Returns the block's size in bytes.
 
         Raises:
-            ChecksumError: the block has another checksum. The message names the block, and the tensors that have bytes
-                in it.
+            ChecksumError: the block does not match its checksum. The message names the block, and the tensors that have
+                bytes in it.
         """
         start, end = self._bounds(block)
         if not self._is_right[block]:
@@ -539,9 +539,10 @@ def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, 
     given tensors there, and the other processes open it. This is for systems on which mapped files cannot be pinned.
 
     A process finds the memory by a small file in a directory that belongs to the user alone. The file lists the
-    processes that hold the memory. A process locks the file while it uses it, and the last process that holds the
-    memory removes the file. If all holders were killed, their file is removed by the next process that makes such
-    memory. The memory itself has no name: the system frees it when the last process that holds it ends, in any way.
+    processes that hold the memory. A process locks the file while it reads or changes the file, and the last process
+    that holds the memory removes the file. If all holders were killed, their file is removed by the next process that
+    makes such memory. The memory itself has no name: the system frees it when the last process that holds it ends,
+    however it ends.
 
     Args:
         key: a text that is the same in all processes for the same tensors, and different for others.

@@ -557,7 +557,7 @@ class _BlockHasher:
 
     def entries(self, header: bytes) -> bytes:
         """Ends the last block. Returns the bytes of the tensor `ibp.checks`: the hash of each block, the hash of the
-        header, and the hash of all hashes before."""
+        header, and the hash of all preceding hashes."""
         if self._missing < BLOCK_BYTES:
             self._close()
         hashed = np.array([*self._hashes, xxhash.xxh3_64_intdigest(header)], "<u8").tobytes()

@@ -91,7 +91,8 @@ def plain(name: str, most: int) -> str:
 
 
 def _groups(reports: Sequence[TensorContents]) -> dict[str, list[TensorContents]]:
-    """Groups the reports that have entropies by dtype. Returns the groups with the most bytes, the largest first."""
+    """Groups reports by dtype, leaving out those without entropies. Returns the groups with the most bytes, the largest
+    first."""
     found: dict[str, list[TensorContents]] = {}
     for report in reports:
         if report.entropy:

@@ -1,4 +1,4 @@
-"""The events of an offloaded model while it runs, in the order in which a call of a module meets them:
+"""The events of an offloaded model while it runs, in the order in which they occur during a call of a module:
 
     a module begins          `begin`, by a hook before each call of a module that uses weights
       a group is needed        `WeightFetcher.begin_use`: fetches the group if it was not fetched ahead

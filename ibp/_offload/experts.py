@@ -34,8 +34,8 @@ class CachedStack:
     Slots without an expert request the first row of the table, which is always in the cache, so they cause no traffic
     on the link.
 
-    cache_bytes: size in bytes of the cache on the device. If `RowCache` cannot replace rows with so few bytes, the
-        cache holds only the first row."""
+    cache_bytes: size in bytes of the cache on the device. If that is too small for an LRU cache, the cache is static
+        and holds only the first row."""
 
     def __init__(self, weight: Weight, cache_bytes: int) -> None:
         assert weight.table is not None

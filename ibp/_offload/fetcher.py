@@ -253,8 +253,8 @@ class WeightFetcher:
 
 
 class CudaWeightFetcher(WeightFetcher):
-    """The arena of a GPU. Groups are fetched on a separate stream, by the copy engine through one ring, without a pause
-    between two groups.
+    """Fetches groups into the arena of a GPU, on a separate stream: the copy engine brings them through one ring,
+    without a pause between two groups.
 
     Fetches and uses do not wait for the GPU, except fetches of tables in pageable memory. The stream of a use waits for
     the event that follows the fetch; the stream of fetches waits for the events that follow the last uses of the groups

@@ -68,8 +68,8 @@ class Hook(functools.partial[Any]):
 
 
 def on_calls(module: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> Undo:
-    """Calls `begin` before and `end` after each call of a module, also if the call raises an exception. torch.compile
-    does not trace them."""
+    """Calls `begin` before and `end` after each call of a module, even if the call raises an exception. torch.compile
+    traces neither function."""
     vars(module)["__prepare_scriptable__"] = _refuse_script
     return [
         module.register_forward_pre_hook(Hook(outside_of_graphs(begin)), prepend=True).remove,

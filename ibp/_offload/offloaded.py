@@ -264,8 +264,8 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
     # ---- what the user asks ----
 
     def stats(self) -> OffloadStats:
-        """Returns the counts of the offloaded model, and the memory that its weights take. Waits for the device if the
-        model has a mixture of experts."""
+        """Returns statistics of the offloaded model: uses, misses, bytes and times since the last reset, and the memory
+        that its weights take. Waits for the device if the model has a mixture of experts."""
         events, weights, fetchers = self._events, self._plan.weights, self._events.fetchers
         with events.lock:
             counts = [experts.counts() for experts in self._experts]

@@ -72,7 +72,8 @@ def _refuse_to_write(tensor: Any) -> NoReturn:
 
 
 def _name_of(tensor: Any) -> str:
-    """Returns the name of the weight that a resting tensor stands for, or from which values were read."""
+    """Returns the name of a weight. tensor: the resting tensor that stands for the weight, or values that were read
+    from it."""
     held = vars(tensor)
     return held[_SOURCE].name if isinstance(tensor, Resting) else held[_NAME]
 
@@ -134,7 +135,8 @@ class _Reading(TorchDispatchMode):
         return result
 
     def _whole_of(self, tensor: Any) -> Any:
-        """Returns the argument whose values a tensor shares memory with, or None."""
+        """If a tensor is an alias of the values that stand in for an argument, returns this argument. Otherwise returns
+        None."""
         if not isinstance(tensor, torch.Tensor):
             return None
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -195,8 +195,8 @@ class Weight:
         )
 
     def data(self, device: torch.device | str) -> torch.Tensor:
-        """Returns the weight's bytes in the order of memory, uint8 [num_bytes], in newly allocated memory on a
-        device."""
+        """Returns the weight's bytes on a device, in the order in which they lay in the memory of the weight's tensor,
+        uint8 [num_bytes]."""
         if self.table is None:
             return self.tensors[0].detach().to(device).permute(self.order).reshape(-1).view(torch.uint8)
         return self.table.decompress(device=device).reshape(-1).view(torch.uint8)

@@ -66,7 +66,8 @@ class AnyCodebook(ABC):
     @property
     @abstractmethod
     def can_differ(self) -> bool:
-        """Whether two codebooks of this form can differ, as the codebooks of clusters do."""
+        """Whether codebooks with the same `form` can have different contents. Only such codebooks can be combined in a
+        `ClusteredCodebook`."""
 
     @property
     @abstractmethod

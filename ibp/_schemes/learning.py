@@ -585,10 +585,11 @@ def coded_row_ns(rates: CoderRates, work: float, row_bytes: int, link_bytes: flo
     return max(fetch_ns, row_bytes / machine.memset_gbps, rates.least_row_ns, work / rates.work_per_ns)
 
 
-# ---- one codebook for data of a kind -------------------------------------------------------------------------------
-# Learning a codebook takes far longer than encoding with it, so weights, caches, activations and messages of one kind
-# share a codebook, which is learned from a sample. If the codebook saves clearly less on other data of the kind, it is
-# learned again, or the other data get a codebook of their own.
+# ---- one codebook for each kind of data
+# ------------------------------------------------------------------------------- Learning a codebook takes far longer
+# than encoding with it, so weights, caches, activations and messages of one kind share a codebook, which is learned
+# from a sample. If the codebook saves clearly less on other data of the kind, it is learned again, or the other data
+# get a codebook of their own.
 
 ROW_BYTES = 4096  # Size in bytes of a row of weights. Longer rows save 0.1 % more, but keep fewer warps of an SM busy.
 # Smallest size in bytes of a tensor that is worth coding. A smaller tensor would be a single row, and fetching one row

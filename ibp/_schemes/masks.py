@@ -2,9 +2,9 @@
 which values they have (FORMAT.md section 5).
 
 The second half of the file learns codebooks from rows (the paper's sections 4.1 and 6.1). It works on groups of rows,
-and learns a codebook for each group. A whole table is one group; clusters are several groups. K is the number of
-groups. Operations of the library count the bits of rows. Masks and sums are small, so each is one NumPy array for all
-groups.
+and learns a codebook for each group. Without clusters, the whole table is one group; with clusters, each cluster is
+one. K is the number of groups. Operations of `torch.ops.ibp` count the bits of rows. Masks and sums are small, so each
+is one NumPy array for all groups.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from ..nn._tables import matrix_table
 
 
 def compress_matrix(weight: torch.Tensor, **options: Any) -> CompressedTensor:
-    """Compresses a matrix, in the form that the kernel of `ibp.linear` multiplies if this is possible
-    (`CompressedTensor.fits_linear` of the result).
+    """Compresses a matrix, if possible in the form that the kernel of `ibp.linear` multiplies; `fits_linear` of the
+    result says whether it has this form.
 
     Example:
         >>> table = ibp.adapters.compress_matrix(torch.randn(512, 1024).mul(0.02).bfloat16())

@@ -186,7 +186,8 @@ def in_sectors(num_bytes: int) -> int:
 
 
 def sets_for(num_rows: Any) -> Any:
-    """Returns the number of sets of a static cache's map of num_rows rows: an int, or a tensor if num_rows is one."""
+    """Returns how many sets the map of a static cache of num_rows rows has: a tensor if num_rows is a tensor, otherwise
+    an int."""
     return (num_rows * _SETS + _ROWS - 1) // _ROWS
 
 

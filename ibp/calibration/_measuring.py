@@ -53,7 +53,7 @@ def calibrate(
     result is saved in the folder `ibp` of the directory that XDG_CACHE_HOME names, or of `~/.cache`. ibp never measures
     unless `calibrate` is called; until then, it uses the rates of an H200.
 
-    The GPU should be idle. Up to 2 GiB of host memory are pinned during the call, so some GiB should be free.
+    The GPU should be idle. Up to 2 GiB of host memory are pinned during the call, so a few GiB should be free.
 
     Example:
         >>> # needs a GPU

@@ -71,8 +71,8 @@ def decompress(
         output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec. A name without a
             suffix is that of a directory if a directory is decompressed, otherwise that of a safetensors file.
         format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all tensors in memory).
-            It must agree with the suffix of the output. None: chosen by the suffix of the output; in a directory by the
-            names of the files.
+            It must agree with the suffix of the output. None: the suffix of the output decides; if a directory is
+            decompressed to a directory, each file gets the format from which it was compressed.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
             and no pattern of exclude, are written.
         progress: whether to show a progress bar.

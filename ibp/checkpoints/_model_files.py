@@ -98,8 +98,8 @@ class Conversion:
         del self.sources[path], self._replaced[path]
 
     def check(self) -> None:
-        """Raises OSError if something that must not be replaced has the path of one of the other files, or if the
-        target has the index of another set."""
+        """Raises OSError if a file beside the weights would replace anything but a regular file, such as a directory or
+        a device, or if the target contains the index of a set that this conversion neither writes nor removes."""
         for path in self._beside:
             check_replaceable(path)
         indices = [index_of(self.target / path) for path in self.sources]
@@ -121,9 +121,10 @@ class Conversion:
         return tuple(os.fspath(path.relative_to(self.target)) for path in self._beside)
 
     def finish(self) -> None:
-        """Writes the other files, and removes the files that the new files of tensors replace. The caller calls it
-        after the files of tensors are in place. Each file is written as a new file and gets its name when it is whole.
-        If there is a link of that name, the link is replaced, and the file that it leads to does not change."""
+        """Writes the files that hold no tensors, such as config.json, and then removes files of tensors that the new
+        ones supersede. The caller calls it after the files of tensors are in place. Each file is written as a new file
+        and gets its name when it is whole. If there is a link of that name, the link is replaced, and the file that it
+        leads to does not change."""
         for path, content in self._beside.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):

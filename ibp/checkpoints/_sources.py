@@ -42,7 +42,7 @@ class Format(NamedTuple):
     """A format of files of tensors.
 
     Attributes:
-        open: opens a file of this machine.
+        open: opens a local file.
         write: writes the tensors and the metadata of a source to a file. Its last argument is a function that returns
             the bytes of each tensor.
     """

@@ -301,7 +301,7 @@ def compress_whole(
 def _joined(
     pieces: list[torch.Tensor], home: torch.device, pin: bool | None, node: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Joins coded blocks in one tensor on the device `home`. Returns (that tensor, the offsets of the blocks in it,
+    """Joins coded blocks into one tensor on the device `home`. Returns (that tensor, the offsets of the blocks in it,
     with the end of the last one). Each piece is removed from the list as soon as it is copied, so that its memory is
     free."""
     sizes = torch.tensor([0, *(piece.numel() for piece in pieces)], dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""How deltas are applied: all of a call, or none."""
+"""Applies the deltas of a call: either all of them or, after an error, none."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ def broadcast_delta(
         The delta of rank src.
 
     Raises:
-        TypeError, ValueError: delta is none, src is no rank, or ranks differ in it.
+        TypeError: on rank src, delta is neither a `Delta` nor a `CheckpointDelta`.
+        ValueError: src is not a rank of the group, or ranks pass different values of src.
         RuntimeError: torch.distributed is not initialised, or another rank has failed.
     """
     members = _group.RankGroup(group)

@@ -39,7 +39,8 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
 
     Attributes:
         removed: the argument, a tuple.
-        changed, new: names of deltas, of whole tensors; tuples.
+        changed: the names of the tensors that are stored as deltas, a tuple.
+        new: the names of the tensors that are stored whole, a tuple.
 
     Raises:
         TypeError, ValueError: an argument is none of these, or a name is both there and gone.

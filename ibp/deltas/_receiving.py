@@ -198,8 +198,8 @@ class Receiver:
                 yield region, None if region.change is None else next(changes), found
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
-        """The memory of regions' rows: several bases where a tensor has several names. An engine that keeps weights in
-        another way than the sender names them has its own.
+        """Returns, for each region, the memory of its rows: several bases if a tensor has several names. Subclasses
+        override it for engines that lay out weights in another way than the sender does.
 
         Raises:
             KeyError, TypeError, ValueError: as `apply`.

@@ -46,8 +46,8 @@ class Sender:
         (1, 1)
 
     Args:
-        weights: what receivers have already, as `push` takes them; it is version 0. None: receivers have other
-            weights, and the first push sends all.
+        weights: the weights that receivers have already (version 0), in any form that `push` accepts. None: receivers
+            have other weights, and the first push sends all weights whole.
         part: (which, of how many) senders of the same weights, such as rank and world size.
         memory: where the copy is kept: "device", where the weights are; "pinned" or "host", in host memory, from where
             it is brought to the weights' GPU while it is compared.

@@ -174,8 +174,9 @@ class Shards:
         return groups[0]
 
     def is_known(self) -> bool:
-        """Discards the decision for the previous pass. Returns whether the ranks have agreed to code the module's
-        all-gathers and the next forward pass will gather the sharded parameters. All ranks return the same."""
+        """Discards the decision for the previous pass. Returns whether both hold: the ranks have agreed to code the
+        module's all-gathers, and its parameters are sharded, so that the next forward pass gathers them. Also discards
+        the decision for the previous pass. All ranks return the same."""
         self.plan, self.is_seen, self.is_raw = None, False, False
         if self.kind is None or self.state is None:
             return False
@@ -212,8 +213,8 @@ class Shards:
 
 
 class Rooms:
-    """Checks for all modules and ranks whether parameters have room in their messages: before each forward pass, and
-    at the end of each forward pass and each backward pass.
+    """Checks for all modules and ranks whether the parameters fit their messages: before each forward pass, and at the
+    end of each forward pass and each backward pass.
 
     The host waits for an all-gather on all ranks or on none. What decides this is the same on all ranks: the result of
     the check before the pass, and whether a pass is under way.

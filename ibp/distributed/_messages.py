@@ -99,8 +99,8 @@ class MessageSlots:
     Attributes:
         side: the stream of asynchronous calls, for which the current stream does not wait at once. None on the CPU.
         coding_sms, decoding_sms: the numbers of multiprocessors that code and that decode while other messages travel.
-            The others are left to NCCL. More multiprocessors code than decode, because a piece that is coded late
-            delays the link, while a piece that is decoded late does not.
+            The remaining multiprocessors are left to NCCL. More multiprocessors code than decode, because a piece that
+            is coded late delays the link, while a piece that is decoded late does not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -165,7 +165,7 @@ class Status:
 
     Attributes:
         rows: int64 [8] for each message, which the coder of the message writes. Entry 1 is the number of lost rows, and
-            entry 7 is the codec's fingerprint. On GPUs the ranks send each other these entries.
+            entry 7 is the codec's fingerprint. On GPUs the ranks send each other all eight entries.
         all_rows: the entries of `rows` for all messages as one tensor.
         counts: int64 [2] for each message, a view of `rows`: the number of the message's rows with overflow, and the
             number of its lost rows.

@@ -108,8 +108,8 @@ class Plan:
         codec: how tensors are coded. None: calls are raw.
         num_pieces: the number of pieces of a call.
         least: in an all-to-all, messages with fewer bytes than this are raw.
-        is_checked: whether the ranks check from time to time if messages have lost rows, and if so learn the codec
-            anew.
+        is_checked: whether the ranks find out from time to time whether messages have lost rows, and if so learn the
+            codec anew.
         messages: the layouts of messages that calls have used.
         num_calls: the number of calls so far.
         has_lost: whether messages from this rank or to this rank have lost rows since the codec was learned.
@@ -134,8 +134,8 @@ class Plan:
         return self.messages[key]
 
     def is_due(self) -> bool:
-        """Counts a call. Returns whether the ranks have to check before this call if rows were lost. Checks are rare,
-        because the host has to wait for them."""
+        """Counts a call. Returns whether the ranks have to find out, before this call, whether any of them has lost
+        rows. Checks are rare, because the host has to wait for them."""
         self.num_calls += 1
         count = self.num_calls - 1
         return self.is_checked and count > 0 and (count in _EARLY_CHECKS or count % _CALLS_A_CHECK == 0)

@@ -293,8 +293,8 @@ class ShardedTable(OfThisProcess, TensorManners):
         return _Wanted(unique, places, target, sms)
 
     def _counts_of(self, ordered: torch.Tensor) -> list[int]:
-        """Returns, for each rank, the number of the given ids whose items it has. ordered: the ids in ascending order,
-        on the group's device."""
+        """Returns how many of the given ids belong to each rank. ordered: the ids in ascending order, on the group's
+        device."""
         return torch.searchsorted(ordered, self._starts).diff().tolist()
 
     def _fetched(self, unique: torch.Tensor) -> _Received | CorruptTableError:

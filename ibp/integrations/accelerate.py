@@ -91,8 +91,8 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
 
     @property
     def tables(self) -> dict[str, CompressedTensor]:
-        """The tables of the compressed tensors by name. The dimensions of a table are in the order in which they lie in
-        the tensor's memory."""
+        """The tables of the compressed tensors, by name. A table's dimensions are permuted to the memory order of the
+        given tensor."""
         return {name: stored.table for name, stored in self._stored.items() if isinstance(stored, CodedWeight)}
 
     @property

@@ -52,8 +52,8 @@ class Writer(FileSystemWriter):
     """Writes a checkpoint of `torch.distributed.checkpoint` with compressed tensors.
 
     Loaded tensors have the same bits as saved ones. Tensors that would not get smaller, or have less than 4 KiB, are
-    stored uncompressed. Objects of Python, tensors of subclasses, and tensors with a dtype that safetensors lacks are
-    stored as torch stores them. Tensors of a kind, such as the same weight of all layers, share a codebook. A tensor is
+    stored uncompressed. Python objects, tensor subclasses, and tensors with a dtype that safetensors lacks are stored
+    as torch stores them. Tensors of a kind, such as the same weight of all layers, share a codebook. A tensor is
     compressed where it is: on its GPU, or on the CPU.
 
     Every save writes files with new names, which appear under these names only when they are complete. An earlier

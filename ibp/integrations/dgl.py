@@ -242,7 +242,7 @@ class _TableColumn(Column):
         return _TableColumn(self.storage, self.scheme, self.index, self.device, self.deferred_dtype)
 
     def deepclone(self) -> Column:
-        """Returns a deep copy. It shares a table, because tables do not change."""
+        """Returns a deep copy. A table is shared, not copied, because tables do not change."""
         return self.clone() if self._holds_table else super().deepclone()
 
     def subcolumn(self, rowids: torch.Tensor) -> _TableColumn:

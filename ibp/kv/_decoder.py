@@ -105,8 +105,8 @@ class TokenDecoder:
         memory.copy_(data)
 
     def fetch(self, history: TokenHistory, num_tokens: int, blocks: range | None = None) -> Fetch:
-        """Begins to decode blocks (None: all blocks) into the first tokens of newly allocated keys and values of
-        num_tokens tokens."""
+        """Allocates keys and values for num_tokens tokens, and starts to decode blocks (None: all blocks) into their
+        first tokens."""
         blocks = range(history.num_blocks) if blocks is None else blocks
         keys, values = history.empty(num_tokens)
         self._decode(history, keys, values, blocks, history.arena.parts()[0][1])

@@ -1,4 +1,4 @@
-"""`KeyedPages` stores pages of a KV-cache by key, and drops the least recently used pages if it is full."""
+"""`KeyedPages` stores pages of a KV-cache by key, and drops the least recently used pages when it is full."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class KeyedPages(OfThisProcess):
                 raise
 
     def _count_free(self) -> None:
-        """Lists the numbers that no page uses."""
+        """Rebuilds the list of the page numbers that are free."""
         taken, count = set(self._pages.values()), 0 if self.store is None else self.store.num_pages
         self._free = [number for number in reversed(range(count)) if number not in taken]
 

@@ -41,7 +41,7 @@ class PagedTensors:
 
     Raises:
         TypeError: tensors are not tensors.
-        ValueError: there is no tensor, the tensors differ, or a block has no bytes.
+        ValueError: no tensors are given, they differ in dtype, shape, device or strides, or a block has no bytes.
     """
 
     def __init__(self, tensors: torch.Tensor | Sequence[torch.Tensor]) -> None:

@@ -84,7 +84,7 @@ class KVRows(OfThisProcess):
         dtype: dtype of the rows. None: the sample's.
         cache_bytes: size in bytes of device memory for the caches of all layers together. 0: no cache.
         slot_bytes, overflow_bytes: size in bytes of the slot of each row, and size in bytes of the overflow of each
-            layer. None: sizes are chosen by the sample.
+            layer. None: sizes are chosen from the sample.
         level: level of the codebook that is learned, see `ibp.compress`.
         device: the GPU that compresses and decompresses, or "cpu". None: the current CUDA device if there is one, else
             the CPU.

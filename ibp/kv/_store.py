@@ -384,8 +384,8 @@ class KVStore(OfThisProcess):
         max_sms: int | None = None,
     ) -> Transfer:
         """Decompresses pages into blocks of a paged cache, by one launch. The blocks get the bits that were stored. If
-        one of the tensors of a page is not stored, all given tensors get zeros for that page, and
-        `Transfer.synchronize`, which waits for the transfer, or `check` raises.
+        one of the tensors of a page is not stored, all given tensors get zeros for that page. The next call of
+        `Transfer.synchronize` or `check` then raises an error.
 
         Args and Raises: as in `store`, except that the blocks must all be different, and pages may repeat.
         """

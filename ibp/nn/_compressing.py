@@ -222,7 +222,7 @@ class ModelPlan:
         self._beside: dict[tuple, CompressedTensor] = {}  # for each set of neighbours, the table of the first one
 
     def has(self, key: str) -> bool:
-        """Returns whether a parameter, with this name in the model's state, is to be coded."""
+        """Returns whether the parameter with this key in the model's state dict is to be coded."""
         return key in self._of
 
     def is_transposed(self, key: str) -> bool:

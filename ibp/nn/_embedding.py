@@ -85,7 +85,7 @@ class Embedding(_Rows):
     """`torch.nn.Embedding` over compressed rows, which are decoded when they are looked up.
 
     Results are on the device of the ids, wherever the table is: a GPU itself fetches rows of a table in pinned host
-    memory. Rows that train are changed by the optimizers of `ibp.optim`.
+    memory. Trainable rows are updated by the optimizers in `ibp.optim`.
 
     Example:
         >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)

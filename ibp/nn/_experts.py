@@ -1,4 +1,4 @@
-"""`Experts`: stacked experts of transformers whose stacked weights are tables."""
+"""`Experts`: a module of stacked experts, as transformers has them, with weights that are tables."""
 
 from __future__ import annotations
 

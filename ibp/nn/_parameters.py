@@ -34,8 +34,8 @@ class SharedTable:
         weight: the table [rows, columns].
         requires_grad: requires_grad of the parameter that the table has replaced.
         transposed: whether the plain weight is [columns, rows], or a stack of such matrices.
-        stacked: the leading dimensions of the plain weight, if it is a stack of matrices, whose rows the table holds
-            one matrix after the other. (): it is a matrix.
+        stacked: the leading dimensions of the plain weight, if it is a stack of matrices; the table then holds the rows
+            of all matrices, matrix by matrix. (): it is a single matrix.
         stays: whether the table stays where it is when a module is moved.
         saved: the plain weight that was made for the latest `state_dict()`.
     """

@@ -26,9 +26,9 @@ MOST_CHOICES = 4
 
 
 def is_stack(module: torch.nn.Module) -> bool:
-    """Returns whether a module holds stacked experts that `Calls` can call: its class is one that transformers'
-    `use_experts_implementation` decorates, with forward(hidden states, experts of each token, ...); all of its own
-    tensors are [num_experts, ...]; and the experts are not divided among processes."""
+    """Returns whether a module holds stacked experts that `Calls` can call: its class is decorated with transformers'
+    `use_experts_implementation`, with forward(hidden states, experts of each token, ...); all of its own tensors are
+    [num_experts, ...]; and the experts are not divided among processes."""
     has_attributes = all(hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed"))
     is_decorated = has_attributes and hasattr(type(module), "_apply_gate")
     if not is_decorated or getattr(module, "_is_expert_parallel", False) or "forward" in vars(module):

@@ -236,7 +236,7 @@ class TableModule(CodedModule):
         return self._shared.requires_grad
 
     def current_table(self) -> CompressedTensor:
-        """Returns the table, with all rows as they are now."""
+        """Returns the table. Modules that train write changed rows to the table first."""
         return self.weight
 
     def parameter(self) -> torch.nn.Parameter:
@@ -312,8 +312,9 @@ class Linear(TableModule):
         table: [out_features, in_features].
         bias: [out_features], an ordinary parameter. None: no bias.
         stays: as in `Embedding`.
-        fused: whether few vectors are multiplied as in `ibp.linear`, by weights that are decoded in registers. The
-            results of such calls can differ from torch's by rounding. False: results have torch's bits.
+        fused: if x has few vectors, multiply them with the kernel of `ibp.linear`, which decodes the weights in
+            registers; results can differ from torch's by rounding. False: always decode the weights first; results are
+            bit-identical to torch's.
 
     Attributes:
         place: (the modules that multiply together with this one, this module's number among them), as

@@ -251,8 +251,9 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         uint32_t num_escaped, num_steps;
         Chunk chunk; // the first digits of plane 1
     };
-    // Visits plane p of a tile: loads its digits if p is 0 or 1, else names its elements. start: the bit at which the
-    // plane begins. range: the tile's digits in this plane. Returns the number of escapes among these digits.
+    // Visits plane p of a tile. In planes 0 and 1 it loads the digits. In planes 2 and 3 it writes the names of
+    // elements to level 2, and lists the elements whose digits are escapes. start: the bit at which the plane begins.
+    // range: the tile's digits in this plane. Returns the number of escapes among these digits.
     __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
     {

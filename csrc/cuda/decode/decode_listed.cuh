@@ -61,7 +61,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // The scratch of a warp, in shared memory:
     //
-    //     kEntries elements    an element for each entry, and for some raw symbols; its residual is 0
+    //     kEntries elements    the codebook's entries, then a batch's raw symbols if all fit; residuals are 0
     //     16 bytes             for each plane, the bit at which the digits of the next batch begin
     //     ranks                the ranks of a batch's elements, one byte each
     //     elements             the elements of a batch; at first, a list of the 16-bit numbers of escaped elements
@@ -75,8 +75,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     {
         return (columns + 127u) / 128u * 4u + 4u;
     }
-    // Returns the size in bytes of the memory for positions. It has room for a bitmap of all positions, and for an
-    // array of 16 bits for each listed element of a row whose elements are stored one by one.
+    // Returns the size in bytes of the memory for positions. It holds either a bitmap of all positions or, if the
+    // listed elements of a row are stored one by one, an array of their columns, 16 bits each; its size is that of the
+    // larger one.
     static __host__ __device__ __forceinline__ uint32_t positions_bytes(uint32_t columns)
     {
         const uint32_t bytes = 4u * bitmap_words(columns), of_few = (2u * (columns / kSparse) + 15u) / 16u * 16u;
@@ -350,10 +351,11 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- positions ----
 
-    // Calls take(rank, position) for every position of a list; rank is the position's index in the list. Each lane
-    // takes some consecutive upper bits and goes through their positions one by one. Returns whether the list has
-    // form.num_positions positions, which increase and are below `columns`. start: the bit of shared memory at which
-    // the list begins; the list lies in the stage. All lanes of the warp must call this together.
+    // Calls take(rank, position) for every position of a list; rank is the position's index in the list. Each 1 among
+    // the upper bits of the list stands for one position (FORMAT.md section 6). Each lane takes some consecutive upper
+    // bits and decodes the positions of its ones, one by one. Returns whether the list has form.num_positions
+    // positions, which increase and are below `columns`. start: the bit of shared memory at which the list begins; the
+    // list lies in the stage. All lanes of the warp must call this together.
     template <class Take>
     __device__ __forceinline__ bool walk_list(const ibp_position_form &form, uint32_t columns, uint32_t start,
                                               const Take &take) const
@@ -596,8 +598,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
-    // Stores all columns of a row. values: the values of the listed elements; unused if the row is closed. Returns
-    // false if the positions are not valid.
+    // Stores all columns of a row. values: the values of the listed elements; unused if the row is closed, that is, if
+    // all its listed elements equal planes.closed_value. Returns false if the positions are not valid.
     __device__ __forceinline__ bool store_row(const Book &book, const Listed &row, Values &values, Stage stage,
                                               const Window &window) const
     {

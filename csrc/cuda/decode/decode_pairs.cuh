@@ -343,7 +343,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return make_uint4(low.x, low.y, 0, 0);
     }
     // bytes: the ranks of a lane's elements in each step of a tile. any_raw: whether any element of the warp has a raw
-    // symbol. If so, raw_before[s] is the index in the row of the lane's first raw symbol in step s.
+    // symbol. If so, raw_before[s] is the number of raw symbols in the row before the lane's first one in step s.
     struct Ranks {
         uint2 bytes[kSteps];
         uint32_t raw_before[kSteps];

@@ -23,8 +23,8 @@ struct Request {
     // stored bytes begin in `rows`.
     int64_t first_regular;
     uint64_t num_regular;
-    // out_items: number of positions in the output. most_stored: the largest number of contiguous bytes of a stored
-    // row: the size of a slot or, in a packed table, of a row.
+    // out_items: number of positions in the output. most_stored: the largest number of bytes of a stored row that are
+    // contiguous: the size of a slot, at most that of a row; in a packed table, the size of a row.
     uint32_t out_items, most_stored;
     uint8_t *dst;        // the address to which the row of item 0 would go
     const uint8_t *rows; // the table's slots, or its overflow if it is packed

@@ -213,7 +213,7 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     }
 };
 
-// Implements decode() of a decoder of dense rows, with the contract of decoder.cuh, by two functions of the decoder:
+// Implements decode(), as decoder.cuh specifies it, for a decoder of dense rows that provides two functions:
 //
 // visit(book, plane, start, range, tile): visits one plane of a tile, and returns the number of escapes among its
 // digits.

@@ -134,8 +134,8 @@ __device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint
 // scratch: the byte of the block's dynamic shared memory at which the warp's own warp_scratch_bytes(cb) bytes begin; a
 // multiple of 16. Bytes are counted from the address at which `extern __shared__` arrays begin.
 // @return in all lanes: IBP_OK; or IBP_CORRUPT_ROW, with zeros in row, if the bytes are not a coded row, or if KINDS
-// does not include its kind. All lanes of the warp see what has been stored. Whatever the coded bytes are, the function
-// reads and writes no memory except coded, the arrays of cb, row and the scratch.
+// does not include its kind. On return, the stores to row are visible to all lanes of the warp. Whatever the coded
+// bytes are, the function reads and writes no memory except coded, the arrays of cb, row and the scratch.
 template <uint32_t KINDS = kAllRows>
 __device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, const uint8_t *coded,
                                                         uint32_t coded_bytes, uint8_t *row, uint32_t num_bytes,

@@ -59,9 +59,9 @@ template <typename T, uint32_t LANES> struct FastEncoder {
         if constexpr (sizeof(T) == 2) {
 #pragma unroll
             for (uint32_t w = 0; w < 2u; w++) {
-                // The shift moves the highest bit of the lower element in a word to the lowest bit of the upper one,
-                // which must hold the sign of its own element. Therefore the lowest bits are replaced by the right
-                // signs.
+                // Each 16-bit element must be rotated left by one, so that its sign becomes its lowest bit. The shift
+                // of a whole word carries the sign of the lower element into the upper one instead, so the lowest bits
+                // are replaced by each element's own sign.
                 const uint32_t low = word[2 * w] << 1, high = word[2 * w + 1] << 1,
                                signs = replicate_signs<0xfdb9>(word[2 * w], word[2 * w + 1]);
                 symbols[w] = permute_bytes(low, high, 0x7531);

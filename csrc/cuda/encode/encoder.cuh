@@ -336,8 +336,8 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 #endif
 }
 
-// An argument for bits of which every word except the last is probably not zero. These words are ORed unconditionally,
-// because the test for zero would cost more than the atomic.
+// A template argument for bits that are probably not zero: all words except the last one are ORed unconditionally,
+// because a test for zero would cost more than the atomic.
 constexpr bool kLikely = true;
 
 // The stage of a row that is being coded. Its words are zero at first, and bits are ORed into them. Bits that would lie

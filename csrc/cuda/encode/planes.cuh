@@ -630,8 +630,9 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return LISTED && Book::signed_default(planes) ? to_byte(columns - k) : 0u;
     }
 
-    // Returns the largest size in bytes that a coded default row would have. In listed rows it has no listed elements,
-    // and may begin with the byte of its cluster. In dense rows it may have any size.
+    // Returns the largest size in bytes that the coded form of a default row can have, or ~0 if there is no limit. With
+    // LISTED, a default row lists no elements: it consists of the header, the highest bits if they are stored, and at
+    // most one byte for the cluster.
     __device__ __forceinline__ uint32_t default_bytes() const
     {
         return LISTED ? (header_bits() + sign_bits(0)) / 8u + 1u : ~0u;

@@ -232,7 +232,8 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
             const uint32_t written = sectors > least_bytes ? sectors : least_bytes;
             pad<G>(stage, stored, written);
             G::sync();
-            // A row without a coded form may have left bits anywhere.
+            // If the row could not be coded, the attempt may have written anywhere in the stage, so all of it is
+            // cleared.
             dirty = length != 0u && stored != 0u ? written : stage_bytes;
             if constexpr (IS_MEASURED)
                 store<G>(job, r, target, length, stage);

@@ -101,8 +101,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         uint32_t first, second, counts;
     };
     // Looks up the paths of an octet's first num elements, and collects their digits. first: the index of the first
-    // element, which is its column if COLUMNS. path: receives the paths of these elements, whose lowest 16 bits are
-    // entries of the list, and zeros for the others.
+    // element, which is its column if COLUMNS. path: receives the paths of these elements, followed by zeros. The
+    // lowest 16 bits of a path are the symbol's entry of the list.
     __device__ __forceinline__ Octet push(const uint32_t (&words)[kWords], uint32_t first, uint32_t num,
                                           uint32_t (&path)[kOctet]) const
     {

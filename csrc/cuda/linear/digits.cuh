@@ -46,8 +46,8 @@ struct Vectors {
     }
 };
 
-// A job in which several matrices multiply the same vectors. A kernel divides the rows of each matrix into tiles, and
-// numbers the tiles over all matrices.
+// A job in which several matrices multiply the same vectors. The rows of each matrix are divided into tiles, which are
+// numbered consecutively over all matrices.
 struct LinearJob {
     LinearMatrix matrices[IBP_MOST_MATRICES];
     uint32_t num_matrices, num_tiles, num_columns, num_vectors;

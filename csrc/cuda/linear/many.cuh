@@ -5,14 +5,13 @@
 //
 // 1. The columns are divided into 16 pieces; step s of 128 columns belongs to piece s % 16 (digits.cuh). Each block
 //    takes some neighbouring pieces. It keeps the vectors' elements of these columns in shared memory, so that the
-//    vectors are not read again for every tile, in the order in which digits can be unpacked by few instructions.
-// 2. Two groups of four warps multiply; each group takes half of the block's pieces. If there are so many columns that
-//    16 blocks have one piece each, tiles have 128 rows, and each group takes half of the rows. While a group
-//    multiplies a step, the bytes of its following steps, including those of the next tile, are copied to shared
-//    memory.
-// 3. The groups write the sums of a tile to shared memory.
-// 4. Four more warps of each block, the finishers, read the sums of all blocks of the cluster for their block's share
-//    of the vectors. They correct the products of escapes as linear.cuh does, and store the results.
+//    vectors are not read again for every tile. The elements are stored in the order in which few instructions can
+//    unpack the digits. 2. Two groups of four warps multiply; each group takes half of the block's pieces. If there are
+//    so many columns that 16 blocks have one piece each, tiles have 128 rows, and each group takes half of the rows.
+//    While a group multiplies a step, the bytes of its following steps, including those of the next tile, are copied to
+//    shared memory. 3. The groups write the sums of a tile to shared memory. 4. Four more warps of each block, the
+//    finishers, read the sums of all blocks of the cluster for their block's share of the vectors. They correct the
+//    products of escapes as linear.cuh does, and store the results.
 //
 // Sums are added in the order of linear.cuh, so the results have the same bits.
 //
@@ -262,8 +261,8 @@ template <class Block> struct GroupMultiplier {
     }
 };
 
-// The four warps that finish tiles. A thread has one row of a tile, and all vectors of the block's share or every
-// second one.
+// The four warps that finish tiles. Each thread has one row of a tile, and all vectors of the block's share, or every
+// second vector if tiles have 64 rows.
 template <class Block> struct Finishers {
     using OwnCorrections = Corrections<Block::kFinished, Block::kVectorsApart>;
     const LinearJob &job;

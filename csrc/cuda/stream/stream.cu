@@ -41,8 +41,8 @@ static ibp_status copy_part(uint8_t *to, const uint8_t *from, uint64_t num_bytes
 }
 
 // Makes the streamer's streams wait for the work that is queued on the caller's stream. The decode stream waits before
-// every table, because that work may still use the output's memory. The copy stream waits before the first table only,
-// because that work may still use the ring's memory.
+// every table, because work on the caller's stream may still use the output's memory. The copy stream waits before the
+// first chunk only: until then, work on the caller's stream may use the ring; from then on, only the streamer uses it.
 static ibp_status fork(ibp_streamer *streamer, cudaStream_t stream)
 {
     FirstError calls;

@@ -192,8 +192,8 @@ class IBPOffloadingWorker(OffloadingWorker):
 
 def _groups_of(kv_caches: CanonicalKVCaches) -> list[list[torch.Tensor]]:
     """Returns for each group of layers its tensors, which are views of vLLM's memory: int8 [num_blocks, bytes of a
-    block]. Groups that share a tensor may use only the first bytes of a block; a view has the largest of these sizes,
-    rounded up to whole rows."""
+    block]. A group may use only the first bytes of each block of a tensor. The view of a tensor has as many bytes of
+    each block as the group that uses most, rounded up to a multiple of _WHOLE_ROWS."""
     used: dict[int, int] = {}
     for refs in kv_caches.group_data_refs:
         for ref in refs:

@@ -40,7 +40,8 @@ __all__ = ["IBPSecondaryTier"]
 
 
 class IBPSecondaryTier(SecondaryTierManager):
-    """The tier that vLLM makes from `type` and `module_path` of `secondary_tiers`.
+    """A secondary tier for vLLM, which creates it if an entry of `secondary_tiers` names it in `type` and
+    `module_path`.
 
     Its configuration has these options: `pool_bytes`, size in bytes of the host memory for coded chunks; optionally
     `device`, the device that codes, "cpu" (the default) or "cuda"; `level`, "default" or "fast"; and `dtype`, the dtype
