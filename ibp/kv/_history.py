@@ -191,8 +191,17 @@ class TokenHistory(OfThisProcess):
     @property
     def original_bytes(self) -> int:
         """Uncompressed size in bytes of all tokens whose coded bytes are still kept."""
-        item_bytes = sum(codec.form.item_bytes * codec.form.num_heads for codec in (self.keys, self.values))
-        return sum(batch.num_coded * batch.batch_size for batch in self._batches) * item_bytes
+        return sum(batch.num_coded * batch.batch_size for batch in self._batches) * self._block_bytes
+
+    @property
+    def plain_bytes(self) -> int:
+        """Uncompressed size in bytes of the tokens of all present sequences."""
+        return self.num_blocks * self.batch_size * self._block_bytes
+
+    @property
+    def _block_bytes(self) -> int:
+        """Uncompressed size in bytes of a block of one sequence, keys and values."""
+        return sum(codec.form.item_bytes * codec.form.num_heads for codec in (self.keys, self.values))
 
     @property
     def stored_bytes(self) -> int:

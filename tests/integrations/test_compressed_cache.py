@@ -408,6 +408,12 @@ def test_a_cache_answers_what_generation_asks(model, prompt):
         f"CompressedCache(2 layers, tokens=70, coded=48, nbytes={stats.nbytes:,} "
         f"({stats.nbytes / plain_bytes:.1%} of {plain_bytes:,}), stored_bytes={stats.stored_bytes:,}, savings="
     ) in repr(cache)
+    cropped = copy.deepcopy(cache)
+    cropped.crop(-27)  # the 48 coded tokens came in one call, so their bytes are kept
+    assert cropped.stats().plain_bytes == sum(2 * keys.nbytes for keys, _, _ in cropped) < plain_bytes
+    assert cropped.stats().original_bytes > cropped.stats().plain_bytes
+    cropped.batch_repeat_interleave(2)
+    assert cropped.stats().plain_bytes == sum(2 * keys.nbytes for keys, _, _ in cropped)
     with pytest.raises(AttributeError, match="cannot be set"):
         cache.layers[0].keys = prompt
     for held in (cache, cache.layers[0]):

@@ -28,7 +28,8 @@ class CompressedCacheStats(CodedStatistics):
     Attributes:
         num_tokens: number of tokens of each sequence, in the layer that has the most.
         num_coded_tokens: number of coded tokens of each sequence, in the layer that has the most.
-        original_bytes: uncompressed size in bytes of all coded tokens.
+        original_bytes: uncompressed size in bytes of all coded tokens whose coded bytes are kept, which may include
+            tokens that have been cropped.
         stored_bytes: size in bytes of the coded rows of these tokens, each rounded up to a multiple of 32.
         host_bytes: size in bytes of the host memory for coded rows.
         device_bytes: size in bytes of the GPU memory for raw tokens, indices and staging buffers, and with memory
@@ -414,18 +415,17 @@ class CompressedCache(OfThisProcess, DynamicCache):
         near = raw + sum(history.index_bytes for history in histories) + self._coder.device_bytes
         on_host, rows = self._coder.memory == "pinned", sum(history.nbytes for history in histories)
         in_host = sum(history.nbytes for history in histories if on_host or history.device.type == "cpu")
-        coded = sum(history.original_bytes for history in histories)
         return CompressedCacheStats(
             num_tokens=max((layer.get_seq_length() for layer in layers), default=0),
             num_coded_tokens=max((history.num_tokens for history in histories), default=0),
-            original_bytes=coded,
+            original_bytes=sum(history.original_bytes for history in histories),
             stored_bytes=sum(history.stored_bytes for history in histories),
             host_bytes=in_host,
             device_bytes=near + rows - in_host,
             fetched_bytes=self._coder.fetched_bytes,
             sent_bytes=self._coder.sent_bytes,
             num_codebooks=sum(history.num_codebooks for history in histories),
-            plain_bytes=coded + raw,
+            plain_bytes=sum(history.plain_bytes for history in histories) + raw,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
