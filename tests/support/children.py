@@ -2,21 +2,26 @@
 
 import os
 import signal
+import sys
 import time
+import traceback
 
 SECONDS = 60  # A process may take at most this many seconds.
 
 
 def in_child(work):
-    """Forks a process that does some work, and returns it. It ends with status 0 after the work, and with 1 after an
-    exception."""
+    """Forks a process that does some work, and returns it. It ends with status 0 after the work. After an exception,
+    which it prints, it ends with 1."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
             work()
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stderr.flush()
             os._exit(status)
     return child
 
