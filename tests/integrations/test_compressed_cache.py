@@ -434,7 +434,8 @@ def test_a_cache_answers_what_generation_asks(model, prompt):
 
 
 @pytest.mark.parametrize(
-    "dtype, heads, dim", [(torch.bfloat16, 8, 128), (torch.bfloat16, 2, 32), (torch.float16, 4, 64), (torch.float32, 4, 64)]
+    "dtype, heads, dim",
+    [(torch.bfloat16, 8, 128), (torch.bfloat16, 2, 32), (torch.float16, 4, 64), (torch.float32, 4, 64)],
 )
 def test_a_cache_that_grows_takes_less_than_a_plain_one(dtype, heads, dim):
     cache, sizes = CompressedCache(), []
