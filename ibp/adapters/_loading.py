@@ -16,6 +16,7 @@ from .._tables.weights import is_worth_coding
 from ..nn import ModelReport
 from ..nn._compressing import ModelPlan, is_included, join_neighbours, options_of
 from ..nn._parameters import SharedTable
+from ..nn._stacks import reshaped
 
 _Self = TypeVar("_Self", bound="ModelOptions")
 _FIELDS = ("include", "exclude", "level", "fused", "min_bytes")
@@ -168,7 +169,7 @@ class ModelLoading:
         shared = self._plan.held(key) if self._plan.has(key) else None
         if shared is not None:
             self._check_same(key, shared, value)
-            return shared.weight
+            return reshaped(shared.weight, shared.coded_shape) if shared.stacked else shared.weight
         if isinstance(value, torch.Tensor) and not (self.codes(key) and is_worth_coding(value.detach())):
             return value
         held = self._model.get_parameter(key)  # tables of some modules hold transposed matrices

@@ -18,18 +18,18 @@ from ._coding import CodedTokens, Form, Options, TokenCodec, TokenOrder
 if TYPE_CHECKING:
     from ._decoder import Fetch, TokenDecoder
 
-# An arena grows by a quarter of what is used, or by what is used if that is less than 1 MiB: each allocation of pinned
-# memory takes time, and becomes one more copy to the GPU whenever the tokens are fetched.
+# An arena grows by a quarter of what is used, or by up to 1 MiB if that is more, but at most to twice what is used:
+# each allocation of pinned memory takes time, and adds a copy to every later fetch.
 _SHARE, _FIRST_BYTES = 4, 1 << 20
-# But an arena does not grow beyond the uncompressed size of its tokens, less a 64th, which is more than their index
-# takes. If compression saves little, an arena grows by an eighth, so that a cache of n tokens grows O(log n) times.
+# But it grows only to the uncompressed size of its tokens, less a 64th, which is more than their index usually takes.
+# If compression saves too little for that, it grows by an eighth, so that the number of growths stays logarithmic.
 _INDEX_SHARE, _LEAST_SHARE = 64, 8
 _stamps = itertools.count(1)
 
 
 class TokenArena:
     """An arena of bytes that grows at its end. Device memory is a single allocation, which is copied when it grows;
-    pinned host memory is a list of allocations that never move.
+    pinned host memory is a list of allocations that never move, and that follow each other without gaps.
 
     Args:
         device: the device that encodes and decodes.
