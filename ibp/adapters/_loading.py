@@ -10,10 +10,13 @@ import torch
 from .._common.arguments import whole_number
 from .._common.conversions import guard_conversions
 from .._common.locks import ForkLock
+from .._layout.geometry import bytes_of
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import is_worth_coding
 from ..nn import ModelReport
 from ..nn._compressing import ModelPlan, is_included, join_neighbours, options_of
+from ..nn._parameters import SharedTable
+from ..nn._stacks import reshaped
 
 _Self = TypeVar("_Self", bound="ModelOptions")
 _FIELDS = ("include", "exclude", "level", "fused", "min_bytes")
@@ -144,7 +147,7 @@ class ModelLoading:
             self._tables[key] = table
         with _LOCK:
             values = self.decoded(table, device, dtype)
-            return self._plan.table_of(key, values) if self.codes(key) else values
+            return self._plan.table_of(key, values) if self.codes(key) and self._plan.held(key) is None else values
 
     @staticmethod
     def decoded(table: CompressedTensor, device: Any, dtype: torch.dtype | None) -> torch.Tensor:
@@ -155,7 +158,18 @@ class ModelLoading:
 
     def put(self, key: str, value: CompressedTensor | torch.Tensor) -> CompressedTensor | torch.Tensor:
         """Codes a weight, puts its table into its modules, and returns the table. Returns the tensor instead, which the
-        caller must make a parameter, if the weight stays plain, or if the tensor's shape is not the parameter's."""
+        caller must make a parameter, if the weight stays plain, or if the tensor's shape is not the parameter's.
+
+        A weight that several modules share may be put under each of their names, if the values are the same. The first
+        call codes it for all of these modules; later ones return its table.
+
+        Raises:
+            ValueError: the weight has been put before, with other values.
+        """
+        shared = self._plan.held(key) if self._plan.has(key) else None
+        if shared is not None:
+            self._check_same(key, shared, value)
+            return reshaped(shared.weight, shared.coded_shape) if shared.stacked else shared.weight
         if isinstance(value, torch.Tensor) and not (self.codes(key) and is_worth_coding(value.detach())):
             return value
         held = self._model.get_parameter(key)  # tables of some modules hold transposed matrices
@@ -167,6 +181,22 @@ class ModelLoading:
         if self._plan.put(key, table):
             return table
         return value if isinstance(value, torch.Tensor) else value.decompress()
+
+    @staticmethod
+    def _check_same(key: str, shared: SharedTable, value: CompressedTensor | torch.Tensor) -> None:
+        """Raises ValueError unless a value has the bits of a weight that is coded already. shared: the weight's
+        table."""
+        with _LOCK:
+            plain = value if isinstance(value, torch.Tensor) else value.decompress()
+            if plain is not value and shared.transposed:
+                plain = plain.mT
+            held = shared.decoded(plain.device)
+        is_alike = (plain.shape, plain.dtype) == (held.shape, held.dtype)
+        if not is_alike or not torch.equal(bytes_of(plain), bytes_of(held)):
+            raise ValueError(
+                f"{key} has been put before with other values, under this name or that of a module that shares it: "
+                "name such weights in later=, or untie the modules"
+            )
 
     def finish(self) -> ModelReport:
         """Codes the remaining weights. Must be called after the whole checkpoint has been read. Returns a report of the

@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -41,13 +43,15 @@ def attach(
 
     A name may be that of an attribute of nodes or of edges; in a HeteroData, the attribute is compressed for every type
     that has it. A stand-in takes the place of the feature in the graph. If the stand-in is used as a tensor, it raises
-    a RuntimeError that says how to get the rows.
+    a RuntimeError that says how to get the rows. `close()` of the transform, or the end of a `with` block, puts the
+    plain features back into the graph.
 
     Args:
         data: the graph, which is changed: stand-ins take the place of the features, and num_nodes is set if it was
             derived from them.
         names: name or names of attributes, which must be tensors with one row for each node or edge.
-        device: the device of fetched rows. None: the device of a batch's ids, which is the CPU for most loaders.
+        device: the device of fetched rows. None: the device of a batch's ids, which is the CPU for most loaders. With a
+            cache, None is the GPU of the features, or the current CUDA device if the features are on the CPU.
         cache_bytes: size in bytes of the device memory for an `ibp.RowCache` of each feature of nodes. 0: no cache. The
             hotness of a node is the number of edges that begin there, because nodes are sampled through these edges.
         options: options of `ibp.compress`.
@@ -55,12 +59,18 @@ def attach(
     Raises:
         TypeError: data is not a Data or HeteroData, or an attribute is not a tensor.
         KeyError: data has no such attribute.
-        ValueError: an attribute does not have one row for each node or edge, or cache_bytes is given without a device.
+        ValueError: an attribute does not have one row for each node or edge, or cache_bytes is given without a device
+            and there is no CUDA device.
     """
     if not isinstance(data, (Data, HeteroData)):
         raise TypeError(f"data is a {type(data).__name__}; wanted a torch_geometric Data or HeteroData")
     found = list(_features_of(data, [names] if isinstance(names, str) else list(names)))
+    lacks_device = bool(cache_bytes) and device is None and not all(is_edge for _, _, is_edge, _ in found)
+    if lacks_device and not ibp.cuda_is_available():
+        raise ValueError("cache_bytes are given, but no device, and there is no CUDA device; wanted device=")
     tables = [table_of(store[name], what, options) for store, name, _, what in found]
+    if lacks_device:
+        device = next((table.device for table in tables if table.is_cuda), "cuda")
     for (store, _, is_edge, what), table in zip(found, tables):
         num_rows = store.num_edges if is_edge else store.num_nodes
         check_rows(table, num_rows, what, "edges" if is_edge else "nodes")
@@ -71,17 +81,43 @@ def attach(
         if isinstance(data, HeteroData):
             kind = kind.setdefault(store._key, {})
         kind[name] = _cached(table, data, store, device, cache_bytes) if cache_bytes and not is_edge else table
+    fetch = FetchFeatures(nodes, edges, device=device)
     for (store, name, is_edge, what), table in zip(found, tables):
-        if not is_edge:
+        plain, counts = store[name], not is_edge and "num_nodes" not in store
+        if counts:
             store.num_nodes = store.num_nodes  # otherwise PyG counts nodes by their features
-        store[name] = _StandIn(what, table.shape)
-    return FetchFeatures(nodes, edges, device=device)
+        store[name] = stand_in = _StandIn(what, table.shape)
+        home = plain.device if isinstance(plain, torch.Tensor) else None
+        undo = functools.partial(_put_back, weakref.ref(store), name, stand_in, table, home, counts)
+        fetch._undo = (*fetch._undo, undo)
+    return fetch
+
+
+def _put_back(
+    graph: weakref.ref[Any], name: str, stand_in: _StandIn, table: Any, home: torch.device | None, counts: bool
+) -> None:
+    """Puts a plain feature back into the storage of a graph. Does nothing if the storage is gone, or has another value
+    under the name.
+
+    Args:
+        graph: the storage.
+        name: name of the feature.
+        stand_in: the object that has taken the place of the feature.
+        table: the table of the feature.
+        home: the device of the plain feature. None: the feature was a numpy array.
+        counts: whether `attach` has set num_nodes, which is then removed.
+    """
+    store = graph()
+    if store is None or name not in store or store[name] is not stand_in:
+        return
+    plain = table.decompress(device=home or "cpu", check=True)
+    store[name] = plain.numpy() if home is None else plain
+    if counts:
+        del store["num_nodes"]
 
 
 def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, cache_bytes: int) -> Table:
     """Returns a cache of the table of a feature of nodes, or the table itself if its items are not whole rows."""
-    if device is None:
-        raise ValueError("cache_bytes are given, but no device; wanted the one that rows go to")
     if not table.geometry.has_whole_rows:
         return table
     hotness = torch.zeros(store.num_nodes, dtype=torch.int64, device="cpu")
@@ -190,6 +226,8 @@ class FetchFeatures(BaseTransform, Closing):
         ValueError: types and plain names are mixed, or device cannot be used.
     """
 
+    _undo: tuple[Callable[[], None], ...] = ()  # puts the features back into the graph that `attach` has changed
+
     def __init__(
         self, nodes: Mapping[Any, Any] | None = None, edges: Mapping[Any, Any] | None = None, *, device: _Device = None
     ) -> None:
@@ -248,8 +286,21 @@ class FetchFeatures(BaseTransform, Closing):
             store[name] = fetch(table, ids, self.device, what)
 
     def close(self) -> None:
-        """Drops the tables. Their memory is freed when nothing else holds them."""
-        self.nodes, self.edges, self._is_closed = {}, {}, True
+        """Drops the tables, whose memory is freed when nothing else holds them. If `attach` has made the transform,
+        first puts the plain features back into its graph, on their former devices. A feature that has been replaced in
+        the graph stays as it is, and copies of the graph and of the transform are not touched. A second call does
+        nothing.
+
+        Raises:
+            CorruptTableError: a table is damaged.
+        """
+        for put_back in self._undo:
+            put_back()
+        self.nodes, self.edges, self._undo, self._is_closed = {}, {}, (), True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state of a copy, which does not change the graph when it is closed."""
+        return {name: value for name, value in vars(self).items() if name != "_undo"}
 
     def __repr__(self) -> str:
         def shown(tables: dict[Any, Any]) -> str:

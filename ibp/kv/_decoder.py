@@ -89,12 +89,16 @@ class TokenDecoder:
         """Appends encoded blocks to a layer. Waits until their sizes are known. If the call is interrupted, either all
         of the blocks are appended or none of them."""
         sizes, start, offsets = pending.sizes(), history.arena.used, []
+        pairs = (history.keys, pending.keys), (history.values, pending.values)
+        new_bytes = sum(coded.num_items * codec.form.item_bytes for codec, coded in pairs)
+        plain_bytes = history.original_bytes + new_bytes
         try:
-            for codec, coded, size in zip((history.keys, history.values), (pending.keys, pending.values), sizes):
+            for (codec, coded), size in zip(pairs, sizes):
                 alignment = codec.form.item_bytes if coded.codebook is None else _core.SECTOR_BYTES
-                offset, memory = history.arena.reserve(size, alignment)
+                offset, memory = history.arena.reserve(size, alignment, plain_bytes)
                 offsets.append(offset)
-                self._put(history.arena, memory, coded.data[:size])
+                for part, data in zip(memory, coded.data[:size].split([part.numel() for part in memory])):
+                    self._put(history.arena, part, data)
             history.add(pending, sizes, (offsets[0], offsets[1]), start)
         except BaseException:
             history.arena.rewind(start)

@@ -18,14 +18,18 @@ from ._coding import CodedTokens, Form, Options, TokenCodec, TokenOrder
 if TYPE_CHECKING:
     from ._decoder import Fetch, TokenDecoder
 
-# An arena grows by at least a quarter of what is used; if less than 1 MiB is used, it at least doubles.
+# An arena grows by a quarter of what is used, or by up to 1 MiB if that is more, but at most to twice what is used:
+# each allocation of pinned memory takes time, and adds a copy to every later fetch.
 _SHARE, _FIRST_BYTES = 4, 1 << 20
+# But it grows only to the uncompressed size of its tokens, less a 64th, which is more than their index usually takes.
+# If compression saves too little for that, it grows by an eighth, so that the number of growths stays logarithmic.
+_INDEX_SHARE, _LEAST_SHARE = 64, 8
 _stamps = itertools.count(1)
 
 
 class TokenArena:
     """An arena of bytes that grows at its end. Device memory is a single allocation, which is copied when it grows;
-    pinned host memory is a list of allocations that never move.
+    pinned host memory is a list of allocations that never move, and that follow each other without gaps.
 
     Args:
         device: the device that encodes and decodes.
@@ -39,27 +43,37 @@ class TokenArena:
         # For pinned memory: an event that is recorded after the copy to the bytes that were reserved last.
         self.filled = torch.cuda.Event() if pinned else None
 
-    def reserve(self, num_bytes: int, alignment: int) -> tuple[int, torch.Tensor]:
-        """Reserves num_bytes bytes at the end of the arena. Returns (offset, memory); the offset is a multiple of the
-        alignment. If the call is interrupted, the arena is unchanged."""
-        offset = rounded_up(self.used, alignment)
-        start, memory = self._pieces[-1] if self._pieces else (0, None)
-        if memory is None or offset + num_bytes > start + memory.numel():
-            start, memory = self._grown(offset, num_bytes)
-        self.used = offset + num_bytes
-        return offset, memory[offset - start : self.used - start]
+    def reserve(self, num_bytes: int, alignment: int, plain_bytes: int) -> tuple[int, list[torch.Tensor]]:
+        """Reserves num_bytes bytes at the end of the arena. Returns (offset, memory). The offset is a multiple of the
+        alignment; the memory is one tensor, or two if the bytes begin at the end of an allocation of pinned memory. If
+        the call is interrupted, the arena is unchanged after `rewind(used)`.
 
-    def _grown(self, offset: int, num_bytes: int) -> tuple[int, torch.Tensor]:
-        """Allocates memory so that num_bytes bytes fit at `offset`. Returns the last (offset, memory) of the arena."""
-        added = max(num_bytes, self.used // _SHARE, min(self.used, _FIRST_BYTES))
+        plain_bytes: uncompressed size in bytes of all tokens of the arena, including those that are about to be added.
+        """
+        offset = rounded_up(self.used, alignment)
+        end = offset + num_bytes
+        if not self._pieces or end > self.nbytes:
+            self._grow(end, plain_bytes)
+        self.used = end
+        return offset, [
+            memory[max(0, offset - start) : end - start]
+            for start, memory in self._pieces
+            if offset < start + memory.numel() and start < end
+        ]
+
+    def _grow(self, end: int, plain_bytes: int) -> None:
+        """Allocates memory so that the arena has at least `end` bytes."""
+        held = self.nbytes
+        saved = plain_bytes - plain_bytes // _INDEX_SHARE - held
+        step = max(self.used // _SHARE, min(self.used, _FIRST_BYTES))
+        added = max(end - held, self.used // _LEAST_SHARE, min(step, saved))
         if self._pinned:
-            self._pieces.append((offset, _memory.empty(added, torch.device("cpu"), pin=True)))
+            self._pieces.append((held, _memory.empty(added, torch.device("cpu"), pin=True)))
         else:
-            larger = torch.empty(offset + added, dtype=torch.uint8, device=self._device)
+            larger = torch.empty(held + added, dtype=torch.uint8, device=self._device)
             for start, part in self.parts():
                 larger[start : start + part.numel()].copy_(part)
             self._pieces = [(0, larger)]
-        return self._pieces[-1]
 
     def rewind(self, used: int) -> None:
         """Keeps the first `used` bytes and frees the bytes that were reserved after them."""
@@ -82,9 +96,10 @@ class TokenArena:
         if self.filled is not None:
             self.filled.synchronize()
         copied = TokenArena(self._device, self._pinned)
-        for offset, part in self.parts():
-            copied.used = offset
-            copied.reserve(part.numel(), 1)[1].copy_(part)
+        if self.used:
+            _, (memory,) = copied.reserve(self.used, 1, 0)
+            for offset, part in self.parts():
+                memory[offset : offset + part.numel()].copy_(part)
         return copied
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
@@ -19,6 +20,8 @@ from .._rows.faults import CorruptTableError
 from .._schemes import check_scheme
 from ._store import KVStore, KVStoreStats
 
+_logger = logging.getLogger(__name__)
+
 # An empty page counts as this number of bytes, which is about the size of its key in host memory.
 _KEY_BYTES = 256
 
@@ -27,9 +30,10 @@ class KeyedPages(OfThisProcess):
     """A store of pages of one size, which are found by keys and compressed in a `KVStore`. If there is no room for a
     new page, the least recently used page is dropped.
 
-    The first page that is stored determines the page size, the codebook and the number of pages. A page is refused if
-    the pool's overflow has no room for it. Calls return when their work is done. Several threads may call at the same
-    time.
+    The first page that is stored determines the page size, the codebook and the number of pages. It must hold real keys
+    and values: after a page of zeros, hardly any other page fits. What the first page has determined is logged at level
+    INFO, under the logger "ibp". A page is refused if it has another size, which is logged once as a warning, or if the
+    pool's overflow has no room for it. Calls return when their work is done. Several threads may call at the same time.
 
     Example:
         >>> pages = torch.randn(3, 4096).mul(0.02).bfloat16()
@@ -73,6 +77,7 @@ class KeyedPages(OfThisProcess):
         self._pages: OrderedDict[Hashable, int] = OrderedDict()  # the most recently used is last
         self._pins: Counter[Hashable] = Counter()
         self._free: list[int] = []
+        self._has_warned = False  # whether a page of another size has been logged
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._pages
@@ -95,7 +100,7 @@ class KeyedPages(OfThisProcess):
                 self._pages.move_to_end(key)
                 return True
             page = page.detach().contiguous().view(1, -1)
-            if self._page_bytes not in (None, page.nbytes):
+            if self._page_bytes is not None and not self._has_size_of_pages(page):
                 return False
             number = self._number_for(page)
             if number is None:
@@ -107,7 +112,7 @@ class KeyedPages(OfThisProcess):
         """Loads a page into a contiguous tensor. Returns False if no page with this key is stored, or if `out` has
         another size."""
         with self._changing():
-            if key not in self._pages or out.nbytes != self._page_bytes:
+            if key not in self._pages or not self._has_size_of_pages(out):
                 return False
             if self.store is not None and not self._is_got(self.store, key, out):
                 return False
@@ -184,6 +189,17 @@ class KeyedPages(OfThisProcess):
             return self.store.page_bytes
         return 0 if self._pages else None
 
+    def _has_size_of_pages(self, page: torch.Tensor) -> bool:
+        """Returns whether a tensor has as many bytes as the first page. The first tensor that has not is logged."""
+        if page.nbytes != self._page_bytes and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "ibp: a page of %s bytes is refused, as others may be; wanted %s bytes, the size of the first page",
+                f"{page.nbytes:,}",
+                f"{self._page_bytes:,}",
+            )
+        return page.nbytes == self._page_bytes
+
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
         """Holds the lock during a call that changes which page numbers are free. If the call raises or is interrupted,
@@ -216,6 +232,14 @@ class KeyedPages(OfThisProcess):
         if not self._is_put(store, number, page.to(store.device)):
             free.append(number)
             return None
+        if self.store is None:
+            _logger.info(
+                "ibp: the first page has %s bytes, which all pages must have; by its codebook %s pages fit the pool, "
+                "%.2f times as many as raw ones",
+                f"{page.nbytes:,}",
+                f"{store.num_pages:,}",
+                store.gain,
+            )
         self.store, self._free = store, free  # only now: if this page is refused, the next one may have another size
         return number
 

@@ -20,6 +20,7 @@ from .._tables.weights import is_worth_coding
 from ..checkpoints._source import is_chosen
 from ._embedding import Embedding
 from ._experts import Experts
+from ._parameters import SharedTable
 from ._stacks import by_rows, is_stack, reshaped
 from ._tables import CodedModule, Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
 
@@ -224,6 +225,12 @@ class ModelPlan:
     def has(self, key: str) -> bool:
         """Returns whether the parameter with this key in the model's state dict is to be coded."""
         return key in self._of
+
+    def held(self, key: str) -> SharedTable | None:
+        """Returns the holder of a parameter's table if its modules have been replaced, and otherwise None."""
+        path, _, name = key.rpartition(".")
+        module = self._model.get_submodule(path)
+        return module.shared_tables().get(name) if isinstance(module, CodedModule) else None
 
     def is_transposed(self, key: str) -> bool:
         """Returns whether the table of a parameter holds the transposed matrix, or, for a stack, the transposed

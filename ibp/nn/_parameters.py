@@ -107,6 +107,9 @@ class TableParameter(torch.nn.Parameter):
     decode it and code the results. A view such as `parameter[0]` is a view of a decoded copy: writing to it does not
     change the weight.
 
+    Never assign it to the `data` of a plain tensor: torch tells no subclass of this, and the tensor then has no memory,
+    so that reading it crashes. Write `tensor.data = parameter.clone()`.
+
     It never has a gradient. `requires_grad` is True if rows of the table train; their gradients are given to an
     optimizer of `ibp.optim`. If the table stays in host memory, `device` is the one that the module was moved to.
 

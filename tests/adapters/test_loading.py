@@ -61,6 +61,49 @@ def test_a_model_is_coded_as_compress_codes_it(later):
     assert_same_bits(model(ids), plain(ids))
 
 
+def test_a_shared_weight_is_put_under_each_of_its_names():
+    plain, model = made(), blank()
+    loading, state = ModelLoading(ModelOptions(**SMALL), model), plain.state_dict()
+    load(loading, model, state)
+    table = loading.put("embed.weight", state["embed.weight"])  # and a second time
+    assert table is model.embed.weight is model.head.weight is loading.put("head.weight", state["head.weight"].clone())
+    read = ibp.compress(state["head.weight"], layout="packed")
+    for given in (read, loading.value_of("head.weight", read, "cpu", None)):
+        assert loading.put("head.weight", given) is table
+    report = loading.finish()
+    assert sorted(report.coded) == ["embed", "head", "up"]
+    assert report.num_bytes == sum(weight.nbytes for weight in (plain.embed.weight, plain.up.weight))
+    assert_same_bits(model(torch.arange(9)), plain(torch.arange(9)))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.flip(0), lambda x: x[:9], lambda x: x.float(), lambda x: ibp.compress(x.flip(0))]
+)
+def test_a_shared_weight_of_two_values_is_refused(change):
+    model, state = blank(), made().state_dict()
+    loading = ModelLoading(ModelOptions(**SMALL), model)
+    load(loading, model, {name: state[name] for name in state if name != "head.weight"})
+    with pytest.raises(ValueError, match="head.weight has been put before with other values.*later="):
+        loading.put("head.weight", change(state["head.weight"]))
+    assert_same_bits(model.head.weight.decompress(), state["embed.weight"])
+
+
+def test_a_transposed_matrix_is_put_twice():
+    pytest.importorskip("transformers")
+    from transformers.pytorch_utils import Conv1D
+
+    weight = torch.randn(64, 128).mul(0.02).bfloat16()  # Conv1D multiplies by the columns
+    with torch.device("meta"):
+        model = torch.nn.Sequential(Conv1D(128, 64)).bfloat16().eval()
+    loading = ModelLoading(ModelOptions(**SMALL), model)
+    table = loading.put("0.weight", weight)
+    assert table.shape == (128, 64)
+    for given in (weight, table, ibp.compress(weight.mT.contiguous())):
+        assert loading.put("0.weight", given) is table
+    with pytest.raises(ValueError, match="0.weight has been put before"):
+        loading.put("0.weight", ibp.compress(weight))
+
+
 def test_names_and_places():
     loading = ModelLoading(ModelOptions(exclude="up", **SMALL), blank(), later=["head.weight"])
     assert loading.has("head.weight") and not loading.codes("head.weight")

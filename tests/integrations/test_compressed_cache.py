@@ -433,6 +433,40 @@ def test_a_cache_answers_what_generation_asks(model, prompt):
     assert_same_answer(answer(model, prompt, early, 20), answer(model, prompt, DynamicCache(), 20))
 
 
+@pytest.mark.parametrize(
+    "dtype, heads, dim",
+    [(torch.bfloat16, 8, 128), (torch.bfloat16, 2, 32), (torch.float16, 4, 64), (torch.float32, 4, 64)],
+)
+def test_a_cache_that_grows_takes_less_than_a_plain_one(dtype, heads, dim):
+    cache, sizes = CompressedCache(), []
+    for count in [1] + 2300 // 23 * [23]:
+        cache.update(*states(count, 1, dtype, heads=heads, dim=dim), 0)
+        stats = cache.stats()
+        sizes.append((stats.num_tokens, stats.nbytes / stats.plain_bytes))
+    assert max(size for num_tokens, size in sizes if num_tokens >= 128) < 1
+    assert all(size <= 1 for num_tokens, size in sizes if num_tokens < 128)
+
+
+def test_how_much_a_cache_takes_that_grows():
+    """The figures are those of docs/kv-cache.md: the most that the cache takes from a length on."""
+    cache, sizes = CompressedCache(), []
+    for _ in range(96):
+        cache.update(*states(64, 1, heads=8, dim=128), 0)
+        cache.layers[0].store(wait=True)
+        sizes.append(cache.stats().nbytes / cache.stats().plain_bytes)
+    for num_tokens, most in ((128, 0.99), (256, 0.99), (1024, 0.89), (4096, 0.84)):
+        assert most - 0.02 < max(sizes[num_tokens // 64 - 1 :]) < most + 0.005
+
+
+@pytest.mark.parametrize("num_tokens, share", [(128, 0.83), (256, 0.75), (1024, 0.69), (4096, 0.67)])
+def test_a_prompt_takes_its_coded_bytes_and_the_raw_window(num_tokens, share):
+    """The figures are those of docs/kv-cache.md."""
+    cache = CompressedCache()
+    cache.update(*states(num_tokens, 1, heads=8, dim=128), 0)
+    cache.layers[0].store(wait=True)
+    assert f"{cache.stats().nbytes / cache.stats().plain_bytes:.2f}" == f"{share:.2f}"
+
+
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_the_present_name_of_the_cache_warns_of_nothing(model, prompt):
     with torch.no_grad():

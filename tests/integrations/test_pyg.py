@@ -334,6 +334,55 @@ def test_after_close():
         batches(data, transform=fetch)
 
 
+def test_close_gives_the_graph_its_features_back():
+    found = features()
+    found["image"], replaced = found["image"].float().numpy(), torch.zeros(NUM_NODES, 2)
+    data, plain = graph(**found, other=torch.ones(NUM_NODES, 4)), graph(**found, other=replaced)
+    with attach(data, [*found, "other"]) as fetch:
+        kept, copied = copy.deepcopy(data), copy.copy(fetch)
+        data.other = replaced
+    assert data.keys() == plain.keys() and list(data.to_dict()) == list(plain.to_dict())
+    assert data.num_nodes == NUM_NODES and data.other is replaced
+    for name, value in found.items():
+        assert type(data[name]) is type(value)
+        assert_same_bits(torch.as_tensor(data[name]), torch.as_tensor(value))
+    assert "in a table" in repr(kept.x)
+    copied.close()
+    fetch.close()
+    again = attach(data)
+    del data
+    again.close()  # whose graph is gone
+    assert again.nodes == {}
+
+
+def test_close_of_types_and_of_counted_nodes():
+    data = HeteroData()
+    user, item = torch.randn(50, 8), torch.randn(40, 8)
+    data["user"].x, data["item"].x, data["item"].num_nodes = user, item, 40
+    attach(data).close()
+    assert torch.equal(data["user"].x, user) and torch.equal(data["item"].x, item)
+    assert "num_nodes" in data["item"] and "num_nodes" not in data["user"]
+
+
+def test_a_cache_without_a_device(monkeypatch):
+    data = graph(x=torch.zeros(NUM_NODES, 200), edge_attr=torch.zeros(NUM_EDGES, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(ibp, "cuda_is_available", lambda: False)
+        with pytest.raises(ValueError, match="no device, and there is no CUDA device; wanted device="):
+            attach(data, cache_bytes=1000)
+    assert isinstance(data.x, torch.Tensor) and len(data.x) == NUM_NODES and "num_nodes" not in data
+    attach(data, "edge_attr", cache_bytes=1000).close()  # features of edges have no caches
+
+
+def test_a_cache_on_the_current_gpu(cuda):
+    data = graph(x=torch.zeros(NUM_NODES, 200))
+    with attach(data, cache_bytes=20_000) as fetch:
+        assert fetch.device == cuda and fetch.nodes["x"].devices == (cuda,)
+        (first, *_) = batches(data, transform=fetch)
+        assert first.x.device == cuda and not first.x.any()
+    assert data.x.device.type == "cpu" and not data.x.any()
+
+
 @pytest.mark.parametrize(
     "error, message, call",
     [

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+import re
 
 import pytest
 import torch
@@ -94,6 +95,20 @@ def test_sizes_and_pages_without_bytes():
     assert all(empty.put(key, nothing) for key in "abcde") and len(empty) == 4 and "a" not in empty
     assert empty.get("b", nothing) and empty.store is None
     assert all(empty.pin(key) for key in "bcde") and not empty.put("f", nothing)
+
+
+def test_the_first_page_and_pages_of_other_sizes_are_logged(caplog):
+    caplog.set_level("INFO", "ibp")
+    kept, (first, second) = kept_of(), pages_of(2)
+    assert kept.put("a", first) and kept.put("b", second)
+    ((name, _, told),) = caplog.record_tuples
+    assert name.startswith("ibp.kv.") and re.fullmatch(
+        r"ibp: the first page has 4,096 bytes, .* codebook \d\d pages fit the pool, 1\.[3-5]\d times as many .*", told
+    )
+    assert not kept.put("c", first[:100]) and not kept.get("a", second[:7])  # only the first one is logged
+    (refused,) = caplog.messages[1:]
+    assert refused.startswith("ibp: a page of 200 bytes is refused") and "wanted 4,096 bytes" in refused
+    assert not kept.get("d", second[:7]) and kept.get("a", second)
 
 
 def test_pages_that_find_no_room_in_overflow():
