@@ -1,4 +1,4 @@
-"""A language model tells a story with a compressed KV-cache: token for token the same, a third fewer bytes.
+"""A language model tells a story with a compressed KV-cache: token for token the same, in fewer bytes.
 
     python examples/story_cache.py
 

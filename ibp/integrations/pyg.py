@@ -181,8 +181,8 @@ class _StandIn:
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
-            f"{self._what} is in a table: give what attach returned to the loader as its transform=, and batches have "
-            "the rows of their nodes and edges; its nodes and edges hold the tables"
+            f"{self._what} is in a table: give what attach returned to the loader as its transform=, or call it with "
+            "each batch, and batches have the rows of their nodes and edges; its nodes and edges hold the tables"
         )
 
     def __getattr__(self, name: str) -> NoReturn:
