@@ -85,10 +85,10 @@ def attach(
 ) -> AttachedFeature:
     """Keeps a feature of a graph's nodes or edges in a compressed table.
 
-    Rows cannot be changed while a feature is attached. Code that writes to some of them, or that adds nodes (edges, for a
-    feature of edges), turns the feature back into a plain tensor, with a warning. Reading a whole feature returns a new
-    tensor each time, so changing that tensor does not change the feature. Attach features before you make loaders with
-    workers.
+    Rows cannot be changed while a feature is attached. Code that writes to some of them, or that adds nodes (for a
+    feature of edges: edges), turns the feature back into a plain tensor, with a warning. Reading a whole feature
+    returns a new tensor each time, so changing that tensor does not change the feature. Attach features before you
+    make loaders with workers.
 
     Args:
         graph: a graph on the CPU or a GPU, homogeneous or not.
