@@ -62,9 +62,11 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
 
 /* ---- products with a matrix -------------------------------------------------------------------------------------- */
 
-#define IBP_MOST_VECTORS 512  /* largest number of vectors of one call */
-#define IBP_MOST_INVARIANT 64 /* up to this number of vectors, a vector's result does not depend on the number */
-#define IBP_MOST_MATRICES 4   /* largest number of matrices of one call */
+#define IBP_MOST_VECTORS 512 /* largest number of vectors of one call */
+#define IBP_MOST_MATRICES 4  /* largest number of matrices of one call */
+/* The largest number of vectors of K columns for which a vector's result does not depend on the number. Shared memory
+ * holds 64 vectors of up to 14,336 columns. */
+#define IBP_MOST_INVARIANT(K) ((K) <= 14336u ? 64u : 32u)
 
 /* An element of a row whose digit is the escape. */
 typedef struct {
@@ -100,12 +102,12 @@ typedef struct {
  * matrices of a model take as long as one matrix with the rows of all three. Rows are decoded in registers and never
  * written.
  *
- * A matrix is read once for every 8 vectors. GPUs of compute capability 9.0 read it once for up to 64 vectors (32 if K
- * is above 14,336), and once for 65 to 256 vectors; they split more vectors into such groups.
+ * A matrix is read once for every 8 vectors. GPUs of compute capability 9.0 read it once for up to 256 vectors, and
+ * split more vectors into groups of 256.
  *
- * Products are added in float and rounded once. For up to IBP_MOST_INVARIANT vectors the order of additions depends on
- * K alone, so that the result of a vector depends neither on the number of vectors nor on the other matrices. For more
- * vectors the order depends on the matrices' sizes and on the GPU.
+ * Products are added in float and rounded once. For up to IBP_MOST_INVARIANT(K) vectors the order of additions depends
+ * on K alone, so that the result of a vector depends neither on the number of vectors nor on the other matrices. For
+ * more vectors the order depends on the matrices' sizes and on the GPU.
  *
  * Rows that are stored raw or as default rows give unspecified numbers, which are finite if x is finite. The list of
  * escapes is not compared with the rows. Columns and starts out of range do no harm.

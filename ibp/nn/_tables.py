@@ -381,7 +381,8 @@ def multiply_together(*modules: Linear) -> None:
     The first module computes the results of all of them. The other modules return their results if they are called
     next, one after the other, with the same tensor. If they are not, each module computes its own result from then on.
     x must not change between these calls; outside of compiled code and inference mode, a change is noticed and each
-    module computes its own result. For up to 64 vectors, results have the same bits as without this function.
+    module computes its own result. For up to 64 vectors (32 of more than 14,336 columns), results have the same bits
+    as without this function.
     `ibp.nn.compress` calls it for modules with names such as q_proj, k_proj and v_proj.
 
     Example:

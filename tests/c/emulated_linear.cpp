@@ -238,7 +238,7 @@ ibp_status multiply(const std::vector<ibp_product> &products, const Bytes &x, in
 /* A vector's result has the same bits without the others, and without other matrices. */
 void check_each(Operand &operand, const Bytes &x, uint32_t vectors, uint64_t number)
 {
-    if (vectors == 0 || vectors > IBP_MOST_INVARIANT) return;
+    if (vectors == 0 || vectors > IBP_MOST_INVARIANT(operand.m.columns)) return;
     const uint32_t rows = operand.m.rows, columns = operand.m.columns, vector = static_cast<uint32_t>(below(vectors));
     const std::unique_ptr<Bytes> together = std::move(operand.y);
     Bytes own(size_t{2} * columns);

@@ -303,15 +303,15 @@ def test_products(cuda, fused, shape, count):
         assert_same_bits(out, got)
 
 
-@pytest.mark.parametrize("rows,columns", [(8192, 544), (4099, 4128), (4096, 14336), (1100, 8192)])
+@pytest.mark.parametrize("rows,columns", [(8192, 544), (4099, 4128), (4096, 14336), (1100, 8192), (1100, 18464)])
 def test_products_of_many_vectors(cuda, fused, rows, columns):
-    """Up to 512: more than 256 in two parts; those past 8192 / 16 are decoded."""
+    """Up to 512: more than 256 in two parts; those past 8192 / 16 are decoded. 33 vectors are many if they are long."""
     if torch.cuda.get_device_capability(cuda) != (9, 0):
         pytest.skip("wants a GPU of compute capability 9.0")
     weight, bias = matrix(rows, columns, cuda), vectors(1, rows, cuda)[0]
     table, most = coded(weight), min(512, max(128, rows // 16))
     one_hot = torch.eye(columns, dtype=torch.bfloat16, device=cuda)[torch.randperm(columns, device=cuda)]
-    for count in [65, 100, 128, 129, 200, 256, 300, 512]:
+    for count in [33, 64, 65, 100, 128, 129, 200, 256, 300, 512]:
         if count > most:
             continue
         assert torch.equal(ibp.linear(one_hot[:count], table).t(), weight @ one_hot[:count].t())
@@ -395,10 +395,10 @@ def test_what_is_not_finite(cuda, fused, count):
             assert torch.equal(kind(got), kind(wanted))
 
 
-@pytest.mark.parametrize("columns", [1024, 8192])
-def test_same_bits_every_time(cuda, fused, columns):
-    """Whatever else runs, and however many vectors there are."""
-    weight, x = matrix(4096, columns, cuda), vectors(64, columns, cuda)
+@pytest.mark.parametrize("columns,most", [(1024, 64), (8192, 64), (14336, 64), (14368, 32)])
+def test_same_bits_every_time(cuda, fused, columns, most):
+    """Whatever else runs, and however many vectors there are, up to a number that the columns decide."""
+    weight, x = matrix(4096, columns, cuda), vectors(most, columns, cuda)
     table = coded(weight)
     first = ibp.linear(x, table)
     for count in (8, 1, 2, 5, 16, 20, 32, 33, 64):

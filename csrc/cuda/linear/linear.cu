@@ -68,9 +68,10 @@ static ibp_status multiply_some(LinearJob job, uint8_t *image, ibp_stream stream
         if (most >= 2u * left) continue;
         job.num_vectors = *count = std::min(left, most);
         bool launched = false;
-        const ibp_status status = *count > IBP_MOST_INVARIANT ? multiply_tiles(job, image, stream, &launched)
-                                  : *count > kMostVectors     ? multiply_many(job, stream, &launched)
-                                                              : IBP_OK;
+        const ibp_status status = *count > IBP_MOST_INVARIANT(job.num_columns)
+                                      ? multiply_tiles(job, image, stream, &launched)
+                                  : *count > kMostVectors ? multiply_many(job, stream, &launched)
+                                                          : IBP_OK;
         if (status != IBP_OK || launched) return status;
     }
     job.num_vectors = *count = std::min(left, kMostVectors);
@@ -82,8 +83,9 @@ static ibp_status multiply_some(LinearJob job, uint8_t *image, ibp_stream stream
 extern "C" int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_products, int64_t num_vectors)
 {
     if (!ibp::are_matrices(products, num_products)) return 0;
-    if (num_vectors <= IBP_MOST_INVARIANT || num_vectors > IBP_MOST_VECTORS) return 0;
-    return ibp::image_bytes(static_cast<uint32_t>(num_vectors), products->matrix.num_columns);
+    const uint32_t num_columns = products->matrix.num_columns;
+    if (num_vectors <= int64_t{IBP_MOST_INVARIANT(num_columns)} || num_vectors > IBP_MOST_VECTORS) return 0;
+    return ibp::image_bytes(static_cast<uint32_t>(num_vectors), num_columns);
 }
 
 extern "C" ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_products, const uint16_t *x,

@@ -49,6 +49,12 @@ ibp_status KnownClusters::count(const void *kernel, uint32_t parts, uint32_t thr
 #endif
 }
 
+// The largest cluster holds 64 vectors of as many columns as IBP_MOST_INVARIANT says.
+using LargestCluster = ManyBlock<64, 16, 2>;
+constexpr uint32_t kMostColumns =
+    (kMostSharedBytes - LargestCluster::kVectorsStart) / LargestCluster::kStepBytes * kPieces * kStepColumns;
+static_assert(IBP_MOST_INVARIANT(kMostColumns) == 64u && IBP_MOST_INVARIANT(kMostColumns + 1u) == 32u);
+
 template <class Block> static ibp_status launch_if_fits(LinearJob job, ibp_stream stream, bool *launched)
 {
     job.cut(Block::kTileRows);

@@ -20,10 +20,10 @@ struct KnownClusters {
 };
 
 // Multiplies up to 64 vectors. launched: receives whether the kernel was launched; it is not if the current device has
-// no code for it, or if the vectors do not fit shared memory.
+// no code for it, or if the vectors do not fit shared memory (more than IBP_MOST_INVARIANT vectors do not).
 ibp_status multiply_many(const LinearJob &job, ibp_stream stream, bool *launched);
 
-// Multiplies 65 to 256 vectors. image: image_bytes() bytes of device memory, which receive a copy of the vectors.
+// Multiplies up to 256 vectors. image: image_bytes() bytes of device memory, which receive a copy of the vectors.
 // launched: receives whether the kernel was launched; it is not if the current device has no code for it, or if the
 // driver refuses the tensor maps.
 ibp_status multiply_tiles(const LinearJob &job, uint8_t *image, ibp_stream stream, bool *launched);

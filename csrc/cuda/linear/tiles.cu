@@ -1,4 +1,4 @@
-// tiles.cu - launches the kernels that multiply 65 to 256 vectors. If 9.0 is among the compute capabilities that the
+// tiles.cu - launches the kernels that multiply up to 256 vectors. If 9.0 is among the compute capabilities that the
 // library is compiled for, this file is compiled for sm_90a (wgmma).
 #include "many.h"
 

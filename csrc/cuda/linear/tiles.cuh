@@ -1,5 +1,5 @@
-// tiles.cuh - multiplies 65 to 256 vectors with coded matrices of BF16, on GPUs of compute capability 9.0. Each weight
-// is decoded once for all vectors, in registers, as an operand of `wgmma`.
+// tiles.cuh - multiplies up to 256 vectors with coded matrices of BF16, on GPUs of compute capability 9.0, if they are
+// more than many.cuh holds. Each weight is decoded once for all vectors, in registers, as an operand of `wgmma`.
 //
 // A first kernel copies the vectors to an image in device memory, in which elements have the order of the operands. A
 // block of the second kernel then takes tiles of 128 or 192 rows, one after the other; the blocks of a cluster divide
