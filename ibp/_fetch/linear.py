@@ -69,10 +69,10 @@ def linear(
     other cases, such as FP16 and FP32, torch's function multiplies by W, which is decoded on the device of x for the
     time of the call.
 
-    The kernel adds products in float. For up to 64 vectors (32 if K is above 14,336), the order of the additions depends
-    only on K, so a vector's result has the same bits whatever the number of vectors is. The results of rows that torch
-    multiplies (see below) are an exception. The bits differ from those of torch's function, which also differ between
-    shapes and GPUs.
+    The kernel adds products in float. For up to 64 vectors (32 if K is above 14,336), the order of the additions
+    depends only on K, so a vector's result has the same bits whatever the number of vectors is. The results of rows
+    that torch multiplies (see below) are an exception. The bits differ from those of torch's function, which also
+    differ between shapes and GPUs.
 
     With several tables, such as the query, key and value matrices of a model, one launch of the kernel multiplies by up
     to 4 of them, if no gradients are wanted. Short matrices then take as long as one matrix that has all their rows.
@@ -84,10 +84,10 @@ def linear(
     The kernel needs a list of the few escaped weights, which the table's digits do not represent. Modules of `ibp.nn`
     make this list when they take a table; call `table.prepare_linear()` to make it for a table of your own. With the
     list, calls do not synchronise, and they allocate only their result and, for more vectors than these, a workspace.
-    They can be captured in a CUDA graph, or compiled with fullgraph=True and mode="reduce-overhead", from the first call on.
-    Without the list, the first call makes it. A graph that is captured, or code that is compiled, before the list is
-    made decodes W in every call, and a warning says so once. The table's `nbytes` includes the list. After the table
-    has changed, the list is made anew; compile and capture again then.
+    They can be captured in a CUDA graph, or compiled with fullgraph=True and mode="reduce-overhead", from the first
+    call on. Without the list, the first call makes it. A graph that is captured, or code that is compiled, before the
+    list is made decodes W in every call, and a warning says so once. The table's `nbytes` includes the list. After the
+    table has changed, the list is made anew; compile and capture again then.
 
     Some rows are kept decoded beside the list, and torch multiplies by them: rows that are stored raw, default rows,
     and rows with more than 64 escaped weights that are also more than K / 128. If more than one row in 32 is such a
