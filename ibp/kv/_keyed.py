@@ -50,7 +50,8 @@ class KeyedPages(OfThisProcess):
             that device.
         level: level of the codebook, see `ibp.compress`.
         on_drop: a function that is called with the key of each page that is dropped because room is needed or because
-            the page is damaged. It must not call methods of this object. None: no function is called.
+            the page is damaged. It must not store, load or delete pages of this object: that raises RuntimeError. None:
+            no function is called.
 
     Attributes:
         store: the `KVStore`. None until a page that has bytes is stored.
@@ -78,6 +79,7 @@ class KeyedPages(OfThisProcess):
         self._pins: Counter[Hashable] = Counter()
         self._free: list[int] = []
         self._has_warned = False  # whether a page of another size has been logged
+        self._calls_on_drop = False
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._pages
@@ -86,9 +88,10 @@ class KeyedPages(OfThisProcess):
         return len(self._pages)
 
     def put(self, key: Hashable, page: torch.Tensor) -> bool:
-        """Stores a page unless a page with its key is stored already. Returns whether the page is stored.
+        """Stores the bytes of a page unless a page with its key is stored already. Returns whether the page is stored.
 
-        It returns False if there is no room for the page, or if the page has another size than the first one.
+        It returns False if there is no room for the page, because all pages are pinned for example, or if the page has
+        another size in bytes than the first one. The dtype is not compared.
 
         Raises:
             TypeError: page is not a tensor.
@@ -109,8 +112,17 @@ class KeyedPages(OfThisProcess):
             return True
 
     def get(self, key: Hashable, out: torch.Tensor) -> bool:
-        """Loads a page into a contiguous tensor. Returns False if no page with this key is stored, or if `out` has
-        another size."""
+        """Loads the bytes of a page into a contiguous tensor of any dtype. Returns False if no page with this key is
+        stored, or if `out` has another size in bytes.
+
+        Raises:
+            TypeError: out is not a tensor.
+            ValueError: out is not contiguous.
+        """
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"out is a {type(out).__name__}; wanted a torch.Tensor")
+        if not out.is_contiguous():
+            raise ValueError(f"out is not contiguous: its strides are {out.stride()}; wanted a contiguous tensor")
         with self._changing():
             if key not in self._pages or not self._has_size_of_pages(out):
                 return False
@@ -205,6 +217,8 @@ class KeyedPages(OfThisProcess):
         """Holds the lock during a call that changes which page numbers are free. If the call raises or is interrupted,
         lists the free numbers again."""
         with self._lock:
+            if self._calls_on_drop:
+                raise RuntimeError("on_drop must not store, load or delete pages; note the key and do it after the call")
             try:
                 yield
             except BaseException:
@@ -254,7 +268,11 @@ class KeyedPages(OfThisProcess):
     def _drop(self, key: Hashable) -> None:
         self._forget(key)
         if self._on_drop is not None:
-            self._on_drop(key)
+            self._calls_on_drop = True
+            try:
+                self._on_drop(key)
+            finally:
+                self._calls_on_drop = False
 
     def _forget(self, key: Hashable) -> None:
         number = self._pages.pop(key)

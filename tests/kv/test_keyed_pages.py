@@ -224,3 +224,28 @@ def test_a_first_page_that_is_refused(page, error):
             kept.put("first", page)
     assert kept.store is None and len(kept) == 0
     assert all(kept.put(number, each) for number, each in enumerate(pages)) and len(kept) == 5
+
+
+def test_a_store_from_on_drop():
+    """It is refused, and the object goes on working."""
+    pages, kept = pages_of(40), None
+
+    def again(key):
+        kept.put(("again", key), pages[0])
+
+    kept = kept_of(4, on_drop=again)
+    with pytest.raises(RuntimeError, match="on_drop must not store"):
+        for number, page in enumerate(pages):
+            kept.put(number, page)
+    kept._on_drop = None
+    assert kept.put("later", pages[1]) and kept.get("later", out := torch.empty_like(pages[1]))
+    assert_same_bits(out, pages[1])
+
+
+def test_tensors_that_get_refuses():
+    pages, kept = pages_of(2), kept_of()
+    assert kept.put("a", pages[0])
+    with pytest.raises(ValueError, match="out is not contiguous"):
+        kept.get("a", torch.empty(2 * pages[0].numel(), dtype=pages[0].dtype)[::2])
+    with pytest.raises(TypeError, match=r"out is a list; wanted a torch.Tensor"):
+        kept.get("a", [0])
