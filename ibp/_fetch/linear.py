@@ -269,8 +269,8 @@ def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None, out
 
 
 def _are_near(x: torch.Tensor, table: Any, bias: torch.Tensor | None = None) -> bool:
-    """Returns whether x, table and bias have the dtypes and layouts that the kernel takes and are all on one GPU.
-    `escapes_of` says whether the kernel also takes the table's rows."""
+    """Returns whether x, table and bias are on one GPU and have the dtypes and layouts that the kernel takes. Whether
+    the kernel takes the table's rows is not checked here, but by `escapes_of`."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or not isinstance(table, Table) or table.dtype != x.dtype:
         return False
     if table.slots.device != x.device or x.layout != torch.strided or x.numel() == 0 or is_transformed():
@@ -286,8 +286,8 @@ def _are_few(x: torch.Tensor, num_rows: int) -> bool:
 
 
 def most_vectors(device: torch.device, num_rows: int) -> int:
-    """Returns the largest number of vectors that a GPU multiplies by coded weights faster than by weights that have to
-    be decoded first. num_rows: the number of rows of the matrix, or of all matrices together."""
+    """Returns the largest number of vectors for which a GPU multiplies faster by coded weights than by weights that it
+    has to decode first. num_rows: the number of rows of the matrix, or of all matrices together."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return MOST_VECTORS
     return min(MOST_90, max(LEAST_90, num_rows // 16))
