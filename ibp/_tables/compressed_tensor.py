@@ -258,10 +258,10 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Sets x[ids] = rows: encodes the new rows with the table's codebook and replaces the items of these ids.
         Returns self.
 
-        Other rows are neither read nor moved. The codebook stays the same, so new rows that differ from the rows that
-        it was learned from save less, or are stored raw (`refit` learns a new codebook). A row that no longer fits its
-        slot and its part of the overflow gets a new part. The overflow grows as needed, so an update does not fail for
-        lack of room. `refit` frees the parts that rows no longer use.
+        Other rows are neither read nor moved. The codebook stays the same, so new rows save less, or are stored raw, if
+        they differ from the rows that it was learned from (`refit` learns a new codebook). A row that no longer fits
+        its slot and its part of the overflow gets a new part. The overflow grows as needed, so an update does not fail
+        for lack of room. `refit` frees the parts that rows no longer use.
 
         The first change copies the index, which then takes at most 12 bytes per row. A packed table stays packed; its
         changed rows move to another place in the overflow. The time of later changes depends only on the number of rows
@@ -415,8 +415,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Starts to bring items, or the whole tensor, to a GPU on another stream, while the current stream goes on.
 
         The prefetch begins after the work that is queued on the current stream at the time of the call, so this work
-        may still write the ids and use out. If the result goes to the CPU, the prefetch is done before the call
-        returns.
+        may still write the ids and use out. If the result goes to the CPU, the call returns when the prefetch is
+        complete.
 
         Args:
             ids: as in `index_select`. None: the whole tensor, as `decompress` returns it.
