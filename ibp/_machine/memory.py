@@ -94,8 +94,9 @@ def empty_tensor(
 def empty_parts(
     sizes: Sequence[int], device: torch.device, pin: bool | None, node: int = -1
 ) -> tuple[list[torch.Tensor], bool]:
-    """Returns (tensors of these sizes, as `empty` makes them; whether they are pinned). pin: whether to pin them. None:
-    all of them are pinned if the system allows it; otherwise all are pageable, and a warning says so."""
+    """Allocates a uint8 tensor for each size in bytes, as `empty` does. Returns (the tensors, whether they are pinned).
+    pin: whether to pin them. None: all of them are pinned if the system allows it; otherwise all are pageable, and a
+    warning says so."""
     if pin is not False:
         try:
             return [empty(size, device, True, node) for size in sizes], True
@@ -213,9 +214,9 @@ def check_memory(where: str | None, name: str = "memory", among: Sequence[str] =
 
 
 def memory_read_by(device: torch.device, where: str | None, default: str) -> str:
-    """Returns the kind of memory for bytes that a device reads while it works: `where`, or `default` if `where` is
-    None; for a CPU, always "host". Raises ValueError if `where` is invalid, or is memory that the device cannot
-    read."""
+    """Returns the kind of memory for bytes that a device reads while it works. For a CPU, this is always "host". For a
+    GPU, it is `where`, or `default` if `where` is None. Raises ValueError if `where` is invalid, or is memory that the
+    device cannot read."""
     check_memory(where)
     if device.type == "cpu":
         return "host"

@@ -68,6 +68,7 @@ class Pool:
 
 
 def _size_class(num_bytes: int) -> int:
-    """Rounds num_bytes up to a size class: a multiple of 4096, and at most a sixteenth larger for large sizes."""
+    """Rounds num_bytes up to a size class, a multiple of 4,096 bytes. A size of 64 KiB or more grows by at most a
+    sixteenth."""
     step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
     return rounded_up(num_bytes, step)
