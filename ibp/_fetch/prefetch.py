@@ -43,7 +43,8 @@ class Prefetch(OfThisProcess):
         return self._event is None or self._event.query()
 
     def wait(self) -> torch.Tensor:
-        """Returns the result, for work on the current stream of its device. It may be called on several streams.
+        """Makes the current stream of the result's device wait until the result has arrived. Returns the result. The
+        method may be called on several streams.
 
         Raises:
             RuntimeError: the prefetch has been closed.

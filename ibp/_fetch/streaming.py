@@ -30,14 +30,14 @@ from .calls import IN_ORDER, check_out, check_path, check_table, sms_of, target_
 # Least number of SMs that decode a stream of tables. On one H200, 32 SMs keep up with the link for every dtype (FP8
 # needs 32, BF16 needs 8). If the computations of a model take as long as its weights take to arrive, decoding makes the
 # model slower by 1 % with 32 SMs, and by 4 % with 8. The reason: if a decoder starts in a gap between two kernels of
-# the model, the next kernel waits for it, and with fewer SMs it takes longer.
+# the model, the next kernel waits for the decoder, which takes longer if it has fewer SMs.
 STREAM_SMS = 32
 # Size in bytes of the ring of staging buffers on the GPU. The ring is kept for the next request on the same stream.
 _RING_BYTES = 32 << 20
 _decode_bytes = torch.ops.ibp.decode_bytes.default
 PATHS = ("copy", "gpu")
-# A stream gets 1.75 times the number of SMs that decode at the rate of the copy engine, because decoding a chunk begins
-# late, and its blocks end at different times.
+# A stream gets 1.75 times the number of SMs that decode at the rate of the copy engine. Fewer SMs would not keep up,
+# because the decoding of a chunk begins some time after its copy, and the blocks of the decoder end at different times.
 _SPARE_SMS = 1.75
 
 
@@ -74,10 +74,10 @@ def decompress(
 
     If the table is in pinned host memory and the result goes to a GPU, the copy engine moves the stored bytes into a
     ring of staging buffers of 32 MiB. Meanwhile the GPU decodes the bytes there, on separate streams, and the current
-    stream waits for these streams. Less than 64 MiB is fetched by one kernel instead. If out is on the GPU, and the
-    table is pinned or on that GPU, the call does not synchronise. It can then be captured in a CUDA graph after one
-    call outside the graph, and the graph keeps the ring. Inside torch.compile, the call also works only after one call
-    outside, and a kernel always fetches the bytes.
+    stream waits for these streams. Less than 64 MiB of stored bytes (at the rates of an H200, see `ibp.calibration`)
+    are fetched by one kernel instead. If out is on the GPU, and the table is pinned or on that GPU, the call does not
+    synchronise. It can then be captured in a CUDA graph after one call outside the graph, and the graph keeps the ring.
+    Inside torch.compile, the call also works only after one call outside, and a kernel always fetches the bytes.
 
     If several tables in pinned host memory go to one GPU, they come as one stream through one ring. The copies for one
     tensor run while the previous tensor is still being decoded, so the link is busy from the first tensor to the last,

@@ -13,10 +13,11 @@ A piece has the following parts, in this order. Some of them may be empty.
 bases, rooms and lengths, which form the index, follow each other without gaps. Slots and overflow begin at multiples of
 an alignment.
 
-There are two forms. The size of a *fixed* piece is known before its rows are coded, and is the same on all ranks: every
-row has a slot, and overflow has a given size. A *packed* piece has no slots and no rooms, and all rows lie in overflow,
-one after the other. To send a packed piece, it is enough to send its bytes up to the last one in use. The operation
-`encode_piece` writes packed pieces, and `decode_piece` reads them (csrc/bindings/torch_ops.cpp).
+There are two forms. In a *fixed* piece, every row has a slot, and overflow has a given size. The size of such a piece
+is known before its rows are coded, and is the same on all ranks of a process group. A *packed* piece has no slots and
+no rooms, and all rows lie in overflow, one after the other. To send a packed piece, it is enough to send its bytes up
+to the last byte of overflow that is in use. The operation `encode_piece` writes packed pieces, and `decode_piece` reads
+them (csrc/bindings/torch_ops.cpp).
 """
 
 from __future__ import annotations

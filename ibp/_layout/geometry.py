@@ -87,7 +87,7 @@ class Geometry:
     """The shape and dtype of a tensor x, with the division of x into rows. An item is x[i]; a 0-D tensor is one item.
 
     Attributes:
-        row_bytes: size in bytes of a row; 0 for a tensor that a general codec has coded as a whole.
+        row_bytes: size in bytes of a row; 0 for a tensor that a general codec, such as zstd, has coded as a whole.
         num_items: number of items.
         item_bytes, item_shape: size in bytes and shape of one item.
         num_bytes: size in bytes of the tensor.

@@ -188,8 +188,9 @@ class Request:
 
     @functools.cached_property
     def host_rows(self) -> torch.Tensor:
-        """A sample of whole rows on the CPU, with about 2^19 elements. The core learns symbols from it, and "auto"
-        measures it with the codebook of every scheme."""
+        """A sample of whole rows on the CPU, with no more than about 2^19 elements, but at least 16 rows. The core
+        learns symbols from it, and "auto" measures it with the codebook of every scheme. If the caller says how large
+        the sample is, it may be smaller."""
         geometry = self.geometry
         if geometry.num_bytes < geometry.row_bytes:
             return self.rows.cpu()
@@ -373,8 +374,9 @@ def analyze(
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, on the CPU or a GPU.
         scheme: "ibp", "planes", or "auto" for the better of the two. With "auto" the result is None if raw rows are
             best.
-        sample: the fraction of the rows to look at, in (0, 1]. The analysis looks at 1,024 rows at least, or at all
-            rows of a smaller tensor. None: the same number of rows as in `compress`.
+        sample: the fraction of the rows to look at, in (0, 1]. For scheme "ibp", the analysis looks at 1,024 rows at
+            least, or at all rows of a smaller tensor. For scheme "planes", it looks at no more than about 2^19
+            elements, or at 16 rows if these have more elements. None: the same number of rows as in `compress`.
         chunk_bytes: size in bytes of a chunk, 1, 2, 4 or 8, for scheme "ibp" only. None: the best size.
         tau: one threshold for all chunks, in [0.5, 1], as in the paper. None: thresholds from 0.55 to 1 are tried, and
             each chunk gets its best mask.
@@ -438,7 +440,7 @@ def compare(request: Request) -> tuple[list[Candidate], dict[str, float]]:
     """Compares the schemes on a sample of the table's rows.
 
     A scheme with `estimates` is not learned if options of another scheme are given. It is not learned, either, if an
-    estimate shows that it cannot be best; but if several clusters are requested, the estimates are not asked. A scheme
+    estimate shows that it cannot be best; but if several clusters are requested, the estimates are not used. A scheme
     whose table would not take fewer bytes than x does not become a candidate.
 
     Returns:
