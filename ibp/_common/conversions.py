@@ -23,7 +23,7 @@ def check_conversion(module: torch.nn.Module, convert: Callable) -> None:
 def guard_conversions(model: torch.nn.Module) -> None:
     """Makes a model and every module in it check all that they contain before they convert anything. Otherwise, if a
     submodule or a tensor refuses, torch, which converts depth first, would leave the tensors before it converted. If a
-    module no longer contains anything that may refuse, its own check is removed.
+    module no longer contains anything that may refuse, its check is removed.
 
     If the model later becomes a part of another module, that module is not guarded, because torch does not tell the
     model.

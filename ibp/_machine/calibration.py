@@ -129,8 +129,8 @@ class Calibration:
 
     def random_ns(self, num_bytes: int) -> float:
         """Returns the time, in ns, that address translation takes for a random row of a pinned table of num_bytes
-        bytes. Up to LARGE_BYTES, the time is proportional to the fraction of the table beyond reach_bytes; for larger
-        tables, it grows by _GROWTH each time that the size doubles."""
+        bytes. Up to LARGE_BYTES, the time is proportional to the fraction of the table beyond reach_bytes. For larger
+        tables, it grows by the fraction _GROWTH of random_row_ns each time that the size doubles."""
         out_of_reach, measured = (max(0.0, 1 - self.reach_bytes / size) for size in (num_bytes, LARGE_BYTES))
         if num_bytes <= LARGE_BYTES:
             return self.random_row_ns * out_of_reach / (measured or 1.0)

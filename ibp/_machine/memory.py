@@ -57,9 +57,10 @@ def pinning(what: str) -> Iterator[None]:
 
 
 def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> torch.Tensor:
-    """Returns an uninitialised uint8 tensor.
+    """Returns an uninitialised uint8 tensor of num_bytes bytes.
 
     Args:
+        device: the device of the tensor, if it is not pinned.
         pin: whether the tensor is in pinned host memory. This memory has the exact size, whereas torch's own allocator
             rounds sizes up to powers of two.
         node: the preferred NUMA node of pinned memory. Negative: the caller's node.
@@ -132,8 +133,8 @@ def release_pinned(limit_bytes: int | None = None) -> int:
 
     Pinning memory takes longer than filling it. Therefore memory of freed tables is kept, pinned, for later tables: at
     most 4 GiB, or an eighth of the machine's memory if that is less. A new table reuses kept memory that is on the same
-    NUMA node and is at most an eighth larger than the table needs. Before the memory is reused, the call waits for all
-    GPUs.
+    NUMA node and is at most an eighth larger than the table needs. The call that makes this table first waits for all
+    GPUs, because earlier work may still use the memory.
 
     Example:
         >>> table = ibp.compress(torch.ones(1000, 1024))
@@ -262,8 +263,9 @@ _usable: dict[torch.device | str, torch.device] = {torch.device("cpu"): torch.de
 
 
 def canonical(device: torch.device | str | int) -> torch.device:
-    """Returns a device as a torch.device; a CUDA device has its index. "cuda" stands for the current CUDA device.
-    Raises TypeError or ValueError if the argument is not a device, or is a device that cannot be used."""
+    """Returns a device as a torch.device; the result for a CUDA device always has an index. "cuda" stands for the
+    current CUDA device. Raises TypeError or ValueError if the argument is not a device, or is a device that cannot be
+    used."""
     known = _usable.get(device) if isinstance(device, (torch.device, str)) else None
     if known is not None:
         return known

@@ -375,8 +375,8 @@ def analyze(
         scheme: "ibp", "planes", or "auto" for the better of the two. With "auto" the result is None if raw rows are
             best.
         sample: the fraction of the rows to look at, in (0, 1]. For scheme "ibp", the analysis looks at 1,024 rows at
-            least, or at all rows of a smaller tensor. For scheme "planes", it looks at no more than about 2^19
-            elements, or at 16 rows if these have more elements. None: the same number of rows as in `compress`.
+            least, or at all rows of a smaller tensor. For scheme "planes", symbols are learned from no more than about
+            2^19 elements, or from 16 rows if these have more elements. None: the same number of rows as in `compress`.
         chunk_bytes: size in bytes of a chunk, 1, 2, 4 or 8, for scheme "ibp" only. None: the best size.
         tau: one threshold for all chunks, in [0.5, 1], as in the paper. None: thresholds from 0.55 to 1 are tried, and
             each chunk gets its best mask.

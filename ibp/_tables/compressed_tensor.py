@@ -45,7 +45,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         True
 
     Attributes (none can be set):
-        shape, dtype: of the original tensor.
+        shape, dtype: shape and dtype of the original tensor.
         device: the device that the coded rows are on.
         nbytes: size in bytes of all memory that the table takes.
         stored_bytes: size in bytes of the coded rows and the codebook, from which `savings` is computed. `nbytes` is
@@ -61,8 +61,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         version: the number of in-place changes so far. A copy of rows is stale if `version` has grown since the copy
             was made.
 
-    Pickling and `torch.save` keep everything except that the memory is pinned: call `pin_memory` after loading. Import
-    ibp before loading.
+    Pickling and `torch.save` keep everything except the pinning of memory: call `pin_memory` after loading. Import ibp
+    before loading.
     """
 
     _is = "a compressed table"
@@ -197,12 +197,13 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Moves the table to shared memory (see `share_memory_`) and returns a handle. Other processes pass the handle
         to `ibp.distributed.open_shared` to open the table without a copy.
 
-        Queues of `multiprocessing`, and arguments of its processes, send tables in this way.
+        Tables that are put in queues of `multiprocessing`, or passed as arguments to its processes, are sent in this
+        way.
 
         The handle is plain data and can be sent by any means, such as `torch.distributed.broadcast_object_list`, a
         store or a socket. Any number of processes may open it, as long as this process lives and holds the table. For
-        a table on a GPU the handle contains CUDA's own handles, which torch makes: one process may open it, and it
-        keeps the memory alive until then.
+        a table on a GPU, however, the handle contains CUDA's own handles, which torch makes. Only one process may open
+        it, and this process keeps the memory alive until then.
 
         Raises:
             RuntimeError: as for `share_memory_`.
