@@ -1,4 +1,4 @@
-"""Objects whose `close()` undoes a change, also at the end of a `with` block."""
+"""`Closing`, the base of classes whose `close()` undoes a change. A `with` block calls `close()` at its end."""
 
 from __future__ import annotations
 

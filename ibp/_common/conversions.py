@@ -1,7 +1,7 @@
 """Refuses conversions of modules, such as `module.half()` and `module.to("cuda")`, before they change anything.
 
-A module or a tensor that refuses some conversions has a method `check_conversion(convert)`, which raises an error if it
-refuses. convert is the function that torch would apply to each tensor.
+A module or a tensor that refuses some conversions has a method `check_conversion(convert)`, which raises an error if
+the conversion is refused. convert is the function that torch would apply to each tensor.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def check_conversion(module: torch.nn.Module, convert: Callable) -> None:
 
 
 def guard_conversions(model: torch.nn.Module) -> None:
-    """Makes a model, and every module in it, check all submodules and tensors in it before it converts the first one.
-    Otherwise torch, which converts depth first, would leave some of them converted when another one refuses. A module
-    that contains nothing that refuses gets torch's own method back.
+    """Makes a model and every module in it check all that they contain before they convert anything. Otherwise, if a
+    submodule or a tensor refuses, torch, which converts depth first, would leave the tensors before it converted. If a
+    module no longer contains anything that may refuse, its check is removed.
 
     If the model later becomes a part of another module, that module is not guarded, because torch does not tell the
     model.
@@ -47,7 +47,8 @@ class _GuardedApply:
 
 
 def _refusing(module: torch.nn.Module) -> Iterator[Any]:
-    """Yields the module itself, submodules, parameters and buffers, as far as they may refuse conversions."""
+    """Yields all that may refuse conversions, that is, has a method `check_conversion`, among a module, its submodules,
+    and their parameters and buffers."""
     for part in module.modules():
         for held in (part, *part._parameters.values(), *part._buffers.values()):
             if hasattr(type(held), "check_conversion"):

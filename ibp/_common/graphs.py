@@ -1,5 +1,5 @@
-"""Keeps functions out of the graphs of torch's compiler, and makes the errors for tracers and transforms that cannot
-record the operations."""
+"""Keeps functions out of the graphs of torch's compiler. Makes the errors that are raised under tracers and transforms
+that cannot record ibp's operations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _OUTSIDE = "ibp runs it outside of graphs: compile the code around it, or withou
 
 
 def cannot_record(tracer: str, operation: str = "") -> RuntimeError:
-    """Returns the error to raise under a tracer whose graph would leave out a table's rows or writes to given tensors.
+    """Returns the error to raise under a tracer that cannot record ibp's operations: its graph would lack the rows of
+    tables, or writes to tensors that are passed to an operation.
 
     Args:
         tracer: the name under which users know the tracer.
-        operation: the operation that is being traced. "": a function or a module.
+        operation: the operation that is being traced. "": what is traced is a function or a module.
     """
     here = f" (here ibp::{operation})" if operation else ""
     return RuntimeError(
@@ -34,7 +35,8 @@ _NOT_EXPORTED = f"{_OUTSIDE}. {cannot_record('torch.export')}"
 
 
 def cannot_map(operation: str = "") -> RuntimeError:
-    """Returns the error to raise inside torch.vmap, which cannot map operations that write to given tensors."""
+    """Returns the error to raise inside torch.vmap, which cannot map operations that write to tensors passed to
+    them."""
     here = f" (here ibp::{operation})" if operation else ""
     return RuntimeError(
         f"torch.vmap cannot map ibp's operations{here}: call them without torch.vmap, with all ids or vectors at once"

@@ -50,8 +50,8 @@ class RankGroup:
         """Calls work() on each rank. Returns the results of all ranks, in the order of the ranks. Results must be
         values that `wire.written` takes. A collective call.
 
-        If work() raises on one rank, the call raises on all ranks: on that rank the exception itself, and on the others
-        a RuntimeError with its message. what: the name of the work in error messages.
+        If work() raises on one rank, the call raises on all ranks: on that rank the exception itself, and on the other
+        ranks a RuntimeError with the message of the exception. what: the name of the work in error messages.
 
         Raises:
             RuntimeError: work() has raised on another rank, or a rank does not take part, because it ended or the
@@ -86,8 +86,8 @@ class RankGroup:
         return made[0]
 
     def from_rank(self, src: int, what: str, work: Callable[[], Any]) -> Any:
-        """Calls work() on rank src. Returns its result on all ranks. Errors are raised as by `together`. A collective
-        call. Raises ValueError if src is not a rank, or if ranks give different values of src."""
+        """Calls work() on rank src alone. Returns the result on all ranks. Errors are raised as by `together`. Raises
+        ValueError if src is not a rank, or if ranks give different values of src. A collective call."""
 
         def offer() -> tuple[dict[str, int], Any]:
             if not 0 <= src < self.size:

@@ -1,5 +1,5 @@
-"""Checks for functions that change a model in place. One checks the argument; the other is a base class for the
-returned object, which raises if the caller uses that object as the model."""
+"""Helpers for functions that change a model in place. `check_model` checks their argument. `NotTheModel` is the base
+class of the objects that they return; such an object raises an error if the caller uses it as the model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 class NotTheModel:
-    """Base of the classes of objects that functions return which change a model in place. If the caller uses such an
-    object as the model, an error says that the model itself has changed.
+    """Base class of the objects that are returned by functions that change a model in place. If the caller uses such an
+    object as the model, an error says that the model itself was changed.
 
     Attributes:
         changed_by: the name of the function that returned the object.

@@ -1,5 +1,5 @@
-"""Lends memory of a GPU to another process by CUDA IPC, in the same way as torch sends tensors, but describes the
-memory by plain values, which need no pickle."""
+"""Lends memory of a GPU to another process by CUDA IPC, as torch does when it sends tensors. Unlike in torch, plain
+values describe the memory, so no pickle is needed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _CLASSES = torch.Tensor, torch.storage.TypedStorage
 
 
 def lent(tensor: torch.Tensor) -> tuple:
-    """Returns plain values that describe a CUDA tensor. One other process can pass them to `opened`, once. The memory
-    is kept until then."""
+    """Returns plain values that describe a CUDA tensor. One other process can pass them to `opened`, once. Until then,
+    this process keeps the memory."""
     arguments = reduce_tensor(tensor.detach())[1]
     assert (arguments[_CLASS], arguments[_STORAGE]) == _CLASSES
     return (*arguments[_CLASS + 1 : _STORAGE], *arguments[_STORAGE + 1 :])

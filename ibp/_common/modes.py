@@ -1,5 +1,5 @@
-"""`outside_of_modes`, in which the library makes tensors that it keeps, so that they are plain tensors in whichever
-mode of torch a call is made."""
+"""`outside_of_modes`, a context in which the library makes the tensors that it keeps. They are then plain tensors,
+whatever mode of torch the caller is in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def outside_of_modes() -> Iterator[None]:
         if is_transformed() or torch._C._len_torch_dispatch_stack():
             with torch._C._DisableFuncTorch(), torch._C._DisableTorchDispatch():
                 yield
-        # Without need, dispatch is not disabled: an interrupt before the end of such a block would leave it disabled
-        # for as long as the traceback lives.
+        # Dispatch is disabled only if a transform or a mode is active: an interrupt before the end of that block would
+        # leave it disabled for as long as the traceback lives.
         else:
             yield

@@ -1,4 +1,5 @@
-"""`SavedTensor`, by which a state_dict() makes a tensor only once if several names of the state share it."""
+"""`SavedTensor`, a cache with which a state_dict() makes a tensor only once if several names in the state stand for
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class SavedTensor:
         tensor = self._last[1]() if self._last is not None and self._last[0]() is state else None
         if tensor is None:
             tensor = make()
-            # torch uses OrderedDict. There are no weak references to a dict, so its tensors are not cached.
+            # torch's state dicts are of class OrderedDict. A plain dict cannot be weakly referenced, so tensors for a
+            # plain dict are not cached.
             if isinstance(state, OrderedDict):
                 self._last = weakref.ref(state), weakref.ref(tensor)
         return tensor

@@ -1,4 +1,4 @@
-"""`Statistics`, the base of counters, and `savings` of everything that has coded bytes."""
+"""`Statistics`, the base class of counters, and the computation of `savings` for all classes that have coded bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def share_saved(num_bytes: int, stored_bytes: int) -> float:
 
 
 def shown_memory(nbytes: int, original_bytes: int) -> str:
-    """Returns the beginning of every `repr`: the size of all memory that coded tensors take, and its ratio to the size
-    of the plain tensors. The memory includes index and codebooks, so the ratio differs from what the coded rows alone
-    save.
+    """Returns a text for the `repr` of coded objects: the size of all memory that coded tensors take, and the ratio of
+    this size to the size of the plain tensors. The memory includes index and codebooks, so the ratio cannot be computed
+    from `savings`, for which only coded rows and codebooks count.
 
     Example:
         >>> ibp.adapters.shown_memory(1500, 2000)
@@ -45,8 +45,8 @@ class Saves:
 
 
 class Statistics:
-    """Base of the classes of objects that `stats()` returns. Such a class is a frozen dataclass whose fields are
-    counters; its properties are fractions that follow from the counters. An object can be unpacked like a tuple of the
+    """Base class of the objects that `stats()` returns. A subclass is a frozen dataclass. Its fields are counters, and
+    its properties are fractions that are computed from the counters. An object can be unpacked like a tuple of the
     counters."""
 
     def as_dict(self) -> dict[str, Any]:

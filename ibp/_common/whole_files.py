@@ -101,8 +101,12 @@ class NewFile:
             raise
 
     def _opened(self, alone: bool) -> io.FileIO:
-        """Opens the temporary file. Its name is derived from the path, and it is locked. If another call has the lock,
-        or if there are no locks, the file gets a random name instead."""
+        """Opens the temporary file. Usually its name is derived from the path, and it is locked. If the file system
+        does not support locks, or if another call has the lock, the file gets a random name and no lock.
+
+        Raises:
+            BlockingIOError: `alone` is set, and another call has the lock.
+        """
         assert self._temporary is not None
         mode = 0o600 | (_NEW_MODE if self._mode is None else self._mode)
         try:
@@ -161,8 +165,8 @@ class NewFile:
 
 
 def _kept_mode(path: Path, like: Iterable[str | os.PathLike[str]]) -> int | None:
-    """Returns the permissions of the file at a path. If there is none, returns those that all files in `like` have, or
-    None if `like` is empty."""
+    """Returns the permissions of the file at a path. If there is no file, returns the permissions that all files in
+    `like` have, or None if `like` is empty."""
     with contextlib.suppress(FileNotFoundError):
         return stat.S_IMODE(path.stat().st_mode) & 0o777
     modes = [stat.S_IMODE(os.stat(each).st_mode) & 0o777 for each in like]
@@ -170,8 +174,8 @@ def _kept_mode(path: Path, like: Iterable[str | os.PathLike[str]]) -> int | None
 
 
 def _new_file(path: Path, mode: int) -> io.FileIO:
-    """Creates a file that does not exist yet. No line of Python runs between the system call and the creation of the
-    object that closes the file, so an interrupt cannot leave the descriptor open."""
+    """Creates a file; raises FileExistsError if it exists. The system call is made inside the constructor of the file
+    object. No line of Python runs between the two, so an interrupt cannot leave the descriptor open."""
     return io.FileIO(path, "x+", opener=functools.partial(os.open, mode=mode))
 
 
@@ -213,8 +217,12 @@ def _remove_unless_locked(path: Path) -> None:
 
 @contextlib.contextmanager
 def errors_of(path: Path, num_bytes: int) -> Iterator[None]:
-    """Adds the path to an OSError that names no file and, if the disk is full, the number of bytes that the file needs
-    at least."""
+    """A context that completes an OSError which names no file. Adds the path and, if the disk is full, the number of
+    bytes that the file needs.
+
+    Args:
+        num_bytes: the least size of the file in bytes.
+    """
     try:
         yield
     except OSError as error:

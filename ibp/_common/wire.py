@@ -22,7 +22,7 @@ import torch
 _Class = TypeVar("_Class", bound=type)
 _Record = TypeVar("_Record", bound=tuple[Any, ...])
 
-_LENGTH = struct.Struct("<Q")  # The length of the JSON in bytes, which precedes it.
+_LENGTH = struct.Struct("<Q")  # The first bytes of a message: the length of the JSON in bytes.
 # The registered classes by name, each with the names of its constructor's arguments.
 _classes: dict[str, tuple[type, tuple[str, ...]]] = {}
 
@@ -40,8 +40,8 @@ def sent(kind: _Class) -> _Class:
 
 
 def written(value: Any) -> bytes:
-    """Converts a value to bytes: None, a number, text, bytes, a dtype, a device, a dense tensor, an object of a
-    registered class, or a list, tuple or dict of such values. Raises TypeError if a value has another type."""
+    """Converts a value to bytes. The value may be None, a number, text, bytes, a dtype, a device, a dense tensor, an
+    object of a registered class, or a list, tuple or dict of such values. Raises TypeError for any other value."""
     parts: list[bytes] = []
     text = json.dumps(_form_of(value, parts)).encode()
     return b"".join((_LENGTH.pack(len(text)), text, *parts))
@@ -94,8 +94,8 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 
 def _form_of(value: Any, parts: list[bytes]) -> Any:
-    """Returns what stands for a value in the JSON: the value itself, or a list [kind, ...]. The data of tensors and of
-    bytes objects is appended to parts."""
+    """Returns the form of a value, which stands for it in the JSON: the value itself, or a list [kind, ...]. The data
+    of tensors and of bytes objects is appended to parts."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value).__name__ in _classes and type(value) is _classes[type(value).__name__][0]:
@@ -136,8 +136,8 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 class _Reader:
-    """Converts what `_form_of` returns back to values. It must see the forms in their order, because each bytes object
-    or tensor takes the next bytes of the data that follows the JSON."""
+    """Converts forms, as `_form_of` returns them, back to values. The forms must be converted in their order, because
+    each bytes object or tensor takes the next bytes of the data that follows the JSON."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._position = data, 0

@@ -22,9 +22,10 @@ _KINDS = _DTYPES[:3]  # The dtypes that the kernel sums. The position of a dtype
 _PLANES = 2  # The first number of a codec of scheme "planes".
 _MOST_ROW_BYTES = 8192  # The kernel sums rows of at most this many bytes.
 # Coded rows of at most 128 bytes in device memory are gathered and then reduced by torch's function, because this is
-# faster for bags of several rows. With rows of 128 bytes in bags of 10 and of 50, the kernel sums 167 and 177 GB/s of
-# BF16 and 299 and 354 GB/s of FP32; torch's function, over gathered rows, sums 206 and 225 GB/s of BF16 and 397 and 426
-# GB/s of FP32 (benchmarks/bags.py, an H200). Bags of one row are slower with torch's function: 103 instead of 167 GB/s.
+# faster for bags of several rows. With rows of 128 bytes in bags of 10 and of 50 rows, the kernel sums 167 and 177 GB/s
+# of BF16, and 299 and 354 GB/s of FP32. Torch's function, over gathered rows, sums 206 and 225 GB/s of BF16, and 397
+# and 426 GB/s of FP32. Bags of one row are slower with torch's function: 103 instead of 167 GB/s (benchmarks/bags.py,
+# on an H200).
 _SHORT_ROW_BYTES = 128
 
 
@@ -201,9 +202,10 @@ def _check_offsets(bags: Bags) -> None:
 
 
 def _is_fused(source: Table | CachedRows, bags: Bags) -> bool:
-    """Returns whether one kernel decodes and reduces these bags. It does if it takes them, unless `_pool_gathered` is
-    faster: for so many ids that `index_select` would choose path "bucketed", and for coded rows in device memory of at
-    most _SHORT_ROW_BYTES bytes."""
+    """Returns whether one kernel should decode and reduce these bags. Otherwise `_pool_gathered` does. The kernel must
+    support the table, the device and the weights. It is not used if `_pool_gathered` is faster, which holds for coded
+    rows of at most _SHORT_ROW_BYTES bytes in device memory, and for so many ids that `index_select` would choose path
+    "bucketed"."""
     table, device = _table_of(source), bags.ids.device
     is_near = table.device.type == "cuda" or isinstance(source, CachedRows)
     if is_near and table.codebook is not None and table.row_bytes <= _SHORT_ROW_BYTES:
@@ -227,8 +229,8 @@ def _table_of(source: Table | CachedRows) -> Table:
 def _found(
     source: Table | CachedRows, ids: torch.Tensor
 ) -> Iterator[tuple[Handle, torch.Tensor | None, Sequence[torch.Tensor]]]:
-    """Yields (handle of the table, entries of the rows, slabs), as `CachedRows.found` does. If the source is a table,
-    the entries are None and there are no slabs."""
+    """Yields (handle of the table, entries of the rows in a cache, slabs of the cache), as `CachedRows.found` does. If
+    the source is a table, the entries are None and there are no slabs."""
     if isinstance(source, CachedRows):
         with source.found(ids) as found:
             yield found

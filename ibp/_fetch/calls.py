@@ -87,7 +87,8 @@ def target_of(device: torch.device | str | int | None, out: torch.Tensor | None,
 
 def worker_of(table: Table, target: torch.device) -> torch.device:
     """Returns the device that decodes by default: the target if it can read the table's memory, and otherwise the
-    device of that memory. A call that names a path may use the other device."""
+    device of that memory. The exception is path "cpu" of `index_select`: the CPU gathers the rows, and the target
+    decodes them even if it cannot read the table's memory."""
     if table._is_pinned and (target.type == "cpu" or table._serves(target)):
         return target
     return table.slots.device if table.slots.is_cuda else CPU

@@ -1,5 +1,6 @@
-"""Lists the escaped weights of a matrix: those that its digits do not represent. The list is made once, so that the
-kernel that multiplies does not have to look for escapes."""
+"""Lists the escapes of a matrix that was coded at level "fast": the weights whose exponents the digits of their rows do
+not represent. The list is made once, so that the kernel that multiplies does not have to look for escapes. The kernel
+multiplies by regular rows, which have few escapes; torch multiplies by the other rows."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from .._rows.table import Table, handle_on
 from .._schemes import PlanesCodebook
 from .streaming import decode_items, decompress
 
-# A regular row has at most 64 escapes, or at most one in 128 columns. With this number of escapes, adding their
-# products takes about as long as decoding the row.
+# A regular row has at most 64 escapes or, if that is more, one escape for each 128 columns. The kernel adds the
+# products of so many escapes in about the time in which it decodes the row.
 MOST_OF_A_ROW, COLUMNS_AN_ESCAPE = 64, 128
 _LEAST_ROWS = 16  # The kernel takes matrices of at least this many rows.
 COLUMN_UNIT = 32  # The kernel takes rows whose number of columns is a multiple of this.
@@ -28,8 +29,8 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 class Escapes(NamedTuple):
-    """A matrix as the kernels of products read it: its slots, and the list of its escaped weights.
-    `torch.ops.ibp.linear` takes the first four fields.
+    """What the product kernels read of a matrix: its slots, and the list of its escapes. `torch.ops.ibp.linear` takes
+    the first four fields.
 
     Attributes:
         slots: the table's slots, as a torch.nn.Parameter, because torch.compile(mode="reduce-overhead") copies all
@@ -40,9 +41,9 @@ class Escapes(NamedTuple):
         starts: int32 [N + 1], the position of each row's first entry.
         entries: int32 [escapes, 2], ordered by row and column. An entry has the column of the weight, and a word whose
             low half has the bits of the weight and whose high half has the bits to which its digit, 15, decodes.
-        rows: int64 [rows], the numbers of the irregular rows, which torch multiplies. A row is irregular if it is
-            stored raw or is a default row, or if it has more than `MOST_OF_A_ROW` escapes that are also more than one
-            in `COLUMNS_AN_ESCAPE` columns.
+        rows: int64 [rows], the numbers of the irregular rows, by which torch multiplies. A row is irregular if it is
+            stored raw, if it is a default row, or if it has too many escapes: more than `MOST_OF_A_ROW`, and also more
+            than one for each `COLUMNS_AN_ESCAPE` columns.
         weights: [rows, K] of the table's dtype, the weights of the irregular rows.
     """
 
@@ -99,8 +100,8 @@ def escapes_of(table: Table) -> Escapes | None:
 
 
 def matrix_of(table: Any, device: torch.device, check: bool = False) -> torch.Tensor:
-    """Decodes a table of a matrix to a tensor on a device, as `decompress` does. If the table is on the same GPU and
-    its escapes are listed, a faster kernel decodes it, which does not have to look for escapes."""
+    """Decodes the table of a matrix to a tensor on a device, as `decompress` does. If the table is on the same GPU and
+    its escapes are listed, the table is decoded by a kernel that is faster because it does not look for escapes."""
     is_listed = isinstance(table, Table) and table._escapes is not None and table.device == device
     escapes = escapes_of(table) if is_listed and table.is_cuda else None
     if escapes is None:

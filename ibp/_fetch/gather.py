@@ -90,8 +90,9 @@ def index_select(
             one t of a cache [B, H, T, D], they are written to it directly. With a list of tables, out must be
             contiguous.
         check: whether to wait for the result and raise faults in this call.
-        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all; but path "bucketed" takes only
-            the number that decodes rows as fast as the link brings them (at least 16 on an H200).
+        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all. The exception is path
+            "bucketed", which then takes only the number that decodes rows as fast as the link brings them (at least 16
+            on an H200).
         path: how items come from host memory to a GPU. All paths give the same bits. None chooses by the sizes.
             "gpu": the GPU fetches the items in the order of the ids.
             "bucketed": the table is divided into windows. The GPU first sorts the ids by window, and fetches the items
@@ -250,7 +251,8 @@ def _way_from_cpu(
 
 
 def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
-    """Returns whether the CPU gathers the items of many CPU ids for a GPU. It does if this is possible and pays."""
+    """Returns whether the CPU should gather the items of many CPU ids for a GPU: whether this is possible, and is
+    expected to be faster."""
     if table.slots.is_cuda or (worker.type == "cuda" and not _stages(table, handle, ids.shape[0])):
         return False
     can_gather = host_gather.rows_at_once(table) > 0 and not is_capturing(target)
@@ -299,8 +301,8 @@ def _from_start(ids: torch.Tensor, num_items: int) -> torch.Tensor:
 
 
 def raise_for(table: Table, ids: torch.Tensor, handle: Handle, from_end: int = 0, **near: Any) -> None:
-    """Raises the error for a call of `take` on the CPU that has failed because an id or a row is bad. It fetches the
-    items again to find out which.
+    """Raises the error for a call of `take` on the CPU that has failed because an id or a row is bad. To find the bad
+    id or row, fetches the items again.
 
     Args:
         near: the arguments `entries` and `slabs` of `gather_items`, if rows come from a cache.

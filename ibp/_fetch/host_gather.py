@@ -28,15 +28,15 @@ CHUNK_BYTES = 8 << 20
 # While one chunk is gathered, another is copied and a third is decoded. Each chunk has a buffer in pinned memory and a
 # buffer in device memory.
 NUM_CHUNKS = 3
-# Size in bytes of each of two rings for slots, one in pinned memory and one in device memory. The core cuts each ring
-# into twelve places.
+# Size in bytes of each of two rings for slots, one in pinned memory and one in device memory. The core divides each
+# ring into twelve buffers.
 RING_BYTES = 24 << 20
 _CPU = torch.device("cpu")
 
 
 def rows_at_once(table: Table) -> int:
-    """Returns the number of rows that are expected to fit into one chunk. Returns 0 if items do not consist of whole
-    rows, or if an item may not fit."""
+    """Returns the number of rows that are expected to fit in one chunk. Returns 0 if items do not consist of whole
+    rows, or if the rows of an item may not fit in a chunk."""
     geometry = table.geometry
     if geometry.item_bytes == 0 or geometry.item_bytes % geometry.row_bytes:
         return 0
@@ -62,14 +62,14 @@ def parts_of(memory: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.T
 def select(
     table: Table, ids: torch.Tensor, first: int, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> list[int]:
-    """Fills the parts of a chunk with a selection of the items ids[first:]. Takes the largest number of items that
-    fits, at least one.
+    """Fills the parts of a chunk with a selection: the items ids[first], ids[first + 1] and so on, until the next item
+    does not fit. At least one item is taken.
 
     Args:
         parts: what `parts_of` returns for the chunk.
 
     Returns:
-        [number of items, size of their rows in bytes].
+        [number of selected items, total size of their stored rows in bytes].
 
     Raises:
         IndexError, CorruptTableError: an id or a row is bad. Positions in error messages count from ids[0].
@@ -94,7 +94,7 @@ def decode(
     """Decodes a selection of num_items items on its device, and writes them to out[first : first + num_items].
 
     Args:
-        order: int32 on the device: 0, 1, 2 and so on, one number for each item of out.
+        order: int32 on the device, the numbers 0, 1, 2 and so on: one number for each item of out.
     """
     bases, lengths, rows = selection
     geometry, none = table.geometry, rows[:0]
@@ -169,7 +169,7 @@ def has_buffers(table: Table, device: torch.device) -> bool:
 def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:
     """Fetches items of a table in host memory to a CUDA device. The device's current stream waits for them.
 
-    The call returns when the last row is gathered. It waits for the GPU only if every chunk is still in use.
+    The call returns when the last row is gathered. It waits for the GPU only if the buffers of all chunks are in use.
 
     Args:
         ids: on the CPU, contiguous, not empty.

@@ -85,9 +85,9 @@ def linear(
     make this list when they take a table; call `table.prepare_linear()` to make it for a table of your own. With the
     list, calls do not synchronise, and they allocate only their result and, for more vectors than these, a workspace.
     They can be captured in a CUDA graph, or compiled with fullgraph=True and mode="reduce-overhead", from the first
-    call on. Without the list, the first call makes it. A graph that is captured, or code that is compiled, before the
-    list is made decodes W in every call, and a warning says so once. The table's `nbytes` includes the list. After the
-    table has changed, the list is made anew; compile and capture again then.
+    call on. Without the list, the first call makes it. If a graph is captured, or code is compiled, before the list is
+    made, the graph or the code decodes W in every call, and a warning says so once. The table's `nbytes` includes the
+    list. After the table has changed, the list is made anew; compile and capture again then.
 
     Some rows are kept decoded beside the list, and torch multiplies by them: rows that are stored raw, default rows,
     and rows with more than 64 escaped weights that are also more than K / 128. If more than one row in 32 is such a
@@ -157,8 +157,9 @@ def _one_for_each(name: str, given: Sequence[torch.Tensor | None] | None, tables
 
 
 def slot_bytes_for(columns: int, dtype: torch.dtype = torch.bfloat16) -> int | None:
-    """Returns the `slot_bytes` that a table needs for the kernel to multiply its rows. Slots of long rows have 32 bytes
-    for escapes. Returns None if the kernel does not take such rows. columns: the number of elements of a row."""
+    """Returns the `slot_bytes` that a table needs so that the kernel can multiply by its rows. Slots of long rows have
+    32 bytes for escapes. Returns None if the kernel does not take rows of this length and dtype. columns: the number of
+    elements of a row."""
     if dtype != torch.bfloat16 or columns == 0 or columns % COLUMN_UNIT or 2 * columns > _core.MAX_ROW_BYTES:
         return None
     least = coded_row_bytes(columns) + (_SYMBOL_BYTES if columns >= _LONG_COLUMNS else 0)
@@ -228,7 +229,8 @@ def _products(
 
 
 def _multiply_irregular(x: torch.Tensor, escapes: Escapes, bias: torch.Tensor | None, result: torch.Tensor) -> None:
-    """Multiplies x by the irregular rows of a table, by torch's function, and writes their columns of the result."""
+    """Multiplies x by the irregular rows of a table, by torch's function, and writes the columns of the result that
+    belong to these rows."""
     vectors = x.detach().reshape(-1, x.shape[-1])
     irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])
     result.view(len(vectors), -1).index_copy_(1, escapes.rows, irregular)
@@ -270,8 +272,8 @@ def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None, out
 
 
 def _are_near(x: torch.Tensor, table: Any, bias: torch.Tensor | None = None) -> bool:
-    """Returns whether x, table and bias have the dtypes and layouts that the kernel takes and are all on one GPU.
-    `escapes_of` says whether the kernel also takes the table's rows."""
+    """Returns whether x, table and bias are on one GPU and have the dtypes and layouts that the kernel takes. Whether
+    the kernel takes the table's rows is not checked here, but by `escapes_of`."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or not isinstance(table, Table) or table.dtype != x.dtype:
         return False
     if table.slots.device != x.device or x.layout != torch.strided or x.numel() == 0 or is_transformed():
@@ -287,8 +289,8 @@ def _are_few(x: torch.Tensor, num_rows: int) -> bool:
 
 
 def most_vectors(device: torch.device, num_rows: int) -> int:
-    """Returns the largest number of vectors that a GPU multiplies by coded weights faster than by weights that have to
-    be decoded first. num_rows: the number of rows of the matrix, or of all matrices together."""
+    """Returns the largest number of vectors for which a GPU multiplies faster by coded weights than by weights that it
+    has to decode first. num_rows: the number of rows of the matrix, or of all matrices together."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return MOST_VECTORS
     return min(MOST_90, max(LEAST_90, num_rows // 16))
@@ -324,8 +326,8 @@ def linear_groups(
     Args:
         x: tensor [V / sharing, K], the vectors.
         table: a table of the stacked matrices [E * rows, K], of x's dtype.
-        groups: int32 [G, 3] on the device of x. A group is the number of its matrix, its first vector, and the number
-            of its vectors, at most 8. The first group without vectors ends the list. A vector must not be in two
+        groups: int32 [G, 3] on the device of x. A group is (number of its matrix, position of its first vector, number
+            of its vectors, at most 8). The first group without vectors ends the list. A vector must not be in two
             groups.
         rows: the number of rows of each matrix.
         order: int64 [V] on the device of x, such as `group_vectors` returns: position v in the groups stands for vector
@@ -334,14 +336,14 @@ def linear_groups(
         out: tensor [V, rows] of the table's dtype, contiguous and on the device of x, to write to.
 
     Returns:
-        Tensor [V, rows], without gradients; out if it was given. Results of vectors that are not in a group keep the
-        values of out, or are undefined.
+        Tensor [V, rows], without gradients; out if it was given. For vectors that are not in a group, out keeps its
+        values; if out was not given, their results are undefined.
 
     Raises:
         TypeError: an argument is of another type, groups is not int32, order is not int64, or out has another dtype.
         ValueError: shapes do not fit; groups, order or out is on another device than x; or out is not contiguous.
-        IndexError: a group, or a number in order, is out of range. The kernel does not raise this: for the kernel such
-            a group ends the list, and the results of such a number are undefined.
+        IndexError: a group, or a number in order, is out of range. The kernel does not raise this error: it ends the
+            list of groups at such a group, and the results for such a number are undefined.
         CorruptTableError: as for `linear`.
     """
     check_table(table)
@@ -451,8 +453,8 @@ def _multiply_one_by_one(
 
 
 def group_vectors(matrices: torch.Tensor, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divides vectors into groups of the same matrix, for `linear_groups`. On a GPU one short kernel does this, and the
-    call does not synchronise.
+    """Divides vectors into groups for `linear_groups`: the vectors of a group have the same matrix. On a GPU one short
+    kernel does this, and the call does not synchronise.
 
     Example:
         >>> group_vectors(torch.tensor([3, 1, 7, 1]), num_matrices=5)

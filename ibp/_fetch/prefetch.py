@@ -18,7 +18,8 @@ class Prefetch(OfThisProcess):
     """The result of `table.prefetch`: items, or a whole tensor, that come to a device on another stream.
 
     `wait` makes the current stream wait for the result; the host does not wait. Call `close` when all work that uses
-    the result has been queued on the current stream. A `with` block calls both.
+    the result has been queued on the current stream. A `with` block calls `wait` at its beginning and `close` at its
+    end.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -42,7 +43,8 @@ class Prefetch(OfThisProcess):
         return self._event is None or self._event.query()
 
     def wait(self) -> torch.Tensor:
-        """Returns the result, for work on the current stream of its device. It may be called on several streams.
+        """Makes the current stream of the result's device wait until the result has arrived. Returns the result. The
+        method may be called on several streams.
 
         Raises:
             RuntimeError: the prefetch has been closed.

@@ -18,8 +18,8 @@ Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 def differentiable(
     product: Product, x: torch.Tensor, table: Table | Any, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns product(x, table, bias), which is x [..., K] times the transposed matrix [N, K] of a table, plus bias
-    [N], with gradients of x and bias.
+    """Returns product(x, table, bias), with gradients of x and bias. The product is x [..., K] times the transpose of
+    the table's matrix [N, K], plus bias [N].
 
     Autograd keeps the decoded matrix until backward in two cases: if the source is not a table, because backward could
     not find out whether its rows have changed; and inside transforms of torch.func, which do not support an

@@ -1,9 +1,9 @@
 """Decodes whole tensors: `decompress`.
 
-Stored bytes in pinned host memory come to a GPU on one of two paths. Either one kernel fetches and decodes them. Or, if
-there are enough of them, the copy engine brings them through a ring of buffers while earlier chunks are decoded
-(`TensorStream`, which `ibp.offload` uses, too). Several tables share one such stream. Tables that are in the memory of
-the GPU that decodes them share launches."""
+Stored bytes in pinned host memory come to a GPU on one of two paths. A small number of bytes is fetched and decoded by
+one kernel. A larger number is brought by the copy engine through a ring of buffers, and each chunk is decoded while the
+next ones are copied (`TensorStream`, which `ibp.offload` uses, too). Several tables share one such stream. Tables that
+are in the memory of the GPU that decodes them share launches."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from .calls import IN_ORDER, check_out, check_path, check_table, sms_of, target_
 # Least number of SMs that decode a stream of tables. On one H200, 32 SMs keep up with the link for every dtype (FP8
 # needs 32, BF16 needs 8). If the computations of a model take as long as its weights take to arrive, decoding makes the
 # model slower by 1 % with 32 SMs, and by 4 % with 8. The reason: if a decoder starts in a gap between two kernels of
-# the model, the next kernel waits for it, and with fewer SMs it takes longer.
+# the model, the next kernel waits for the decoder, which takes longer if it has fewer SMs.
 STREAM_SMS = 32
 # Size in bytes of the ring of staging buffers on the GPU. The ring is kept for the next request on the same stream.
 _RING_BYTES = 32 << 20
 _decode_bytes = torch.ops.ibp.decode_bytes.default
 PATHS = ("copy", "gpu")
-# A stream gets 1.75 times the number of SMs that decode at the rate of the copy engine, because decoding a chunk begins
-# late, and its blocks end at different times.
+# A stream gets 1.75 times the number of SMs that decode at the rate of the copy engine. Fewer SMs would not keep up,
+# because the decoding of a chunk begins some time after its copy, and the blocks of the decoder end at different times.
 _SPARE_SMS = 1.75
 
 
@@ -73,11 +73,11 @@ def decompress(
     """Returns the tensor that a table was made from.
 
     If the table is in pinned host memory and the result goes to a GPU, the copy engine moves the stored bytes into a
-    ring of staging buffers of 32 MiB. Meanwhile the GPU decodes the bytes there, on streams of its own, and the current
-    stream waits for these streams. Less than 64 MiB is fetched by one kernel instead. If out is on the GPU, and the
-    table is pinned or on that GPU, the call does not synchronise. It can then be captured in a CUDA graph after one
-    call outside the graph, and the graph keeps the ring. Code inside torch.compile also needs one call outside of it;
-    there, a kernel always fetches the bytes.
+    ring of staging buffers of 32 MiB. Meanwhile the GPU decodes the bytes there, on separate streams, and the current
+    stream waits for these streams. Less than 64 MiB of stored bytes (at the rates of an H200, see `ibp.calibration`)
+    are fetched by one kernel instead. If out is on the GPU, and the table is pinned or on that GPU, the call does not
+    synchronise. It can then be captured in a CUDA graph after one call outside the graph, and the graph keeps the ring.
+    Inside torch.compile, the call also works only after one call outside, and a kernel always fetches the bytes.
 
     If several tables in pinned host memory go to one GPU, they come as one stream through one ring. The copies for one
     tensor run while the previous tensor is still being decoded, so the link is busy from the first tensor to the last,
@@ -258,7 +258,7 @@ def _stored_bytes(table: Table, num_bytes: int) -> int:
 
 
 def _copies(worker: torch.device, stored_bytes: int, sms: int, path: str | None) -> bool:
-    """Returns whether the copy engine brings rows over the link. Otherwise a kernel fetches them.
+    """Returns whether the copy engine is to bring rows over the link. If not, a kernel fetches them.
 
     If the caller limits the number of SMs and names no path, a kernel fetches the rows: the caller probably has other
     kernels that keep SMs busy for long, and every chunk of a stream would have to wait for free SMs."""
@@ -307,7 +307,8 @@ class _DecodeJob(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the table is not empty, and a GPU decodes it directly into a contiguous result in its memory."""
+        """Whether a GPU decodes the table directly to a contiguous result in its memory. False for an empty table and
+        for a table without dimensions."""
         if self.worker.type != "cuda" or self.worker != self.target or not self.table.original_bytes:
             return False
         is_direct = self.out is None or (self.out.shape == self.table.shape and self.out.is_contiguous())
@@ -315,8 +316,10 @@ class _DecodeJob(NamedTuple):
 
 
 def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str | None) -> list[torch.Tensor]:
-    """Decodes all jobs and returns their results. Tables that cross the link to one GPU share a stream. The host waits
-    only for results that go to the CPU, and for all if check is set, and not before the work of all jobs is queued."""
+    """Decodes all jobs and returns their results. Tables that the copy engine brings to one GPU share a stream.
+
+    If a GPU decodes a table and the result goes to the CPU, the host waits for this result before it queues the work of
+    the next job. If check is set, the host also waits for all GPUs, after the work of all jobs is queued."""
     sms = sms_of(max_sms)
     if path is not None:
         check_path(path, PATHS)
@@ -359,9 +362,9 @@ def _decode_job(job: _DecodeJob, sms: int, stream: TensorStream | None) -> torch
 def _decode_together(
     jobs: list[_DecodeJob], streams: Sequence[TensorStream | None], sms: int
 ) -> dict[int, torch.Tensor]:
-    """Decodes the jobs that have no stream and whose results are contiguous on a GPU. Tables that the same kernel
-    decodes share launches. Returns the results in a dictionary, by the positions of their jobs. Jobs that are missing
-    from it have not been done."""
+    """Decodes jobs that have no stream and whose results are contiguous on a GPU, if there are at least two of them for
+    this GPU. Tables that the same kernel decodes share launches. Returns a dictionary from the position of a job to its
+    result. The caller must do all jobs that are not in the dictionary."""
     groups: dict[torch.device, list[int]] = {}
     for number, (job, stream) in enumerate(zip(jobs, streams)):
         if stream is None and job.is_plain:
@@ -387,7 +390,8 @@ def _decode_together(
 
 
 def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:
-    """Returns the number of SMs of a device that decode faster than the copy engine brings the stored bytes.
+    """Returns a number of SMs with which a device decodes stored bytes faster than the copy engine brings them:
+    _SPARE_SMS times the number that decodes at the rate of the copy engine.
 
     Args:
         num_bytes: size in bytes of the part of the tensor that is decoded.
@@ -420,9 +424,10 @@ class TensorStream:
 
     Args:
         device: the GPU. Its current stream waits for every table, and the ring's memory is allocated on this stream.
-        num_tables: the number of tables, so that the last one can end in small chunks. None: the number is not known.
-        ring_bytes: size in bytes of the ring, which holds four chunks; also an attribute. None: 32 MiB. With a larger
-            ring the copy engine pauses less often, and the host issues fewer calls.
+        num_tables: the number of tables. If it is known, the last table ends in small chunks, so that its decoding ends
+            sooner. None: it is not known.
+        ring_bytes: size in bytes of the ring, which holds four chunks. It is also an attribute. None: 32 MiB. With a
+            larger ring the copy engine pauses less often, and the host issues fewer calls.
     """
 
     def __init__(self, device: torch.device, num_tables: int | None = None, ring_bytes: int | None = None) -> None:
@@ -460,8 +465,8 @@ class TensorStream:
     def prepare(
         self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
     ) -> tuple[Any, ...]:
-        """Returns the argument of `issue`. The caller may use it again to decode the same bytes to the same memory. The
-        arguments are those of `decode`."""
+        """Returns the argument for `issue`. The caller may pass it to `issue` several times, to decode the same bytes
+        to the same memory again. The arguments are those of `decode`."""
         stored_bytes = _stored_bytes(table, end - start)
         return (
             (handle_on(table, worker).table, table.bases, start, end, self._streamer.address),
@@ -469,7 +474,7 @@ class TensorStream:
         )
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
-        """Queues the decoding for which `prepare` has returned the argument."""
+        """Queues the decoding that `prepare` has prepared. prepared: the result of `prepare`."""
         self._num_done += 1
         begins = self._num_done == 1 and not self._continues
         ends, self._failed = self._num_done == self._num_tables, True

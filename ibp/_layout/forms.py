@@ -4,8 +4,8 @@ A piece has the following parts, in this order. Some of them may be empty.
 
     head      int64 [8]: counters and a fault record, see `PieceHead`
     bases     int64: the offsets in overflow at which the rows' parts begin (FORMAT.md, section 2)
-    rooms     uint16 [rows]: the size of the part of overflow that each row owns, if rows can be encoded more than once
-              (ibp_place.h)
+    rooms     uint16 [rows]: the size of the part of overflow that each row owns, in units of 32 bytes; only if rows can
+              be encoded more than once (ibp_place.h)
     lengths   uint16 [rows]: the lengths of the stored rows (FORMAT.md, section 2)
     slots     uint8
     overflow  uint8
@@ -13,10 +13,11 @@ A piece has the following parts, in this order. Some of them may be empty.
 bases, rooms and lengths, which form the index, follow each other without gaps. Slots and overflow begin at multiples of
 an alignment.
 
-There are two forms. The size of a *fixed* piece is known before its rows are coded, and is the same on all ranks: every
-row has a slot, and overflow has a given size. A *packed* piece has no slots and no rooms, and all rows lie in overflow,
-one after the other. To send a packed piece, it is enough to send its bytes up to the last one in use. The operation
-`encode_piece` writes packed pieces, and `decode_piece` reads them (csrc/bindings/torch_ops.cpp).
+There are two forms. In a *fixed* piece, every row has a slot, and overflow has a given size. The size of such a piece
+is known before its rows are coded, and is the same on all ranks of a process group. A *packed* piece has no slots and
+no rooms, and all rows lie in overflow, one after the other. To send a packed piece, it is enough to send its bytes up
+to the last byte of overflow that is in use. The operation `encode_piece` writes packed pieces, and `decode_piece` reads
+them (csrc/bindings/torch_ops.cpp).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class PieceHead(NamedTuple):
     """The entries of the head of a piece, as views of the head.
 
     Attributes:
-        used: int64 [1]: number of bytes of overflow that have been requested by rows. If overflow was too small for a
-            row, this is more than the size of overflow.
+        used: int64 [1]: number of bytes of overflow that have been allocated to rows. If rows were lost because
+            overflow was too small, it may be more than the size of overflow.
         counts: int64 [2]: number of rows with a part in overflow, and number of lost rows.
         fault: int64 [4]: a fault record.
         note: int64 [1]: a number for the use of the sender of the piece. `encode_into` does not write to it.
@@ -67,8 +68,8 @@ def head_of(words: torch.Tensor) -> PieceHead:
 
 
 def used_bytes(piece: torch.Tensor) -> int:
-    """Returns the number of used bytes of overflow of a piece. piece: the piece, or a copy of its head, in host
-    memory."""
+    """Returns the number of bytes of overflow that have been allocated to rows of a piece (see `PieceHead.used`).
+    piece: the piece, or a copy of its head, in host memory."""
     return int(piece[:8].view(torch.int64))
 
 

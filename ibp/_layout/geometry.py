@@ -36,7 +36,8 @@ _BLOCK_BYTES = 64 << 20
 _NEAR_BLOCK_BYTES = 1 << 30
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # keys: size of an element in bytes
 
-# A tensor may hold elements of 1, 2, 4 or 8 whole bytes that torch neither scales nor packs.
+# Names of the dtypes that can be compressed: those with elements of 1, 2, 4 or 8 bytes, except quantised dtypes, which
+# torch stores with a scale, and dtypes that pack several values in a byte. A release of torch may lack some of them.
 _DTYPE_NAMES = (
     "bool",
     "uint8",
@@ -86,7 +87,7 @@ class Geometry:
     """The shape and dtype of a tensor x, with the division of x into rows. An item is x[i]; a 0-D tensor is one item.
 
     Attributes:
-        row_bytes: size in bytes of a row; 0 for a tensor that a general codec has coded as a whole.
+        row_bytes: size in bytes of a row; 0 for a tensor that a general codec, such as zstd, has coded as a whole.
         num_items: number of items.
         item_bytes, item_shape: size in bytes and shape of one item.
         num_bytes: size in bytes of the tensor.
@@ -194,7 +195,8 @@ class Geometry:
 
     def raw_link_bytes(self) -> int:
         """Returns the number of bytes that are read if every row is fetched once, all rows are raw, and they lie one
-        after the other. Every sector is read once, and once more for each row that begins inside the sector."""
+        after the other. Every sector is read once, and once more for each row that begins in the sector, but not at the
+        sector's first byte."""
         later_rows, period = self.num_rows - 1, SECTOR_BYTES // math.gcd(SECTOR_BYTES, self.row_bytes)
         return SECTOR_BYTES * (-(-self.num_bytes // SECTOR_BYTES) + later_rows - later_rows // period)
 
@@ -252,16 +254,17 @@ class Survey:
         """Chooses the size of slots. Returns (size of a slot in bytes, mean size in bytes of a row's part in the
         overflow).
 
-        A slot has row_bytes bytes, or a multiple of 32 below row_bytes. Among the sizes that at most `most_spilled`
-        rows exceed, the chosen size has the lowest total cost of slots and overflow. If several sizes have the lowest
-        cost, the largest of them is chosen.
+        A slot has row_bytes bytes, or a multiple of 32 below row_bytes. Sizes with which more than `most_spilled` rows
+        would not fit their slots are excluded. Of the other sizes, the one with the lowest total cost of slots and
+        overflow is chosen. If several sizes have the lowest cost, the largest of them is chosen.
 
         Args:
             least: the smallest size of a slot that may be chosen, in bytes.
             overflow_cost: the cost of a byte in the overflow, where a byte in a slot costs 1.
             part_cost: the cost of each part in the overflow, in addition to the cost of its bytes.
             most_spilled: the largest number of rows that may have a part in the overflow.
-            near: the largest size is chosen whose cost is at most `near` times the lowest cost.
+            near: a factor, 1 or more. Sizes whose cost is at most `near` times the lowest cost count as equally good,
+                so the largest of them is chosen.
             sizes: the sizes to choose from. None: all.
         """
         costs = (overflow_cost, part_cost, most_spilled, near)
@@ -340,7 +343,7 @@ def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype
 
 def _way_from(x: object) -> str:
     """Returns the end of an error message about x, which is not a tensor: a hint (see _WAYS), or an empty string if
-    there is none."""
+    there is no hint for x."""
     for kinds, way in _WAYS:
         if isinstance(x, kinds):
             return f": {way}"
@@ -427,8 +430,8 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
 def blocks(
     data: torch.Tensor, row_bytes: int, device: torch.device, bar: str | None = None, whole: bool = True
 ) -> Iterable[tuple[int, int, torch.Tensor]]:
-    """Returns an iterable of the blocks of the rows: (first, last, bytes). A block of about 64 MiB has the rows from
-    first up to, but not including, last; its bytes are on the device. first is a multiple of 32.
+    """Divides rows into blocks of about 64 MiB. Returns an iterable of (first, last, bytes). Such a block has the rows
+    from first up to, but not including, last, and its bytes are on the device. first is a multiple of 32.
 
     If the data is already on the device and `whole` is set, blocks are larger: a GPU gets all data as one block, and
     the CPU gets blocks of 1 GiB. If the data is in host memory and the device is a GPU, blocks are smaller, and the
@@ -494,9 +497,9 @@ def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) 
 
 
 def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """Chooses rows at random. Returns the row numbers, int64 [at most num_sampled], in increasing order. One row is
-    drawn from each of num_sampled equal parts of the table. Rows at equal distances are not a good sample, because all
-    of them could be the same part of an image or of an attention head."""
+    """Chooses rows at random. Returns the row numbers, int64 [at most num_sampled], in increasing order. The table is
+    divided into num_sampled equal parts, and one row is drawn from each part. Rows at equal distances would not be a
+    good sample, because all of them could be the same part of an image or of an attention head."""
     if num_sampled >= num_rows:
         return torch.arange(num_rows, device="cpu")
     generator = torch.Generator().manual_seed(seed)

@@ -97,8 +97,8 @@ class TensorManners:
 
 
 class CodedManners(TensorManners):
-    """A base class of coded tensors. Raises an error that says what to call instead if an object is used in a way that
-    only a torch.Tensor supports.
+    """A base class of coded tensors. If an object is used in a way that only a torch.Tensor supports, an error says
+    what to call instead.
 
     Attributes:
         _is: a name for the object in messages, such as "a compressed table".

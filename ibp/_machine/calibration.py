@@ -80,11 +80,12 @@ class Calibration:
         coded_read_share: fraction of read_gbps at which sectors of coded rows arrive if no decoder limits the rate.
         reach_bytes: size in bytes of the pinned memory in which address translation is fast. Random rows of a larger
             table take longer.
-        random_row_ns, sorted_row_ns: time, in ns, in which a kernel reads a random row of 32 bytes from a table of
-            2 GiB, if the rows are read in random order, and if they are read in the order of their addresses.
+        random_row_ns, sorted_row_ns: mean time, in ns, in which a kernel reads one of many random rows of 32 bytes from
+            a table of 2 GiB: if the rows are read in random order, and if they are read in the order of their
+            addresses.
         bucketed_sms: number of multiprocessors that fetch rows fastest in the order of their addresses.
-        stream_start_us: time, in us, that a transfer of a whole tensor by the copy engine takes to begin and end, in
-            addition to the time of a kernel.
+        stream_start_us: additional time, in us, that the beginning and the end of the transfer of a whole tensor take
+            if the copy engine and not a kernel reads the tensor.
         device_copy_gbps, memset_gbps: rates at which bytes are copied, and set, in device memory.
         gather_gbps: rate at which one thread of the CPU gathers random rows from host memory.
         pairs: rates for dense rows of scheme planes with digits of two bits and elements of two bytes or more.
@@ -128,8 +129,8 @@ class Calibration:
 
     def random_ns(self, num_bytes: int) -> float:
         """Returns the time, in ns, that address translation takes for a random row of a pinned table of num_bytes
-        bytes. Up to LARGE_BYTES, the time is proportional to the fraction of the table beyond reach_bytes; for larger
-        tables, it grows by _GROWTH each time that the size doubles."""
+        bytes. Up to LARGE_BYTES, the time is proportional to the fraction of the table beyond reach_bytes. For larger
+        tables, it grows by the fraction _GROWTH of random_row_ns each time that the size doubles."""
         out_of_reach, measured = (max(0.0, 1 - self.reach_bytes / size) for size in (num_bytes, LARGE_BYTES))
         if num_bytes <= LARGE_BYTES:
             return self.random_row_ns * out_of_reach / (measured or 1.0)
@@ -264,8 +265,8 @@ def _key(device: torch.device) -> dict[str, Any]:
 
 
 def _read(device: torch.device) -> Calibration | None:
-    """Reads a device's calibration from its file. Returns None if there is no file, or if the file cannot be used; in
-    the second case, warns once."""
+    """Reads a device's calibration from its file. Returns None if there is no file. If there is a file that cannot be
+    used, warns once and returns None."""
     path = cache_file(device)
     if path is None or not path.is_file():
         return None

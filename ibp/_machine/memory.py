@@ -57,9 +57,10 @@ def pinning(what: str) -> Iterator[None]:
 
 
 def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> torch.Tensor:
-    """Returns an uninitialised uint8 tensor.
+    """Returns an uninitialised uint8 tensor of num_bytes bytes.
 
     Args:
+        device: the device of the tensor, if it is not pinned.
         pin: whether the tensor is in pinned host memory. This memory has the exact size, whereas torch's own allocator
             rounds sizes up to powers of two.
         node: the preferred NUMA node of pinned memory. Negative: the caller's node.
@@ -94,8 +95,9 @@ def empty_tensor(
 def empty_parts(
     sizes: Sequence[int], device: torch.device, pin: bool | None, node: int = -1
 ) -> tuple[list[torch.Tensor], bool]:
-    """Returns (tensors of these sizes, as `empty` makes them; whether they are pinned). pin: whether to pin them. None:
-    all of them are pinned if the system allows it; otherwise all are pageable, and a warning says so."""
+    """Allocates a uint8 tensor for each size in bytes, as `empty` does. Returns (the tensors, whether they are pinned).
+    pin: whether to pin them. None: all of them are pinned if the system allows it; otherwise all are pageable, and a
+    warning says so."""
     if pin is not False:
         try:
             return [empty(size, device, True, node) for size in sizes], True
@@ -131,8 +133,8 @@ def release_pinned(limit_bytes: int | None = None) -> int:
 
     Pinning memory takes longer than filling it. Therefore memory of freed tables is kept, pinned, for later tables: at
     most 4 GiB, or an eighth of the machine's memory if that is less. A new table reuses kept memory that is on the same
-    NUMA node and is at most an eighth larger than the table needs. Before the memory is reused, the call waits for all
-    GPUs.
+    NUMA node and is at most an eighth larger than the table needs. The call that makes this table first waits for all
+    GPUs, because earlier work may still use the memory.
 
     Example:
         >>> table = ibp.compress(torch.ones(1000, 1024))
@@ -213,9 +215,9 @@ def check_memory(where: str | None, name: str = "memory", among: Sequence[str] =
 
 
 def memory_read_by(device: torch.device, where: str | None, default: str) -> str:
-    """Returns the kind of memory for bytes that a device reads while it works: `where`, or `default` if `where` is
-    None; for a CPU, always "host". Raises ValueError if `where` is invalid, or is memory that the device cannot
-    read."""
+    """Returns the kind of memory for bytes that a device reads while it works. For a CPU, this is always "host". For a
+    GPU, it is `where`, or `default` if `where` is None. Raises ValueError if `where` is invalid, or is memory that the
+    device cannot read."""
     check_memory(where)
     if device.type == "cpu":
         return "host"
@@ -261,8 +263,9 @@ _usable: dict[torch.device | str, torch.device] = {torch.device("cpu"): torch.de
 
 
 def canonical(device: torch.device | str | int) -> torch.device:
-    """Returns a device as a torch.device; a CUDA device has its index. "cuda" stands for the current CUDA device.
-    Raises TypeError or ValueError if the argument is not a device, or is a device that cannot be used."""
+    """Returns a device as a torch.device; the result for a CUDA device always has an index. "cuda" stands for the
+    current CUDA device. Raises TypeError or ValueError if the argument is not a device, or is a device that cannot be
+    used."""
     known = _usable.get(device) if isinstance(device, (torch.device, str)) else None
     if known is not None:
         return known

@@ -1,9 +1,10 @@
-"""A pool of pinned buffers for one user.
+"""A pool of pinned buffers for one owner.
 
 Pinning memory takes tens of milliseconds, even for a small buffer. The core keeps the pinned memory of freed tensors
 for the whole process (csrc/bindings/pinned_pool.h, `memory.empty`), but a caller that reuses such memory waits for all
-GPUs. A `Pool` belongs to one user, who tells it when each buffer was last used. The stream that writes to the buffer
-next waits for this use, so the host does not wait. Memory that a pool releases goes back to the core.
+GPUs. A `Pool` belongs to one object, its owner, which tells the pool when each buffer was last used. The stream that
+writes to the buffer next waits for this use, so the host does not wait. Memory that a pool releases goes back to the
+core.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Pool:
 
 
 def _size_class(num_bytes: int) -> int:
-    """Rounds num_bytes up to a size class: a multiple of 4096, and at most a sixteenth larger for large sizes."""
+    """Rounds num_bytes up to a size class, a multiple of 4,096 bytes. A size of 64 KiB or more grows by at most a
+    sixteenth."""
     step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
     return rounded_up(num_bytes, step)

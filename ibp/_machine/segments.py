@@ -182,8 +182,9 @@ _segments: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictiona
 
 
 def _file_of(handle: SharedHandle) -> int:
-    """Opens the file that the handle's process has under the handle's descriptor number. Returns a new descriptor. It
-    may be another file if the process has ended (see `_checked`). Raises RuntimeError if it cannot be opened."""
+    """Opens the file that the handle's process has open under the handle's descriptor number. Returns a new descriptor
+    of this file. If the process has ended, this may be any other file (see `_checked`). Raises RuntimeError if the file
+    cannot be opened."""
     try:
         return os.open(f"/proc/{handle.process}/fd/{handle._file}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -194,10 +195,12 @@ def _file_of(handle: SharedHandle) -> int:
 
 
 def _checked(file: int, handle: SharedHandle) -> int:
-    """Checks that a file descriptor is that of the handle's memory, and returns it. If the process of the handle has
-    ended, a new process with the same ID may have any other file under this number. Closes the file and raises
-    RuntimeError if it is another file, or if the file is not sealed against shrinking: a reader of a file that shrinks
-    is killed by SIGBUS."""
+    """Checks that a file descriptor is one of the handle's memory, and returns it. Otherwise closes it and raises
+    RuntimeError.
+
+    The descriptor may be one of another file: if the process of the handle has ended, a new process may have the same
+    ID and have any file open under the same number. The memory must also be sealed against shrinking, because a process
+    that reads a mapped file past its end is killed by SIGBUS."""
     try:
         is_it = os.readlink(f"/proc/self/fd/{file}") == f"/memfd:{handle._name} (deleted)"
         if not is_it or os.fstat(file).st_size != handle.num_bytes:

@@ -72,8 +72,8 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         """Starts copying the tensors of the latest call of `take` to host memory, after the work that is queued on the
         current stream.
 
-        If the host memory is pageable, one operation copies all of them to their targets (see `copy_all`), at the
-        latest when the context is left.
+        If the host memory is pageable, the bytes are first copied to pinned memory. Later, at the latest when the
+        context is left, one operation copies all of them to their targets (see `copy_all`).
 
         Args:
             targets: the tensors in host memory to copy to.
@@ -119,8 +119,8 @@ class Direct(contextlib.AbstractContextManager["Direct"]):
 
 
 def outlet(worker: torch.device, home: torch.device, pageable: bool) -> Outlet | Direct:
-    """Returns an object that copies blocks which the device `worker` computes to memory of the device `home`. pageable:
-    whether memory of `home` is pageable, if `home` is the CPU."""
+    """Returns an object that copies blocks from the device `worker`, which computes them, to memory of the device
+    `home`. pageable: whether this memory is pageable, if `home` is the CPU."""
     return Outlet(worker, pageable) if worker.type == "cuda" and home.type == "cpu" else Direct(worker)
 
 
@@ -167,9 +167,9 @@ def _goes_whole(data: torch.Tensor, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[], torch.Tensor]]:
-    """A context that yields a function. The function returns the bytes of `data` in the memory from which work on the
-    device is to read them: if `_goes_whole`, a copy on the GPU, which is made while the caller does other work, and
-    otherwise `data` itself.
+    """A context that yields a function. The function returns the bytes that work on the device is to read. If
+    `_goes_whole` holds, this is a copy of `data` on the GPU, which is made while the caller does other work. Otherwise
+    it is `data` itself.
 
     The work must be on the stream that is current when the context is entered. Leaving the context waits for the copy.
     """

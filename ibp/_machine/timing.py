@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 
 _Result = TypeVar("_Result")
-# For each type of device, (b, n): calls are timed on a table of b bytes, which is several times the size of the caches,
-# but at most 1/n of the device's free memory.
+# For each type of device, (b, n): calls are timed on a table of b bytes, which is several times the size of the caches.
+# If b is more than 1/n of the device's free memory, the table is smaller.
 _TABLE_BYTES = {"cpu": (32 << 20, 16), "cuda": (128 << 20, 32)}
 # Time, in seconds, for which the GPU is kept busy before timed calls are queued, so that it does not wait for the host.
 _HEAD_START_S = 2e-3
@@ -43,7 +43,7 @@ class Clock:
         budget_s: approximate time, in seconds, that one measurement may take.
 
     Attributes:
-        table_bytes: the size in bytes that a table should have on which calls are timed.
+        table_bytes: size in bytes of the tables on which calls should be timed.
         uncertainty: the largest standard error of a median so far, as a fraction of this median. It is large if other
             processes use the machine.
     """

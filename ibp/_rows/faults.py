@@ -33,7 +33,8 @@ class CorruptTableError(ValueError):
 
 class FaultWords(NamedTuple):
     """The messages for faults of one kind of work. Messages are templates for `str.format`. {position} and {value} are
-    those of the record, {status} is its status in words, and callers of `raise_for` may pass other names."""
+    the position and value of the record, {status} is the status of the record in words, and callers of `raise_for` may
+    pass other names."""
 
     damaged: str  # The message for a damaged row, and for all faults that have no message of their own.
     kind: type[Exception] = CorruptTableError  # The class of the exception that carries this message.
@@ -80,8 +81,9 @@ def new_record(device: torch.device = _CPU) -> torch.Tensor:
 
 
 class Faults:
-    """Fault records for work that no call waits for. Each device has one record for each kind of work. The records are
-    in host memory to which GPUs write, so the host can read them at any time.
+    """The fault records of a table, or of another object with rows, for work that no call waits for. Each device has
+    one record for each kind of work. The records are in host memory to which GPUs write, so the host can read them at
+    any time.
 
     Args:
         words: the messages for each kind of work.
@@ -117,8 +119,8 @@ class Faults:
         return self._records[device][kind]
 
     def words(self, device: torch.device) -> memoryview:
-        """Returns the int64 words of all records of a device, one record after the other, as the host reads them. The
-        first word of a record is not 0 if a fault is noted in it."""
+        """Returns the int64 words of all records of a device, one record after the other, as the host reads them. If a
+        fault is noted in a record, the first word of the record is not 0."""
         return self._noted[device].reshape(-1).data
 
     def clear(self, device: torch.device) -> None:
@@ -126,8 +128,8 @@ class Faults:
         self._noted[device][:] = 0
 
     def taken(self, device: torch.device) -> Iterator[tuple[FaultWords, list[int]]]:
-        """For each record of a device in which a fault is noted: clears the record, and yields (messages for its kind
-        of work, copy of the record)."""
+        """Clears each of a device's records in which a fault is noted. For each of them, yields (messages for its kind
+        of work, copy of the record before it was cleared)."""
         for words, noted in zip(self._words, self._noted.get(device, ())):
             if noted[0]:
                 record = noted.tolist()

@@ -16,6 +16,9 @@ class Parts(NamedTuple):
     (csrc/bindings/torch_ops.cpp).
 
     Attributes:
+        codebook, codec: the words and the codec of the codebook (see `AnyCodebook`).
+        overflow_start: the offset in bytes at which `overflow` begins in the overflow of the whole table. It is not 0
+            only if the parts are those of some of the table's rows.
         rooms, used: needed only if rows are to be encoded into the memory (see `room.Index`).
         fault, plan: the fault record and the plan that the operation `take` uses on a GPU.
     """
@@ -37,8 +40,8 @@ class Parts(NamedTuple):
 
 
 class Handle:
-    """A table that has been checked and described once, for all later operations on a device. This saves time, because
-    describing a table takes about as long as calling an operation.
+    """The description of a table for the operations on one device. It is checked and made once, and used by all later
+    operations. This saves time, because describing a table takes about as long as calling an operation.
 
     Attributes:
         parts: the table's memory.
@@ -61,7 +64,7 @@ class Handle:
         self.table.parts = parts
 
     def __reduce__(self) -> tuple[type[Handle], tuple[Parts]]:
-        """Makes copies and pickles from the parts alone, so that a copy makes its own description of them."""
+        """Copies and pickles only the parts, so that a copy makes its own description of its own parts."""
         return Handle, (self.parts,)
 
     def encode(

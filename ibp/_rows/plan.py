@@ -29,9 +29,9 @@ MAX_WINDOWS = 1 << 16  # Largest number of windows (IBP_MAX_WINDOWS).
 LEAST_BUCKETED_IDS = 1 << 14
 MOST_BUCKETED_IDS = 1 << 31  # The kernels that sort ids by windows count the ids in 32 bits.
 LEAST_STAGED_BYTES = 4 << 20  # Items of fewer bytes in total do not fill the CPU's pipeline.
-# Times, in ns, that a path takes besides fetching the rows, measured by benchmarks/paths.py on an H100. To sort ids by
-# windows, a GPU takes PARTITION_NS for a call and PARTITION_ID_NS for each id. If the ids come from the CPU, the GPU
-# also waits LAUNCHES_NS for the launches.
+# Times, in ns, that a path takes in addition to the time for fetching the rows, measured by benchmarks/paths.py on an
+# H100. To sort ids by windows, a GPU takes PARTITION_NS for a call and PARTITION_ID_NS for each id. If the ids come
+# from the CPU, the GPU also waits LAUNCHES_NS for the launches.
 PARTITION_NS, PARTITION_ID_NS, LAUNCHES_NS = 16e3, 0.055, 90e3
 # The CPU's pipeline takes STAGING_NS to begin and end. It moves rows at the fraction STAGED_SHARE of the rate that its
 # threads alone, or the copy engine alone, would reach.
@@ -90,7 +90,7 @@ def stages(table: Table, num_ids: int, machine: Calibration) -> bool:
 
 
 def spread_bytes(table: Table) -> int:
-    """Returns the total size in bytes of slots and overflow, the memory in which random rows lie."""
+    """Returns the total size in bytes of slots and overflow. Random rows may lie anywhere in this memory."""
     return table.slots.numel() + table.overflow.numel()
 
 

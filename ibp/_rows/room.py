@@ -17,8 +17,9 @@ from .._layout.geometry import Geometry, stored_sizes
 _NO_BASE = -1  # IBP_NO_BASE of ibp.h: the base of a row without a part in the overflow.
 _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
 _GROWTH = 1.5  # Factor by which buffers and index arrays grow when they have become too small.
-# When a change needs more overflow, some bytes more than it needs are kept free, so that later changes seldom have to
-# ask a GPU how many bytes are free. Their number is the smaller of _MOST_FREE and 1/_FREE_SHARE of the slots' bytes.
+# If the host does not know whether the overflow has enough free bytes for a change, it asks a GPU. It then also makes
+# sure that more bytes are free than the change needs, so that later changes seldom have to ask. The number of these
+# additional bytes is at least the smaller of _MOST_FREE and the fraction 1 / _FREE_SHARE of the size of the slots.
 _MOST_FREE = 1 << 16
 _FREE_SHARE = 64
 
@@ -26,13 +27,13 @@ Empty = Callable[[int], torch.Tensor]  # Allocates a number of bytes in the same
 
 
 class Index(NamedTuple):
-    """The index of the rows. Each array has an entry for every row of the table's capacity, or is empty if the table
-    does not need it.
+    """The index of the rows. Each of lengths, bases and rooms has an entry for every row of the table's capacity, or is
+    empty if the table does not need it.
 
     Attributes:
         lengths, bases: as in FORMAT.md section 2.
         rooms: uint16, the size of the part of the overflow that each row owns, in units of 32 bytes.
-        used: int64 [1], the number of bytes of overflow that have been handed out.
+        used: int64 [1], the number of bytes of overflow that have been allocated to rows.
     """
 
     lengths: torch.Tensor

@@ -27,8 +27,9 @@ from .plan import Plan, plan_of
 from .room import Room
 
 AnyTable = TypeVar("AnyTable", bound="Table")
-# Index of the fault record (see `Faults.on`) for work that reads a selection of a table's items. Such work knows the
-# positions of the items in the list of ids, but not the ids, so its faults need other messages.
+# Index of the fault record (see `Faults.on`) for work that reads a selection of a table's items, which the CPU has
+# gathered (_fetch/host_gather.py). Such work knows the positions of the items in the list of ids, but not the ids, so
+# its faults need other messages.
 OF_SELECTIONS = 1
 _WORDS = FaultWords(
     "{status}: item or row {value} at position {position}",
@@ -45,8 +46,8 @@ _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "over
 
 class Table(TensorManners, Saves):
     """A table of coded rows. The constructor checks its arguments, which may come from a file, a pickle or a caller.
-    `of_parts` does not: it takes tensors that the library itself has made. Afterwards only `update_`, `append` and
-    `refit` change the table."""
+    `of_parts` does not check them: it takes tensors that the library itself has made. Once a table is made, only
+    `update_`, `append` and `refit` change its rows."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -331,7 +332,8 @@ class Table(TensorManners, Saves):
     # ---- changing ----
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the table by name. The overflow ends after the bytes that have been handed out."""
+        """Returns the tensors of the table by name. The overflow is cut after the bytes that have been allocated to
+        rows."""
         tensors = {name: getattr(self, name) for name in TENSORS}
         if self._room is not None:
             tensors["overflow"] = self.overflow[: int(self._room.index.used)]
@@ -463,8 +465,8 @@ class Table(TensorManners, Saves):
         return handle
 
     def _parts(self, device: torch.device, geometry: Geometry) -> Parts:
-        """Returns the table's memory as a device reads it, from which a handle is made. If the table has a room, rows
-        can also be encoded through this handle.
+        """Returns the table's memory as a device reads it. Handles are made from the result. If the table has a `Room`,
+        the result includes `rooms` and `used`, so rows can also be encoded through such a handle.
 
         Args:
             geometry: the table's own geometry, or one with more items if the table's room has capacity for them.
@@ -575,8 +577,8 @@ def _checked_tensors(
     geometry: Geometry, scheme: str, slot_bytes: int, slots: Any, overflow: Any, lengths: Any, bases: Any
 ) -> dict[str, torch.Tensor]:
     """Checks the sizes, dtypes and devices of the table's tensors; raises ValueError if one is wrong. Returns the
-    tensors by name, each as a new tensor object over the given memory that no caller holds. The contents are not
-    checked here, but by the decoders."""
+    tensors by name. Each is a new tensor object over the same memory. Callers do not hold it, so they cannot resize it.
+    The contents are not checked here, but by the decoders."""
     num_bases = -(-geometry.num_rows // _core.ROWS_PER_BASE)
     raw_overflow = geometry.raw_overflow_bytes(slot_bytes)
     is_raw = scheme == "raw"
@@ -613,8 +615,8 @@ def _checked_tensors(
 
 
 def _flaw(tensor: torch.Tensor) -> str | None:
-    """Returns a description of what keeps a tensor from being plain contiguous memory on the CPU or a CUDA device, or
-    None if it is such memory."""
+    """Returns None if a tensor is plain contiguous memory on the CPU or a CUDA device. Otherwise returns a description
+    of what is wrong, for messages."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -642,6 +644,6 @@ def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a copy if the tensor is a part of a larger storage, because pickle would write all of that
+    """Returns the tensor if it fills its storage, and otherwise a copy, because pickle would write the whole
     storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -93,7 +93,7 @@ class ClusteredCodebook(AnyCodebook):
 
     @property
     def codec(self) -> list[int]:
-        """The numbers that the operations take besides the words. They are the numbers of the first codebook."""
+        """The `codec` of the first codebook. The operations take it together with the words of all clusters."""
         return self.codebooks[0].codec
 
     @property
@@ -167,8 +167,8 @@ def split(
 
 def _halves(table: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Divides sampled rows at random into two halves. Returns (rows to learn codebooks from, rows to compare codebooks
-    on). If the sample has fewer than two rows, or is the whole table (a short last row may be missing), both are all
-    rows."""
+    on). If the sample has fewer than two rows, or is the whole table (a short last row may be missing), it is not
+    divided: both results are the whole sample."""
     if len(table) >= num_rows - 1 or len(table) < 2:
         return table, table
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0), device="cpu").to(table.device)
@@ -230,8 +230,9 @@ def _relearned(table: torch.Tensor, assigned: torch.Tensor, relearn: Relearn) ->
 
 # ---- k-means ---------------------------------------------------------------------------------------------------------
 
-# For up to _FULL_SAMPLE_CLUSTERS clusters, k-means looks at _SAMPLE_BITS bits of the rows, which take 256 MiB as
-# float32. For more clusters it looks at fewer bits, so that its time does not grow with the number of clusters.
+# For up to _FULL_SAMPLE_CLUSTERS clusters, k-means looks at no more than _SAMPLE_BITS bits of the rows, which take
+# 256 MiB as float32. For more clusters it looks at fewer bits, so that its time does not grow with the number of
+# clusters.
 _SAMPLE_BITS, _FULL_SAMPLE_CLUSTERS = 1 << 26, 64
 _ROUNDS = 8  # Largest number of iterations of k-means.
 # Largest number of rows from which the first centres are drawn. (The limit of torch.multinomial is 2^24.)

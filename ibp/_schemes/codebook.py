@@ -1,6 +1,6 @@
 """The base class of the codebooks of all schemes. Codebooks are immutable, and are checked once, when they are made or
-unpickled. `measure` and `surveyed` return the sizes that rows have with a codebook, and `coder_rates` returns the rates
-at which its rows are encoded and decoded."""
+unpickled. `measure` and `surveyed` return the sizes that rows have when they are coded with a codebook. `coder_rates`
+returns the rates at which a machine encodes and decodes such rows."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class AnyCodebook(ABC):
     @property
     @abstractmethod
     def codec(self) -> list[int]:
-        """The numbers that the operations take besides the words: [number of the scheme, row_bytes, ...]
-        (csrc/bindings)."""
+        """The numbers that the operations of torch.ops.ibp take together with `words`: [number of the scheme,
+        row_bytes, ...] (csrc/bindings/torch_tables.h)."""
 
     @property
     def level(self) -> str:
@@ -108,13 +108,13 @@ class AnyCodebook(ABC):
 
     @property
     def is_partial(self) -> bool:
-        """Whether the codebook leaves out what all analysed rows have in common, so that rows that lack it have no
-        coded form."""
+        """Whether coded rows omit bits or columns that are the same in all analysed rows. A row in which these bits or
+        columns differ then has no coded form and is stored raw."""
         return False
 
     def words(self, device: torch.device | str) -> torch.Tensor:
-        """Returns the words of the codebook, the form that encoders and decoders read, on a device. They are copied to
-        each device once and then kept. Callers must not write to them."""
+        """Returns the words of the codebook on a device. The words are the form of the codebook that encoders and
+        decoders read. They are copied to each device once and then kept. Callers must not write to them."""
         device = torch.device(device)
         if device not in self._words:
             with outside_of_modes():
@@ -219,8 +219,8 @@ def checked_savings(value: object) -> float | None:
 
 
 def private_copy(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns a contiguous copy of a tensor on the CPU, to which nobody else can write. Raises ValueError unless the
-    tensor is dense and has the given dtype and shape."""
+    """Returns a contiguous CPU copy of a tensor, so that the caller is the only one who can write to it. Raises
+    ValueError unless the tensor is dense and has the given dtype and shape."""
     if (
         not isinstance(tensor, torch.Tensor)
         or tensor.layout != torch.strided
@@ -233,7 +233,8 @@ def private_copy(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int
 
 
 def shown(value: object) -> str:
-    """Returns a tensor's dtype and shape, or the type of anything else, for messages."""
+    """Returns a description of a value for messages: the dtype and shape of a tensor, or the type of any other
+    value."""
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
     return f"{value.dtype} {list(value.shape)}" + (
@@ -264,8 +265,8 @@ def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, pro
 
 
 def surveyed(data: torch.Tensor, codebook: AnyCodebook, device: torch.device | None = None) -> _rows.Survey:
-    """Measures all rows of `data` on a device. Returns the survey of their sizes. device: None stands for the device of
-    the data."""
+    """Measures all rows of `data` on a device. Returns the survey of their sizes. device: the device that measures.
+    None: the device of the data."""
     rows = _rows.Geometry(data.shape, torch.uint8, codebook.row_bytes)
     return rows.survey(measure(data, codebook, device or data.device))
 

@@ -48,7 +48,7 @@ class SchemeEstimate:
         slot_bytes: size in bytes of a slot; 0 in the packed layout.
         nbytes: size in bytes of all memory that the table takes, including its index and codebook.
         memory_savings: 1 - nbytes / original bytes; negative if the table is larger than x.
-        link_bytes: size in bytes of the 32-byte sectors that are read to fetch every row once.
+        link_bytes: total size in bytes of the 32-byte sectors that are read to fetch every row once.
         link_savings: 1 - link_bytes / link_bytes of raw rows.
         fetch_speedup: the rate at which a GPU fetches and decodes these rows from pinned memory, divided by the rate
             for raw rows, according to the calibration in force (see `ibp.calibration.calibrate`).
@@ -187,8 +187,9 @@ def estimate(
 
 
 def expected_savings(scheme: str, request: Request) -> float:
-    """Returns the fraction of a tensor's bytes that a packed table of a scheme would save; the index counts as stored.
-    If the scheme has `estimates`, its savings follow from these bounds; otherwise a codebook is learned.
+    """Returns the fraction of a tensor's bytes that a packed table of a scheme would save. The index counts as stored
+    bytes. If the scheme has `estimates`, the result is computed from the lowest of these bounds. Otherwise a codebook
+    is learned and measured.
 
     Args:
         request: a request with a sample of the tensor's rows as its data, and the geometry of the whole tensor.
@@ -219,8 +220,10 @@ def _beside(raw: Candidate, scheme: str, of: Candidate) -> SchemeEstimate:
 
 def _bounded(request: Request, savings: float) -> Candidate:
     """Returns a candidate with the approximate costs of scheme "ibp", for which no codebook was learned. All coded rows
-    are assumed to have the same size. The codebook is assumed to take a byte for each chunk of 4 bytes, plus
-    2 * row_bytes / num_rows for masks and bitvals: in a table of few rows, hardly any two chunks have the same pair.
+    are assumed to have the same size. The codebook is assumed to consist of an index, with one byte for each chunk of
+    4 bytes, and of a palette of 2 * row_bytes / num_rows bytes. In a table of one row, this palette holds a mask and a
+    bitval for every chunk. With more rows, more chunks share a pair of mask and bitval, so the palette is assumed to
+    shrink in proportion to 1 / num_rows.
 
     Args:
         savings: an upper bound on the fraction of the bytes that the rows save.

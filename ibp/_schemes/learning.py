@@ -1,11 +1,12 @@
-"""Decides which codebook a tensor gets. Defines the options of `ibp.compress`, the table of schemes, and the choice
-among the schemes. A `Learner` decides when a codebook for data of one kind is learned again.
+"""Decides which codebook a tensor gets. The file has the options of `ibp.compress`, the table of schemes, and the
+choice among the schemes. A `Learner` decides when a codebook for data of one kind is learned again.
 
 `learn` finds the codebook for a `Request`, which holds the rows of a tensor and the options. Scheme "auto" learns a
 codebook of every scheme that may be best, measures a sample of the rows with each codebook, and chooses by the expected
-cost of the whole table. If the table has slots, a scheme must not be slower than raw rows. The link transfers a row's
-sectors while the decoder rebuilds other rows, so the slower of the two determines the time of a row. For packed rows
-and for `compress(inplace=True)` the choice depends only on the size in bytes.
+cost of the whole table. If the table has slots, a scheme is chosen only if a GPU is expected to fetch its rows no more
+slowly than raw rows. The link transfers a row's sectors while the decoder rebuilds other rows, so the time of a row is
+that of the link or that of the decoder, whichever is longer. For packed rows and for `compress(inplace=True)` the
+choice depends only on the size in bytes.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `ibp.compress` other than x and inplace, which its docstring describes. All code that
-    `ibp.compress` calls reads them from this class. `checked` checks what can be checked without the tensor."""
+    """The arguments of `ibp.compress` other than x and inplace. The docstring of `ibp.compress` describes them. All
+    code that `ibp.compress` calls reads them from this class. `checked` checks what can be checked without the
+    tensor."""
 
     scheme: str = "auto"
     chunk_bytes: int | None = None
@@ -113,11 +115,10 @@ class Request:
         paper: the option of this name of `ibp.codecs.analyze`, for scheme "ibp".
         codes_invariant: whether the codebook must have a coded form for every row, including rows that lack what all
             sampled rows have in common.
-        in_place: whether the rows stay in the tensor's own memory. If so, "auto" takes the scheme with the fewest
-            stored bytes.
-        near: a function that returns the bytes of `data` in the memory from which work on the device is to read them:
-            a copy on the device that is made in the background, or `data` itself (see `staging.whole_ahead`). None:
-            work reads `data` itself.
+        in_place: whether the coded rows replace the tensor in its own memory (`compress(inplace=True)`). If so, "auto"
+            takes the scheme with the fewest stored bytes.
+        near: a function that returns the bytes that work on the device is to read: a copy of `data` on the device,
+            which is made in the background, or `data` itself (see `staging.whole_ahead`). None: the work reads `data`.
         measured: the codebooks that were learned from `host_rows`, each with the coded lengths of `host_rows` and the
             survey of these lengths.
     """
@@ -187,8 +188,9 @@ class Request:
 
     @functools.cached_property
     def host_rows(self) -> torch.Tensor:
-        """A sample of whole rows on the CPU, with about 2^19 elements. The core learns symbols from it, and "auto"
-        measures it with the codebook of every scheme."""
+        """A sample of whole rows on the CPU, with no more than about 2^19 elements, but at least 16 rows. The core
+        learns symbols from it, and "auto" measures it with the codebook of every scheme. If the caller says how large
+        the sample is, it may be smaller."""
         geometry = self.geometry
         if geometry.num_bytes < geometry.row_bytes:
             return self.rows.cpu()
@@ -215,8 +217,8 @@ class Scheme:
         learn: takes a request. Returns a codebook, or None if raw rows are best.
         estimates: takes (rows, row_bytes, num_rows). Returns upper bounds on the fraction of a table's bytes that the
             scheme can save; bounds that take less time to compute come first. rows is a sample of the table's rows on
-            the CPU, uint8 [n * row_bytes]; num_rows is the number of rows of the whole table. None: learning takes no
-            longer than estimating would.
+            the CPU, uint8 [n * row_bytes]; num_rows is the number of rows of the whole table. None: there is no such
+            function, because a codebook of the scheme is learned in the time that an estimate would take.
         relearn: takes (codebook, rows, sizes, options). Returns codebooks of the same form as the given one, one for
             each group of rows. rows is uint8 [n * row_bytes], with the rows of a group next to each other; sizes[i] is
             the number of rows in group i. None: the scheme cannot learn codebooks for clusters.
@@ -372,8 +374,9 @@ def analyze(
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, on the CPU or a GPU.
         scheme: "ibp", "planes", or "auto" for the better of the two. With "auto" the result is None if raw rows are
             best.
-        sample: the fraction of the rows to look at, in (0, 1]. The analysis looks at 1,024 rows at least, or at all
-            rows of a smaller tensor. None: the same number of rows as in `compress`.
+        sample: the fraction of the rows to look at, in (0, 1]. For scheme "ibp", the analysis looks at 1,024 rows at
+            least, or at all rows of a smaller tensor. For scheme "planes", symbols are learned from no more than about
+            2^19 elements, or from 16 rows if these have more elements. None: the same number of rows as in `compress`.
         chunk_bytes: size in bytes of a chunk, 1, 2, 4 or 8, for scheme "ibp" only. None: the best size.
         tau: one threshold for all chunks, in [0.5, 1], as in the paper. None: thresholds from 0.55 to 1 are tried, and
             each chunk gets its best mask.
@@ -436,8 +439,9 @@ class Candidate:
 def compare(request: Request) -> tuple[list[Candidate], dict[str, float]]:
     """Compares the schemes on a sample of the table's rows.
 
-    Schemes with `estimates` are not learned if an estimate shows that they cannot be best, or if options of another
-    scheme are given. A scheme whose table would not take fewer bytes than x does not become a candidate.
+    A scheme with `estimates` is not learned if options of another scheme are given. It is not learned, either, if an
+    estimate shows that it cannot be best; but if several clusters are requested, the estimates are not used. A scheme
+    whose table would not take fewer bytes than x does not become a candidate.
 
     Returns:
         (candidates, not_learned). The first candidate is raw rows. For each scheme that was not learned, not_learned
@@ -585,23 +589,24 @@ def coded_row_ns(rates: CoderRates, work: float, row_bytes: int, link_bytes: flo
     return max(fetch_ns, row_bytes / machine.memset_gbps, rates.least_row_ns, work / rates.work_per_ns)
 
 
-# ---- one codebook for each kind of data
-# ------------------------------------------------------------------------------- Learning a codebook takes far longer
-# than encoding with it, so weights, caches, activations and messages of one kind share a codebook, which is learned
-# from a sample. If the codebook saves clearly less on other data of the kind, it is learned again, or the other data
-# get a codebook of their own.
+# ---- one codebook for each kind of data ----------------------------------------------------------------------------
+#
+# Learning a codebook takes far longer than encoding with it. Therefore weights, caches, activations and messages of one
+# kind share a codebook, which is learned from a sample. If the codebook saves clearly less on later data of the kind, a
+# codebook is learned from these data, either for them alone or in place of the first codebook.
 
 ROW_BYTES = 4096  # Size in bytes of a row of weights. Longer rows save 0.1 % more, but keep fewer warps of an SM busy.
 # Smallest size in bytes of a tensor that is worth coding. A smaller tensor would be a single row, and fetching one row
 # takes the same time for any size.
 LEAST_BYTES = 4096
 CLEARLY_LESS = 0.01  # Savings are clearly less if they are lower by more than this fraction of the original bytes.
-# A codebook has drifted if its savings are lower by more than this fraction of the original bytes. The fraction is
-# larger than CLEARLY_LESS, because learning again interrupts other work.
+# A codebook has drifted if its savings on later data are lower by more than this fraction of the original bytes. The
+# fraction is larger than CLEARLY_LESS, because learning again interrupts other work.
 _DRIFT = 0.02
-_GROWTH = 2.0  # A codebook that was learned for use n is learned again at use _GROWTH * n or later.
-# If a codebook has been learned again this many times and has drifted once more, senders give up coding data of this
-# kind and send the data raw, because data that do not fit must be sent twice.
+_GROWTH = 2.0  # A codebook that was learned for use n (see `Learner`) is learned again at use _GROWTH * n or later.
+# Number of times that `ibp.distributed` learns a codebook for messages again before it gives up. If the codebook drifts
+# after that, tensors of this kind are sent raw. The reason: if the coded rows of a tensor do not fit its message, the
+# tensor has to be sent a second time, raw, which takes longer than sending it raw at once.
 _MOST_TIMES = 3
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -648,14 +653,17 @@ class Learner(Generic[_Found]):
     """Holds the codebook that was learned for a kind of data, and decides when to learn it again. If the data do not
     compress, or keep changing, the codebook is learned ever more rarely.
 
+    The caller counts the uses of the codebook, beginning with 1. A use is, for example, a call that encodes keys and
+    values, or a training pass.
+
     Attributes:
         found: a codebook, or an object made from one. None: raw data are best, or nothing was learned yet.
         share: coded bytes / raw bytes of the data that the codebook was learned from. None: not known yet; the next
             call of `note` sets it.
-        learned_at: the number of the use for which the codebook was learned; the first use has number 1. 0: nothing was
-            learned yet.
+        learned_at: the number of the use for which the codebook was learned. 0: nothing was learned yet.
         times: number of times that the codebook was learned again, not counting the first time.
-        has_drifted: whether later data took clearly more bytes, or did not fit the memory reserved for them.
+        has_drifted: whether the codebook saved less on later data (by more than _DRIFT), or these data did not fit the
+            memory reserved for them.
     """
 
     found: _Found | None = None
@@ -670,7 +678,8 @@ class Learner(Generic[_Found]):
         self.found, self.share, self.learned_at, self.has_drifted = found, share, use, False
 
     def fits(self, coded_bytes: float, raw_bytes: float) -> bool:
-        """Returns whether the codebook fits other data of the kind. If not, the data need a codebook of their own.
+        """Returns whether the codebook saves enough on other data of the kind, that is, not clearly less than on the
+        data that it was learned from. If not, a separate codebook should be learned for the other data.
 
         Args:
             coded_bytes: size in bytes of the other data if they are coded with the codebook.
@@ -679,7 +688,8 @@ class Learner(Generic[_Found]):
         return self.share is None or coded_bytes <= (self.share + CLEARLY_LESS) * raw_bytes
 
     def note(self, coded_bytes: float, raw_bytes: float) -> None:
-        """Sets `has_drifted` from the size in bytes of the newest data, coded and raw."""
+        """Sets `has_drifted` according to the sizes of the newest data. coded_bytes, raw_bytes: size of these data in
+        bytes, coded and raw."""
         if self.share is None:
             self.share = coded_bytes / raw_bytes
         self.has_drifted = coded_bytes > (self.share + _DRIFT) * raw_bytes
@@ -692,5 +702,5 @@ class Learner(Generic[_Found]):
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the codebook has drifted even after it was learned again `_MOST_TIMES` times."""
+        """Whether the codebook has drifted although it was learned again `_MOST_TIMES` times or more."""
         return self.has_drifted and self.times >= _MOST_TIMES

@@ -1,10 +1,11 @@
 """Scheme "ibp", which is called masks inside the library. Its codebook says which bits of a row are invariant, and
-which values they have (FORMAT.md section 5).
+which values they have (FORMAT.md section 5). Rows are cut into chunks. In a coded row, a participation bit says for a
+chunk whether all its invariant bits have these values; if so, they are not stored.
 
 The second half of the file learns codebooks from rows (the paper's sections 4.1 and 6.1). It works on groups of rows,
-and learns a codebook for each group. Without clusters, the whole table is one group; with clusters, each cluster is
-one. K is the number of groups. Operations of `torch.ops.ibp` count the bits of rows. Masks and sums are small, so each
-is one NumPy array for all groups.
+and learns a codebook for each group. Without clusters, the whole table is one group; with clusters, each cluster is a
+group. K is the number of groups. Operations of `torch.ops.ibp` look at the rows and count their bits. The results for
+a group, such as masks and savings, are small; one NumPy array holds each of them for all groups.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class MasksForm(NamedTuple):
     flag_all: bool
 
     def codec(self, num_flags: int) -> list[int]:
-        """Returns the numbers that the operations take besides the words (read_masks in csrc/bindings)."""
+        """Returns the numbers that the operations take together with the words (read_masks in csrc/bindings)."""
         return [Codebook.number, self.row_bytes, self.chunk_bytes, num_flags]
 
 
@@ -285,14 +286,17 @@ def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)  # The paper's artifact sweeps 0.70 to 1.0.
-# The greedy choice of masks looks at rows of a group with _GREEDY_BYTES bytes, but at least at _LEAST_GREEDY_ROWS rows.
+# The greedy choice of masks looks at no more than _GREEDY_BYTES bytes of each group's rows, or at _LEAST_GREEDY_ROWS
+# rows if these have more bytes.
 _GREEDY_BYTES, _LEAST_GREEDY_ROWS = 2 << 20, 256
 # In tables with fewer rows, masks that differ from chunk to chunk take more bytes than they save.
 _LEAST_MASKED_ROWS = 64
 # Samples of up to this many bytes are analysed on the CPU. A GPU would take longer, because the host waits for it about
 # 60 times during an analysis.
 _FEW_BYTES = 32 << 10
-_FINALISTS = 3  # Number of thresholds whose savings, with one threshold for all chunks, are compared exactly.
+# When one threshold is chosen for all chunks of a group and the gains of the thresholds are known (see `_Sweep.gains`),
+# exact savings are computed only for this number of thresholds, those with the largest gains.
+_FINALISTS = 3
 _BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)  # Number of ones in each byte.
 
 
@@ -333,8 +337,8 @@ def learn_masks(
 
 
 def estimates(rows: torch.Tensor, row_bytes: int, num_rows: int) -> Iterator[float]:
-    """Yields upper bounds on the fraction of a table's bytes that masks save, estimated from a sample of its rows. The
-    bound that takes the least time to compute comes first.
+    """Yields upper bounds on the fraction of a table's bytes that the scheme saves, estimated from a sample of the
+    table's rows. The bound that takes the least time to compute comes first.
 
     Args:
         rows: uint8 [n * row_bytes], whole rows on the CPU.
@@ -350,8 +354,8 @@ def _single_row_bytes(row: np.ndarray, chunk_bytes: int) -> int:
     """Returns a lower bound on the size in bytes of a table of one row. All bits of the only row are invariant, so the
     codebook holds all of its chunks."""
     whole = row[: len(row) // chunk_bytes * chunk_bytes].view(f"u{chunk_bytes}")
-    # With chunks of one byte it is enough to know whether two bytes differ: an index of two or more pairs alone takes
-    # as many bytes as the row.
+    # With chunks of one byte it is enough to know whether any two bytes differ. If so, there are two pairs or more, and
+    # the index alone takes as many bytes as the row.
     ordered = np.sort(whole) if chunk_bytes > 1 else np.array([whole.min(), whole.max()])
     chunks, pairs = -(-len(row) // chunk_bytes), 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
     flags = chunks // 8 if row.any() else 0  # A default row takes no bytes.
@@ -486,8 +490,8 @@ class _Sweep:
     def _best_threshold(
         self, tried: list[_Masks], gains: list[np.ndarray], chunk_bytes: int, paper: bool
     ) -> tuple[_Masks, np.ndarray]:
-        """Chooses one threshold per group for all chunks, as the paper does. Returns (masks, savings): for each group
-        the masks of the threshold that saves the most bytes, and the savings [K].
+        """Chooses one threshold per group for all chunks, as the paper does: the threshold that saves the most bytes.
+        Returns (masks of the chosen threshold for each group, savings [K]).
 
         Args:
             tried: the masks of each threshold.
@@ -498,7 +502,7 @@ class _Sweep:
         ranked = np.tile(np.arange(len(tried))[:, None], (1, len(self.sizes)))
         if gains and len(tried) > _FINALISTS:
             totals = np.stack([gain.sum(1) for gain in gains])
-            # A threshold that gives a group the same mask as the threshold before it is no finalist of this group.
+            # A threshold that gives a group the same mask as the threshold before it is not a finalist of this group.
             for at in range(1, len(tried)):
                 totals[at][(tried[at].mask == tried[at - 1].mask).all(1)] = np.iinfo(np.int64).min
             ranked = np.sort((-totals.astype(np.float64)).argsort(axis=0, kind="stable")[:_FINALISTS], axis=0)
@@ -524,8 +528,8 @@ class _Sweep:
         return [_rows.sample(part, self.row_bytes, most).cpu() for part in self.parts]
 
     def gains(self, tried: list[_Masks], chunk_bytes: int) -> list[np.ndarray]:
-        """Returns, for each of the tried masks, the number of bits that each chunk saves in all rows of a group, minus
-        the chunk's participation bits: int64 [K, chunks]."""
+        """Returns a list with an array, int64 [K, chunks], for each of the tried masks: the number of bits that each
+        chunk saves in all rows of a group, minus the number of the chunk's participation bits."""
         codec, found = MasksForm(self.row_bytes, chunk_bytes, False).codec(num_flags=0), []
         for masks in tried:
             words = self._words(masks, chunk_bytes, False)
@@ -553,7 +557,7 @@ class _Sweep:
         return 1 - (coded + self._codebook_bytes(masks, chunk_bytes) / self.num_rows) / self.row_bytes
 
     def _words(self, masks: _Masks, chunk_bytes: int, flag_all: bool) -> torch.Tensor:
-        """Returns the working form of each group's masks, int32 [K, 3, words] on the device."""
+        """Returns the words (see `AnyCodebook.words`) of each group's masks, int32 [K, 3, words] on the device."""
         pairs = zip(torch.from_numpy(masks.mask), torch.from_numpy(masks.bitval))
         return torch.stack(
             [torch.ops.ibp.codebook_words.default(mask, bitval, chunk_bytes, flag_all) for mask, bitval in pairs]

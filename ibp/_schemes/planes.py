@@ -1,6 +1,13 @@
-"""Scheme "planes": a codebook says how elements are split, and which symbols are frequent (FORMAT.md section 6). The
-second half of the file learns codebooks from rows. The core does most of this work: it counts symbols and compares the
-sizes that rows would have with different codebooks."""
+"""Scheme "planes": a codebook says how elements are split, and which symbols are frequent (FORMAT.md section 6).
+
+The low bits of an element, its residual, are stored as they are. The high bits are its symbol. A frequent symbol is
+coded by digits of a few bits each, which name an entry of the codebook; any other symbol is an escape, and is stored in
+full. In a dense row, all elements are coded in this way. A listed row lists only the elements that differ from the
+codebook's `default`. A column that holds the same element in all rows is constant and is not stored; the other columns
+are live.
+
+The second half of the file learns codebooks from rows. The core does most of this work: it counts symbols and compares
+the sizes that rows would have with different codebooks."""
 
 from __future__ import annotations
 
@@ -18,8 +25,8 @@ from .._layout import geometry as _rows
 from .._machine import staging
 from .codebook import AnyCodebook, checked_savings, private_copy, public, shown, whole
 
-# Names of the numbers in a codec, in order, without the scheme's number before them and the widths of the digits after
-# them (read_planes in csrc/bindings).
+# Names of the numbers in a codec, in order (read_planes in csrc/bindings). The number of the scheme, which comes before
+# them, and the widths of the digits, which come after them, have no names here.
 _NUMBERS = (
     *("row_bytes", "element_bytes", "rotate", "residual_bits", "per_column", "listed", "default", "closed"),
     *("invariant_bits", "invariant_value", "consecutive", "first_symbol", "signed_default", "num_constant"),
@@ -49,8 +56,8 @@ class PlanesForm(NamedTuple):
     constants: bytes  # The bytes of row_template and live_columns at the beginning of the words.
 
     def codec(self) -> list[int]:
-        """Returns the numbers that the operations take besides the words (read_planes in csrc/bindings). Elements and
-        symbols are given as signed 64-bit numbers."""
+        """Returns the numbers that the operations take together with the words (read_planes in csrc/bindings). Elements
+        and symbols are given as signed 64-bit numbers."""
         split = [PlanesCodebook.number, self.row_bytes, self.element_bytes, self.rotate, self.residual_bits]
         kinds = [int(self.per_column), int(self.listed)]
         values = [signed(self.default, 64), signed(self.closed, 64)]
@@ -84,7 +91,7 @@ class PlanesCodebook(AnyCodebook):
         per_column: whether every column has its own entries. It cannot be combined with listed.
         listed: whether rows list the elements that differ from default.
         default, closed: two bit patterns of elements, as numbers of at least 0. A row in which every element is default
-            takes no bytes. Apart from that, they matter only if rows are listed (FORMAT.md section 6).
+            takes no bytes. Listed rows also use both patterns in other ways (FORMAT.md section 6); dense rows do not.
         entries: int64 [C, E] on the CPU: the bit patterns of the symbols, the most frequent first. C is the number of
             live columns if per_column is set, and otherwise 1. E is `num_entries`, or 0 if symbols are consecutive.
             Symbols of 64 bits are given as signed numbers.
@@ -528,8 +535,8 @@ def with_fullest_run(codebook: PlanesCodebook, data: torch.Tensor) -> PlanesCode
 
 
 def _symbol_counts(codebook: PlanesCodebook, data: torch.Tensor) -> torch.Tensor:
-    """Returns a histogram of the symbols of a sample of elements from all rows, without the elements that are
-    `default`."""
+    """Returns a histogram of the symbols of sampled elements. The sample comes from all rows. Elements that are
+    `default` are not counted."""
     size, num_symbols = codebook.element_bytes, 2**codebook.symbol_bits
     elements = data[: data.numel() // size * size].view(_rows.INTEGERS[size])
     # An odd step makes the sample take different columns in different rows.

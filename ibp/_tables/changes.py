@@ -1,5 +1,5 @@
-"""Changes rows of a table: `update_` and `append`. New rows are encoded with the table's own codebook. An operation
-writes each row to its slot and, if the row does not fit, to a part of the overflow that belongs to this row alone."""
+"""Changes rows of a table: `update_` and `append`. New rows are encoded with the table's codebook. Each row is written
+to its slot. If it does not fit, the rest goes to a part of the overflow that belongs to this row alone."""
 
 from __future__ import annotations
 
@@ -187,8 +187,9 @@ def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> t
 
 
 def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
-    """Decodes rows, and returns their bytes one row after the other. If the last row of the table is short and is among
-    them, its bytes are followed by undefined bytes. numbers: the row numbers, in increasing order."""
+    """Decodes rows, and returns their bytes, uint8 [rows * row_bytes]. If the table's last row is short and is among
+    the rows, its bytes are followed by undefined bytes up to row_bytes. numbers: the row numbers, in increasing
+    order."""
     geometry, worker = table.geometry, numbers.device
     row_bytes = geometry.row_bytes
     num_whole, rest = divmod(geometry.num_bytes, row_bytes)
@@ -248,8 +249,8 @@ def _room_of(table: Table) -> Room:
 
 
 def _make_room(table: Table) -> None:
-    """Makes sure that the table has a `Room`, in which its rows can change, and that no other table uses the same
-    memory."""
+    """Prepares a table for changes of its rows: gives it a `Room`, and copies its memory if another table uses the same
+    memory. Does nothing if this is already done."""
     if table._room is not None and not table._is_aliased:
         return
     if table.scheme == "raw" and table.slot_bytes < table.row_bytes:

@@ -33,7 +33,8 @@ class RowCounts(NamedTuple):
     Attributes:
         spilled: number of rows that were stored with a part in overflow.
         lost: number of rows that were lost because overflow had no room for their part. Reading a lost row raises.
-        used_bytes: number of bytes of overflow that have been handed out to rows.
+        used_bytes: number of bytes of overflow that have been allocated to rows, including bytes that rows no longer
+            use.
     """
 
     spilled: int
@@ -70,17 +71,18 @@ class CodedRows(OfThisProcess):
         overflow_memory: "pinned" puts overflow in pinned host memory even if the slots are on the GPU. The rows then
             take little more GPU memory than their slots (see `ibp.spill.place`). None: overflow is in the same memory
             as the slots.
-        buffer: uint8 [at least CodedRows.memory_bytes(...)] on the device, contiguous. Its bytes are, in this order:
-            counters, bases, rooms, lengths, slots, overflow. `CodedRows.over` reads a copy of these bytes. None: new
-            memory is allocated.
+        buffer: uint8 [at least CodedRows.memory_bytes(...)] on the device, contiguous. It receives, in this order, the
+            counters, the index (bases, rooms and lengths), the slots and the overflow. `CodedRows.over` reads a copy of
+            these bytes. None: new memory is allocated.
         host_buffer: a 1-D contiguous uint8 tensor in host memory. It holds the slots if `memory` is "pinned", followed
             by overflow. It must be pinned, unless the device is a CPU. None: new memory is allocated.
 
     Attributes:
         memory, overflow_memory: "device" or "pinned"; or "host" if the device is a CPU.
-        counters: int64 [8] on the device: number of bytes of overflow that were handed out, number of rows that
-            spilled, number of rows that were lost, and the fault record of `encode_into`. `used` and `fault` are views
-            of entries of it.
+        counters: int64 [8] on the device: number of bytes of overflow that have been allocated to rows; number of rows
+            that spilled; number of rows that were lost; the fault record of `encode_into` (4 entries); and an entry
+            that `encode_into` does not write. If rows were lost, the first entry may be more than the size of overflow.
+        used, fault: views of the first entry, and of the fault record, in `counters`.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.

@@ -33,8 +33,9 @@ _SURVEYED_BYTES, _LEAST_TIMES = 1 << 20, 32
 # Overflow for rows that are encoded while they are measured has _MORE_OVERFLOW times the size that the sample predicts,
 # plus the fraction _LEAST_SHARE of all bytes, because the sample has few rows.
 _MORE_OVERFLOW, _LEAST_SHARE = 1.25, 1 / 512
-# If savings are lower than expected by at least this fraction of the original bytes, because rows lack what all sampled
-# rows have in common, a codebook that codes all rows is learned as well.
+# A codebook may leave out what all sampled rows have in common; rows that lack it are stored raw. If the savings on all
+# rows are lower than expected by at least this fraction of the original bytes, a codebook that codes all rows is
+# learned as well.
 MOST_LACKING = 0.01
 _CPU = torch.device("cpu")
 CHANGED = FaultWords(
@@ -185,13 +186,13 @@ def coded(request: Request, room: Callable[[int], torch.Tensor] | None = None) -
     """Measures all rows with the given codebook, or with a codebook that it learns. Returns None if there are no rows,
     or if raw rows are best.
 
-    A learned codebook may leave out what all sampled rows have in common; rows that lack it are stored raw. If they
-    lower the savings too much (see MOST_LACKING), a second codebook is learned that leaves out nothing, and the better
-    of the two is used.
+    A learned codebook may leave out what all sampled rows have in common; rows that lack it are stored raw. If these
+    rows lower the savings too much (see MOST_LACKING), a second codebook is learned, which leaves out nothing, and the
+    better of the two codebooks is used.
 
     Args:
-        room: a function that allocates a number of bytes for slots. If it pays, the rows are then encoded in the pass
-            that measures them. None: rows are only measured.
+        room: a function that allocates a number of bytes for slots. The rows may then be encoded in the pass that
+            measures them (see `_measured`). None: rows are only measured.
     """
     options, num_bytes = request.options, request.geometry.num_bytes
     if not num_bytes:
@@ -224,8 +225,9 @@ def coded_in_slots(request: Request) -> Coding:
 
 
 def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], torch.Tensor] | None) -> Coding:
-    """Measures all rows with a codebook and returns the results. If `room` is given and encoding in the same pass is
-    worthwhile, the rows are also encoded (see `_encoded_ahead`)."""
+    """Measures all rows with a codebook and returns the results. The rows are also encoded in the same pass (see
+    `_encoded_ahead`) if `room` is given, the table has slots, and the device that encodes holds the rows. The tensor
+    must also be large, or the survey of a sample must be known."""
     data, device = request.data, request.device
     known = None if codebook is request.options.codebook else request.known(codebook)
     is_free = request.options.device is None and not data.is_cuda  # The caller has not named a device.
@@ -385,8 +387,8 @@ def _check_owns_memory(x: torch.Tensor) -> None:
 
 def _encode_in_place(table: Table, data: torch.Tensor, coding: Coding, progress: bool) -> None:
     """Encodes the rows of a table in place. All rows must still be raw. One operation of torch changes the bytes of a
-    block together with the lengths of its rows. The table can be decoded before and after each such operation, so an
-    interrupt does no harm."""
+    block together with the lengths of the block's rows. The table can be decoded before and after each such operation,
+    so an interrupt does no harm."""
     codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
     row_bytes, words, entries = table.row_bytes, codebook.words(worker), table.lengths.view(torch.uint8)
     no_bases = torch.empty(0, dtype=torch.int64, device=worker)

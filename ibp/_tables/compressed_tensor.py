@@ -45,7 +45,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         True
 
     Attributes (none can be set):
-        shape, dtype: of the original tensor.
+        shape, dtype: shape and dtype of the original tensor.
         device: the device that the coded rows are on.
         nbytes: size in bytes of all memory that the table takes.
         stored_bytes: size in bytes of the coded rows and the codebook, from which `savings` is computed. `nbytes` is
@@ -61,8 +61,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         version: the number of in-place changes so far. A copy of rows is stale if `version` has grown since the copy
             was made.
 
-    Pickling and `torch.save` keep everything except that the memory is pinned: call `pin_memory` after loading. Import
-    ibp before loading.
+    Pickling and `torch.save` keep everything except the pinning of memory: call `pin_memory` after loading. Import ibp
+    before loading.
     """
 
     _is = "a compressed table"
@@ -197,12 +197,13 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Moves the table to shared memory (see `share_memory_`) and returns a handle. Other processes pass the handle
         to `ibp.distributed.open_shared` to open the table without a copy.
 
-        Queues of `multiprocessing`, and arguments of its processes, send tables in this way.
+        Tables that are put in queues of `multiprocessing`, or passed as arguments to its processes, are sent in this
+        way.
 
         The handle is plain data and can be sent by any means, such as `torch.distributed.broadcast_object_list`, a
         store or a socket. Any number of processes may open it, as long as this process lives and holds the table. For
-        a table on a GPU the handle contains CUDA's own handles, which torch makes: one process may open it, and it
-        keeps the memory alive until then.
+        a table on a GPU, however, the handle contains CUDA's own handles, which torch makes. Only one process may open
+        it, and this process keeps the memory alive until then.
 
         Raises:
             RuntimeError: as for `share_memory_`.
@@ -258,10 +259,10 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Sets x[ids] = rows: encodes the new rows with the table's codebook and replaces the items of these ids.
         Returns self.
 
-        Other rows are neither read nor moved. The codebook stays the same, so new rows that differ from the rows that
-        it was learned from save less, or are stored raw (`refit` learns a new codebook). A row that no longer fits its
-        slot and its part of the overflow gets a new part. The overflow grows as needed, so an update does not fail for
-        lack of room. `refit` frees the parts that rows no longer use.
+        Other rows are neither read nor moved. The codebook stays the same, so new rows save less, or are stored raw, if
+        they differ from the rows that it was learned from (`refit` learns a new codebook). A row that no longer fits
+        its slot and its part of the overflow gets a new part. The overflow grows as needed, so an update does not fail
+        for lack of room. `refit` frees the parts that rows no longer use.
 
         The first change copies the index, which then takes at most 12 bytes per row. A packed table stays packed; its
         changed rows move to another place in the overflow. The time of later changes depends only on the number of rows
@@ -415,8 +416,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Starts to bring items, or the whole tensor, to a GPU on another stream, while the current stream goes on.
 
         The prefetch begins after the work that is queued on the current stream at the time of the call, so this work
-        may still write the ids and use out. If the result goes to the CPU, the prefetch is done before the call
-        returns.
+        may still write the ids and use out. If the result goes to the CPU, the call returns when the prefetch is
+        complete.
 
         Args:
             ids: as in `index_select`. None: the whole tensor, as `decompress` returns it.

@@ -29,8 +29,11 @@ class Items(NamedTuple):
 
 def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | None:
     """Concatenates items of several tables into a table on a device, without decoding them. Returns None if the tables
-    cannot be joined. They can be if every row is an item, all slots have the same size, which is smaller than a row,
-    and the codebooks, dtypes and item shapes are equal."""
+    cannot be joined.
+
+    Tables can be joined if they have equal codebooks, dtypes, item shapes and slot sizes. Every item must be one row.
+    Slots must be smaller than a row, and not empty. No table may have a separate base for every row, as tables have
+    after their rows were changed."""
     table = parts[0].table
     form = _form(table)
     if form is None or any(_form(part.table) != form for part in parts[1:]):
@@ -50,8 +53,8 @@ def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | Non
 
 
 def _form(table: CompressedTensor) -> Hashable | None:
-    """Returns a value that is equal for all tables that can be joined with each other. Returns None for a table that
-    cannot be joined at all, because its coded bytes cannot be cut between any two items."""
+    """Returns a value that is equal for tables that can be joined with each other. Returns None for a table that cannot
+    be joined with any table, because its coded bytes cannot be cut between any two items."""
     if table.codebook is None or table.geometry.item_bytes != table.row_bytes or table._has_own_bases:
         return None
     if not 0 < table.slot_bytes < table.row_bytes:

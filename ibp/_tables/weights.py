@@ -21,8 +21,8 @@ _OF_A_MODEL = {field.name for field in fields(Options)} - {"codebook"}
 
 
 def is_worth_coding(x: torch.Tensor) -> bool:
-    """Returns whether x is a dense tensor of at least 4 KiB and of class torch.Tensor itself. Instances of subclasses,
-    such as quantised weights, are not worth coding."""
+    """Returns whether x is worth coding: a dense tensor of a supported dtype, of at least 4 KiB, and of class
+    torch.Tensor itself. Instances of subclasses, such as quantised weights, are not worth coding."""
     return type(x) is torch.Tensor and x.layout == torch.strided and x.dtype in DTYPES and x.nbytes >= LEAST_BYTES
 
 
@@ -53,7 +53,7 @@ class CodedWeight:
         return self.as_it_was(decompress(self.table, device=device))
 
     def as_it_was(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the weight as a view of `tensor`, the decoded table."""
+        """Returns a view of `tensor` with the shape and strides of the weight. tensor: the decoded table."""
         return tensor.as_strided(self.shape, self.stride)
 
 
@@ -63,7 +63,8 @@ class WeightCompressor:
     Weights of one kind share a codebook, which is learned from the first of them. Weights are of one kind if they have
     the same shape and dtype, and if their names differ only in numbers; examples are the same weight in all layers. If
     raw rows are best for the first weight, all weights of its kind are kept raw. If the codebook saves clearly less for
-    a later weight, this weight gets a codebook of its own.
+    a later weight (by more than 1 % of its bytes), a codebook is learned for this weight alone, and is used if the
+    weight then takes fewer bytes.
 
     Example:
         >>> compressor = ibp.adapters.WeightCompressor({"device": "cpu", "memory": "host"})
@@ -90,9 +91,9 @@ class WeightCompressor:
 
     @staticmethod
     def takes(x: torch.Tensor) -> bool:
-        """Returns whether a tensor is worth compressing: it must be dense, have at least 4 KiB, and be of class
-        torch.Tensor itself. Instances of subclasses, such as quantised weights and parameters, are not worth
-        compressing; for a parameter, pass `parameter.data`."""
+        """Returns whether a tensor is worth compressing. It must be dense, have a supported dtype and at least 4 KiB,
+        and be of class torch.Tensor itself. Instances of subclasses, such as quantised weights and parameters, are not
+        worth compressing; for a parameter, pass `parameter.data`."""
         return is_worth_coding(x)
 
     def code(self, name: str, x: torch.Tensor, **defaults: Any) -> CodedWeight:

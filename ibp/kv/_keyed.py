@@ -218,7 +218,9 @@ class KeyedPages(OfThisProcess):
         lists the free numbers again."""
         with self._lock:
             if self._calls_on_drop:
-                raise RuntimeError("on_drop must not store, load or delete pages; note the key and do it after the call")
+                raise RuntimeError(
+                    "on_drop must not store, load or delete pages; note the key and do it after the call"
+                )
             try:
                 yield
             except BaseException:
