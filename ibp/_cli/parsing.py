@@ -300,10 +300,11 @@ examples:
   ibp inspect model.safetensors --tensor lm_head.weight
   ibp inspect checkpoint/ --plot bits.png --html model.html
 
-"before" is the size of a tensor, "after" that of all the file has for it: rows,
-index, unused room of slots and its share of the codebook. Parts of coded rows
-are counted on a sample of a large tensor's rows. The page needs a browser and
-nothing else; plots need matplotlib.""",
+"before" is the size of a tensor, "after" that of all the file has for it alone:
+rows, index, unused room of slots and padding. Codebooks, which tensors share,
+the header and the checksums count in the sum. Parts of coded rows are counted
+on a sample of a large tensor's rows. The page needs a browser and nothing else;
+plots need matplotlib.""",
     )
     _add_inputs(parser)
     parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="all about one tensor; repeats")
@@ -321,8 +322,9 @@ def _estimate(commands: _Commands) -> None:
         description="""\
 Say what each scheme would save, tensor by tensor, without writing anything.
 
-Savings are measured on a sample of rows. The last column is the scheme that
-saves most; "plain" tensors stay as they are.""",
+Savings are measured on a sample of rows, and count what a file has for a tensor
+alone, as "after" of ibp inspect does. The last column is the scheme that saves
+most; "plain" tensors stay as they are.""",
         epilog="""\
 examples:
   ibp estimate model.safetensors

@@ -209,7 +209,7 @@ def _write_set(
             earlier = target.parent / shard.file  # if it exists, its permissions are kept
             like = [os.fspath(earlier)] if earlier.exists() else shard.inputs
             fields = writing.write(journal.path_of(shard.file), shard, like=like, replace=True)
-            records[shard.file] = journal.finish(shard.file, fields)
+            records[shard.file] = journal.write_record(shard.file, fields)
     return records, num_kept
 
 
@@ -324,6 +324,8 @@ class _BlockWriter:
             content = finished(self._words, tensor.num_bytes)
             fields = TableFields(*form, codebook=self._writer.codebook(codebook), content=content)
             self._writer.table(tensor.name, fields)
-        scheme, stored = None if codebook is None else codebook.scheme, self._writer.data_bytes - self._start
+        scheme, stored = None, tensor.num_bytes
+        if codebook is not None:
+            scheme, stored = codebook.scheme, self._writer.data_bytes - self._start
         report = TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, self._file)
         self.reports.append(report)
