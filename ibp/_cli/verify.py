@@ -59,8 +59,7 @@ def _damage(file: ibp.File, content: bool) -> dict[str, Any]:
     blocks = damaged_blocks(file)
     inside = {name for block in blocks for name in block.tensors}
     used = {name for block in blocks for users in block.codebooks for name in users}
-    good = {name: _is_what_it_was(file, name) for name in (file if content else inside | used)}
-    good |= {name: None for name in inside - good.keys()}
+    good = {name: _is_what_it_was(file, name) for name in {*inside, *used, *(file if content else ())}}
     # The tables of each codebook that is damaged for certain. Unless several tables agree about it, or the rows of its
     # only table are in other blocks, these rows may be damaged instead.
     shared = [
@@ -81,7 +80,9 @@ def _damage(file: ibp.File, content: bool) -> dict[str, Any]:
         (damaged if is_alone else suspect).update(names)
     found = {"damaged": damaged, "by_codebook": by_codebook & damaged, "suspect": suspect - damaged}
     bases = {name: view.base for name, view in views_in(file).items()}  # a view is what its base is
-    told: dict[str, Any] = {kind: [n for n in file if bases.get(n, n) in names] for kind, names in found.items()}
+    told: dict[str, Any] = {
+        kind: [name for name in file if bases.get(name, name) in names] for kind, names in found.items()
+    }
     if blocks:
         more = output.show_count(len(blocks) - 1, "other block")
         others = f", as {more} {'has' if len(blocks) == 2 else 'have'}" if len(blocks) > 1 else ""

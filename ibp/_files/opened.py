@@ -343,7 +343,7 @@ class File(Mapping[str, Value], Closing):
         """Computes the checksums of the file's bytes, and compares them with the checksums in the file.
 
         Args:
-            names: names of the tensors to verify. None: the whole file.
+            names: names of the tensors to verify, with the codebooks of the tables among them. None: the whole file.
             content: whether to decode tables, too, and to compare the fingerprints of the decoded tensors with those
                 in the file, if it has them.
             progress: whether to show a progress bar.

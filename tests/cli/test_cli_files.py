@@ -380,6 +380,18 @@ def test_several_damaged_tensors_are_named(crowded, capsys):
     assert found["error"].endswith("has another checksum, as 1 other block has")
 
 
+@pytest.mark.parametrize("options", [[], ["--content"]])
+def test_views_are_damaged_as_their_base_is(options, tmp_path, capsys):
+    held = torch.randn(300, 1024)
+    torch.save({"a": held[:200], "b": held[100:], "c": torch.randn(300, 1024)}, "x.pt")
+    ibp.checkpoints.compress("x.pt", "x.safetensors", device="cpu")
+    names = [name for name in read_header(Path("x.safetensors")).tensors if name.startswith("torch_storage.")]
+    entry = read_header(Path("x.safetensors")).tensors[names[0]]
+    flip(Path("x.safetensors"), (entry.start + entry.end) // 2)
+    (found,) = document(capsys, "verify", Path("x.safetensors"), *options, status=1)["files"]
+    assert sorted(found["damaged"] + found["suspect"]) == ["a", "b"]
+
+
 def test_damaged_checksums_name_no_tensor(crowded, capsys):
     flip(crowded, read_header(crowded).tensors["ibp.checks"].start)
     (found,) = document(capsys, "verify", crowded, status=1)["files"]
