@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         work.local([arguments.base, arguments.delta]) as (old, delta),
         work.written(arguments.output, ".safetensors") as target,
         work.threads(arguments.jobs),
-        open_sources(old) as base,
+        open_sources(old, verify=True) as base,
     ):
         with local_path(delta) as near:
             changes = _changes_in(near)

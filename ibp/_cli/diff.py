@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     device = work.device_of(arguments)
     with work.local([arguments.base, arguments.new]) as given, work.threads(arguments.jobs):
-        with open_sources(given[0]) as base, open_sources(given[1]) as new:
+        with open_sources(given[0], verify=True) as base, open_sources(given[1], verify=True) as new:
             names = work.chosen(arguments, dict.fromkeys([*new.tensors, *base.tensors]))
             deltas: dict[str, Any] = {}
             weigh: _Weighing | None = _by_blocks(device)

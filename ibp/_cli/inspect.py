@@ -162,6 +162,8 @@ def _facts(tensor: TensorContents) -> list[list[str]]:
         ["after", f"{tensor.stored_bytes:,} bytes, {output.show_share(tensor.savings)} saved"],
         ["rows", rows],
     ]
+    if tensor.codebook_bytes:
+        facts.append(["codebook", f"{tensor.codebook_bytes:,} bytes, which other tensors may share"])
     if tensor.is_sampled:
         facts.append(["counted", f"{tensor.sampled_rows:,} of the rows, as a sample"])
     if tensor.note:

@@ -195,9 +195,10 @@ Compress checkpoints and arrays into files. Each tensor of a file decodes alone.
 
 Reads safetensors, .npy, .npz, torch checkpoints and files of ibp, of any size,
 block by block. What does not become smaller stays as it is; names, metadata and
-every bit are kept. Several inputs become one file or one set of files. If input
-and output are directories, each file of tensors is compressed to a file of its
-own (model.ibp.safetensors, optimizer.pt.ibp.safetensors), all other files are
+every bit are kept. Checksums of files of ibp are compared as they are read.
+Several inputs become one file or one set of files. If input and output are
+directories, each file of tensors is compressed to a file of its own
+(model.ibp.safetensors, optimizer.pt.ibp.safetensors), all other files are
 copied, and config.json says that the weights are coded.""",
         epilog="""\
 examples:
@@ -245,7 +246,8 @@ Write the tensors of compressed files as they were, bit for bit.
 The format is told by the suffix of OUT: .safetensors, .npy, .npz, .pt; a
 directory gets model.safetensors, and a set of files becomes a set again. From
 a directory to a directory, each file comes back under its name and in its
-format, and all other files are copied. Checksums are compared first.""",
+format, and all other files are copied. Checksums are compared as files are
+read.""",
         epilog="""\
 examples:
   ibp decompress model.ibp.safetensors -o model.safetensors
@@ -268,11 +270,11 @@ def _verify(commands: _Commands) -> None:
         description="""\
 Compare the checksums of files with their bytes.
 
-Exits with 1 if bytes are damaged, and names every tensor that is; also if a
-file has no checksums, as those that ibp did not write. Checksums are those of
-blocks of 1 MiB: what else lies in a damaged block is named as perhaps damaged.
-With --content all tables are decoded as well, and compared with the
-fingerprints of what was compressed.""",
+Exits with 1 if bytes are damaged, or if a file has no checksums, as those that
+ibp did not write. Checksums are those of blocks of 1 MiB. In a damaged block,
+the tables that no longer decode to what was compressed are named; if there are
+none, the tensors that may be damaged. With --content all tables are decoded,
+also those in blocks that are good.""",
         epilog="""\
 examples:
   ibp verify model.safetensors
@@ -298,10 +300,11 @@ examples:
   ibp inspect model.safetensors --tensor lm_head.weight
   ibp inspect checkpoint/ --plot bits.png --html model.html
 
-"before" is the size of a tensor, "after" that of all the file has for it: rows,
-index, unused room of slots and its share of the codebook. Parts of coded rows
-are counted on a sample of a large tensor's rows. The page needs a browser and
-nothing else; plots need matplotlib.""",
+"before" is the size of a tensor, "after" that of all the file has for it alone:
+rows, index, unused room of slots and padding. Codebooks, which tensors share,
+the header and the checksums count in the sum. Parts of coded rows are counted
+on a sample of a large tensor's rows. The page needs a browser and nothing else;
+plots need matplotlib.""",
     )
     _add_inputs(parser)
     parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="all about one tensor; repeats")
@@ -319,8 +322,9 @@ def _estimate(commands: _Commands) -> None:
         description="""\
 Say what each scheme would save, tensor by tensor, without writing anything.
 
-Savings are measured on a sample of rows. The last column is the scheme that
-saves most; "plain" tensors stay as they are.""",
+Savings are measured on a sample of rows, and count what a file has for a tensor
+alone, as "after" of ibp inspect does. The last column is the scheme that saves
+most; "plain" tensors stay as they are.""",
         epilog="""\
 examples:
   ibp estimate model.safetensors

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 from typing import Any, cast
 
 import ibp
+from ibp._files import damaged_blocks, views_in
 from ibp.checkpoints._sources import local_path, open_source
 
 from . import output, work
@@ -24,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Verifies one file. Returns what the command reports about it."""
     told: dict[str, Any] = {"path": path, "status": GOOD, "bytes": 0, "tensors": 0, "tables": 0}
-    told.update(error=None, damaged=[], suspect=[])
+    told.update(error=None, damaged=[], by_codebook=[], suspect=[])
     if work.has_other_format(path):
         with open_source(path) as read:
             return {**told, "status": UNCHECKED, "tensors": len(read.tensors)}
@@ -34,7 +37,9 @@ def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
             try:
                 told["bytes"] = file.verify(content=arguments.content, progress=output.show_bars(arguments))
             except (ibp.ChecksumError, ibp.CorruptTableError) as error:
-                told.update(status=DAMAGED, error=output.sentence(error), **_damage(file, arguments.content))
+                told.update(status=DAMAGED, error=output.sentence(error))
+                with contextlib.suppress(ibp.ChecksumError):  # a header or the checksums themselves are damaged
+                    told.update(_damage(file, arguments.content))
             if told["status"] == GOOD and not file.has_checksums:
                 told["status"] = UNCHECKED
     except ibp.FileFormatError as error:
@@ -42,18 +47,47 @@ def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return told
 
 
-def _damage(file: ibp.File, content: bool) -> dict[str, list[str]]:
-    """Returns the names of the damaged tensors in a file, and of the "suspect" ones, which may be damaged because they
-    lie in a block with damaged bytes. A table whose decoded content has its fingerprint is in neither list."""
-    found: dict[str, list[str]] = {"damaged": [], "suspect": []}
-    for name in file:
-        try:
-            file.verify([name], content=content)
-        except (ibp.FileFormatError, ibp.CorruptTableError):
-            good = _is_what_it_was(file, name)
-            if not good:
-                found["suspect" if good is None else "damaged"].append(name)
-    return found
+def _damage(file: ibp.File, content: bool) -> dict[str, Any]:
+    """Returns the names of tensors in a damaged file, in three lists, and a sentence about its first damaged block. The
+    lists are "damaged"; "by_codebook", the damaged tensors that share a damaged codebook; and "suspect", tensors that
+    may be damaged.
+
+    Checksums say which blocks are damaged, and fingerprints say which tables in a block are. The tensors of a block are
+    suspects if no tensor or codebook in it is known to be damaged, except those that are known to be right. content:
+    whether to decode tables outside of damaged blocks, too.
+    """
+    blocks = damaged_blocks(file)
+    inside = {name for block in blocks for name in block.tensors}
+    used = {name for block in blocks for users in block.codebooks for name in users}
+    good = {name: _is_what_it_was(file, name) for name in {*inside, *used, *(file if content else ())}}
+    # The tables of each codebook that is damaged for certain. Unless several tables agree about it, or the rows of its
+    # only table are in other blocks, these rows may be damaged instead.
+    shared = [
+        users
+        for block in blocks
+        for users in block.codebooks
+        if all(good[name] is False for name in users) and (len(users) > 1 or users[0] not in inside)
+    ]
+    by_codebook = set(itertools.chain(*shared))
+    damaged, suspect = {name for name, is_good in good.items() if is_good is False}, set[str]()
+    for block in blocks:
+        books = [users for users in block.codebooks if not any(good[name] for name in users)]
+        tensors = [name for name in block.tensors if not good[name] and name not in by_codebook]
+        if any(users in shared for users in books) or not damaged.isdisjoint(tensors):
+            continue
+        names = {*tensors, *itertools.chain(*books)}
+        is_alone = len({*block.tensors, *itertools.chain(*block.codebooks)}) == 1
+        (damaged if is_alone else suspect).update(names)
+    found = {"damaged": damaged, "by_codebook": by_codebook & damaged, "suspect": suspect - damaged}
+    bases = {name: view.base for name, view in views_in(file).items()}  # a view is what its base is
+    told: dict[str, Any] = {
+        kind: [name for name in file if bases.get(name, name) in names] for kind, names in found.items()
+    }
+    if blocks:
+        more = output.show_count(len(blocks) - 1, "other block")
+        others = f", as {more} {'has' if len(blocks) == 2 else 'have'}" if len(blocks) > 1 else ""
+        told["error"] = output.one_line(f"{blocks[0].place}, has another checksum{others}")
+    return told
 
 
 def _is_what_it_was(file: ibp.File, name: str) -> bool | None:
@@ -75,7 +109,9 @@ def _parts(found: list[dict[str, Any]]) -> list[output.Part]:
     for one in found:
         if one["status"] == DAMAGED:
             parts += ["", one["error"]]
-            parts += [f"  damaged: {output.shown(name)}" for name in one["damaged"]]
+            for name in one["damaged"]:
+                shared = " (by its codebook, which it shares with others)" if name in one["by_codebook"] else ""
+                parts.append(f"  damaged: {output.shown(name)}{shared}")
             parts += [f"  perhaps damaged: {output.shown(name)}" for name in one["suspect"]]
         if one["status"] == UNCHECKED:
             verified = f"only {output.show_size(one['bytes'])} were" if one["bytes"] else "nothing was"

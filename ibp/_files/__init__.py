@@ -30,7 +30,7 @@ from .format import (
     part_names,
     rounded_up,
 )
-from .opened import File, TensorInfo, load, open, stored_in, views_in
+from .opened import File, TensorInfo, damaged_blocks, load, open, range_verifier, stored_in, views_in
 from .paths import (
     INDEX_SUFFIX,
     SUFFIX,

@@ -7,10 +7,10 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,7 @@ from .reader import (
     read_parts,
     read_table,
     read_whole,
+    row_ranges,
     segment_of,
     shown_names,
 )
@@ -180,8 +181,8 @@ class File(Mapping[str, Value], Closing):
     def _value(self, name: str) -> Value:
         """Returns the value with a name, which may also be a base of views that the mapping does not have. Makes it
         once, and keeps it."""
-        if name not in self._made:
-            self._made.setdefault(name, self._map(name))  # of several threads, the first one's value is kept
+        if name not in self._made:  # of several threads, the first one's value is kept
+            self._made.setdefault(name, self._map(name, self._verify))
         return self._made[name]
 
     def _check_name(self, name: str) -> None:
@@ -196,20 +197,22 @@ class File(Mapping[str, Value], Closing):
         alike = itertools.islice(self._names, _COMPARED_NAMES)
         return KeyError(f"{self.path} has no tensor {name!r}{near(name, alike)}; {there}")
 
-    def _map(self, name: str) -> Value:
-        """Makes the value with a name, over the mapped file. With `verify`, its checksums are compared first. A tensor
-        that an external codec has coded is read instead of mapped, and its checksums are compared as it is read."""
+    def _map(self, name: str, verify: bool) -> Value:
+        """Makes the value with a name, over the mapped file. verify: whether to compare its checksums first. A tensor
+        that an external codec has coded is read instead of mapped. If the file was opened with `verify`, its checksums
+        are compared as it is read."""
         if name in self._views:
             return _viewed(self._views[name], self._value(self._views[name].base))
-        if name in self._owners and self.fields(name).codec is not None:
-            return read_whole(self._owners[name], name, self._places, self._memory == "pinned")
-        if self._verify:
-            self.verify([name])
-        if name not in self._owners:
-            place = self._places[name]
-            return place.file.tensor(name, place.file.mapped)
         pages: list[_core.FilePages] | None = [] if _ops.cuda_is_available() else None
-        table, fields = read_table(self._owners[name], name, self._places, mapped_parts(pages))
+        with _naming(name):
+            if name in self._owners and self.fields(name).codec is not None:
+                return read_whole(self._owners[name], name, self._places, self._memory == "pinned")
+            if verify:
+                self.verify([name])
+            if name not in self._owners:
+                place = self._places[name]
+                return place.file.tensor(name, place.file.mapped)
+            table, fields = read_table(self._owners[name], name, self._places, mapped_parts(pages))
         table._lie_in_file(None if pages is None else FileRows(pages, pin=self._pins))
         if self._share and self._pins and not can_pin(self._owners[name]):
             self._share_between_processes(name, table)
@@ -235,14 +238,15 @@ class File(Mapping[str, Value], Closing):
         if name in self._views:
             return _viewed(self._views[name], self._load(self._views[name].base, device, pin))
         if device.type == "cuda":
-            value = self._map(name)
+            value = self._map(name, self._verify)
             return to_device(value, device) if isinstance(value, torch.Tensor) else value.to(device)
-        if name not in self._owners:
-            file = self._places[name].file
-            return file.tensor(name, lambda start, num_bytes: file.read(start, num_bytes, bool(pin)))
-        if self.fields(name).codec is not None:
-            return read_whole(self._owners[name], name, self._places, pin)
-        table, fields = read_table(self._owners[name], name, self._places, read_parts(pin))
+        with _naming(name):
+            if name not in self._owners:
+                file = self._places[name].file
+                return file.tensor(name, lambda start, num_bytes: file.read(start, num_bytes, bool(pin)))
+            if self.fields(name).codec is not None:
+                return read_whole(self._owners[name], name, self._places, pin)
+            table, fields = read_table(self._owners[name], name, self._places, read_parts(pin))
         table._is_refused = pin is None and not table.is_pinned()
         return _with_fields(table, fields)
 
@@ -339,7 +343,7 @@ class File(Mapping[str, Value], Closing):
         """Computes the checksums of the file's bytes, and compares them with the checksums in the file.
 
         Args:
-            names: names of the tensors to verify. None: the whole file.
+            names: names of the tensors to verify, with the codebooks of the tables among them. None: the whole file.
             content: whether to decode tables, too, and to compare the fingerprints of the decoded tensors with those
                 in the file, if it has them.
             progress: whether to show a progress bar.
@@ -375,14 +379,14 @@ class File(Mapping[str, Value], Closing):
         return total
 
     def _blocks_of(self, names: Iterable[str]) -> dict[Checks, Sequence[int]]:
-        """Returns the numbers of the blocks that hold these tensors, and the codebooks in the files of the tables."""
+        """Returns the numbers of the blocks that hold these tensors and the codebooks of the tables among them."""
         blocks: dict[Checks, set[int]] = {}
         for name in names:
             places = self._parts(name)
             if name in self._owners:
                 owner = self._owners[name]
-                tensors = owner.header.tensors.items()
-                places += [TensorPlace(owner, entry) for part, entry in tensors if part.startswith(CODEBOOK_KEY)]
+                parts = owner.codebook_parts(self.fields(name).codebook)
+                places += [TensorPlace(owner, owner.header.tensors[part]) for part in parts]
             for place in places:
                 checks = place.file.checks
                 if checks is not None:
@@ -491,10 +495,82 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
 
 
 def stored_in(file: File) -> Iterator[tuple[str, Value, tuple[str, tuple[int, ...]] | None]]:
-    """Yields (name, value, entry) for everything that a file stores, bases of views included. entry: the dtype and the
-    shape of a plain tensor in the header; None for a table."""
+    """Yields (name, value, entry) for everything that a file stores, bases of views included. The checksums of values
+    that are mapped are not compared; `range_verifier` does that. entry: the dtype and the shape of a plain tensor in
+    the header; None for a table."""
     for name in file._stored:
-        yield name, file._value(name), None if name in file._owners else file._places[name].entry[:2]
+        yield name, file._map(name, verify=False), None if name in file._owners else file._places[name].entry[:2]
+
+
+def range_verifier(file: File, name: str, value: CompressedTensor | torch.Tensor) -> Callable[[int, int], None]:
+    """Returns a function of (start, end) that compares the checksums of the blocks from which bytes [start, end) of a
+    tensor are read, unless they were compared before. For a table these are the blocks of its index, and those of the
+    rows that are decoded for the bytes. value: what `stored_in` yields for the name.
+
+    The function raises ChecksumError if a block is damaged. The message names the file, the block and the tensor.
+    """
+
+    def check(entry: str, first: int, last: int) -> None:
+        place = file._places.get(entry)
+        checks = None if place is None else place.file.checks
+        if place is not None and checks is not None:
+            with _naming(name):
+                for block in checks.blocks_of(place.entry.start + first, place.entry.start + last):
+                    checks.check(block)
+
+    if isinstance(value, torch.Tensor):
+        return lambda start, end: check(name, start, end)
+    rows_per_base = file.fields(name).rows_per_base
+
+    def check_rows(start: int, end: int) -> None:
+        if start < end:
+            check(f"{name}:lengths", 0, value.lengths.nbytes)
+            check(f"{name}:bases", 0, value.bases.nbytes)
+            for part, (first, last) in row_ranges(value, rows_per_base, start, end).items():
+                check(f"{name}:{part}", first, last)
+
+    return check_rows
+
+
+class DamagedBlock(NamedTuple):
+    """A block of a file whose bytes do not have its checksum.
+
+    Attributes:
+        place: the file, the block's number and its bytes, as text.
+        tensors: names of the tensors that have bytes of their own in the block.
+        codebooks: for each codebook that has bytes in the block, the names of the tables that are coded with it.
+    """
+
+    place: str
+    tensors: list[str]
+    codebooks: list[list[str]]
+
+
+def damaged_blocks(file: File) -> list[DamagedBlock]:
+    """Compares all checksums of a file, or of a set. Returns the damaged blocks. Raises ChecksumError if a header, or
+    the checksums themselves, are damaged."""
+    table_of = {part: name for name in file._owners for part in part_names(name)}
+    books: dict[tuple[OpenFile, str], list[str]] = {}  # by a part of a codebook: the tables that are coded with it
+    for name, owner in file._owners.items():
+        with contextlib.suppress(FileFormatError):  # a table that this ibp cannot read has no codebook that it knows
+            for part in owner.codebook_parts(file.fields(name).codebook):
+                books.setdefault((owner, part), []).append(name)
+    found = []
+    for each in file._files.values():
+        for place, names in [] if each.checks is None else each.checks.damaged():
+            tensors = dict.fromkeys(table_of.get(name, name) for name in names if not each.is_own(name))
+            users = dict.fromkeys(tuple(books.get((each, name), ())) for name in names if name.startswith(CODEBOOK_KEY))
+            found.append(DamagedBlock(place, list(tensors), [list(of) for of in users if of]))
+    return found
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Adds the name of the tensor that is read inside the context to the message of a ChecksumError."""
+    try:
+        yield
+    except ChecksumError as error:
+        raise ChecksumError(f"{error}; {name!r} was being read") from None
 
 
 def views_in(file: File) -> Mapping[str, View]:

@@ -125,6 +125,10 @@ class OpenFile:
         # Names of the tensors that no longer exist, if the file is the delta of a checkpoint.
         self.removed = [key[len(REMOVED_KEY) :] for key in metadata if key.startswith(REMOVED_KEY)]
         self._codebooks: dict[int, AnyCodebook] = {}
+        self._codebook_parts: dict[str, list[str]] = {}  # names of the parts of each codebook, by the codebook's key
+        for name in self.header.tensors:
+            if name.startswith(CODEBOOK_KEY):
+                self._codebook_parts.setdefault(name.rpartition(":")[0], []).append(name)
         # Two maps of the whole file, each made when it is first needed: a private (copy-on-write) one for tensors that
         # may be written to, and a read-only one. Writing to a tensor never changes the file. All tensors use the same
         # maps, because the system limits the number of maps of a process. The tensors keep their map alive.
@@ -254,10 +258,18 @@ class OpenFile:
         """Returns the codebook with a number. It is read by the first call, and kept."""
         if number not in self._codebooks:
             metadata = self.header.metadata
-            self._codebooks[number] = read_codebook(str(self.path), metadata, number, self._codebook_part)
+            self._codebooks[number] = read_codebook(str(self.path), metadata, number, self._read_codebook_part)
         return self._codebooks[number]
 
-    def _codebook_part(self, number: int, part: str, dtype: str, count: int) -> np.ndarray:
+    def codebook_parts(self, number: int | None) -> list[str]:
+        """Returns the names of the parts of the codebook with a number, and of the codebooks of its clusters. number:
+        None if there is no codebook; the result is empty then."""
+        text = self.header.metadata.get(f"{CODEBOOK_KEY}{number}", "")
+        fields = dict(pair.partition("=")[::2] for pair in text.split(" "))
+        keys = [f"{CODEBOOK_KEY}{each}" for each in (number, *fields.get("clusters", "").split(","))]
+        return [name for key in keys for name in self._codebook_parts.get(key, ())]
+
+    def _read_codebook_part(self, number: int, part: str, dtype: str, count: int) -> np.ndarray:
         """Returns a part of a codebook, an array of `count` entries. dtype: name of their dtype in the file."""
         name = f"{CODEBOOK_KEY}{number}:{part}"
         numpy_dtype = np.dtype(f"<u{int(dtype[1:]) // 8}")
@@ -350,15 +362,42 @@ class Checks:
     def _compare(self, block: int, found: int) -> None:
         """Marks a block as verified. Raises ChecksumError unless `found` is its hash."""
         if found != int(self._hashes[block]):
-            start, end = self._bounds(block)
-            entries = self._file.header.tensors.items()
-            inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
-            names = [name for name in inside if not name.startswith(PADDING)] or inside
+            names = dict.fromkeys(map(self._shown_name, self._names_in(block))) or {"padding": None}
             raise ChecksumError(
-                f"{self._file.path}: block {block}, bytes {start} to {end - 1} of the file, has another checksum: "
-                f"{'one of ' if len(names) > 1 else ''}{shown_names(names)} is damaged"
+                f"{self._place_of(block)}, has another checksum: {'one of ' if len(names) > 1 else ''}"
+                f"{shown_names(names)} is damaged"
             )
         self._is_right[block] = True
+
+    def damaged(self) -> list[tuple[str, list[str]]]:
+        """Compares the blocks that were not compared before. Returns, for each damaged one, its place in the file as
+        text, and the names in the header of what has bytes in it, without padding."""
+
+        def is_right(block: int) -> bool:
+            with contextlib.suppress(ChecksumError):
+                self.check(block)
+            return bool(self._is_right[block])
+
+        right = in_threads(is_right, range(self.num_blocks))
+        wrong = [block for block, is_one in enumerate(right) if not is_one]
+        return [(self._place_of(block), self._names_in(block)) for block in wrong]
+
+    def _place_of(self, block: int) -> str:
+        """Returns the place of a block as text: the file, the block's number and its bytes."""
+        start, end = self._bounds(block)
+        return f"{self._file.path}: block {block}, bytes {start} to {end - 1} of the file"
+
+    def _names_in(self, block: int) -> list[str]:
+        """Returns the names in the header of what has bytes in a block, without padding."""
+        start, end = self._bounds(block)
+        entries = self._file.header.tensors.items()
+        inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
+        return [name for name in inside if not name.startswith(PADDING)]
+
+    def _shown_name(self, name: str) -> str:
+        """Returns the name that a message has for a tensor of the header: for a part, that of its table or codebook."""
+        whole = name.rpartition(":")[0]
+        return whole if whole in self._file.tables or name.startswith(CODEBOOK_KEY) else name
 
 
 # ---- parts of tables ----
@@ -438,6 +477,26 @@ def read_table(
             **tensors,
         )
     return table, fields
+
+
+def row_ranges(table: CompressedTensor, rows_per_base: int, start: int, end: int) -> dict[str, tuple[int, int]]:
+    """Returns which bytes of a table's slots and overflow hold the rows of bytes [start, end) of its tensor: for each
+    part, its first byte and the end. If rows may lie anywhere in the overflow, that range is all of it. rows_per_base:
+    as in `TableFields`."""
+    first, last = start // table.row_bytes, -(-end // table.row_bytes)
+    slots = table.slots.numel()
+    overflow = 0, table.overflow.numel()
+    begin, stop = overflow
+    if rows_per_base > 1 and table.bases.numel():
+        first_group, last_group = first // rows_per_base, -(-last // rows_per_base)
+        begin = int(table.bases[first_group])
+        stop = stop if last_group >= table.bases.numel() else int(table.bases[last_group])
+    # A file whose checksums are right may have bases that contradict each other. The decoder reports them.
+    is_right = 0 <= begin <= stop <= overflow[1]
+    return {
+        "slots": (min(first * table.slot_bytes, slots), min(last * table.slot_bytes, slots)),
+        "overflow": (begin, stop) if is_right else overflow,
+    }
 
 
 def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin: bool | None) -> WholeTensor:

@@ -172,7 +172,7 @@ def _write_files(
                 gone = () if weight_map else removed  # only the first file lists them
                 writer = stack.enter_context(_writer_of(path.with_name(name), items, gone, metadata, on_write))
                 for each in gone:
-                    writer.removed(each)
+                    writer.add_removed(each)
                 for each, value in items.items():
                     if isinstance(value, torch.Tensor):
                         write_plain(writer, each, value)
@@ -307,7 +307,7 @@ class FileWriter:
         self._add_line(f"{TABLE_KEY}{name}", fields.text())
         self._tables.add(name)
 
-    def removed(self, name: str) -> None:
+    def add_removed(self, name: str) -> None:
         """Adds an entry that says that a tensor no longer exists, in the delta of a checkpoint."""
         self._add_line(f"{REMOVED_KEY}{name}", "")
 

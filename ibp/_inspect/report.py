@@ -52,8 +52,8 @@ class TensorContents(Saves):
     kind: str
     scheme: str  # "raw", "ibp", "planes", "plain", or the name of an external codec.
     original_bytes: int  # Size of the tensor in bytes.
-    # Size in bytes of all that the file has, or would have, for the tensor: rows, index, unused room, and a share of
-    # the codebook if several tensors have the same one.
+    # Size in bytes of what the file has, or would have, for this tensor alone: rows, index, unused room and padding, as
+    # in `ibp.TensorInfo`. Codebooks, which several tensors may share, are not part of it.
     stored_bytes: int
     # The size of each part in bytes. The sum is stored_bytes. The sizes of the parts of coded rows are exact if all
     # rows were counted; otherwise they are estimated from a sample.
@@ -67,6 +67,7 @@ class TensorContents(Saves):
     sampled_rows: int = 0  # Number of rows that were decoded and counted.
     clusters: int = 0  # Number of the table's codebooks. 0: it has none.
     codebook: str = ""  # A description of the codebook. "": there is no codebook.
+    codebook_bytes: int = 0  # Size of the codebook in bytes, without padding.
     # float [w]: the entropy, in bits, of each bit of an element, the most significant bit first. Empty if there are no
     # elements.
     entropy: list[float] = field(default_factory=list)
@@ -97,8 +98,8 @@ class FileReport(Saves):
     file_bytes: int  # Size in bytes of the files as they are.
     metadata: dict[str, str] = field(default_factory=dict)  # The user's metadata.
     tensors: list[TensorContents] = field(default_factory=list)  # The reports on the tensors, in the file's order.
-    # Number of bytes in the compressed files that belong to no tensor: headers, checksums, padding. 0 if only some of
-    # the tensors are reported.
+    # Number of bytes in the compressed files that belong to no single tensor: headers, codebooks, checksums, padding. 0
+    # if only some of the tensors are reported.
     other_bytes: int = 0
 
     @property
@@ -173,48 +174,35 @@ def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
     for name in _bar(source.tensors, progress):
         codebooks.prepare([source.tensors[name]])
         of[name] = codebooks.of(source.tensors[name])
-    users = Counter(id(codebook) for codebook in of.values())
     reports = []
     for name in _bar(filter(wanted, of), progress):
         tensor, codebook = source.tensors[name], of[name]
-        reports.append(
-            report_plain(tensor)
-            if codebook is None
-            else report_estimate(tensor, codebook, codebook_share=1 / users[id(codebook)])
-        )
+        reports.append(report_plain(tensor) if codebook is None else report_estimate(tensor, codebook))
     size, other = sum(os.path.getsize(path) for path in source.files), 0
     if len(reports) == len(of):
-        stored = {report.name: _bytes_in_file(report) for report in reports}
+        stored = {report.name: report.stored_bytes for report in reports}
         other = compressed_bytes(source, stored, of) - sum(report.stored_bytes for report in reports)
     return FileReport(source.path, source.format, True, size, dict(source.metadata), reports, other)
 
 
-def _bytes_in_file(report: TensorContents) -> int:
-    """Returns the size in bytes of a tensor in a compressed file, without its codebook."""
-    if report.kind != "estimate":
-        return report.stored_bytes
-    return table_bytes(report.stored_bytes - report.parts.get("codebook", 0), report.num_rows)
+def _padded(report: TensorContents, stored_bytes: int) -> TensorContents:
+    """Returns a report with padding, which counts as unused room. stored_bytes: size in bytes of the tensor in its
+    file, with padding."""
+    padding = stored_bytes - report.stored_bytes
+    if not padding:
+        return report
+    parts = {**report.parts, "unused room": report.parts.get("unused room", 0) + padding}
+    return replace(report, stored_bytes=stored_bytes, parts=parts)
 
 
 def _of_ibp(file: File, wanted: _Wanted, progress: bool) -> FileReport:
-    users = Counter(_codebook_of(file, name) for name in file.tables)
-    reports = [_of_tensor(file, name, users) for name in _bar(filter(wanted, file), progress)]
+    reports = [_of_tensor(file, name) for name in _bar(filter(wanted, file), progress)]
     size = sum(os.path.getsize(path) for path in find_files(file.path).files.values())
     other = size - sum(report.stored_bytes for report in reports) if len(reports) == len(file) else 0
     return FileReport(str(file.path), "ibp", False, size, dict(file.metadata), reports, other)
 
 
-def _codebook_of(file: File, name: str) -> int:
-    """Returns a number that identifies the codebook of a tensor among those of the file. Returns 0 if the tensor has no
-    codebook, or cannot be read."""
-    try:
-        codebook = file.info(name).codebook
-    except FileFormatError:
-        return 0
-    return 0 if codebook is None else id(codebook)
-
-
-def _of_tensor(file: File, name: str, users: Counter[int]) -> TensorContents:
+def _of_tensor(file: File, name: str) -> TensorContents:
     try:
         value = file[name]
     except ChecksumError:
@@ -231,11 +219,12 @@ def _of_tensor(file: File, name: str, users: Counter[int]) -> TensorContents:
     if isinstance(value, torch.Tensor):
         return report_plain(loaded_tensor(name, value, file.path))
     if isinstance(value, WholeTensor):
-        return report_whole(name, value)
-    table = value.table if isinstance(value, Delta) else value
-    assert isinstance(table, CompressedTensor)
-    kind = "delta" if isinstance(value, Delta) else "table"
-    return report_table(name, table, kind=kind, codebook_share=1 / max(1, users[_codebook_of(file, name)]))
+        found = report_whole(name, value)
+    elif isinstance(value, Delta):
+        found = report_table(name, value.table, kind="delta")
+    else:
+        found = report_table(name, value)
+    return _padded(found, file.info(name).stored_bytes)
 
 
 # ---- samples of rows ----
@@ -264,19 +253,15 @@ def read_rows(read: _Read, geometry: Geometry) -> np.ndarray:
 # ---- tensors ----
 
 
-def report_table(
-    name: str, table: CompressedTensor, *, kind: str = "table", codebook_share: float = 1.0
-) -> TensorContents:
-    """Returns the report on a table, which may be on any device. codebook_share: the fraction of the codebook's size
-    that counts for this table. It is less than 1 if other tables have the same codebook."""
+def report_table(name: str, table: CompressedTensor, *, kind: str = "table") -> TensorContents:
+    """Returns the report on a table, which may be on any device, without padding."""
     geometry, found = table.geometry, count_rows(table)
     rows = read_rows(lambda start, end: decoded_bytes(table, start, end, table.device).cpu().numpy(), geometry)
     runs = sample_runs(geometry.num_rows, geometry.row_bytes)
     numbers = np.concatenate([np.arange(*run) for run in runs]) if runs else np.empty(0, np.int64)
     split = split_table(table, rows, numbers)
-    codebook_bytes = round(codebook_share * table.codebook.nbytes) if table.codebook else 0
     parts = scaled(split.parts if split else Counter(), found.coded_bytes)
-    parts |= {"raw rows": found.raw_bytes, "index": table.index_bytes, "codebook": codebook_bytes}
+    parts |= {"raw rows": found.raw_bytes, "index": table.index_bytes}
     parts["unused room"] = max(0, spread_bytes(table) - found.raw_bytes - found.coded_bytes)
     parts = {part: size for part, size in parts.items() if size}
     width = split.left_out.size if split else 8 * element_bytes(geometry)
@@ -294,6 +279,7 @@ def report_table(
         sampled_rows=len(rows),
         clusters=len(table.codebook) if isinstance(table.codebook, ClusteredCodebook) else int(bool(table.codebook)),
         codebook=repr(table.codebook) if table.codebook else "",
+        codebook_bytes=table.codebook.nbytes if table.codebook else 0,
         entropy=bit_entropy(rows, width // 8),
         left_out=rounded(coded_share * left_out + default_share),
         ranked=rounded(coded_share * ranked),
@@ -328,10 +314,9 @@ def report_plain(tensor: SourceTensor) -> TensorContents:
     )
 
 
-def report_estimate(tensor: SourceTensor, codebook: AnyCodebook, *, codebook_share: float = 1.0) -> TensorContents:
-    """Estimates the report on the packed table that a tensor would become. Compresses a sample of the tensor's rows,
-    and scales the report on that table to all rows. The tensor must not be empty. codebook_share: as in
-    `report_table`."""
+def report_estimate(tensor: SourceTensor, codebook: AnyCodebook) -> TensorContents:
+    """Estimates the report on the packed table that a tensor would become in a file. Compresses a sample of the
+    tensor's rows, and scales the report on that table to all rows. The tensor must not be empty."""
     geometry = Geometry(torch.Size(tensor.shape), tensor.dtype, codebook.row_bytes)
     rows = read_rows(tensor.read, geometry)
     is_whole = len(rows) == geometry.num_rows
@@ -339,12 +324,12 @@ def report_estimate(tensor: SourceTensor, codebook: AnyCodebook, *, codebook_sha
     sample = sample.clone().view(tensor.dtype)
     sample = sample.view(tensor.shape) if is_whole else sample
     table = compress_rows(sample, codebook=codebook, layout="packed", device="cpu", memory="host")
-    found = report_table(tensor.name, table, kind="estimate", codebook_share=codebook_share)
+    found = report_table(tensor.name, table, kind="estimate")
     if is_whole:
-        return found
+        return _padded(found, table_bytes(found.stored_bytes, geometry.num_rows))
     factor = geometry.num_bytes / table.original_bytes
-    parts = {part: size if part == "codebook" else round(factor * size) for part, size in found.parts.items()}
-    return replace(
+    parts = {part: round(factor * size) for part, size in found.parts.items()}
+    whole = replace(
         found,
         **_identity(tensor.name, geometry, "estimate", found.scheme),
         stored_bytes=sum(parts.values()),
@@ -354,6 +339,7 @@ def report_estimate(tensor: SourceTensor, codebook: AnyCodebook, *, codebook_sha
         default_rows=round(factor * found.default_rows),
         lengths=[round(factor * count) for count in found.lengths],
     )
+    return _padded(whole, table_bytes(whole.stored_bytes, geometry.num_rows))
 
 
 def _identity(name: str, geometry: Geometry, kind: str, scheme: str) -> dict[str, Any]:

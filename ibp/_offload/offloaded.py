@@ -25,7 +25,7 @@ from .experts import ExpertsForward
 from .hooks import install
 from .plan import OffloadPlan, plan_for
 from .resting import Resting
-from .weights import Checkpoint, store
+from .weights import Checkpoint, read_checkpoint, store
 
 _GROUP_BYTES = 128 << 20  # size of a group; three such groups are about one layer of a model of 7 billion weights
 _LEAST_GROUPS = 16  # least number of groups of a small model, so that fetches overlap with computing
@@ -37,6 +37,7 @@ def offload(
     device: torch.device | str | int | Sequence[torch.device | str | int] | None = None,
     *,
     checkpoint: Checkpoint | None = None,
+    verify: bool = True,
     resident_bytes: int | None = None,
     resident: str = "raw",
     max_sms: int | None = None,
@@ -88,6 +89,8 @@ def offload(
             dtype, as `load_state_dict` does. Tables of a compressed checkpoint (`ibp.checkpoints.compress`) or of a
             mapping are used without decompressing them, in pinned memory for a GPU, if they have the parameter's dtype
             and the given scheme; other tables are decompressed.
+        verify: whether to compare the checksums of a checkpoint's files, as `ibp.load` does. Each tensor is compared
+            when it is read. With verify=False on the CPU, the bytes of tables are not read before they are used.
         resident_bytes: number of bytes of weights, counted before compression, that stay on the device; with several
             devices, on each of them. In a model with mixtures of experts, the bytes that its other weights do not need
             are used for caches of compressed experts. Each stacked weight has a cache in proportion to its size;
@@ -111,6 +114,8 @@ def offload(
         TypeError: model is not a module, or another argument has the wrong type.
         ValueError: an argument is out of range; the model is offloaded already, or has nothing to offload; names or
             shapes of the checkpoint differ from the model's.
+        ibp.FileFormatError: a file of the checkpoint is damaged. With `verify`, damaged bytes raise ibp.ChecksumError,
+            a FileFormatError, which names the file and the tensor.
         RuntimeError: a weight is on the meta device and no checkpoint is given; memory cannot be pinned.
         torch.OutOfMemoryError: the device does not have enough memory. After this and every other error the model is
             unchanged, except that a checkpoint may have filled tensors of the meta device.
@@ -153,7 +158,8 @@ def offload(
         events = Events(model, plan, max_sms, lookahead)
         offloaded = Offloaded(model, plan, events)
         try:
-            store(model, plan, checkpoint, scheme, progress, events.read)
+            values = None if checkpoint is None else read_checkpoint(checkpoint, verify)
+            store(model, plan, values, scheme, progress, events.read)
             offloaded._experts = install(model, plan, events)
             events.start()
         except BaseException:

@@ -210,7 +210,7 @@ class Weight:
 def store(
     model: torch.nn.Module,
     plan: OffloadPlan,
-    checkpoint: Checkpoint | None,
+    checkpoint: Iterable[tuple[str, Value]] | None,
     scheme: str,
     progress: bool,
     read: Callable[[Weight], torch.Tensor],
@@ -218,7 +218,8 @@ def store(
     """Stores all weights of a model, and moves its other tensors to their devices.
 
     Args:
-        checkpoint, scheme, progress: as in `ibp.offload`.
+        checkpoint: the pairs of `read_checkpoint`. None: the values are those of the model.
+        scheme, progress: as in `ibp.offload`.
         read: returns the values of a weight that is read between uses.
     """
     compressor = WeightCompressor({"scheme": scheme})
@@ -236,7 +237,7 @@ def store(
 
 
 def _sources(
-    model: torch.nn.Module, plan: OffloadPlan, checkpoint: Checkpoint | None
+    model: torch.nn.Module, plan: OffloadPlan, checkpoint: Iterable[tuple[str, Value]] | None
 ) -> Iterator[tuple[Weight, Value]]:
     """Yields each weight of a plan with its values, from the model or from the checkpoint. The checkpoint also fills
     the tensors that are not offloaded."""
@@ -250,7 +251,7 @@ def _sources(
     by_name: dict[str, Weight] = {name: weight for weight in plan.weights for name in weight.names}
     others = {name: other.tensor for other in plan.others for name in other.names}
     seen: set[int] = set()
-    for name, x in _read(checkpoint):
+    for name, x in checkpoint:
         target = by_name.get(name, others.get(name))
         if target is None:
             raise ValueError(f"the checkpoint has {name!r}, which the model has not")
@@ -276,23 +277,25 @@ def _sources(
             )
 
 
-def _read(checkpoint: Checkpoint) -> Iterator[tuple[str, Value]]:
+def read_checkpoint(checkpoint: Checkpoint, verify: bool) -> Iterator[tuple[str, Value]]:
     """Yields the pairs (name, value) of a checkpoint. Values are tensors, or tables if the checkpoint is compressed,
     and use the memory of the mapped file.
 
     Args:
         checkpoint: a file of safetensors or ibp; a directory of such files; the index of a set; a mapping; or pairs.
+        verify: whether to compare a tensor's checksums before it is yielded, which reads all of its bytes.
 
     Raises:
         FileNotFoundError: the file does not exist, or the directory has no checkpoint file.
         ibp.FileFormatError: a file is damaged, has a newer format, or is not a checkpoint.
+        ibp.ChecksumError: with `verify`, bytes are damaged.
         TypeError: the checkpoint holds a delta.
     """
     if not isinstance(checkpoint, (str, Path)):
         yield from checkpoint.items() if isinstance(checkpoint, Mapping) else checkpoint
         return
     index = Path(checkpoint) / _INDEX_NAME  # a directory may have further indices, for other precisions
-    with open_file(index if index.is_file() else checkpoint) as file:
+    with open_file(index if index.is_file() else checkpoint, verify=verify) as file:
         for name, value in file.items():
             if not isinstance(value, (torch.Tensor, CompressedTensor)):
                 raise TypeError(

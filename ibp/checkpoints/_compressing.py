@@ -74,6 +74,7 @@ def compress(
     device: torch.device | str | int | None = None,
     jobs: int | None = None,
     restart: bool = True,
+    verify: bool = True,
     progress: bool = False,
     force: bool = False,
 ) -> CheckpointReport:
@@ -119,6 +120,8 @@ def compress(
         device: the device that codes the rows. None: the current GPU if there is one, else the CPU.
         jobs: the number of threads. None: one for each core.
         restart: whether to use the files that an interrupted call has finished.
+        verify: whether to compare the checksums of inputs that are files of ibp, as their bytes are read. Inputs of
+            other formats have none.
         progress: whether to show a progress bar.
         force: whether to replace an existing output, which may be one file or a set.
 
@@ -128,7 +131,8 @@ def compress(
     Raises:
         FileNotFoundError: there is no such input, or no such directory for the output.
         FileExistsError: the output exists, and force is not set.
-        SourceFormatError, ibp.FileFormatError: an input is damaged, or is not a file of tensors.
+        SourceFormatError, ibp.FileFormatError: an input is damaged, or is not a file of tensors. With `verify`, damaged
+            bytes raise ibp.ChecksumError, a FileFormatError, which names the file and the tensor.
         TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output ends like
             files of another format (.npz, .pt), two inputs have a tensor with the same name, or a config.json beside
             weights is not JSON.
@@ -142,9 +146,9 @@ def compress(
         most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
         checked = checked_metadata(metadata)
         check_names_safetensors(output)
-        conversion = conversion_of(inputs, output, True, stack)
+        conversion = conversion_of(inputs, output, True, stack, verify)
         if conversion is None:
-            opened = stack.enter_context(open_sources(inputs))
+            opened = stack.enter_context(open_sources(inputs, verify=verify))
         there = None if force else already_there(output, CODED_WEIGHTS, conversion)
         is_unfinished = not is_url(output) and work_directory(target_of(output, CODED_WEIGHTS)).is_dir()
         check_output(output, CODED_WEIGHTS, conversion, force or is_unfinished)
@@ -205,7 +209,7 @@ def _write_set(
             earlier = target.parent / shard.file  # if it exists, its permissions are kept
             like = [os.fspath(earlier)] if earlier.exists() else shard.inputs
             fields = writing.write(journal.path_of(shard.file), shard, like=like, replace=True)
-            records[shard.file] = journal.finish(shard.file, fields)
+            records[shard.file] = journal.write_record(shard.file, fields)
     return records, num_kept
 
 
@@ -320,6 +324,8 @@ class _BlockWriter:
             content = finished(self._words, tensor.num_bytes)
             fields = TableFields(*form, codebook=self._writer.codebook(codebook), content=content)
             self._writer.table(tensor.name, fields)
-        scheme, stored = None if codebook is None else codebook.scheme, self._writer.data_bytes - self._start
+        scheme, stored = None, tensor.num_bytes
+        if codebook is not None:
+            scheme, stored = codebook.scheme, self._writer.data_bytes - self._start
         report = TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, self._file)
         self.reports.append(report)

@@ -48,15 +48,16 @@ def decompress(
     format: str | None = None,
     include: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
+    verify: bool = True,
     progress: bool = False,
     force: bool = False,
 ) -> list[str]:
     """Writes the tensors of a checkpoint as they were: names, shapes, dtypes, bytes and metadata.
 
     Tensors are decoded and written block by block. Each file appears under its name when it is whole. A set of files
-    becomes a set of the same number of safetensors files, and its index. If a directory is decompressed to a directory,
-    each coded file becomes a file with the name and format that it was made from, all other files are copied, and
-    config.json becomes what it was.
+    becomes a set of the same number of safetensors files, and its index; these appear when all of them are whole. If a
+    directory is decompressed to a directory, each coded file becomes a file with the name and format that it was made
+    from, all other files are copied, and config.json becomes what it was.
 
     Example:
         >>> torch.save({"w": torch.arange(100_000.0)}, "model.pt")
@@ -75,6 +76,8 @@ def decompress(
             decompressed to a directory, each file gets the format from which it was compressed.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
             and no pattern of exclude, are written.
+        verify: whether to compare the checksums of inputs that are files of ibp, as their bytes are read. Inputs of
+            other formats have none.
         progress: whether to show a progress bar.
         force: whether to replace an existing output.
 
@@ -84,17 +87,19 @@ def decompress(
     Raises:
         FileNotFoundError: there is no such input, or no such directory for the output.
         FileExistsError: the output exists, and force is not set.
-        ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged.
+        ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged. With `verify`, damaged bytes
+            raise ibp.ChecksumError, a FileFormatError, which names the file and the tensor.
         ValueError: the format does not exist, contradicts the suffix, does not have a tensor's dtype, or is given for a
             directory; or the patterns leave no tensor.
         OSError: a file cannot be read or written, or another call is writing the same output.
     """
     output = output_of(inputs, output)
     with contextlib.ExitStack() as stack:
-        conversion = conversion_of(inputs, output, False, stack)
-        sources = (
-            [stack.enter_context(open_sources(inputs))] if conversion is None else list(conversion.sources.values())
-        )
+        conversion = conversion_of(inputs, output, False, stack, verify)
+        if conversion is None:
+            sources = [stack.enter_context(open_sources(inputs, verify=verify))]
+        else:
+            sources = list(conversion.sources.values())
         names = list(dict.fromkeys(name for source in sources for name in source.tensors))
         wanted = frozenset(chosen(names, include, exclude))
         if names and not wanted:
@@ -155,10 +160,11 @@ def write_source(
         ):
             pieces = functools.partial(_pieces, threads=pool, on_bytes=bar.update)
             weight_map: dict[str, str] = {}
-            for name, part in zip(names, parts):
-                with begin(target.with_name(name), part.num_bytes) as file:
+            with contextlib.ExitStack() as files:  # they get their names when all of them are written
+                for name, part in zip(names, parts):
+                    file = files.enter_context(begin(target.with_name(name), part.num_bytes))
                     FORMATS[kind].write(file, part, pieces)
-                weight_map.update(dict.fromkeys(part.tensors, name))
+                    weight_map.update(dict.fromkeys(part.tensors, name))
             if len(parts) > 1:
                 write_index(target, weight_map, source.num_bytes)
     folder, slash, _ = shown.rpartition("/")

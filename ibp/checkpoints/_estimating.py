@@ -38,9 +38,10 @@ class TensorEstimate:
 
     Attributes:
         name, dtype, shape, num_bytes: name, dtype, shape and size in bytes of the tensor.
-        savings: for each scheme, the share of the tensor's bytes that a table with its index would save. For schemes
-            that `compress` would not choose the share is approximate. Empty for a tensor that is never coded: it is
-            smaller than 4 KiB, its dtype is one that tables do not have, or patterns leave it out.
+        savings: for each scheme, the share of the tensor's bytes that a table would save in a file. Its index and its
+            padding count; its codebook does not. For schemes that `compress` would not choose the share is approximate.
+            Empty for a tensor that is never coded: it is smaller than 4 KiB, its dtype is one that tables do not have,
+            or patterns leave it out.
         best: the scheme that `compress` chooses. None if no scheme saves 1 %.
     """
 
@@ -53,7 +54,7 @@ class TensorEstimate:
 
     @property
     def stored_bytes(self) -> int:
-        """Size in bytes of the tensor with the best scheme."""
+        """Size in bytes of the tensor in a file, as in `TensorReport`."""
         return self.num_bytes - (round(self.savings[self.best] * self.num_bytes) if self.best else 0)
 
 
@@ -140,6 +141,7 @@ def estimate(
         for tensor in tqdm(source.stored(), desc="estimate", unit="tensor", disable=not progress):
             codebooks.prepare([tensor])
             taken, savings = codebooks.of(tensor), dict[str, float]()
+            num_rows = learning.geometry_of(tensor).num_rows
             for scheme in _COMPARED if codebooks.is_coded(tensor) else ():
                 if taken is not None and taken.scheme == scheme:
                     tried = codebooks.savings(tensor)
@@ -150,11 +152,11 @@ def estimate(
                         rows, geometry = _rows_of(tensor, learning), learning.geometry_of(tensor)
                         of_others[key] = expected_savings(scheme, Request(rows, geometry, _CPU, learning.options, 0))
                     saved = of_others[key]
-                savings[scheme] = max(0.0, saved)
+                in_file = table_bytes(round((1 - saved) * tensor.num_bytes), num_rows)
+                savings[scheme] = max(0.0, share_saved(tensor.num_bytes, in_file))
             best = None if taken is None else taken.scheme
             of = TensorEstimate(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, savings, best)
-            num_rows = learning.geometry_of(tensor).num_rows
-            stored[tensor.name] = table_bytes(of.stored_bytes, num_rows) if best else tensor.num_bytes
+            stored[tensor.name] = of.stored_bytes
             books[tensor.name] = taken
             found.append(of)
         file_bytes = compressed_bytes(source, stored, books)

@@ -196,7 +196,7 @@ def savings_of(sample: torch.Tensor, codebook: AnyCodebook) -> float:
     may be shorter."""
     geometry = _rows.Geometry(sample.shape, torch.uint8, codebook.row_bytes)
     stored = surveyed(sample, codebook, _CPU).stored
-    return 1 - (stored + geometry.index_bytes(True)) / geometry.num_bytes
+    return 1 - (stored + geometry.index_bytes(stored > 0)) / geometry.num_bytes
 
 
 def _pays(savings: float, geometry: _rows.Geometry) -> bool:

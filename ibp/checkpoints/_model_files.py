@@ -58,10 +58,13 @@ class Conversion:
         sets: the keys of `sources` that stand for sets of files.
     """
 
-    def __init__(self, source: Path, target: Path, to_coded: bool, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, source: Path, target: Path, to_coded: bool, stack: contextlib.ExitStack, verify: bool = False
+    ) -> None:
         self.source, self.target = source, target
         self._is_in_place = source.resolve() == target.resolve()
-        tensors, others = _contents_of(source, _shown_files(source, None if self._is_in_place else target), stack)
+        files = _shown_files(source, None if self._is_in_place else target)
+        tensors, others = _contents_of(source, files, stack, verify)
         name_of, other_name_of = (coded_name, plain_name) if to_coded else (plain_name, coded_name)
         self.sources: dict[Path, Source] = {}
         self.sets: set[Path] = set()
@@ -138,9 +141,14 @@ class Conversion:
 
 
 def conversion_of(
-    inputs: PathLike | Iterable[PathLike], output: PathLike, to_coded: bool, stack: contextlib.ExitStack
+    inputs: PathLike | Iterable[PathLike],
+    output: PathLike,
+    to_coded: bool,
+    stack: contextlib.ExitStack,
+    verify: bool = False,
 ) -> Conversion | None:
     """Returns the conversion of the only input to the output, if both are directories of this machine; otherwise None.
+    verify: as in `open_source`.
 
     Raises:
         FileNotFoundError: the directory has no file of tensors.
@@ -152,7 +160,7 @@ def conversion_of(
     if target is None or not isinstance(given, (str, os.PathLike)):
         return None
     text = path_text(given)
-    return None if is_url(text) or not os.path.isdir(text) else Conversion(Path(text), target, to_coded, stack)
+    return None if is_url(text) or not os.path.isdir(text) else Conversion(Path(text), target, to_coded, stack, verify)
 
 
 def already_there(output: PathLike, name: str, conversion: Conversion | None) -> str | None:
@@ -221,14 +229,16 @@ def _units_of(folder: Path, files: list[Path]) -> tuple[list[Path], set[Path]]:
     return sorted(paths - parts), parts
 
 
-def _contents_of(folder: Path, files: list[Path], stack: contextlib.ExitStack) -> tuple[dict[Path, Source], list[Path]]:
+def _contents_of(
+    folder: Path, files: list[Path], stack: contextlib.ExitStack, verify: bool
+) -> tuple[dict[Path, Source], list[Path]]:
     """Opens the files of tensors in a folder. Returns (sources by the path of their file or of their set's index, paths
-    of all other files); the paths are within the folder."""
+    of all other files); the paths are within the folder. verify: as in `open_source`."""
     paths, parts = _units_of(folder, files)
     tensors: dict[Path, Source] = {}
     for path in paths:
         with contextlib.suppress(NotTensorsError):
-            source = stack.enter_context(open_source(folder / path))
+            source = stack.enter_context(open_source(folder / path, verify=verify))
             if source.tensors:
                 tensors[path] = source
     if not tensors:

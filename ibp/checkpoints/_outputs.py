@@ -103,8 +103,10 @@ def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mappi
 
 def table_bytes(stored_bytes: int, num_rows: int) -> int:
     """Returns the size in bytes of a packed table in a file, where its rows, lengths and bases are each padded to a
-    multiple of the alignment. stored_bytes: size in bytes of all three together, without padding."""
-    lengths, bases = 2 * num_rows, 8 * -(-num_rows // _core.ROWS_PER_BASE)
+    multiple of the alignment. stored_bytes: size in bytes of all three together, without padding. If it is that of the
+    lengths alone, no row has bytes, and there are no bases."""
+    lengths = 2 * num_rows
+    bases = 8 * -(-num_rows // _core.ROWS_PER_BASE) if stored_bytes > lengths else 0
     return sum(map(rounded_up, (stored_bytes - lengths - bases, lengths, bases)))
 
 
@@ -233,7 +235,7 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def finish(self, file: str, fields: dict[str, Any]) -> dict[str, Any]:
+    def write_record(self, file: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Writes the record of a file in the directory that is whole. Returns the record: the fields, with the file's
         path, its size and the time of its last change."""
         found = self.path_of(file).lstat()
@@ -415,7 +417,7 @@ class PeakMemory:
 
 
 def report_of(path: str, records: Sequence[dict[str, Any]], kept_files: int, peak_bytes: int) -> CheckpointReport:
-    """Returns the report of files from their records (see `Journal.finish`)."""
+    """Returns the report of files from their records (see `Journal.write_record`)."""
     tensors = tuple(TensorReport.from_dict(fields) for record in records for fields in record["tensors"])
     return CheckpointReport(
         path,

@@ -29,6 +29,7 @@ from .._files import (
     find_files,
     form_of,
     open_regular,
+    range_verifier,
     read_header,
     stored_in,
     views_in,
@@ -47,8 +48,8 @@ _METADATA = "__metadata__"
 _CPU = torch.device("cpu")
 
 
-def open_safetensors(path: str | os.PathLike[str]) -> Source:
-    """Opens a safetensors file: one of ibp, or a plain one.
+def open_safetensors(path: str | os.PathLike[str], verify: bool = False) -> Source:
+    """Opens a safetensors file: one of ibp, or a plain one, which has no checksums. verify: as in `open_ibp`.
 
     Raises:
         ibp.FileFormatError: it is not such a file.
@@ -56,7 +57,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> Source:
     """
     header = read_header(Path(path))
     if not header.is_plain:
-        return open_ibp(path)
+        return open_ibp(path, verify)
     with os.fdopen(open_regular(path), "rb") as file:
         # The kernel loads pages of the map when they are read, and does not count them as a process's own memory. The
         # map lives as long as any view of it.
@@ -86,15 +87,17 @@ def _with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> Sou
 # ---- files of ibp ----
 
 
-def open_ibp(path: str | os.PathLike[str]) -> Source:
-    """Opens a file of ibp, or a set of them.
+def open_ibp(path: str | os.PathLike[str], verify: bool = False) -> Source:
+    """Opens a file of ibp, or a set of them. verify: whether to compare the checksums of headers and codebooks now, and
+    those of other bytes when `SourceTensor.read` first reads them.
 
     Raises:
         ibp.FileFormatError: it is not such a file.
+        ibp.ChecksumError: with `verify`, bytes that are read now are damaged.
         SourceFormatError: it holds a delta, which is not a tensor without its base.
     """
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open_file(path, memory="host"))
+        file = stack.enter_context(open_file(path, verify=verify, memory="host"))
         tensors: dict[str, SourceTensor] = {}
         for name, value, entry in stored_in(file):
             if isinstance(value, (CompressedTensor, WholeTensor)):
@@ -103,6 +106,8 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
                 tensors[name] = _with_entry(loaded_tensor(name, value, path), *entry)
             else:
                 raise SourceFormatError(f"{path}: {name!r} is a delta; wanted tensors: apply it to its base first")
+            if verify and not isinstance(value, WholeTensor):  # such a tensor has been read and compared
+                tensors[name] = _verified(tensors[name], file, value)
         tensors = _with_whole(tensors, file.metadata, path)
         for name, view in views_in(file).items():
             if view.base not in tensors:
@@ -116,6 +121,26 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
             source.parts = _parts_of(source, file)
         source.closing = stack.pop_all()
         return source
+
+
+def _verified(tensor: SourceTensor, file: File, value: CompressedTensor | torch.Tensor) -> SourceTensor:
+    """Returns a tensor whose ranges are compared with the file's checksums before they are decoded. value: the tensor
+    as the file has it."""
+    verify = range_verifier(file, tensor.name, value)
+
+    def read(start_byte: int, end_byte: int) -> np.ndarray:
+        verify(start_byte, end_byte)
+        return tensor.read(start_byte, end_byte)
+
+    if not isinstance(value, CompressedTensor):
+        return replace(tensor, read=read)
+
+    @functools.cache  # the table can be asked for again after the file has been closed
+    def make_table() -> CompressedTensor:
+        file.verify([tensor.name])
+        return value
+
+    return replace(tensor, read=read, make_table=make_table)
 
 
 def _parts_of(whole: Source, file: File) -> tuple[Source, ...]:
@@ -141,8 +166,8 @@ def _coded_tensor(name: str, coded: CompressedTensor | WholeTensor) -> SourceTen
             return coded._bytes(start_byte, end_byte).numpy()
         return decoded_bytes(coded, start_byte, end_byte, _CPU).numpy()
 
-    table = None if isinstance(coded, WholeTensor) else coded
-    return SourceTensor(name, coded.dtype, tuple(coded.shape), read, table=table)
+    table = None if isinstance(coded, WholeTensor) else lambda: coded
+    return SourceTensor(name, coded.dtype, tuple(coded.shape), read, make_table=table)
 
 
 def _joined_tensor(name: str, parts: list[SourceTensor]) -> SourceTensor:

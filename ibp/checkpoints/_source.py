@@ -62,7 +62,8 @@ class SourceTensor:
     read: Callable[[int, int], np.ndarray]
     # Whether single items of the tensor are looked up, as in an array of numpy; a weight is used as a whole.
     has_items: bool = False
-    table: CompressedTensor | None = None  # the table that holds the tensor in a file of ibp
+    # A function that returns `table`. None: there is no table.
+    make_table: Callable[[], CompressedTensor] | None = None
     # The dtype and shape in the file, if torch does not have that dtype, so that this tensor consists of bytes.
     # Otherwise None.
     entry: tuple[str, tuple[int, ...]] | None = None
@@ -70,6 +71,15 @@ class SourceTensor:
     # tensors.
     base: SourceTensor | None = None
     view: View | None = None
+
+    @property
+    def table(self) -> CompressedTensor | None:
+        """The table that holds the tensor in a file of ibp, over the mapped file; None in other files.
+
+        Raises:
+            ibp.ChecksumError: the source was opened with `verify`, and bytes of the table are damaged.
+        """
+        return None if self.make_table is None else self.make_table()
 
     @property
     def num_bytes(self) -> int:

@@ -7,6 +7,7 @@ index names, or the model in a directory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import os
 import warnings
@@ -62,7 +63,7 @@ _READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"
 _START_BYTES = 16  # number of bytes that are read to recognise the format of a file
 
 
-def open_source(path: PathLike) -> Source:
+def open_source(path: PathLike, *, verify: bool = False) -> Source:
     """Opens a file of tensors, or a set of them: a directory, or an index (model.safetensors.index.json).
 
     The format is recognised by the file's bytes, whatever its name. A URL of fsspec ("s3://...") is copied to a
@@ -78,6 +79,12 @@ def open_source(path: PathLike) -> Source:
         ((1000, 1024), True, None)
         True
 
+    Args:
+        path: path or URL of the file.
+        verify: whether to compare the checksums of a file of ibp: those of headers and codebooks now, those of other
+            bytes when `SourceTensor.read` or `SourceTensor.tensor` reads them, and those of a whole table when
+            `SourceTensor.table` is first asked for. False by default, as in `ibp.open`.
+
     Returns:
         A `Source`, whose `tensors` are read when they are asked for.
 
@@ -85,21 +92,23 @@ def open_source(path: PathLike) -> Source:
         FileNotFoundError: there is no such file.
         SourceFormatError: the file has no known format, or contradicts itself.
         ibp.FileFormatError: a file of ibp contradicts itself.
+        ibp.ChecksumError: with `verify`, bytes that are read now are damaged.
     """
     path = path_text(path)
     if is_url(path):
         with contextlib.ExitStack() as stack:
-            source = open_source(stack.enter_context(local_path(path)))
+            source = open_source(stack.enter_context(local_path(path)), verify=verify)
             source.path = path
             source.closing.push(stack.pop_all())
             return source
     if os.path.isdir(path):
-        return _open_directory(path)
+        return _open_directory(path, verify)
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: there is no such file")
     if path.endswith(INDEX_SUFFIX):
-        return _open_index(path)
-    return FORMATS[format_of(path)].open(path)
+        return _open_index(path, verify)
+    kind = format_of(path)
+    return open_safetensors(path, verify) if kind == "safetensors" else FORMATS[kind].open(path)
 
 
 def format_of(path: str) -> str:
@@ -134,11 +143,11 @@ def format_of(path: str) -> str:
     raise refusal(f"{path} has no format that is known; wanted one of {_READ}")
 
 
-def open_sources(inputs: PathLike | Iterable[PathLike]) -> Source:
-    """Opens paths, globs, directories and URLs as one source, whose `parts` are the files. Raises ValueError if two
-    files have a tensor with the same name; otherwise like `open_source`."""
+def open_sources(inputs: PathLike | Iterable[PathLike], *, verify: bool = False) -> Source:
+    """Opens paths, globs, directories and URLs as one source, whose `parts` are the files. verify: as in `open_source`.
+    Raises ValueError if two files have a tensor with the same name; otherwise like `open_source`."""
     paths = expand(inputs)
-    return _opened(", ".join(paths), paths, open_source)
+    return _opened(", ".join(paths), paths, functools.partial(open_source, verify=verify))
 
 
 def expand(inputs: PathLike | Iterable[PathLike]) -> list[str]:
@@ -208,9 +217,9 @@ def _matches(path: str) -> list[str]:
     return found
 
 
-def _open_directory(path: str) -> Source:
+def _open_directory(path: str, verify: bool) -> Source:
     """Opens the model in a directory: the files that its index names, if it has one; otherwise all files of tensors,
-    without those whose tensors the safetensors files also have."""
+    without those whose tensors the safetensors files also have. verify: as in `open_source`."""
     names = sorted(os.listdir(path))
     named = [name for name in names if name.endswith(TENSOR_SUFFIXES) and not name.startswith(".")]
     indices = [name for name in names if name.endswith(f"{SUFFIX}{INDEX_SUFFIX}")]
@@ -219,7 +228,7 @@ def _open_directory(path: str) -> Source:
         raise SourceFormatError(f"{path} has {len(indices)} indices; wanted the path of one of them")
     files = [os.path.join(path, name) for name in named]
     if indices:
-        source = _open_index(os.path.join(path, indices[0]))
+        source = _open_index(os.path.join(path, indices[0]), verify)
         others = set(files).difference(source.files)
         if others:
             warnings.warn(f"left out: {', '.join(sorted(others))}, which {indices[0]} does not name", stacklevel=2)
@@ -229,7 +238,7 @@ def _open_directory(path: str) -> Source:
     seen: set[str] = set()
 
     def open_new(file: str) -> Source | None:
-        source = _open_if_tensors(file)
+        source = _open_if_tensors(file, verify)
         if source is None:
             return None
         if is_of_weights(file) or not seen.issuperset(source.tensors):
@@ -244,11 +253,12 @@ def _open_directory(path: str) -> Source:
     return source
 
 
-def _open_if_tensors(path: str) -> Source | None:
+def _open_if_tensors(path: str, verify: bool) -> Source | None:
     """Opens a file of a directory. Returns None and warns if it holds no tensors, or other things than tensors, such as
-    the state of a generator of random numbers or of a schedule that was saved with a model."""
+    the state of a generator of random numbers or of a schedule that was saved with a model. verify: as in
+    `open_source`."""
     try:
-        source = open_source(path)
+        source = open_source(path, verify=verify)
     except NotTensorsError as error:
         warnings.warn(f"left out: {error}", stacklevel=2)
         return None
@@ -259,9 +269,9 @@ def _open_if_tensors(path: str) -> Source | None:
     return source
 
 
-def _open_index(path: str) -> Source:
+def _open_index(path: str, verify: bool) -> Source:
     """Opens the set of files that an index names. If several files have a tensor with the same name, the tensor is read
-    from the file that the index names for it.
+    from the file that the index names for it. verify: as in `open_source`.
 
     Raises:
         ibp.FileFormatError: a file does not have a tensor that the index says it has.
@@ -269,7 +279,7 @@ def _open_index(path: str) -> Source:
     found = find_files(Path(path))
     names = {os.fspath(file): name for name, file in found.files.items()}
     if any(format_of(file) == "safetensors" and not read_header(Path(file)).is_plain for file in names):
-        return open_ibp(path)
+        return open_ibp(path, verify)
 
     def open_part(file: str) -> Source:
         part, own = open_source(file), names[file]

@@ -126,7 +126,8 @@ class Reader(FileSystemReader):
     """Reads a checkpoint of `torch.distributed.checkpoint`, whether `Writer` or torch's FileSystemWriter wrote it.
 
     Tensors on a GPU are decompressed there, from the compressed bytes. If a rank needs only some rows of a stored
-    tensor, as when the number of ranks has changed since the save, only these rows are read.
+    tensor, as when the number of ranks has changed since the save, only these rows are read. Checksums are compared for
+    tensors that are read whole.
 
     Args:
         path: the directory of the checkpoint.
@@ -134,6 +135,7 @@ class Reader(FileSystemReader):
     Raises:
         ValueError: path is a URL.
         FileFormatError: (`dcp.load`) a file and the checkpoint's metadata contradict each other.
+        ChecksumError: (`dcp.load`) the bytes of a tensor that is read whole are damaged.
         CorruptTableError: (`dcp.load`) the bytes of a tensor contradict each other.
     """
 
@@ -174,6 +176,8 @@ class Reader(FileSystemReader):
             planned.append((item, out))
             value = self._value(file, item.storage_index)
             whole = tuple(value.shape)
+            if tuple(item.lengths) == whole:
+                file.verify([_name_of(item.storage_index)])
             if tuple(item.lengths) != tuple(out.shape):
                 raise ValueError(
                     f"{item.storage_index.fqn!r}: the plan wants {list(item.lengths)} for {list(out.shape)}"

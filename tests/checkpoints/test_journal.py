@@ -26,7 +26,7 @@ def journal(tmp_path):
 
 def finished(journal, file, content=b"content"):
     (journal.directory / file).write_bytes(content)
-    return journal.finish(file, {"names": [], "data_bytes": len(content), "tensors": []})
+    return journal.write_record(file, {"names": [], "data_bytes": len(content), "tensors": []})
 
 
 # ---- one call at a time ----

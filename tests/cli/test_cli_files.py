@@ -330,6 +330,75 @@ def test_a_damaged_tensor_is_named(compressed, capsys):
     assert any("damaged: model.embed.weight" in line for line in printed(capsys, "verify", compressed, status=1))
 
 
+@pytest.fixture
+def crowded(tmp_path):
+    """A file with several tensors in each block of a checksum: five tables, four of which share a codebook, and plain
+    tensors."""
+    weights = {f"layers.{i}": torch.randn(128, 1024).mul(0.02).bfloat16() for i in range(4)}
+    weights |= {"norm": torch.ones(512), "large": torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)}
+    weights |= {"bias": torch.randn(100), "other": torch.randn(300, 1024)}
+    ibp.save("plain.safetensors", weights)
+    ibp.checkpoints.compress("plain.safetensors", "x.safetensors", device="cpu")
+    return Path("x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("part", "damaged", "by_codebook", "suspect"),
+    [
+        ("layers.0:overflow", ["layers.0"], [], []),
+        ("layers.2:lengths", ["layers.2"], [], []),
+        ("layers.3:bases", ["layers.3"], [], []),
+        ("ibp.codebook.0:entries", *[[f"layers.{i}" for i in range(4)]] * 2, []),
+        ("ibp.codebook.1:entries", ["other"], [], []),
+        ("norm", [], [], ["norm", "large"]),
+        ("large", ["large"], [], []),  # nothing else is in the block
+        ("bias", [], [], ["large", "bias"]),
+        ("other:overflow", ["other"], [], []),
+    ],
+)
+def test_only_the_damaged_tensor_is_named(part, damaged, by_codebook, suspect, crowded, capsys):
+    header = read_header(crowded)
+    assert header.tensors["layers.0:overflow"].num_bytes > 1000
+    entry = header.tensors[part]
+    flip(crowded, (entry.start + entry.end) // 2 if part == "large" else entry.start + 2)
+    (found,) = document(capsys, "verify", crowded, status=1)["files"]
+    assert (found["damaged"], found["by_codebook"], found["suspect"]) == (damaged, by_codebook, suspect)
+    assert re.fullmatch(r"x\.safetensors: block \d, bytes \d+ to \d+ of the file, has another checksum", found["error"])
+    lines = printed(capsys, "verify", crowded, status=1)
+    named = [line.strip() for line in lines if "damaged: " in line]
+    shared = " (by its codebook, which it shares with others)"
+    wanted = [f"damaged: {name}{shared if name in by_codebook else ''}" for name in damaged]
+    assert named == [*wanted, *(f"perhaps damaged: {name}" for name in suspect)]
+
+
+def test_several_damaged_tensors_are_named(crowded, capsys):
+    header = read_header(crowded)
+    for part in ("layers.1:overflow", "layers.2:overflow", "other:overflow"):
+        flip(crowded, header.tensors[part].start + 2)
+    (found,) = document(capsys, "verify", crowded, "--content", status=1)["files"]
+    assert (found["damaged"], found["suspect"]) == (["layers.1", "layers.2", "other"], [])
+    assert found["error"].endswith("has another checksum, as 1 other block has")
+
+
+@pytest.mark.parametrize("options", [[], ["--content"]])
+def test_views_are_damaged_as_their_base_is(options, tmp_path, capsys):
+    held = torch.randn(300, 1024)
+    torch.save({"a": held[:200], "b": held[100:], "c": torch.randn(300, 1024)}, "x.pt")
+    ibp.checkpoints.compress("x.pt", "x.safetensors", device="cpu")
+    names = [name for name in read_header(Path("x.safetensors")).tensors if name.startswith("torch_storage.")]
+    entry = read_header(Path("x.safetensors")).tensors[names[0]]
+    flip(Path("x.safetensors"), (entry.start + entry.end) // 2)
+    (found,) = document(capsys, "verify", Path("x.safetensors"), *options, status=1)["files"]
+    assert sorted(found["damaged"] + found["suspect"]) == ["a", "b"]
+
+
+def test_damaged_checksums_name_no_tensor(crowded, capsys):
+    flip(crowded, read_header(crowded).tensors["ibp.checks"].start)
+    (found,) = document(capsys, "verify", crowded, status=1)["files"]
+    assert found["error"] == "x.safetensors: the checksums have another checksum: they are damaged"
+    assert found["damaged"] == found["suspect"] == []
+
+
 def test_a_file_that_was_cut_off_is_damaged(compressed, capsys):
     compressed.write_bytes(compressed.read_bytes()[:-1000])
     assert document(capsys, "verify", compressed, status=1)["files"][0]["status"] == "damaged"

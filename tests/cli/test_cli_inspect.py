@@ -59,7 +59,7 @@ def test_a_file_is_described(file, capsys):
             info = opened.info(name)
             assert tuple(tensor["shape"]) == info.shape and tensor["original_bytes"] == info.num_bytes
             assert tensor["stored_bytes"] == sum(tensor["parts"].values())
-            assert abs(tensor["stored_bytes"] - info.stored_bytes) < 4 * 128 + 200  # paddings, and the codebook
+            assert tensor["stored_bytes"] == info.stored_bytes
     assert [tensor["kind"] for tensor in tensors.values()].count("delta") == 1
     assert tensors["norm"]["scheme"] == "plain" and "residuals" in tensors["layers.0.weight"]["parts"]
     assert found["original_bytes"] == sum(tensor["original_bytes"] for tensor in tensors.values())
@@ -125,7 +125,31 @@ def test_codebooks_that_tables_share_count_once(tmp_path, capsys):
     tables = {f"t{i}": ibp.compress(embedding(50, 64, seed=i), codebook=codebook, memory="host") for i in range(2)}
     ibp.save(tmp_path / "m.safetensors", tables)
     (found,) = document(capsys, tmp_path / "m.safetensors")["files"]
-    assert sum(tensor["parts"]["codebook"] for tensor in found["tensors"]) == pytest.approx(codebook.nbytes, abs=1)
+    assert [tensor["codebook_bytes"] for tensor in found["tensors"]] == [codebook.nbytes] * 2
+    own = sum(tensor["stored_bytes"] for tensor in found["tensors"])
+    with ibp.open(tmp_path / "m.safetensors") as file:
+        assert own == sum(file.info(name).stored_bytes for name in file)
+    assert found["stored_bytes"] == found["file_bytes"] > own + codebook.nbytes
+
+
+@pytest.mark.parametrize("kind", ["coded", "constant", "plain", "several rows"])
+def test_commands_agree_about_the_size_of_a_tensor(kind, tmp_path, capsys):
+    x = {
+        "coded": torch.randint(0, 3, (1024,), dtype=torch.int32),
+        "constant": torch.ones(1025),
+        "plain": torch.randn(100),
+        "several rows": embedding(100, 1024, torch.bfloat16),
+    }[kind]
+    np.save(tmp_path / "x.npy", (x.float() if x.dtype == torch.bfloat16 else x).numpy())
+    source, coded = tmp_path / "x.npy", tmp_path / "x.safetensors"
+    assert run("compress", source, "-o", coded, "--device", "cpu", "--json") == 0
+    (made,) = json.loads(capsys.readouterr().out)["tensors"]
+    assert run("estimate", source, "--json") == 0
+    (estimated,) = json.loads(capsys.readouterr().out)["tensors"]
+    (before,), (after,) = (document(capsys, path)["files"][0]["tensors"] for path in (source, coded))
+    assert after["stored_bytes"] == made["stored_bytes"] == ibp.open(coded).info(made["name"]).stored_bytes
+    assert before["stored_bytes"] == estimated["stored_bytes"] == made["stored_bytes"]
+    assert (made["scheme"] is None) == (kind == "plain")
 
 
 def test_what_this_ibp_lacks_is_named(tmp_path, capsys):

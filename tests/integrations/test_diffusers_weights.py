@@ -5,6 +5,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
+from ibp._files import read_header
 from ibp.nn._tables import TableModule
 
 pytestmark = pytest.mark.frameworks
@@ -82,6 +83,21 @@ def test_compressed_directories(saved, tmp_path):
     ibp.checkpoints.decompress(small, f"{tmp_path / 'back'}/")
     assert num_tables(load(plain, tmp_path / "back")) == 0
     assert_same_bits(outputs(load(plain, tmp_path / "back")), outputs(plain))
+
+
+@pytest.mark.parametrize("part", ["overflow", "plain"])
+def test_damaged_files_are_not_loaded(part, tmp_path):
+    made, small = dit().bfloat16(), tmp_path / "small"
+    made.save_pretrained(tmp_path / "plain")
+    ibp.checkpoints.compress(tmp_path / "plain", f"{small}/", device="cpu")
+    (path,) = small.glob("*.safetensors")
+    tensors = read_header(path).tensors
+    name = next(name for name in tensors if name.endswith(":overflow" if part == "overflow" else "bias"))
+    data = bytearray(path.read_bytes())
+    data[tensors[name].start] ^= 2
+    path.write_bytes(data)
+    with pytest.raises(ibp.ChecksumError, match=f"{path}: block .* is damaged"):
+        load(made, small)
 
 
 def test_pipelines_whose_models_are_coded(tmp_path):

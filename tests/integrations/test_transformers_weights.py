@@ -12,6 +12,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
+from ibp._files import read_header
 from ibp.nn._tables import CodedModule, TableModule
 
 pytestmark = pytest.mark.frameworks
@@ -366,6 +367,25 @@ def test_saving_coded_weights_says_how_to_load_them(llama, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     call = f"model = transformers.LlamaForCausalLM.from_pretrained({str(tmp_path / 'small')!r})"
     assert lines == ["import ibp, transformers", call]
+
+
+def flip(path, part):
+    """Flips a bit of a part of a file. Returns whether the file has the part."""
+    entry = read_header(path).tensors.get(part)
+    if entry is not None:
+        data = bytearray(path.read_bytes())
+        data[entry.start] ^= 2
+        path.write_bytes(data)
+    return entry is not None
+
+
+@pytest.mark.parametrize("part", ["model.embed_tokens.weight:overflow", "model.norm.weight"])
+def test_damaged_files_are_not_loaded(part, llama, tmp_path):
+    ibp.checkpoints.compress(llama[0], f"{tmp_path}/small/", device="cpu")
+    (path,) = (tmp_path / "small").glob("*.safetensors")
+    assert flip(path, part)
+    with pytest.raises(ibp.ChecksumError, match=f"{path}: block .* is damaged"):
+        load(tmp_path / "small")
 
 
 def test_tied_weights_that_differ_in_the_checkpoint(tmp_path):

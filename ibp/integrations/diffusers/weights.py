@@ -82,6 +82,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
     def __init__(self, quantization_config: IbpDiffusersConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self._coded: dict[str, SourceTensor] = {}  # tensors of files of ibp, by name
+        self._files = contextlib.ExitStack()  # closes these files
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
         """Raises ValueError for the device maps that `check_device_map` refuses."""
@@ -96,8 +97,8 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         in the files' headers; in coded files, these are names of parts of tables."""
         for path in checkpoint_files:
             if is_coded(path):
-                with ibp.checkpoints.open(path) as source:
-                    self._coded.update(source.tensors)
+                source = self._files.enter_context(ibp.checkpoints.open(path, verify=True))
+                self._coded.update(source.tensors)
         return list(self._coded) or loaded_keys
 
     def maybe_update_state_dict(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -108,9 +109,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
             return state_dict
         tensors, tables = {}, {name.rpartition(":")[0] for name in state_dict}  # parts of tables are "<table>:<part>"
         for name, tensor in self._coded.items():
-            if name in state_dict:
-                tensors[name] = state_dict[name]
-            elif name in tables:
+            if name in state_dict or name in tables:
                 is_table = self._codes(name) and tensor.table is not None
                 placeholder = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 tensors[name] = placeholder if is_table else tensor.tensor()
@@ -150,6 +149,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         assert self._loading is not None
         self.report, self._loading, self._coded = self._loading.finish(), None, {}
+        self._files.close()
         fields = {key: value for key, value in model.config.items() if key != "quantization_config"}
         model._internal_dict = FrozenDict(fields)  # makes save_pretrained write plain fields
         return model

@@ -284,7 +284,7 @@ class _CodedFile:
     """A coded file with the methods of a safetensors file that transformers calls."""
 
     def __init__(self, path: str) -> None:
-        self._source, self._loading = ibp.checkpoints.open(path), _loadings.get(path)
+        self._source, self._loading = ibp.checkpoints.open(path, verify=True), _loadings.get(path)
 
     def keys(self) -> list[str]:
         return list(self._source.tensors)

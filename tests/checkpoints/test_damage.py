@@ -1,0 +1,208 @@
+"""A flipped bit of a file of ibp is found by every call that reads the file into something else."""
+
+import os
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import ibp
+from ibp._cli.main import main
+from ibp._files import read_header
+from ibp._files.reader import Checks
+
+SIZE = 1024  # of a weight's rows and columns, so that each weight has blocks of its own
+NAMES = {"0": "packed", "1": "slots", "2": "raw", "3": "plain"}  # what each weight is in the file
+PARTS = [
+    "0.weight:overflow",
+    "0.weight:lengths",
+    "0.weight:bases",
+    "1.weight:slots",
+    "1.weight:overflow",
+    "1.weight:lengths",
+    "2.weight:slots",
+    "3.weight",
+    "ibp.codebook.0:entries",
+]
+
+
+@pytest.fixture(scope="module")
+def weights():
+    generator = torch.Generator().manual_seed(1)
+    return {f"{number}.weight": torch.randn(SIZE, SIZE, generator=generator).mul(0.02).bfloat16() for number in NAMES}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory, weights):
+    """The bytes of a file with tables of every layout and a plain tensor, and its header."""
+    path = tmp_path_factory.mktemp("good") / "m.safetensors"
+    packed = ibp.compress(weights["0.weight"], layout="packed", scheme="planes", device="cpu")
+    book = packed.codebook
+    ibp.save(
+        path,
+        {
+            "0.weight": packed,
+            "1.weight": ibp.compress(weights["1.weight"], codebook=book, slot_bytes=1344, device="cpu"),
+            "2.weight": ibp.compress(weights["2.weight"], scheme="raw", device="cpu"),
+            "3.weight": weights["3.weight"],
+        },
+    )
+    return path.read_bytes(), read_header(path)
+
+
+@pytest.fixture(params=PARTS)
+def damaged(request, tmp_path, good, monkeypatch):
+    """(The path of a file with a flipped bit in a part, the name of a tensor that the part belongs to.)"""
+    monkeypatch.chdir(tmp_path)
+    data, header = good
+    data = bytearray(data)
+    entry = header.tensors[request.param]
+    is_codebook = request.param.startswith("ibp.")
+    data[entry.start + (0 if entry.num_bytes < 4096 else entry.num_bytes // 2)] ^= 8
+    (tmp_path / "m.safetensors").write_bytes(data)
+    return "m.safetensors", "0.weight" if is_codebook else request.param.partition(":")[0]
+
+
+def net():
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16) for _ in NAMES)).eval()
+
+
+def read(path, verify=True):
+    with ibp.checkpoints.open(path, verify=verify) as source:
+        return {name: tensor.tensor() for name, tensor in source.tensors.items()}
+
+
+def tables(path, verify=True):
+    with ibp.checkpoints.open(path, verify=verify) as source:
+        return {name: t.tensor() if t.table is None else t.table for name, t in source.tensors.items()}
+
+
+def plain(path, verify=True):
+    with ibp.open(path, verify=verify) as file:
+        return {name: file.get_tensor(name) for name in file}
+
+
+DOORS = {
+    "load": lambda path, **options: ibp.load(path, memory="host", **options),
+    "get_tensor": plain,
+    "decompress": lambda path, **options: ibp.checkpoints.decompress(path, "out.safetensors", **options),
+    "compress": lambda path, **options: ibp.checkpoints.compress(path, "out.safetensors", device="cpu", **options),
+    "compress raw": lambda path, **options: ibp.checkpoints.compress(
+        path, "out.safetensors", scheme="raw", device="cpu", **options
+    ),
+    "read": read,
+    "table": tables,
+    "offload": lambda path, **options: ibp.offload(net(), "cpu", checkpoint=path, **options),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_flipped_bit_is_found(door, damaged):
+    path, name = damaged
+    with pytest.raises(ibp.ChecksumError) as caught:
+        DOORS[door](path)
+    assert str(caught.value).startswith(f"{path}: block ") and repr(name) in str(caught.value)
+    assert os.listdir() == [path]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_verify_is_an_option(door, damaged):
+    """What is damaged may still be an error of the decoder, which finds most of it."""
+    path, name = damaged
+    try:
+        DOORS[door](path, verify=False)
+    except (ibp.CorruptTableError, ibp.FileFormatError) as error:
+        assert not isinstance(error, ibp.ChecksumError) and name != "3.weight"
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_good_files_are_read(door, good, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.safetensors").write_bytes(good[0])
+    DOORS[door]("m.safetensors")
+
+
+COMMANDS = [
+    "compress m.safetensors -o out.safetensors --device cpu",
+    "decompress m.safetensors -o out.safetensors",
+    "diff m.safetensors good.safetensors --device cpu",
+    "diff good.safetensors m.safetensors -o out.safetensors --device cpu",
+    "apply m.safetensors delta.safetensors -o out.safetensors --device cpu",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_find_a_flipped_bit(command, damaged, good, tmp_path, capsys):
+    path, name = damaged
+    (tmp_path / "good.safetensors").write_bytes(good[0])
+    ibp.save("delta.safetensors", ibp.deltas.CheckpointDelta({}, []))
+    before = sorted(os.listdir())
+    assert main([*command.split(), "--quiet"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"ibp {command.partition(' ')[0]}: {path}: block \d+, .*{name!r}.*", line), line
+    assert sorted(os.listdir()) == before
+
+
+ROW_BYTES, BLOCK_BYTES = 2048, 1 << 20  # of the tables below, and of a block with a checksum
+
+
+@pytest.mark.parametrize("layout", ["packed", "slots", "raw", "plain"])
+def test_ranges_are_compared_in_the_blocks_that_hold_them(layout, tmp_path):
+    """Each flipped block is found by the reads of the rows in it, and by no others."""
+    path, x = tmp_path / "m.safetensors", torch.randn(5000, ROW_BYTES // 2).bfloat16()
+    kinds = {"packed": {"layout": "packed"}, "slots": {"slot_bytes": 1344}, "raw": {"scheme": "raw"}}
+    ibp.save(path, {"x": x if layout == "plain" else ibp.compress(x, device="cpu", **kinds[layout])})
+    good, header = path.read_bytes(), read_header(path)
+    part = {"packed": "x:overflow", "slots": "x:slots", "raw": "x:slots", "plain": "x"}[layout]
+    entry = header.tensors[part]
+    num_blocks = entry.num_bytes // BLOCK_BYTES  # the last ones also hold the index
+    assert num_blocks >= 6
+    for block in range(1, num_blocks - 1):
+        data = bytearray(good)
+        data[header.num_bytes + block * BLOCK_BYTES + 5] ^= 1
+        path.write_bytes(data)
+        with ibp.checkpoints.open(path, verify=True) as source:
+            tensor, failed = source.tensors["x"], []
+            for first in range(0, 5000 - 200, 200):
+                try:
+                    found = tensor.read(first * ROW_BYTES, (first + 200) * ROW_BYTES)
+                    assert torch.equal(torch.from_numpy(found).view(x.dtype).view(200, -1), x[first : first + 200])
+                except ibp.ChecksumError:
+                    failed.append(first)
+        share = [BLOCK_BYTES * at / entry.num_bytes * 5000 for at in (block, block + 1)]
+        assert failed == list(range(failed[0], failed[-1] + 1, 200))
+        assert share[0] - 300 <= failed[0] <= share[0] + 300 and share[1] - 300 <= failed[-1] + 200 <= share[1] + 300
+
+
+def test_blocks_are_compared_once(good, tmp_path, monkeypatch):
+    path, compared, compare = tmp_path / "m.safetensors", [], Checks._compare
+    path.write_bytes(good[0])
+    monkeypatch.setattr(Checks, "_compare", lambda self, *block: (compared.append(block[0]), compare(self, *block)))
+    ibp.checkpoints.decompress(path, tmp_path / "out.safetensors")
+    assert sorted(compared) == list(range(-(-(len(good[0]) - good[1].num_bytes - 100) // BLOCK_BYTES)))
+
+
+def test_no_file_of_a_set_appears(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    weights = {name: torch.randn(512, SIZE).bfloat16() for name in "abcd"}
+    ibp.save("m.safetensors", {name: ibp.compress(x, device="cpu") for name, x in weights.items()}, shard_bytes=900_000)
+    files = sorted(os.listdir())
+    assert len(files) == 5  # the index is one of them
+    data = bytearray(open(files[2], "rb").read())
+    data[read_header(tmp_path / files[2]).num_bytes + 5000] ^= 1
+    (tmp_path / files[2]).write_bytes(data)
+    with pytest.raises(ibp.ChecksumError, match=f"{files[2]}: block 0, .* is damaged; 'c' was being read"):
+        ibp.checkpoints.decompress("m.safetensors.index.json", "out.safetensors")
+    assert sorted(os.listdir()) == files
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_changed_table_is_read(verify, tmp_path):
+    """Rows with bases of their own lie anywhere in the overflow."""
+    x = torch.randn(300, 256).bfloat16()
+    table = ibp.compress(x, scheme="planes", slot_bytes=256, device="cpu")
+    table.update_(torch.tensor([7, 200]), torch.randn(2, 256).bfloat16())
+    ibp.save(tmp_path / "m.safetensors", {"x": table})
+    assert torch.equal(read(tmp_path / "m.safetensors", verify)["x"], table.decompress())
