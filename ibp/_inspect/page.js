@@ -310,7 +310,7 @@ function partsOf(parts) {
     return element("tr", {}, element("td", {}, swatch), ...cells);
   });
   const table = element("table", {}, element("tbody", {}, ...lines));
-  const said = "A strip is a part, as wide as its bytes are many; the colours are named below it.";
+  const said = "Each strip is a part of the bytes, as wide as its share. The colours are named below.";
   return [element("h3", {}, "what the bytes are"), caption(said), svg, element("div", { class: "wide" }, table)];
 }
 
@@ -393,7 +393,7 @@ function lengthsOf(tensor) {
   label(svg, 0, 106, "0");
   label(svg, MARGIN, 122, "0");
   label(svg, all, 122, `${count(tensor.row_bytes)} bytes`, "end");
-  const said = "How many rows take that many bytes, the whole row on the right.";
+  const said = "Number of rows by their stored size. The size of a raw row is on the right.";
   return [element("h3", {}, "rows by their stored bytes"), caption(said), svg];
 }
 
