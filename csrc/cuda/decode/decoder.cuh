@@ -41,14 +41,12 @@
 // A decoder must do this:
 //
 //   - Return, in all threads of an active group, whether the row follows the format and takes exactly coded_bytes
-//   bytes.
-//     In other groups, return true. It does not matter what a decoder stores of a corrupt row, because the caller
-//     writes zeros over it.
+//     bytes. In other groups, return true. It does not matter what a decoder stores of a corrupt row, because the
+//     caller writes zeros over it.
 //   - Read no shared memory except the group's stage, the group's scratch and the block's own memory, and store nothing
 //     outside the window, whatever bytes the row and the codebook's arrays have.
 //   - Be done with the group's stage and scratch once all lanes of the group have returned and met at a barrier,
-//   because
-//     the next row overwrites them.
+//     because the next row overwrites them.
 //
 // To add a decoder, write a .cuh with the struct and a .cu that instantiates it with the kernel of gather.cuh; then add
 // a function to decode_request.h, and a line to the list of gather.cu.

@@ -19,8 +19,7 @@
 //
 //     level 1    the names of the elements that have escapes in plane 0
 //     level 2    the names of the elements that have escapes in plane 0 and plane 1. These names come from plane 2,
-//     plane
-//                3 and raw symbols
+//                plane 3 and raw symbols
 #ifndef IBP_DECODE_TILES_CUH
 #define IBP_DECODE_TILES_CUH
 
