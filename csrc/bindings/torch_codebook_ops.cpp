@@ -28,10 +28,11 @@ using namespace ibp_torch;
 
 // Counts something in all rows of data. Returns the counts, int64 [num_counts].
 //
-// on_cuda, on_cpu: the functions of the core that count, on a GPU and on the CPU. They add to counts.
-// call: passes its arguments on to the first of them, which is on_cuda or on_cpu, and returns the status. On a GPU
-//   there is one call, call(on_cuda, rows, num_rows, counts, stream), for all rows. On the CPU several threads call
-//   call(on_cpu, rows, num_rows, counts), each for a range of rows and with its own counts, which are then added up.
+// on_cuda, on_cpu: the functions of the core that count, on a GPU and on the CPU. Both add to counts.
+// call: call(count, rows, num_rows, counts) must count the given rows by the function `count`, and return its status.
+//   On the CPU `count` is on_cpu. Several threads make this call, each for a range of rows and with separate counts,
+//   which are then added up. On a GPU `count` is on_cuda. The call is made once, for all rows, with a stream as its
+//   last argument.
 // name: the name of the operation, for messages.
 template <typename Cuda, typename Cpu, typename Call>
 Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, uint32_t row_bytes, const char *name,
@@ -71,8 +72,8 @@ Tensor count_bits(const Device &device, const Tensor &data, int64_t row_bytes)
 }
 
 // Returns int64 [ceil(row_bytes / chunk_bytes)]: for each chunk the number of rows in which the chunk participates,
-// that is, in which its invariant bits have the values that the codebook gives. Of several clusters the first one is
-// used. Only scheme ibp has chunks.
+// that is, in which its invariant bits have the values that the codebook gives. If the codebook has clusters, the first
+// cluster is used. Only scheme ibp has chunks.
 Tensor count_hits(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
     require(!codec.empty() && codec[0] == IBP_SCHEME_IBP, "only scheme ibp has chunks");
@@ -226,7 +227,8 @@ Tensor planes_codec(const Tensor &data, const ibp_planes &planes, int64_t row_by
 //
 // element_bytes: 1, 2, 4 or 8. It must divide row_bytes.
 // exponent_bits: the number of exponent bits of floats; 0 for other elements.
-// table_rows: the number of rows of the whole table. The size of the codebook counts with 1 / table_rows for each row.
+// table_rows: the number of rows of the whole table. Codebooks are compared by the mean size of a row, to which the
+//   size of the codebook divided by table_rows is added.
 // fast: if true, learns rows that decode at the rate of memory (IBP_LEVEL_FAST), unless they save next to nothing.
 // codes_invariant: if true, the bits and columns on which all these rows agree are coded, too, so that the codebook has
 //   a coded form for any row.

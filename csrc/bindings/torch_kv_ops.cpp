@@ -70,8 +70,8 @@ void plan_pages(const Device &device, const Tensor &pages, const Tensor &blocks,
     run_on(device, "plan_pages", ibp_cuda_plan_pages, ibp_plan_pages, &t, flags, longs_of(ids, 0, "ids"), places);
 }
 
-// Notes which blocks a place stores. Call it after the rows of the blocks have been coded into the place. Blocks with a
-// lost row are not stored; all other blocks are.
+// Notes which blocks a place stores. Call it after the rows of the blocks have been coded into the place. A block with
+// a lost row counts as not stored; all other blocks count as stored.
 //
 // ids: int64, as plan_pages wrote them.
 // ids_per_block: the number of rows that the place has for a block.

@@ -485,7 +485,7 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
 // ring, from which they are copied (ibp_cuda_stage_items). Returns when the last copy is queued.
 //
 // table: with the addresses that the GPU uses.
-// host_slots: the table's slots as a tensor uint8 on the CPU.
+// host_slots: uint8 on the CPU: the same slots, at the address that the CPU uses.
 // host_ids: int32 or int64 [ids] on the CPU.
 // stager: the address of a living `_core.Stager` of the GPU.
 // out: contiguous, any dtype; receives the items one after the other.

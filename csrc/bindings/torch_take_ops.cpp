@@ -155,8 +155,9 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
     return found;
 }
 
-// Fetches items for `take` and take_out. `items` gives the ids, and says where in memory `to` each item goes. ids: any
-// tensor on the device of the call; new tensors are made there. If the ids are sorted, it must be the tensor of ids.
+// Fetches items for `take` and `take.out`. `items` gives the ids, and says where in memory `to` each item goes. ids: a
+// tensor on the device of the call, where new tensors are made. If the call may sort the ids, it must be the tensor of
+// the ids, because the sorted ids get its dtype.
 void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_ids items, int64_t max_sms, int64_t way,
            const std::optional<Cache> &cache, bool notes, uint8_t *to)
 {
@@ -244,9 +245,9 @@ int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
     return is_possible && bytes_of_items(steps, item_bytes) >= 0 ? dims : -1;
 }
 
-// Fetches items as `take` does, but writes them to out: [ids, *item] with any strides. In place of its first dimension
-// out may have several. If ids is None, all items are fetched in their order. The call may allocate workspace, and a
-// copy of out if the items are not contiguous in out.
+// Fetches items as `take` does, but writes them to out: [ids, *item] with any strides. Several dimensions may take the
+// place of the first dimension of out. If ids is None, all items are fetched in their order. The call may allocate
+// workspace, and a copy of out if the items are not contiguous in out.
 void take_out(const Device &device, const Source &handle, const std::optional<Tensor> &ids, const Out &out,
               int64_t max_sms, int64_t way, const std::optional<Cache> &cache, bool notes)
 {

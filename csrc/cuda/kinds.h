@@ -101,9 +101,8 @@ IBP_INLINE bool has_code_table(const ibp_codebook &cb)
 }
 // If every column has its own entries, encoders look up the rank of a symbol, which is its index among the entries of
 // its column; num_entries if the column has no such entry. The table of ranks is in shared memory and has one byte for
-// each possible symbol of each column.
-// kMostRanks: the largest number of ranks in a table. kMostRankEntries: the largest number of entries of a column, so
-// that a rank fits a byte.
+// each possible symbol of each column. kMostRanks: the largest number of ranks in a table. kMostRankEntries: the
+// largest number of entries of a column, so that a rank fits a byte.
 constexpr uint32_t kMostRanks = 48u << 10, kMostRankEntries = 255;
 IBP_INLINE bool has_column_ranks(const ibp_codebook &cb)
 {

@@ -45,8 +45,8 @@ ibp_status prepare(const void *kernel, bool *is_of_90 = nullptr);
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
 
-// Plans a launch for num_jobs jobs, without shared memory. Each block takes a_block jobs at a time; there are at most
-// most_blocks blocks.
+// Plans a launch for num_jobs jobs, without dynamic shared memory. Each block takes a_block jobs at a time. There are
+// at most most_blocks blocks.
 inline Launch plan_jobs(int64_t num_jobs, int64_t a_block, int64_t most_blocks, uint32_t num_threads)
 {
     return {static_cast<uint32_t>(std::min((num_jobs + a_block - 1) / a_block, most_blocks)), num_threads, 0, 1};

@@ -130,8 +130,8 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     }
 
     // Returns the residuals of word k of the vector whose first element is i, each in the low bits of its element.
-    // start: the bit at which the row's residuals begin. n: the row's number of elements; no residuals past them are
-    // used.
+    // start: the bit at which the row's residuals begin. n: the row's number of elements; residuals of elements past
+    // them are unspecified.
     __device__ __forceinline__ uint32_t residuals_of(uint32_t start, uint32_t i, uint32_t k, uint32_t n) const
     {
         const uint32_t r = cb.planes.residual_bits;

@@ -18,9 +18,9 @@
 //     | ... shift | stored bytes of the row            | ... |      vectors as loaded, and as they lie in the stage
 //     ^ multiple of 16                                       ^ multiple of 16
 //
-// Irregular rows are not prefetched. A separate function, fetch_irregular, fetches such a row when it is its turn. A
-// row is irregular if its id is out of range, if it is a default row, if only a part of it is wanted, if its vectors
-// would reach outside the table's memory, or if its overflow part is not aligned.
+// Irregular rows are not prefetched. A separate function, fetch_irregular, fetches such a row in step 4, before it is
+// decoded. A row is irregular if its id is out of range, if it is a default row, if only a part of it is wanted, if its
+// vectors would reach outside the table's memory, or if its overflow part is not aligned.
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
 

@@ -6,11 +6,10 @@
 //
 // 1. In each step, a lane loads one or two octets, which are eight elements each, and writes their residuals.
 // 2. It looks up the *path* of each symbol. A path is a word that says all that planes 0 and 1 need: the symbol's
-// digits
-//    in these planes, whether the symbol reaches plane 1, and whether it goes on to the *list* of symbols that have no
-//    entry in planes 0 and 1. A lane collects the digits of a plane in a register; one funnel shift pushes a digit into
-//    this register. The digits of plane 0 are in low bits of the paths, and the first element's digit is pushed first.
-//    The digits of plane 1 are in the highest bits, and the last element's digit is pushed first.
+//    digits in these planes, whether the symbol reaches plane 1, and whether it goes on to the *list* of symbols that
+//    have no entry in planes 0 and 1. A lane collects the digits of a plane in a register; one funnel shift pushes a
+//    digit into this register. The digits of plane 0 are in low bits of the paths, and the first element's digit is
+//    pushed first. The digits of plane 1 are in the highest bits, and the last element's digit is pushed first.
 // 3. One prefix sum says where the lane's digits of plane 1 go, and where its entries of the list go.
 // 4. Planes 2 and 3 and the raw symbols are encoded from the list (put_list).
 #ifndef IBP_ENCODE_VALUES_CUH
@@ -48,10 +47,10 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     // These 16 bits also hold the digit of plane 0, at bit kDigitAt, and the symbol or its rank, at bit kKeyAt:
     //
     //     elements of two or four bytes    bits 0 to 3: the digit; bits 4 to 15: the symbol
-    //     elements of one byte             bits 0 to 7: the symbol; bits 8 to 11: the digit, which the entry leaves
-    //                                      out, because it has only one byte
-    //     COLUMNS                          bits 0 to 7: the digit; bits 8 to 15: the rank. When the digit has been
-    //                                      used, the symbol replaces it, so an entry has the symbol and its rank
+    //     elements of one byte             bits 0 to 7: the symbol; bits 8 to 11: the digit. An entry of the list has
+    //                                      only one byte, the symbol
+    //     COLUMNS                          bits 0 to 3: the digit; bits 8 to 15: the rank. Once the digit has been
+    //                                      used, the symbol is written to bits 0 to 7
     static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21,
                               kKeyAt = COLUMNS          ? 8
                                        : sizeof(T) == 1 ? 0

@@ -56,9 +56,9 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Arrives, as a release, at this barrier in another block of the cluster. A thread of that block that returns from
-    // await_cluster() then sees what this thread has written before, and what the threads that this thread has met at
-    // a barrier have written before. Its own later writes come after the earlier reads of these threads.
+    // Arrives, as a release, at this barrier in another block of the cluster. "Earlier" accesses are those that this
+    // thread, and the threads that it has met at a barrier, made before the call. When a thread of the other block has
+    // returned from await_cluster(), it sees all earlier writes, and its own writes come after all earlier reads.
     __device__ __forceinline__ void arrive_in(uint32_t block) const
     {
 #ifdef __CUDACC__

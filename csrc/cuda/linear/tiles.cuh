@@ -509,7 +509,7 @@ template <class Block> struct SharedSums {
         if (tiles.parts == 4u) add<4>(tile, vectors);
         if (tiles.parts == 8u) add<8>(tile, vectors);
     }
-    // Waits until all blocks have read the sums of the last round.
+    // Waits until all blocks have read the sums of the previous round.
     __device__ __forceinline__ void await_read() const
     {
         if (turn > 0u) Block::read().await_cluster(turn - 1u);

@@ -3,7 +3,7 @@
 //
 // A room is the overflow part of a row together with its padding.
 //
-// 1. sum_rooms: a warp adds up the sizes of the rooms of 32 rows, a group, at a time.
+// 1. sum_rooms: a warp adds up the sizes of the rooms of a group of 32 rows at a time.
 // 2. scan_rooms: one block turns the sums into bases by a prefix sum.
 //
 // Device memory limits the kernels: they read two bytes for each row. One block is enough for the scan, which reads and
