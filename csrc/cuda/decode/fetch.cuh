@@ -2,16 +2,17 @@
 // to the output.
 //
 // A job is one row, which one group of threads fetches and decodes. A vector is 16 bytes. A stage is a group's buffer
-// for a stored row in shared memory. A warp works in the following order:
+// for a stored row in shared memory. At first a warp looks up its first rows and prefetches one row for each group.
+// Then it repeats these steps:
 //
-// 1. The lanes look up the warp's next rows together, one row each (look_up).
-// 2. The vectors that the last prefetch has loaded into registers are stored in the stage, or in the output if the row
+// 1. The vectors that the last prefetch has loaded into registers are stored in the stage, or in the output if the row
 //    is raw and both the row and the output are aligned (receive). Vectors for which there was no register are fetched
 //    now.
+// 2. If no row is left that has been looked up, the lanes look up the warp's next rows together, one row each
+//    (look_up).
 // 3. The group issues loads of its next row's bytes into registers (prefetch). These are the bytes in the slot and the
 //    bytes in overflow, which may be in pinned host memory. Groups that share a warp load their rows together.
-// 4. While these loads are under way, the group decodes its current row (finish). It goes on with step 2, or with step
-//    1 if all rows that were looked up have been decoded.
+// 4. While these loads are under way, the group decodes the row that was stored in step 1 (finish).
 //
 // A regular row is loaded as vectors of 16 bytes, whatever its alignment:
 //

@@ -29,7 +29,9 @@ struct ibp_streamer {
     cudaEvent_t begun, ended, filled[ibp::kPlaces], freed[ibp::kPlaces];
     uint8_t *ring;
     int64_t place_bytes;
-    int64_t num_chunks, done_bytes; // since ibp_cuda_begin_stream
+    // num_chunks: number of chunks since ibp_cuda_begin_stream. done_bytes: size in bytes of the chunks since
+    // ibp_cuda_begin_stream or ibp_cuda_continue_stream.
+    int64_t num_chunks, done_bytes;
 };
 
 namespace ibp {
