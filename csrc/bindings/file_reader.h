@@ -17,7 +17,7 @@ namespace ibp_python {
 
 namespace py = pybind11;
 
-// Returns a text of a JSON string, without its escapes, as a Python string.
+// Returns the text of a JSON string, with its escapes decoded, as a Python string.
 inline py::str text_of(ibp_text text)
 {
     std::string utf8(ibp_copy_text(text, nullptr, 0), '\0');

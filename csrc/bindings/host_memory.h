@@ -141,12 +141,12 @@ class MappedPages {
     pid_t pinned_in_ = 0;
 };
 
-// Memory behind a file descriptor, which is shared by all processes that map it. Each process pins the memory for
-// itself by pin(); it stays pinned in that process until the object is destroyed.
+// Memory of a file descriptor, which all processes that map the descriptor share. Each process pins the memory for
+// itself by pin(). The memory stays pinned in that process until the object is destroyed.
 class SharedPages : public MappedPages {
   public:
-    // is_new: whether no process has written to the memory yet. If true, the constructor allocates its pages and sets
-    // them to zero.
+    // is_new: true if no process has written to the memory yet. Then the constructor allocates the memory's pages and
+    // sets them to zero.
     // node: the NUMA node that new pages are allocated on; if negative, the node of the calling thread.
     SharedPages(int file, size_t num_bytes, bool is_new, int node)
         : MappedPages(file, 0, num_bytes, PROT_READ | PROT_WRITE, ibp_cuda_register_pinned, "shared memory")
@@ -156,9 +156,9 @@ class SharedPages : public MappedPages {
     }
 };
 
-// Bytes of a file in the page cache. They must not be written. All processes that map the file share them, and GPUs can
-// read them if the system supports it. The buffer claims to be writable because torch.frombuffer warns about read-only
-// buffers.
+// Bytes of a file in the page cache. They must not be written. All processes that map the file share these bytes, and
+// GPUs can read them if the system supports it. The buffer claims to be writable because torch.frombuffer warns about
+// read-only buffers.
 class FilePages : public MappedPages {
   public:
     FilePages(int file, size_t start, size_t num_bytes)

@@ -10,8 +10,8 @@
 
 namespace ibp {
 
-// Asks the operating system to back memory that has not been written yet by huge pages. If the system refuses, filling
-// the memory takes longer.
+// Asks the operating system to back memory by huge pages. Call it before anything is written to the memory. If the
+// system refuses, filling the memory takes longer.
 inline void ask_for_huge_pages(uintptr_t address, size_t num_bytes)
 {
     const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));

@@ -31,13 +31,13 @@ struct PinnedSource {
 // A pool that keeps pinned blocks between two uses. It keeps at most `limit` bytes; if there are more, it frees the
 // blocks that were given back longest ago. Several threads may call its functions at once.
 //
-// When a block is given back, GPUs may still be reading it, on any stream. So the next owner of a used block must wait
-// for the GPUs before it writes to the block. After fork() the blocks belong to the parent process. The child process
-// has copies, which are not pinned.
+// When a block is given back, GPUs may still be reading it, on any stream. So the next owner of the block must wait for
+// the GPUs before it writes to the block. After fork() the blocks belong to the parent process. The child process has
+// copies, which are not pinned.
 class PinnedPool {
   public:
-    // Size in bytes of the smallest block that the pool keeps. To pin a smaller block takes no longer than to wait for
-    // the GPUs that may still be reading a used one.
+    // Size in bytes of the smallest block that the pool keeps. Pinning a smaller block takes no longer than waiting for
+    // the GPUs, which the next owner of a kept block must do.
     static constexpr size_t kLeastKept = size_t{64} << 10;
 
     PinnedPool(const PinnedSource &source, size_t limit) : source_(source), limit_(limit) {}
@@ -67,7 +67,7 @@ class PinnedPool {
     // if no kept block fits. If this fails, frees all kept blocks and tries once more. Returns IBP_OK for a kept block,
     // else the status of the allocation.
     //
-    // is_used: *is_used receives whether the block has had an owner before.
+    // is_used: receives true if the block has had an owner before.
     ibp_status take(size_t num_bytes, int node, PinnedBlock *block, bool *is_used)
     {
         *is_used = take_kept(num_bytes, node, block);

@@ -26,8 +26,8 @@ namespace {
 
 using ibp::check;
 
-// Waits until the names in a directory are on disk. This thread runs no Python code while the directory is open, so no
-// signal handler can raise before it is closed.
+// Waits until the entries of a directory are on disk. This thread runs no Python code while the directory is open, so
+// no signal handler can raise an exception before the directory is closed.
 void sync_directory(const char *path)
 {
     int error = 0;
@@ -122,8 +122,8 @@ class Streamer {
     ibp_streamer *streamer_ = nullptr;
 };
 
-// An ibp_stager (ibp_stream.h), which brings items to the current device with the CPU's help, through two rings. It
-// keeps `kept`, the object that owns the rings, alive.
+// An ibp_stager (ibp_stream.h), which brings items to the current device with the CPU's help, through two rings. The
+// Stager keeps `kept`, the object that owns the rings, alive.
 class Stager {
   public:
     Stager(uintptr_t pinned, uintptr_t near, int64_t ring_bytes, py::object kept) : kept_(std::move(kept))
@@ -202,8 +202,8 @@ std::pair<uint64_t, uint64_t> count_spilled(const py::buffer &sectors, uint32_t 
     return {num_rows, overflow_bytes};
 }
 
-// Returns call(). If it raises and `kept` is not empty, the exception gets kept[0] as its attribute `table`. No Python
-// code runs between the call and the assignment, so no interrupt can come in between.
+// Returns call(). If the call raises an exception and `kept` is not empty, the exception gets kept[0] as its attribute
+// `table`. No Python code runs between the call and the assignment, so no interrupt can come in between.
 py::object call_keeping_table(const py::list &kept, const py::object &call)
 {
     try {

@@ -19,8 +19,9 @@
 //     bytes       uint8 [bytes], at most 2^40: the slab to which an operation writes rows.
 //     entries     int64 [ids * rows_per_item], written: the entry of row r of ids[k] is at k * rows_per_item + r, as
 //                 gather_items takes it; 0 if the cache does not hold the row.
-//     counts      int64 [10], added to: the numbers of rows found in slabs 0 to 7; the number of rows not found; and
-//                 the number of bytes of the rows not found, each row rounded up to sectors of 32 bytes.
+//     counts      int64 [10], to which the operation adds: the numbers of rows found in slabs 0 to 7; the number of
+//                 rows not found; and the size in bytes of the rows not found, each row rounded up to sectors of 32
+//                 bytes.
 //     stamps      int32 [sets * 33], zeros at first: the time of each way's last use, and then one number for each
 //                 set, which is 0 between calls.
 //     clock       int64 [2], zeros at first: the number of calls so far, twice.
@@ -89,8 +90,8 @@ ibp_lru lru_of(const Tensor &bytes, const Tensor &map, int64_t ways, int64_t slo
 // ---- describing ----
 
 // Returns the argument `cache` of `take`: the bytes of a struct ibp::CacheHandle, uint8 on the CPU. The handle holds
-// the addresses of the tensors, so the tensors must live as long as the handle is used. It is for calls on the device
-// of `counts`.
+// the addresses of the tensors, so the tensors must live as long as the handle is used. The handle is for calls on the
+// device of `counts`.
 //
 // maps, slabs: one map for each slab.
 // stamps, clock, slot_bytes: the arguments of claim_cached, for a cache that replaces its rows. Such a cache has one
@@ -123,7 +124,7 @@ Tensor describe_cache(const Device &device, const Near &maps, int64_t ways, cons
 
 // ---- find ----
 
-// Looks up the rows of items.
+// Looks up the rows of items in a cache, and fills `entries`.
 //
 // rows_per_item, row_bytes: the number of rows of an item of the table, and the size of a row in bytes.
 // lengths: uint16 [rows], the lengths of the table; empty: every row is raw.
@@ -159,7 +160,7 @@ Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slab
 // Copies rows of a table, as they are stored, to `bytes`, the memory of a slab, and enters them in `map`, the slab's
 // map. If `map` has no elements, the rows are only copied.
 //
-// offsets: int64 [rows]: the index in `bytes` of each row's first byte. Rows with a negative offset are left out.
+// offsets: int64 [rows]: for each row the index in `bytes` of its first byte. Rows with a negative offset are left out.
 // slab: the number of the slab in its cache.
 void fill_slab(const Device &device, const Table &handle, const Tensor &rows, const Tensor &offsets, int64_t number,
                int64_t ways, const Out &bytes, const Out &map, const Out &fault)

@@ -11,8 +11,8 @@
 //     learn_entries   data codebook codec -> Tensor
 //
 // Each is documented at its function. data is uint8, whole rows one after the other; bytes after the last whole row are
-// not read. mask and bitval are uint8 [row_bytes]: which bits of a row are invariant, and their values. codebook and
-// codec are described in torch_tables.h.
+// not read. mask and bitval are uint8 [row_bytes]: which bits of a row are invariant, and the values of these bits.
+// codebook and codec are described in torch_tables.h.
 #include "torch_tables.h"
 
 #include <algorithm>
@@ -26,15 +26,20 @@ using namespace ibp_torch;
 
 // ---- statistics ----
 
-// Counts something in all rows of data and returns int64 [num_counts]. call(count, rows, num_rows, counts) must count
-// some of the rows by the function `count`. On the CPU several threads call it, each for a range of rows, with `count`
-// on_cpu. On a GPU it is called once for all rows, with `count` on_cuda and a stream as its last argument.
+// Counts something in all rows of data. Returns the counts, int64 [num_counts].
+//
+// on_cuda, on_cpu: the functions of the core that count, on a GPU and on the CPU. Both add to counts.
+// call: call(count, rows, num_rows, counts) must count the given rows by the function `count`, and return its status.
+//   On the CPU `count` is on_cpu. Several threads make this call, each for a range of rows and with separate counts,
+//   which are then added up. On a GPU `count` is on_cuda. The call is made once, for all rows, with a stream as its
+//   last argument.
+// name: the name of the operation, for messages.
 template <typename Cuda, typename Cpu, typename Call>
 Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, uint32_t row_bytes, const char *name,
                  const Cuda &on_cuda, const Cpu &on_cpu, const Call &call)
 {
-    // Least size of a range in bytes. Each range has counts of its own, which take up to 64 times as many bytes as a
-    // row.
+    // Smallest size of a range in bytes. It is large because each range allocates its own counts, which take up to 64
+    // bytes for each byte of a row.
     constexpr int64_t kLeastCounted = 1 << 20;
     const uint8_t *const rows = bytes_of(data, 0, "data");
     const int64_t num_rows = data.numel() / row_bytes;
@@ -56,7 +61,7 @@ Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, u
     return counts;
 }
 
-// Returns int64 [8 * row_bytes]: at 8 * i + b the number of rows in which bit b of byte i is 1.
+// Returns int64 [8 * row_bytes]: element 8 * i + b is the number of rows in which bit b of byte i is 1.
 Tensor count_bits(const Device &device, const Tensor &data, int64_t row_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes);
@@ -66,8 +71,9 @@ Tensor count_bits(const Device &device, const Tensor &data, int64_t row_bytes)
                      });
 }
 
-// Returns int64 [ceil(row_bytes / chunk_bytes)]: for each chunk the number of rows in which it participates under the
-// codebook's first cluster. Only scheme ibp has chunks.
+// Returns int64 [ceil(row_bytes / chunk_bytes)]: for each chunk the number of rows in which the chunk participates,
+// that is, in which its invariant bits have the values that the codebook gives. If the codebook has clusters, the first
+// cluster is used. Only scheme ibp has chunks.
 Tensor count_hits(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
     require(!codec.empty() && codec[0] == IBP_SCHEME_IBP, "only scheme ibp has chunks");
@@ -82,7 +88,7 @@ Tensor count_hits(const Device &device, const Tensor &data, const Tensor &codebo
 // Returns the argument `codebook` for scheme ibp, int32 [3, words].
 //
 // chunk_bytes: 1, 2, 4 or 8.
-// flag_all: whether every chunk has a participation bit, or only chunks with a mask.
+// flag_all: if true, every chunk has a participation bit; otherwise only chunks with invariant bits have one.
 Tensor codebook_words(const Device &, const Tensor &mask, const Tensor &bitval, int64_t chunk_bytes, bool flag_all)
 {
     const uint32_t row_bytes = to_u32(mask.numel(), 1, IBP_MAX_ROW_BYTES, "the size of mask");
@@ -115,8 +121,8 @@ std::tuple<Tensor, Tensor> threshold_bits(const Device &, const Tensor &counts, 
     return {mask, bitval};
 }
 
-// Finds by a greedy search (ibp_learn.h) the mask of each chunk that saves most bits on these rows. Returns (mask,
-// bitval).
+// Searches for masks that save as many bits as possible on these rows, chunk by chunk and greedily (ibp_choose_masks).
+// Returns (mask, bitval).
 //
 // chunk_bytes: 1, 2, 4 or 8.
 std::tuple<Tensor, Tensor> choose_masks(const Device &, const Tensor &data, int64_t row_bytes, int64_t chunk_bytes)
@@ -141,8 +147,8 @@ std::tuple<Tensor, Tensor> choose_masks(const Device &, const Tensor &data, int6
     return {mask, bitval};
 }
 
-// Returns float64 [1]: an estimate of the share of the rows' bytes that masks would save, from up to 64 rows. It is
-// quick, and rather too high than too low.
+// Returns float64 [1]: an estimate of the fraction of the rows' bytes that masks would save. The estimate is quick,
+// because it looks at up to 64 rows only, and it tends to be too high.
 Tensor estimate_masks(const Device &, const Tensor &data, int64_t row_bytes)
 {
     Tensor savings = new_tensor(data, {1}, ScalarType::Double);
@@ -219,12 +225,13 @@ Tensor planes_codec(const Tensor &data, const ibp_planes &planes, int64_t row_by
 // Learns a codebook of scheme planes from rows: all rows of a table, or some of them drawn at random. Returns
 // (codebook, codec): uint8 [bytes] and int64 [numbers].
 //
-// element_bytes: 1, 2, 4 or 8, which divides row_bytes.
+// element_bytes: 1, 2, 4 or 8. It must divide row_bytes.
 // exponent_bits: the number of exponent bits of floats; 0 for other elements.
-// table_rows: the number of rows of the whole table, over which the codebook's own bytes are spread.
-// fast: whether to take a codebook that decodes at the rate of memory, unless it saves nothing.
-// codes_invariant: whether to code also the bits and columns on which all of these rows agree. Then the codebook has a
-//   coded form for any row.
+// table_rows: the number of rows of the whole table. Codebooks are compared by the mean size of a row, to which the
+//   size of the codebook divided by table_rows is added.
+// fast: if true, learns rows that decode at the rate of memory (IBP_LEVEL_FAST), unless they save next to nothing.
+// codes_invariant: if true, the bits and columns on which all these rows agree are coded, too, so that the codebook has
+//   a coded form for any row.
 std::tuple<Tensor, Tensor> learn_planes(const Device &, const Tensor &data, int64_t row_bytes, int64_t element_bytes,
                                         int64_t exponent_bits, int64_t table_rows, bool fast, bool codes_invariant)
 {
@@ -242,8 +249,8 @@ std::tuple<Tensor, Tensor> learn_planes(const Device &, const Tensor &data, int6
     return {planes_words(data, planes, sample.row_bytes), planes_codec(data, planes, row_bytes)};
 }
 
-// Learns new entries for a codebook of scheme planes with one cluster: the most frequent symbols of these rows. Returns
-// a copy of `codebook` with the new entries.
+// Learns new entries for a codebook of scheme planes that has one cluster. The new entries are the most frequent
+// symbols of these rows. Returns a copy of `codebook` with the new entries.
 Tensor learn_entries(const Device &, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
     const ibp_codebook cb = codebook_of(codebook, codec);

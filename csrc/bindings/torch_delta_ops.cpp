@@ -22,7 +22,7 @@ namespace {
 
 using namespace ibp_torch;
 
-// Adds to sum[0] the contribution of a part of a tensor to its fingerprint.
+// Adds to sum[0] the number that a part of a tensor contributes to the tensor's fingerprint.
 //
 // part: any dtype and shape; a multiple of 8 bytes, except for the last part of a tensor.
 // first_word: the number of the part's first 8-byte word in the tensor.
@@ -55,7 +55,7 @@ void sum_words(const Device &device, const Tensor &part, int64_t first_word, con
 // row changes nothing and is noted in fault.
 //
 // base: contiguous, any dtype, as many bytes as the table's tensor.
-// change: int64 [1]; the change of base's sum (sum_words) is added to it.
+// change: int64 [1]; the number by which the sum of base's words (sum_words) changes is added to it.
 void add_rows(const Device &, const Table &handle, int64_t element_bytes, bool subtracts, const Out &base,
               const Out &change, const Out &fault)
 {

@@ -24,22 +24,23 @@ uint8_t *flags_of(const Tensor &flags, int64_t num_pages, int64_t num_tensors, c
 }
 
 // Computes, for a transfer of pages, the ids of the place's rows and the addresses of the tensors' memory. The memory
-// at these addresses is neither read nor written.
+// at these addresses is neither read nor written. A block of a tensor consists of `pieces` pieces of memory of equal
+// size.
 //
 // pages, blocks: int64 [pages]; page pages[k] of the place goes to or comes from block blocks[k] of each tensor. Any
 //   numbers are allowed: the ids of a page or block that does not exist are -1.
 // num_pages, num_blocks: the number of pages of the place, and the number of blocks of each tensor.
-// num_tensors, first_tensor: a page has a block of each of num_tensors tensors. The transfer moves the blocks of the
-//   tensors that `starts` describes, of which tensor first_tensor is the first.
+// num_tensors, first_tensor: a page has a block of each of num_tensors tensors. The transfer moves the blocks of some
+//   consecutive tensors, those that `starts` describes. The first of them is tensor first_tensor.
 // starts: int64 [tensors * pieces], the addresses of the pieces of block 0.
-// block_starts: int64 [num_blocks], numbers that are added to starts for each block. None: the block's number times
-//   block_stride.
-// scratch: the address of a piece that nobody uses, which stands in for missing pieces.
-// pieces: the number of pieces of memory that a block has.
+// block_starts: int64 [num_blocks]: the pieces of block b begin at starts + block_starts[b]. None: they begin at
+//   starts + b * block_stride.
+// scratch: the address of a spare piece of memory, which stands in for the pieces of missing blocks.
+// pieces: the number of pieces of a block.
 // stored: flags [num_pages * num_tensors], or None. The ids of a page are also -1 if the place does not store the
 //   page's block of every tensor of the transfer.
-// ids: int64 [pages * tensors * rows of a block], written. The number of rows that the place has for a block follows
-//   from its size and must be a multiple of pieces.
+// ids: int64 [pages * tensors * rows of a block], written. The size of `ids` tells how many rows the place has for a
+//   block, which must be a multiple of pieces.
 // addresses: int64 [pages * tensors * pieces], written.
 void plan_pages(const Device &device, const Tensor &pages, const Tensor &blocks, int64_t num_pages, int64_t num_blocks,
                 int64_t num_tensors, int64_t first_tensor, const Tensor &starts,
@@ -69,12 +70,13 @@ void plan_pages(const Device &device, const Tensor &pages, const Tensor &blocks,
     run_on(device, "plan_pages", ibp_cuda_plan_pages, ibp_plan_pages, &t, flags, longs_of(ids, 0, "ids"), places);
 }
 
-// Notes which blocks are stored after their rows have been coded into a place: all blocks except those with a lost row.
+// Notes which blocks a place stores. Call it after the rows of the blocks have been coded into the place. A block with
+// a lost row counts as not stored; all other blocks count as stored.
 //
 // ids: int64, as plan_pages wrote them.
 // ids_per_block: the number of rows that the place has for a block.
-// lengths: uint16 [rows], the place's.
-// rooms: uint16 [rows], the place's; empty if slots hold whole rows.
+// lengths: uint16 [rows], the lengths of the place.
+// rooms: uint16 [rows], the rooms of the place (ibp_place.h); empty if slots hold whole rows.
 // stored, seen: flags [rows / ids_per_block], written. Both receive the same flags: `stored` for the device that
 //   decodes, `seen` for the host.
 void note_pages(const Device &device, const Tensor &ids, int64_t ids_per_block, const Tensor &lengths,

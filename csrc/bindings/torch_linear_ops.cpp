@@ -121,7 +121,8 @@ Tensor linear(const Device &device, const Tensor &x, const Tensors &parts, const
     return out;
 }
 
-// Multiplies as `linear` does, but writes the results to out: contiguous, any shape with as many elements.
+// Multiplies as `linear` does, but writes the results to out, which is contiguous and has exactly one element for each
+// result, in any shape.
 void linear_out(const Device &device, const Tensor &x, const Tensors &parts, const std::vector<int64_t> &slot_bytes,
                 const Tensors &biases, const Out &out)
 {
@@ -129,13 +130,14 @@ void linear_out(const Device &device, const Tensor &x, const Tensors &parts, con
     multiply(device, x, products, out);
 }
 
-// Multiplies groups of vectors, each group by one matrix of a stack. The stack is given as one matrix that has the rows
-// of all matrices, num_rows each.
+// Multiplies groups of vectors, each group by one matrix of a stack. The stack is given as one matrix: the rows of all
+// matrices, num_rows for each.
 //
 // x: [vectors / sharing, K].
 // groups: int32 [groups, 3], as group_vectors returns them: the number of a matrix, the number of the first vector, and
 //   the number of vectors.
-// order: int64 [vectors], or None. Vector v of the groups is vector order[v].
+// order: int64 [vectors], or None. The number v in `groups` stands for vector order[v], or for vector v if order is
+//   None.
 // sharing: the number of consecutive vectors that share one row of x; 1 if order is None.
 // out: contiguous, vectors * num_rows elements. The results of vectors that are in no group are not written.
 void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes, const Tensor &below,

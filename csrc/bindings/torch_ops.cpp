@@ -24,8 +24,8 @@
 //
 // The library is built against torch's stable ABI, so that one build works with torch 2.10 and all later versions, with
 // and without CUDA. The operations are public: they raise an error if arguments contradict each other, whatever their
-// values are. If an operation exists for the CPU and for CUDA, one function implements it, and asks on which of them
-// its tensors are.
+// values are. If an operation exists for the CPU and for CUDA, one function implements both, and its argument `device`
+// tells on which of the two it runs.
 #include "torch_tables.h"
 
 #include "../core/checks.h"
@@ -48,12 +48,12 @@ using namespace ibp_torch;
 // bases: int64 [ceil(rows / 32)], or [rows] if every row has its own base; empty: no row has an overflow part
 //   (FORMAT.md, section 2).
 // slot_bytes: the size of a row's slot in bytes.
-// overflow_start: the byte of the whole table's overflow at which `overflow` begins; not 0 for a block of a table's
-//   rows.
+// overflow_start: 0 for a whole table. For a block of a table's rows: the byte of the whole table's overflow at which
+//   `overflow` begins.
 // num_items, item_bytes: the number of items of the coded tensor, and the size of an item in bytes.
 // rooms, used: only for a place, into which rows are coded one by one (ibp_place.h). `rooms` is uint16 [rows]; empty if
 //   slots hold whole rows. `used` is int64 [1]. With `used`, `bases` must have one entry for each row, or be empty if
-//   rows are packed. encode_into refuses a table that is described without `used`.
+//   rows are packed or slots hold whole rows. encode_into refuses a table that is described without `used`.
 // fault: the record in which `take` notes faults. On a GPU `take` refuses a table without a record.
 // plan: [least_bucketed, window_bits, bucketed_sms] of ibp::GatherPlan; empty: `take` never sorts ids by itself.
 Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &overflow, const Tensor &lengths,
@@ -123,8 +123,8 @@ Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &code
         check(ibp_cuda_measure_rows(&cb, bytes, data.numel(), out, device.stream()), "measure_rows");
         return lengths;
     }
-    // Measuring writes no coded rows, so it is fast, and four times as many bytes as kLeastSharedBytes stay on the
-    // calling thread. It is slower if each column has entries of its own, because these have to be searched.
+    // Measuring writes no coded rows, so it is fast, and four bytes count as one byte of work. It is slower if each
+    // column has its own entries, because these entries have to be searched.
     const int64_t bytes_as_one = cb.scheme == IBP_SCHEME_PLANES && cb.planes.per_column ? 1 : 4;
     const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
     ibp_fault unused{};
@@ -137,7 +137,7 @@ Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &code
     return lengths;
 }
 
-// Returns int64 [ceil(rows / 32) + 1]: bases, and then the number of bytes of overflow that the table needs.
+// Returns int64 [ceil(rows / 32) + 1]: bases, and then the size in bytes of the overflow that the table needs.
 //
 // lengths: as measure_rows returns them; empty: every row is raw.
 // num_bytes: the size of all rows before coding, in bytes.
@@ -154,8 +154,8 @@ Tensor index_rows(const Device &device, const Tensor &lengths, int64_t num_bytes
     return bases;
 }
 
-// Returns int64 [2 + ceil(row_bytes / 32)]: the size of all rows as stored, in bytes, and then the numbers of rows that
-// take 0, 1, 2, ... sectors of 32 bytes.
+// Returns int64 [2 + ceil(row_bytes / 32)]: first the size of all rows as stored, in bytes; then, for 0, 1, 2, ...
+// sectors of 32 bytes, the number of rows that take this number of sectors.
 //
 // lengths: as measure_rows returns them.
 // num_bytes: the size of all rows before coding, in bytes.
@@ -309,22 +309,22 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
     }
 }
 
-// Codes rows into a place (ibp_place.h), in any order, and again whenever they change. A row is lost if there is no
-// room for its overflow part. Lost rows are counted, but they are not faults.
+// Codes rows into a place (ibp_place.h). Rows may be coded in any order, and coded again whenever they change. A row is
+// lost if there is no room for its overflow part. Lost rows are counted, but they are not faults.
 //
 // table: described with `used`. If it has neither slots nor bases, rows are packed: each begins where the row before it
 //   ends, at byte `used` of overflow. Packed rows are on the CPU, and one thread codes them, because callers code
 //   several blocks at once.
-// x: any dtype, shape and strides; its elements, in their order, are rows.
-// buffers: int64 [buffers], or None: addresses of memory that has the layout of x and is coded instead of x. They are
-//   trusted.
+// x: any dtype, shape and strides. The bytes of its elements, in the tensor's own order, are cut into rows.
+// buffers: int64 [buffers], or None: the addresses of buffers that have the layout of x. Their rows are then coded
+//   instead of the rows of x. The addresses are trusted.
 // row_ids: int64 [rows of x, or of all buffers], or None: for each row the number of the row of the table that it
 //   becomes.
 // first_row: read if row_ids is None: the first row of the table that is written; the others follow it.
 // counts: int64 [2], or None; the numbers of rows with an overflow part and of lost rows are added to it.
 // fault: receives the first wrong id of row_ids. None: wrong ids are not noted.
-// is_new: whether the rows have never been coded; row_ids is then None. Whole slots are written, `bases` need not be
-//   filled before, and a lost row keeps its length and slot.
+// is_new: true if none of these rows of the table has been coded before; row_ids must then be None. Whole slots are
+//   written, `bases` need not be filled before the call, and a lost row keeps its length and slot.
 void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, const std::optional<Tensor> &buffers,
                  const std::optional<Tensor> &row_ids, int64_t first_row, int64_t max_sms,
                  const std::optional<Out> &counts, const std::optional<Out> &fault, bool is_new)
@@ -484,10 +484,10 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
 // Fetches items of whole rows from pinned memory to a GPU with the CPU's help: torch's threads gather the slots into a
 // ring, from which they are copied (ibp_cuda_stage_items). Returns when the last copy is queued.
 //
-// table: as the GPU sees it.
-// host_slots: uint8 on the CPU, the table's slots as the CPU sees them.
+// table: with the addresses that the GPU uses.
+// host_slots: uint8 on the CPU: the same slots, at the address that the CPU uses.
 // host_ids: int32 or int64 [ids] on the CPU.
-// stager: the address of a live `_core.Stager` of the GPU.
+// stager: the address of a living `_core.Stager` of the GPU.
 // out: contiguous, any dtype; receives the items one after the other.
 void stage_items(const Device &device, const Table &handle, const OnCpu &host_slots, const OnCpu &ids, int64_t stager,
                  int64_t max_sms, const Out &out, const Out &fault)
@@ -539,8 +539,8 @@ void decode_span(const Device &device, const ibp_table &table, int64_t start, in
                 });
 }
 
-// Decodes bytes [start, end) of the tensor that a table holds to out, which is contiguous and of any dtype. A corrupt
-// row is noted in fault, and its bytes are zeros.
+// Decodes bytes [start, end) of a table's tensor, and writes them to out, which is contiguous and of any dtype. A
+// corrupt row is noted in fault, and zeros are written for its bytes.
 void decode_bytes(const Device &device, const Table &handle, int64_t start, int64_t end, int64_t max_sms,
                   const Out &out, const Out &fault)
 {
@@ -555,12 +555,12 @@ struct PieceHead {
     uint64_t used;
     ibp_place_counts counts;
     ibp_fault fault;
-    uint64_t note; // is not read here
+    uint64_t note; // not used in this file
 };
 static_assert(sizeof(PieceHead) == 64, "a head has 8 entries");
 
-// Returns the place that a packed piece of memory holds, for rows of num_bytes bytes before coding. The parts of the
-// piece are
+// Returns the place that lies in a packed piece of memory. num_bytes: the size in bytes of all its rows before coding.
+// The parts of the piece are
 //
 //     head | bases, 8 bytes a row | lengths, 2 bytes a row | (at byte overflow_start) overflow
 ibp_place place_in(const Tensor &memory, int64_t overflow_start, int64_t num_bytes, const ibp_codebook &codebook)
@@ -586,8 +586,8 @@ ibp_place place_in(const Tensor &memory, int64_t overflow_start, int64_t num_byt
     return place;
 }
 
-// Codes data into a packed piece of memory, whatever the memory held before. The head receives `used`, two counts as in
-// encode_into, and a fault record. decode_piece needs only the first `used` bytes of overflow. The bases of rows
+// Codes data into a packed piece of memory, whatever the memory held before. The head receives `used`, the two counts
+// of encode_into, and a fault record. decode_piece needs only the first `used` bytes of overflow. The bases of rows
 // without bytes in overflow are not written.
 //
 // memory: uint8, aligned to 8 bytes.

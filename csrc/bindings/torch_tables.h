@@ -1,27 +1,27 @@
 // torch_tables.h - reads the arguments that many operations share, and makes the structs of ibp.h from them. It checks
 // that tensors have the sizes that the core will read. The core itself checks the bytes in them.
 //
-//     table     uint8 on the CPU: the bytes of a handle, which describe_table returns for a table in memory of the
-//               device that the other tensors of a call are on. The bytes are trusted. The handle does not keep the
-//               memory alive. The schemas of operations that code rows say that `table` is written, so that
-//               torch.compile keeps these operations in order. In fact they write to the memory that the handle
-//               describes.
-//     cache     uint8 on the CPU: the bytes of a cache's handle, which describe_cache returns. They are trusted, too.
+//     table     uint8 on the CPU: the bytes of a table's handle, as describe_table returns them. The handle must be for
+//               the device that the call's other tensors are on. The table is in memory of this device, or in pinned
+//               host memory that the device reads. The bytes are trusted, and they do not keep the table's memory
+//               alive. The schemas of encode_rows and encode_into say that `table` is written, so that torch.compile
+//               keeps these operations in order. In fact they write the memory that the handle describes.
+//     cache     uint8 on the CPU: the bytes of a cache's handle, as describe_cache returns them. They are trusted.
 //     codec     int[]. Scheme raw: [0, row_bytes]. Scheme ibp: [1, row_bytes, chunk_bytes, num_flags]. Scheme planes:
 //               [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed,
 //               invariant_bits, invariant_value, consecutive, first_symbol, signed_default, num_constant,
 //               digit_bits ...], with one number of digit_bits for each plane, up to four.
 //     codebook  Scheme raw: not read. Scheme ibp: int32 [3, words], as codebook_words returns it, aligned to 16 bytes.
 //               Scheme planes: uint8 symbols; if num_constant is not 0, the row template and the live columns (as
-//               uint16) precede them, each padded to a multiple of 16 bytes. The codebooks of several clusters (up to
-//               256) follow one another; in scheme ibp each is then followed by [num_flags, 0, 0, 0].
+//               uint16) precede them, each padded to a multiple of 16 bytes. If there are clusters (up to 256), their
+//               codebooks follow one another. In scheme ibp [num_flags, 0, 0, 0] then follows each codebook.
 //     ids       int32 or int64 [ids].
 //     fault     int64 [4]: a struct ibp_fault (ibp_status.h), which keeps the first fault; at first all zeros.
-//     max_sms   The largest number of multiprocessors that a kernel keeps busy; 0: all. CPU implementations do not use
-//               it.
-//     entries   int64 [rows]: for each row that is fetched, its entry in a cache (ibp_cache.h); 0 if it has none.
-//     slabs     uint8 [bytes] each, up to 8 tensors: rows as they are stored, in memory near a GPU. Slabs may be on
-//               other CUDA devices than the other tensors, if these can read their memory.
+//     max_sms   The largest number of multiprocessors that a kernel keeps busy; 0: all. It has no effect on the CPU.
+//     entries   int64 [rows]: for each row that is fetched, its entry in a cache (ibp_cache.h); 0 if the cache does not
+//               hold the row.
+//     slabs     Up to 8 tensors, uint8 [bytes] each: the memory of a cache, which holds rows as they are stored. Slabs
+//               may be on other CUDA devices than the call's other tensors, if the call's device can read them.
 #ifndef IBP_TORCH_TABLES_H
 #define IBP_TORCH_TABLES_H
 
@@ -42,8 +42,8 @@ using Codec = std::vector<int64_t>;
 
 inline uint32_t row_bytes_of(int64_t row_bytes) { return to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes"); }
 
-// Reads a codebook of scheme ibp. If `words` has more numbers than one codebook, it holds clusters: for each cluster a
-// codebook, its num_flags, and three numbers that are not read.
+// Reads a codebook of scheme ibp. If `words` has more numbers than one codebook needs, it holds clusters: for each
+// cluster a codebook, then num_flags of this codebook, then three numbers that are not read.
 inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *codebook)
 {
     require(codec.size() == 4, "codec of scheme ibp has ", codec.size(), " numbers, 4 are needed");
@@ -68,7 +68,7 @@ inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *co
 
 // The layout of the arrays for constant columns at the beginning of the argument `codebook` of scheme planes: first the
 // row template, then the numbers of the live columns, which begin at byte live_start. Each array is padded to a
-// multiple of 16 bytes. num_bytes is the size of both together; 0 if no column is constant.
+// multiple of 16 bytes. num_bytes is the size of both arrays together; 0 if no column is constant.
 struct ConstantColumns {
     int64_t num_live, live_start, num_bytes;
 
@@ -123,7 +123,7 @@ inline void read_planes(const Tensor &words, const Codec &codec, ibp_codebook *c
             "symbols; or the codec of scheme planes is out of range");
 }
 
-// Reads a codebook of any scheme. Each scheme defines the numbers of its codec after [scheme, row_bytes], so a new
+// Reads a codebook of any scheme. Each scheme defines which numbers follow [scheme, row_bytes] in its codec, so a new
 // scheme needs a case here.
 inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
 {
@@ -166,7 +166,7 @@ template <uint32_t WRITTEN> struct TableOf : OnCpu, ibp::TableHandle {
     {
         for (uint32_t p = 0; p < ibp::kNumParts; p++) {
             const bool is_written = (WRITTEN >> p & 1u) != 0;
-            // An operation that does not write the table's own fault record does not use it either.
+            // An operation that does not write the table's own fault record does not use this record at all.
             if (p != ibp::kFault || is_written) given.add_part(ibp::kPartNames[p], parts[p], is_written);
         }
         given.require_device(ibp::TableHandle::device);
@@ -205,7 +205,7 @@ inline ibp_ids ids_of(const Tensor &ids)
 
 inline int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
 
-// The dimensions that number the items of a strided tensor: for each its stride in bytes and its size.
+// The dimensions that number the items of a strided tensor: for each dimension its stride in bytes and its size.
 using Steps = std::vector<std::array<int64_t, 2>>;
 
 // Returns the number of bytes from the first item to the end of the last one; -1 if two items share memory.
@@ -252,7 +252,7 @@ inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_by
 
 // ---- rows of items ----
 
-// Returns the number of rows of an item. Throws if items are not whole rows.
+// Returns the number of rows of an item. Throws if an item does not consist of whole rows.
 inline int64_t rows_per_item_of(const ibp_table &table)
 {
     const int64_t row_bytes = table.codebook.row_bytes;
@@ -272,11 +272,11 @@ inline ibp_cache cache_of(const Tensor &entries, const std::vector<Tensor> &slab
     return cache;
 }
 
-// Looks up the rows of items in maps. counts: nullptr if nothing is counted.
+// Looks up the rows of items in the maps of a cache (ibp_find_cached). counts: nullptr if nothing is counted.
 inline void find_in_maps(const Device &device, const ibp_row_query &query, const ibp_cache_map *maps, uint32_t num_maps,
                          uint64_t *entries, ibp_cache_counts *counts)
 {
-    constexpr int64_t kLookUpBytes = 128; // looking a row up takes as long as reading these bytes
+    constexpr int64_t kLookUpBytes = 128; // looking up a row takes about as long as reading this many bytes
     if (device.is_cuda()) {
         check(ibp_cuda_find_cached(&query, maps, num_maps, entries, counts, device.stream()), "find_cached");
         return;
@@ -288,8 +288,8 @@ inline void find_in_maps(const Device &device, const ibp_row_query &query, const
                 });
 }
 
-// Looks up the rows of items in a cache that replaces its rows, and copies missing rows into it. counts: nullptr if
-// nothing is counted.
+// Looks up the rows of items in a cache that replaces the least recently used rows, and copies missing rows into this
+// cache (ibp_claim_cached). counts: nullptr if nothing is counted.
 inline void claim_ways(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp_lru &lru,
                        uint64_t *entries, ibp_cache_counts *counts, ibp_fault *fault)
 {

@@ -1,7 +1,7 @@
 // torch_take_ops.cpp - the operations of torch.ops.ibp that fetch items of tables by their ids.
 //
-// Tables and models fetch by `take`: it allocates its result, decides by the table's plan whether to sort the ids
-// first, looks rows up in a cache if there is one, and launches the kernel. `gather_items` launches the same kernel for
+// Tables and models use `take`: it allocates its result, decides by the table's plan whether to sort the ids first,
+// looks up rows in a cache if there is one, and launches the kernel. `gather_items` launches the same kernel for
 // callers that sort, look up and allocate themselves.
 //
 //     take          table ids like max_sms way from_end cache notes -> Tensor
@@ -11,11 +11,12 @@
 //     gather_items  table ids max_sms out fault positions addresses outer_dims entries slabs
 //     partition_ids ids num_items window_bits -> (Tensor, Tensor)
 //
-// Each is documented at its function, and the arguments that several files share in torch_tables.h. If an item cannot
-// be fetched, because its id is out of range or a row is corrupt, zeros take its place. On a GPU `take`, take_many and
-// decode_many then note the fault in the table's own record. On the CPU they raise an error, except that `take` notes
-// the fault on a CPU, too, if `notes` is set, which code under torch.compile does. `gather_items` notes the fault in
-// `fault` on the CPU and on a GPU.
+// Each is documented at its function, and the arguments that several files share in torch_tables.h.
+//
+// If an item cannot be fetched, because its id is out of range or a row is corrupt, zeros take its place, and there is
+// a fault. On a GPU `take`, take_many and decode_many note the fault in the table's own record. On the CPU they raise
+// an error. The exception is `take` with `notes`, as under torch.compile: it notes the fault in the table's record on
+// the CPU, too. `gather_items` notes the fault in `fault` on the CPU and on a GPU.
 #include "huge_pages.h"
 #include "torch_tables.h"
 
@@ -38,7 +39,7 @@ enum Way : int64_t { kPlanned, kInOrder, kBucketed };
 // ---- the order of windows ----
 
 struct Ordered {
-    Tensor ids, positions; // ids sorted by a table's windows, and the position of each before it was sorted
+    Tensor ids, positions; // ids sorted by a table's windows, and for each of them its position before it was sorted
 };
 
 Ordered in_order(const Device &device, const Tensor &ids, const ibp_ids &items, int64_t num_items, uint32_t bits)
@@ -52,8 +53,8 @@ Ordered in_order(const Device &device, const Tensor &ids, const ibp_ids &items, 
 }
 
 // Sorts ids by the windows of a table, which have 2^window_bits items each. num_items: the number of items of the
-// table. Returns (ids, positions): the sorted ids in one dimension, and int32 [ids], the position of each before it was
-// sorted.
+// table. Returns (ids, positions): the sorted ids in one dimension, and int32 [ids], the position that each sorted id
+// had before.
 std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids, int64_t num_items,
                                          int64_t window_bits)
 {
@@ -69,7 +70,7 @@ std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids
 
 // ---- the kernel, on the CPU and on a GPU ----
 
-// Gathers items to memory `to`, or to the addresses of `items` if it has any. cache: nullptr if all rows come from the
+// Gathers items to memory `to`, or to items.addresses unless that is nullptr. cache: nullptr if all rows come from the
 // table.
 void gather(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp_cache *cache, int64_t max_sms,
             uint8_t *to, ibp_fault *fault)
@@ -91,17 +92,18 @@ void gather(const Device &device, const ibp_table &table, const ibp_ids &items, 
                 });
 }
 
-// Fetches the items at ids, or all items if ids is None, to out, which is contiguous and of any dtype, one item after
-// the other. At most one of the following three arguments may put the items elsewhere:
+// Fetches the items at ids, or all items if ids is None. By default they are written one after the other to out, which
+// is contiguous and of any dtype. At most one of the following three arguments may be given, to write them elsewhere:
 //
 // positions: int32 [ids]; item k goes to position positions[k] of out.
-// addresses: int64 [ids]; item k goes to addresses[k], which is trusted. out is the first of the tensors that these
-//   addresses are in.
+// addresses: int64 [ids]; item k goes to addresses[k], which is trusted. Then nothing is written through out itself; it
+//   is the first of the tensors that the addresses are in.
 // outer_dims: out has any strides. Its first outer_dims dimensions number the items, and its other dimensions hold one
 //   item, contiguously.
 //
-// entries, slabs: those of a cache, or None. Rows that have an entry are read from slabs, and the others from the
-// table. Entries can be combined with positions, but not with addresses or outer_dims.
+// entries, slabs: the entries of the rows in a cache, and the cache's slabs; or None. Rows that have an entry are read
+//   from slabs, and all other rows from the table. Entries can be combined with positions, but not with addresses or
+//   outer_dims.
 void gather_items(const Device &device, const Table &handle, const std::optional<Tensor> &ids, int64_t max_sms,
                   const Out &out, const Out &fault, const std::optional<Tensor> &positions,
                   const std::optional<Tensor> &addresses, const std::optional<int64_t> &outer_dims,
@@ -153,8 +155,9 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
     return found;
 }
 
-// Fetches items for `take` to memory `to`, in the form that `items` gives. ids: a tensor on the device of the call; new
-// tensors are made like it.
+// Fetches items for `take` and `take.out`. `items` gives the ids, and says where in memory `to` each item goes. ids: a
+// tensor on the device of the call, where new tensors are made. If the call may sort the ids, it must be the tensor of
+// the ids, because the sorted ids get its dtype.
 void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_ids items, int64_t max_sms, int64_t way,
            const std::optional<Cache> &cache, bool notes, uint8_t *to)
 {
@@ -186,7 +189,8 @@ void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_id
     require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
 }
 
-// Reads ids, [ids] with any strides. If they are not contiguous, they are copied, and `kept` receives the copy.
+// Reads a tensor of ids, [ids] with any strides. If it is not contiguous, `kept` receives a contiguous copy, which must
+// live as long as the result is used.
 ibp_ids read_ids(const Tensor &ids, std::optional<Tensor> *kept)
 {
     require(ids.dim() == 1, "ids has ", ids.dim(), " dimensions, 1 is needed");
@@ -226,8 +230,8 @@ Tensor take(const Device &device, const Source &handle, const Tensor &ids, const
     return out;
 }
 
-// Returns how many of out's first dimensions number the items, if each item is contiguous and no two items share
-// memory. Returns -1 for other layouts, which are written through a copy.
+// Returns how many of out's first dimensions number the items. Returns -1 if out must be written through a copy: if an
+// item is not contiguous, if two items share memory, or if too many dimensions number the items.
 int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
 {
     const auto element_bytes = static_cast<int64_t>(out.element_size());
@@ -242,8 +246,8 @@ int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
 }
 
 // Fetches items as `take` does, but writes them to out: [ids, *item] with any strides. Several dimensions may take the
-// place of the first. If ids is None, it fetches all items in their order. It may allocate workspace, and a copy of out
-// if items are not contiguous in out.
+// place of the first dimension of out. If ids is None, all items are fetched in their order. The call may allocate
+// workspace, and a copy of out if the items are not contiguous in out.
 void take_out(const Device &device, const Source &handle, const std::optional<Tensor> &ids, const Out &out,
               int64_t max_sms, int64_t way, const std::optional<Cache> &cache, bool notes)
 {
@@ -294,8 +298,8 @@ void require_apart(const ibp::TableHandle &handle, const Memory &written)
         require(!handle.parts[p].meets(written), ibp::kPartNames[p], " of a table and out share memory");
 }
 
-// Fetches items of several tables, all of whose items have the same size. The ids ids[starts[t]] to ids[starts[t + 1] -
-// 1] are those of items of table t.
+// Fetches items of several tables. All these tables must have items of the same size. The ids ids[starts[t]] to
+// ids[starts[t + 1] - 1] are ids of items of table t.
 //
 // positions: int32 [ids]; the item at ids[k] goes to position positions[k] of out.
 // starts: one number for each table, ascending from 0, followed by the number of ids.
@@ -331,7 +335,8 @@ void take_many(const Device &device, const Handles &tables, const Tensor &ids, c
     require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
 }
 
-// Decodes all items of each table t to outs[t]: contiguous, any dtype, exactly as many bytes as the table's tensor.
+// Decodes all items of each table t to outs[t], which is contiguous, has any dtype, and has exactly the size in bytes
+// of the table's tensor.
 void decode_many(const Device &device, const Handles &tables, int64_t max_sms, const Tensors &outs)
 {
     const std::vector<ibp::TableHandle> handles = read_tables(device, tables);

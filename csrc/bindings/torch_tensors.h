@@ -2,10 +2,10 @@
 // CPU among torch's threads. If an argument is wrong, or a call of torch fails, it throws a std::runtime_error, which
 // torch passes to Python as a RuntimeError.
 //
-// Messages are put together without streams, because streams crash if a compiler has linked a part of libstdc++
-// statically, beside the libstdc++ of torch. Torch's own inline functions write their messages to streams. So this file
-// replaces the two macros by which they check, before it includes them, and no other file includes headers of torch's
-// stable ABI.
+// Messages are put together without C++ streams, because streams crash if a compiler has linked a part of libstdc++
+// statically, beside the libstdc++ of torch. The inline functions in torch's headers write their messages to streams.
+// So this file replaces the two macros by which these functions check for errors, and then includes the headers. No
+// other file may include headers of torch's stable ABI.
 #ifndef IBP_TORCH_TENSORS_H
 #define IBP_TORCH_TENSORS_H
 
@@ -129,8 +129,8 @@ inline int64_t bytes_held(const Tensor &tensor)
     return offset < 0 || offset > storage_bytes / element_bytes ? -1 : storage_bytes - offset * element_bytes;
 }
 
-// Returns the memory of a contiguous tensor. The tensor must be new, or an argument of the operation. For arguments,
-// class Given has checked that their storages are large enough.
+// Returns the memory of a contiguous tensor. The tensor must be new, or an argument of the operation, because class
+// Given has checked that the storages of arguments are large enough.
 inline Memory memory_of(const Tensor &tensor, const char *name)
 {
     require(tensor.is_contiguous(), name, " is not contiguous");
@@ -234,8 +234,8 @@ class Device {
                                              : "all tensors must be on the CPU, or all on one CUDA device");
     }
 
-    // If the call runs on the CPU, throws unless a tensor is on the CPU. Otherwise throws unless it is on a CUDA
-    // device, which may be another one, because CUDA devices can read each other's memory.
+    // If the call runs on the CPU, throws unless a tensor is on the CPU. Otherwise throws unless the tensor is on any
+    // CUDA device, because CUDA devices can read each other's memory.
     void require_near(const Tensor &tensor) const
     {
         if (!is_cuda()) require_cpu(tensor);
@@ -266,6 +266,7 @@ template <typename T> constexpr bool kIsRole<T, std::void_t<typename T::Value>> 
 template <typename T, typename = void> constexpr bool kHasParts = false;
 template <typename T> constexpr bool kHasParts<T, std::void_t<decltype(&T::add_parts)>> = true;
 
+// Where a tensor must be. kHere: on the device of the call. kCpu: on the CPU. kNear: see Device::require_near.
 enum Place { kHere, kCpu, kNear };
 template <typename T, Place PLACE, bool IS_WRITTEN = false> struct Role : T {
     using Value = T;
@@ -278,8 +279,9 @@ using OnCpu = Role<Tensor, kCpu>;              // a tensor on the CPU, wherever 
 using Tensors = std::vector<Tensor>;           // tensors on the device of the call, like a single tensor without a role
 using Near = Role<std::vector<Tensor>, kNear>; // tensors on any CUDA device if the call is on one; else on the CPU
 
-// The tensors of a call. The class checks that they are on one device, and that no byte that is written belongs to
-// another tensor. Otherwise an operation could overwrite numbers that it has checked, and then use the new numbers.
+// The tensors of a call. The class checks that they are on one device, and that no tensor that the operation writes
+// shares memory with another tensor. Otherwise the operation could overwrite numbers that it has checked, and then use
+// the new numbers.
 class Given {
   public:
     // names: the names of the operation's arguments, in their order, separated by blanks.
@@ -306,7 +308,7 @@ class Given {
             position_++;
     }
 
-    // Adds memory that an argument describes, and whose size has been checked already.
+    // Adds memory that an argument describes. Its size has been checked already.
     void add_part(const char *name, const Memory &memory, bool is_written)
     {
         if (memory.num_bytes != 0) add({position_, name, nullptr, kHere, is_written, memory});
@@ -386,7 +388,7 @@ void run_on(const Device &device, const char *what, const Cuda &on_cuda, const C
     check(device.is_cuda() ? on_cuda(given..., device.stream()) : on_cpu(given...), what);
 }
 
-// Least work of a thread, in bytes that are read or written.
+// Smallest amount of work that is given to a thread, as the number of bytes that are read or written.
 inline constexpr int64_t kGrainBytes = 1 << 16;
 // Work on at most this many bytes stays on the calling thread, because other threads take about 10 us to wake, and spin
 // for a while after the work is done.
@@ -446,7 +448,7 @@ inline Tensor empty_tensor(const std::vector<int64_t> &sizes, int32_t dtype, int
     return Tensor(made);
 }
 
-// Returns a new tensor, as empty_tensor does, on the device of another one.
+// Returns a new tensor, as empty_tensor does, on the device of the tensor `like`.
 inline Tensor new_tensor(const Tensor &like, const std::vector<int64_t> &sizes, int32_t dtype)
 {
     return empty_tensor(sizes, dtype, device_type_of(like), like.get_device_index());
@@ -478,7 +480,7 @@ template <typename T> Tensor bytes_of_struct(const T &value)
     return bytes;
 }
 
-// Returns int64 [size] with zeros, on the device of another tensor.
+// Returns a new tensor of zeros, int64 [size], on the device of the tensor `like`.
 inline Tensor new_counts(const Tensor &like, int64_t size)
 {
     Tensor counts = new_tensor(like, {size}, ScalarType::Long);
@@ -510,7 +512,7 @@ template <typename T> struct Argument<std::optional<T>> {
     }
 };
 
-// Calls an implementation with the arguments on torch's stack, and puts its results there.
+// Calls an implementation with the arguments on torch's stack, and puts the results on the stack.
 template <typename Result, typename... Parameters>
 void call(Result (*function)(const Device &, Parameters...), const char *names, StableIValue *stack,
           uint64_t num_arguments)

@@ -30,7 +30,7 @@ bool is_host_memory(const void *memory)
 // time of a launch.
 ibp_status read_device(DeviceSizes *sizes)
 {
-    // kStaticBytes: largest size in bytes of a kernel's static shared memory in this project.
+    // kStaticBytes: largest size in bytes of the static shared memory of a kernel that also has dynamic shared memory.
     constexpr int kMostDevices = 64, kStaticBytes = 1024;
     // known: for each device, the number of SMs in bits 48 to 63, block_bytes in bits 24 to 47, and sm_bytes in bits 0
     // to 23; 0 if CUDA has not been asked yet.
@@ -55,8 +55,8 @@ ibp_status read_device(DeviceSizes *sizes)
     return status;
 }
 
-// Prepares a kernel for the largest shared memory, even if this thread's launch needs less, because another thread may
-// be about to launch the kernel with more. Each thread remembers the kernels that it has prepared.
+// Prepares a kernel for the largest dynamic shared memory, even if this thread's launch needs less, because another
+// thread may be about to launch the kernel with more. Each thread remembers the kernels that it has prepared.
 static ibp_status prepare(const void *kernel, const DeviceSizes &device, bool *is_of_90)
 {
     constexpr uintptr_t kMostKernels = 128;
@@ -149,8 +149,8 @@ ibp_status ibp_cuda_enable_peer(int device, int peer)
 }
 
 // Allocates pinned memory: maps ordinary memory, with huge pages if the system has them, lets several threads write to
-// the pages, and then registers them. On the host of an H200, with 16 processors, this allocates 20 to 27 GB in a
-// second; cudaHostAlloc allocates 1.5 to 2.9 GB in a second there.
+// the pages, and then registers the pages with CUDA. On the host of an H200, with 16 processors, this allocates 20 to
+// 27 GB in a second; cudaHostAlloc allocates 1.5 to 2.9 GB in a second there.
 ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host)
 {
     if (host == nullptr) return IBP_INVALID_ARGUMENT;

@@ -12,7 +12,7 @@ constexpr uint32_t kWarpRowBytes = kWarp * kLaneBytes; // size in bytes of a war
 constexpr uint32_t kMostWarps = 8;                     // number of warps in a group for long rows
 
 // A group of LANES lanes of a warp (WARPS == 1), or of WARPS whole warps. All lanes of a warp must call every function
-// together, even if some of its groups have nothing to do. ANY_LENGTH: a lane's part of a row may be longer than
+// together, even if some groups of the warp have nothing to do. ANY_LENGTH: a lane's part of a row may be longer than
 // kLaneBytes.
 template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group {
     static_assert((WARPS == 1 && kWarp % LANES == 0) || LANES == kWarp, "a group is a part of a warp, or whole warps");
@@ -33,12 +33,12 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
         else
             named_barrier(in_block() + 1u, kThreads);
     }
-    // Returns whether is_so is true in any lane of the warp. All lanes of a group must pass the same value. This is a
-    // vote even if the group is a whole warp: the vote tells the compiler that the lanes stay together, so it does not
-    // check this before shuffles.
+    // Returns whether is_so is true in any lane of the warp. All lanes of a group must pass the same value. If the
+    // group is a whole warp, the result is is_so itself, but a vote is taken all the same: it tells the compiler that
+    // the lanes stay together, so that the compiler inserts no check of this before shuffles.
     static __device__ __forceinline__ bool any(bool is_so) { return __any_sync(kAllLanes, is_so); }
-    // Returns the sum of v over the group's lanes up to and including this one. v may hold several numbers in bit
-    // fields of their own, if no sum overflows its field.
+    // Returns the sum of v over the group's lanes up to and including this one. v may hold several numbers in separate
+    // bit fields, if no sum overflows its field.
     static __device__ __forceinline__ uint32_t inclusive_scan(uint32_t v)
     {
 #pragma unroll

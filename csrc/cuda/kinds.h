@@ -1,4 +1,4 @@
-// kinds.h - tests of codebooks, by which decoders and encoders are chosen.
+// kinds.h - functions that test which kind a codebook is of. Decoders and encoders are chosen by them.
 #ifndef IBP_KINDS_H
 #define IBP_KINDS_H
 
@@ -8,8 +8,8 @@
 
 namespace ibp {
 
-// Fields of a codebook of scheme planes that only some kernels support. A kernel names the fields that it knows, which
-// are those that it supports. It is not launched for codebooks that use others.
+// Fields of a codebook of scheme planes that only some kernels support. Each kernel states which of these fields it
+// knows, that is, supports. It is not launched for a codebook that uses any other of them.
 enum PlanesField : uint32_t {
     kInvariantBits = 1,
     kConsecutive = 2,
@@ -46,8 +46,8 @@ template <class Use> ibp_status by_element(const ibp_codebook &cb, const Use &us
     }
 }
 
-// Returns the number of clusters of rows, each with entries of its own. If there are several, a coded row begins with
-// the index of its cluster.
+// Returns the number of clusters (FORMAT.md section 7). If there are several, a coded row begins with the index of its
+// cluster.
 IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return ibp_has_clusters(&cb) ? cb.num_clusters : 1u; }
 
 // Return whether a codebook is of one kind: any, listed or dense. The lists of decoders and encoders use these
@@ -84,23 +84,24 @@ IBP_INLINE bool is_fast(const ibp_codebook &cb)
            planes.symbol_bytes == 1u && (planes.element_bytes == 2u || planes.element_bytes == 4u);
 }
 
-// Encoders look codes up in a table in shared memory, which has a code of 4 bytes for each possible symbol of each
-// cluster. kMostCodes: the largest number of codes in such a table. kMostCodeBits: the largest number of bits of a
-// symbol for which there is such a table.
+// Encoders look up the codes of symbols in a table in shared memory. The table has a code of 4 bytes for each possible
+// symbol of each cluster. kMostCodes: the largest number of codes in a table. kMostCodeBits: the largest number of bits
+// of a symbol; if symbols have more bits, there is no table.
 constexpr uint32_t kMostCodes = 4096, kMostCodeBits = 12;
 
 IBP_INLINE uint32_t bits_of_symbol(const ibp_planes &planes)
 {
     return 8u * planes.element_bytes - planes.invariant_bits - planes.residual_bits;
 }
-// Returns the number of codes in this table, for all clusters together.
+// Returns the number of codes in the table, for all clusters together.
 IBP_INLINE uint32_t codes_of_all(const ibp_codebook &cb) { return clusters_of(cb) << bits_of_symbol(cb.planes); }
 IBP_INLINE bool has_code_table(const ibp_codebook &cb)
 {
     return !cb.planes.per_column && bits_of_symbol(cb.planes) <= kMostCodeBits && codes_of_all(cb) <= kMostCodes;
 }
-// If every column has entries of its own, encoders look ranks up in a table in shared memory, which has one byte for
-// each possible symbol of each column. kMostRanks: the largest number of ranks in such a table. kMostRankEntries: the
+// If every column has its own entries, encoders look up the rank of a symbol, which is its index among the entries of
+// its column; num_entries if the column has no such entry. The table of ranks is in shared memory and has one byte for
+// each possible symbol of each column. kMostRanks: the largest number of ranks in a table. kMostRankEntries: the
 // largest number of entries of a column, so that a rank fits a byte.
 constexpr uint32_t kMostRanks = 48u << 10, kMostRankEntries = 255;
 IBP_INLINE bool has_column_ranks(const ibp_codebook &cb)

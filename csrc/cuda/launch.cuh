@@ -34,24 +34,27 @@ ibp_status read_device(DeviceSizes *sizes);
 // before it; in other kernels await_work_before() does nothing.
 ibp_status prepare(const void *kernel, bool *is_of_90 = nullptr);
 
-// Plans a launch of groups of group_threads threads, each of which takes one job at a time. A block has up to
-// most_threads threads. Each SM gets one block, and at most max_sms SMs are used (0: all). A block gets block_bytes
-// bytes of shared memory, and group_bytes more for each of its groups. If there are few jobs, blocks are smaller, so
-// that the jobs are spread over all SMs.
+// Plans a launch whose blocks consist of groups. A group has group_threads threads and takes one job at a time. A block
+// has up to most_threads threads. Each SM gets one block, and at most max_sms SMs are used (0: all). A block gets
+// block_bytes bytes of shared memory, and group_bytes more for each of its groups. If there are few jobs, blocks are
+// smaller, so that the jobs are spread over all SMs.
+//
 // The launch overlaps the one before it, so the kernel must begin with await_work_before(). If max_sms leaves SMs to
-// other kernels, blocks come in clusters of two, which get neighbouring SMs: a matrix product in clusters of two cannot
-// use an SM whose neighbour is taken.
+// other kernels, blocks come in clusters of two, which get neighbouring SMs. Then both SMs of a pair are free or both
+// are taken. This matters to another kernel in clusters of two, such as a matrix product, which needs free pairs.
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
 
-// Plans a launch for num_jobs jobs. Each block takes a_block jobs at a time; there are at most most_blocks blocks.
+// Plans a launch for num_jobs jobs, without dynamic shared memory. Each block takes a_block jobs at a time. There are
+// at most most_blocks blocks.
 inline Launch plan_jobs(int64_t num_jobs, int64_t a_block, int64_t most_blocks, uint32_t num_threads)
 {
     return {static_cast<uint32_t>(std::min((num_jobs + a_block - 1) / a_block, most_blocks)), num_threads, 0, 1};
 }
 
-// Does the same for blocks with shared_bytes bytes of dynamic shared memory. Launches no more blocks than can be
-// resident at once or than there is work for. If max_sms limits the SMs, launches at most one block for each SM.
+// Plans a launch for num_jobs jobs as plan_jobs does, for blocks with shared_bytes bytes of dynamic shared memory.
+// There are no more blocks than can be resident at once. If max_sms is not 0, there are at most max_sms blocks, one for
+// each SM.
 inline ibp_status plan_resident(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_jobs,
                                 int64_t a_block, int max_sms, Launch *launch)
 {

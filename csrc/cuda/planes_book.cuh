@@ -1,5 +1,6 @@
-// planes_book.cuh - a codebook of scheme planes, the parts of a coded row, and the joining of symbols and residuals to
-// elements (FORMAT.md section 6). T is the type of an element; the other fields of a codebook are run-time values.
+// planes_book.cuh - reads codebooks of scheme planes, finds the parts of a coded row, joins symbols and residuals to
+// elements, and stores elements (FORMAT.md section 6). T is the type of an element; the other fields of a codebook are
+// run-time values.
 //
 // The values of a dense row, each part padded to a byte:
 //
@@ -206,8 +207,8 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     }
 };
 
-// The constants that join a word of symbols and a word of residuals to a word of elements. Each symbol and each
-// residual lies in the low bits of its element.
+// The constants by which a word of symbols and a word of residuals are joined to a word of elements. In its word, each
+// symbol and each residual lies in the low bits of the field of its element.
 template <typename T> struct WordJoin {
     static_assert(sizeof(T) <= 4, "elements of a word");
     static constexpr uint32_t kBits = 8u * sizeof(T), kOnes = ~0u >> (32u - kBits);
@@ -326,12 +327,13 @@ static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb,
     }
     return place.before + G::last_lane(sums);
 }
-// Copies the wanted bytes of a codebook's template. Not inlined, so that a kernel contains the copy once.
+// Copies the bytes of a codebook's row template that lie in the window. Not inlined, so that a kernel contains the copy
+// once.
 template <class G> static __device__ __noinline__ void copy_template(const uint8_t *from, Window window)
 {
     group_copy<G>(window.dst, from + window.low, window.high - window.low);
 }
-// If the codebook has constant columns, copies its template to the rows of active groups. Call this before the live
+// If the codebook has constant columns, copies its row template to the rows of active groups. Call this before the live
 // elements are stored. All lanes of a warp must call this together.
 template <class G>
 __device__ __forceinline__ void put_template(const ibp_planes &planes, bool active, const Window &window)

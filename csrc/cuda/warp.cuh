@@ -1,5 +1,5 @@
-// warp.cuh - helpers of all kernels: scans, byte and bit operations, shared memory and the rows staged there, faults,
-// and waiting for earlier kernels.
+// warp.cuh - functions that all kernels share: scans, byte and bit operations, access to shared memory and to the rows
+// staged there, stores of rows, faults, and waiting for earlier kernels.
 #ifndef IBP_WARP_CUH
 #define IBP_WARP_CUH
 
@@ -104,8 +104,8 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
 #endif
 }
 
-// Does the same, but a nibble of 8 or more selects eight copies of the highest bit of the byte with the index nibble -
-// 8.
+// Does what permute_bytes does, but a nibble n of 8 or more selects a byte that is eight copies of the highest bit of
+// byte n - 8.
 template <uint32_t ORDER> __device__ __forceinline__ uint32_t replicate_signs(uint32_t low, uint32_t high)
 {
 #ifdef __CUDACC__
@@ -130,7 +130,7 @@ template <uint32_t TABLE> __device__ __forceinline__ uint32_t of_three_bits(uint
 #endif
     return bits;
 }
-// Returns the bits of `ones` where mask is 1, and those of `zeros` where it is 0.
+// Returns the bits of `ones` where mask is 1, and the bits of `zeros` where mask is 0.
 __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros)
 {
     return of_three_bits<0xca>(mask, ones, zeros);
@@ -149,7 +149,7 @@ __device__ __forceinline__ uint32_t in_register(uint32_t constant)
 #endif
     return constant;
 }
-// Does the same for a struct of words, which a loop would otherwise compute anew in each iteration.
+// Does what in_register does for each word of a struct, which a loop would otherwise compute anew in each iteration.
 template <class Words> __device__ __forceinline__ Words in_registers(Words words)
 {
 #pragma unroll
@@ -216,8 +216,8 @@ struct Window {
     }
 };
 
-// Stores those bytes of num_words words, at most four, that lie in the window. The words begin with word w of the row.
-// A word that lies in the window as a whole is stored by one instruction if its address is aligned.
+// Stores num_words words of a row, at most four, beginning with word w; only their bytes that lie in the window are
+// stored. A word that lies in the window as a whole is stored by one instruction if its address is aligned.
 static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32_t num_words, uint4 words)
 {
     const uint32_t values[4] = {words.x, words.y, words.z, words.w};

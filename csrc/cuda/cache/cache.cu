@@ -7,14 +7,15 @@
 //
 //     set 0    | row, entry | row, entry | ...    set 1    | row, entry | row, entry | ...
 //
-// A claim, in a cache that replaces the least recently used rows, has two kernels. touch_rows finds and stamps the
-// requested rows that are in the cache. claim_rows gives the missing rows the ways of the least recently used rows, and
-// copies the missing rows to the slots of these ways.
+// A cache that replaces the least recently used rows is changed by a claim, which consists of two kernels. touch_rows
+// finds and stamps the requested rows that are in the cache. claim_rows gives the missing rows the ways of the least
+// recently used rows, and copies the missing rows to the slots of these ways.
 //
-// Latency and the number of sectors of random reads limit the lookups. Each lane looks up a row of its own; in a claim
-// a warp looks up one row at a time, and each lane compares one way. The memory from which rows are read limits the
-// copies. A warp fills a slab row by row; in a claim it claims ways for up to 32 rows, and then copies these rows as
-// one sequence of vectors.
+// Latency and the number of sectors of random reads limit the lookups. In find_rows each lane looks up one row. In a
+// claim a warp looks up one row at a time, and each lane compares one way.
+//
+// The memory from which rows are read limits the copies. In fill_rows a warp copies one row at a time. In a claim a
+// warp claims ways for up to 32 rows, and then copies these rows as one sequence of vectors.
 #include "../../core/cache.h"
 #include "../../core/ids.h"
 #include "../cuda_checks.h"
@@ -64,7 +65,7 @@ struct Rows {
     __device__ __forceinline__ uint32_t length_of(int64_t row) const { return length_of_row(lengths, row); }
 };
 
-// Finds the rows that a query requests. Returns false if the query is invalid or requests too many rows.
+// Describes the rows that a query requests. Returns false if the query is invalid or requests too many rows.
 static bool ask_for_rows(const ibp_row_query &query, Rows *rows)
 {
     if (query.ids == nullptr || !ibp_is_query(&query) || !are_placed_ids(query.ids)) return false;
@@ -159,8 +160,9 @@ template <bool CONSTANT> __device__ __forceinline__ int64_t load_row(const ibp_c
     return CONSTANT ? __ldg(row) : __ldcg(row);
 }
 
-// Returns the index of a row's way in the map, or -1 if the map does not have the row. Most rows are in the first pair.
-// Several of the other pairs are loaded at once, because a warp waits for the longest search of its lanes.
+// Returns the index of a row's way in the map, or -1 if the map does not have the row. entry: receives the row's entry.
+// Most rows are in the first pair. Several of the other pairs are loaded at once, because a warp waits for the longest
+// search of its lanes.
 template <bool CONSTANT>
 __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t row, uint64_t *entry)
 {
@@ -192,9 +194,9 @@ __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t ro
     return found;
 }
 
-// Inserts a row in the map, without an entry. Returns the index of its way, or -1 if the row is in the map already or
-// there is no empty way. All threads try the ways in the same order, and a way never becomes empty again. So if several
-// threads insert the same row, one of them gets a way, and the others find the row there.
+// Inserts a row in the map, without an entry. Returns the index of the row's way, or -1 if the row is in the map
+// already or there is no empty way. All threads try the ways in the same order, and a way never becomes empty again. So
+// if several threads insert the same row, one of them gets a way, and the others find the row there.
 __device__ __forceinline__ int64_t take_way(const ibp_cache_map &map, int64_t row)
 {
     if (map.num_sets == 0) return -1;
@@ -324,7 +326,8 @@ struct Stored {
                ibp_part_in_bounds(spills ? place.overflow_start : place.slot_start, end,
                                   spills ? table.overflow_bytes : table.slots_bytes);
     }
-    // Copies both parts, one after the other, by the function COPY. All lanes of the warp must call it.
+    // Copies both parts of the row to dst, one after the other, by the function COPY. All lanes of the warp must call
+    // it.
     template <void COPY(uint8_t *, const uint8_t *, uint32_t)>
     __device__ __forceinline__ void copy(const ibp_table &table, uint8_t *dst) const
     {
@@ -436,9 +439,9 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
     tally.put(job.counts);
 }
 
-// A row that was not in its set, and the entry that it has received, which is 0 if there was no room. is_new: whether
-// the row has to be copied. Each lane has one such row. It is in shared memory, so that the other lanes can read and
-// write it.
+// A row that was not in its set, and the entry that the row has received, which is 0 if no way could be claimed.
+// is_new: whether the row has to be copied. Each lane has one such struct, in shared memory, so that the other lanes
+// can read and write it.
 struct Missing {
     Stored stored;
     int64_t row;
@@ -495,8 +498,8 @@ __device__ __forceinline__ void claim_locked(const ibp_lru &lru, Missing *rows, 
 
 // Assigns ways to the rows of all lanes. Each lane tries to lock its row's set. The rows of the lanes that succeed get
 // their ways, and these locks are released before the other lanes try again, so that no warp waits while it holds a
-// lock. The number of tries is limited, because the memory of the locks, which follows the stamps, may hold any values.
-// All lanes of the warp must call it.
+// lock. The number of tries is limited, because the locks are memory of the caller, and a lock that is not 0 before the
+// call would never be free. All lanes of the warp must call it.
 __device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bool has_row, uint32_t now)
 {
     constexpr uint32_t kMostTries = 1u << 20;
@@ -515,9 +518,9 @@ __device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bo
     }
 }
 
-// Copies rows to the slots that their entries name. num_vectors: number of vectors of this lane's row; 0 if it is not
-// copied. The vectors of all rows are numbered consecutively, so that every lane has work, whatever the size of rows.
-// Several loads are issued before the first vector is stored. All lanes of the warp must call it.
+// Copies rows to the slots that their entries name. num_vectors: number of vectors of this lane's row; 0 if the row is
+// not copied. The vectors of all rows are numbered consecutively, so that every lane has work, whatever the sizes of
+// the rows. Several loads are issued before the first vector is stored. All lanes of the warp must call it.
 __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab, const Missing *rows,
                                           uint32_t num_vectors)
 {
@@ -678,7 +681,9 @@ ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, con
     if (!ibp::ask_for_rows(query, &job.rows)) return IBP_INVALID_ARGUMENT;
     if (job.rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    constexpr int64_t kWarpsAtATime = 4096; // number of warps for which there should be jobs; 132 SMs hold more
+    // The jobs are spread over up to this number of warps, or more if a warp would get more than kWarp jobs. The 132
+    // SMs of an H200 hold more warps at the same time.
+    constexpr int64_t kWarpsAtATime = 4096;
     job.per_warp =
         static_cast<uint32_t>(std::min<int64_t>((job.rows.num_jobs + kWarpsAtATime - 1) / kWarpsAtATime, ibp::kWarp));
     ibp::Launch launch = ibp::plan_rows(job.rows.num_jobs, int64_t{job.per_warp} * ibp::kWarps);

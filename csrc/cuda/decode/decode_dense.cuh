@@ -11,13 +11,13 @@
 //    list holds the elements that have no name yet.
 // 2. The warp returns to plane 1. A lane takes 16 digits at a time, whose nibbles select bytes of the plane's names
 //    (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says which bytes.
-// 3. The warp returns to plane 0 and does the same there. In each step a lane makes 16 bytes of output: symbols are
-//    joined with their residuals and stored.
+// 3. The warp returns to plane 0, where names are found in the same way, with level 1 in place of level 2. In each step
+//    a lane makes 16 bytes of output: symbols are joined with their residuals and stored.
 //
 // A name is a symbol if elements have less than eight bytes and all columns share entries of up to eight bits.
 // Otherwise it is a rank, which is the index of the symbol's entry, or kRaw if the symbol is raw. If names are ranks,
-// each step looks up their symbols; after the step's 16 bytes are stored, the elements with raw symbols are stored over
-// them, one at a time.
+// each step looks up their symbols. After a step's 16 bytes have been stored, its elements with raw symbols are stored
+// once more with the right symbols, one at a time.
 //
 // The issue of integer instructions limits the decoder.
 #ifndef IBP_DECODE_DENSE_CUH
@@ -95,8 +95,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     {
         return sizeof(T) < 8 && !planes.per_column && bits_of_symbol(planes) <= 8u;
     }
-    // Returns the size in bytes of the block's table, which has the entries of all columns for each rank, and then some
-    // bytes that may be read. Returns 0 if there is no such table.
+    // Returns the size in bytes of the block's table; 0 if there is no table. The table has for each rank the entries
+    // of all columns, and then some bytes of padding, which may be read.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         const uint32_t entries = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries,
@@ -326,8 +326,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         }
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
-    // Does the same if every column has entries of its own. column: the vector's first column. Not inlined, so that a
-    // kernel contains this code once.
+    // Looks up the symbols of a vector if every column has its own entries. column: the vector's first column. Not
+    // inlined, so that a kernel contains this code once.
     static __device__ __noinline__ uint4 look_up_columns(const ibp_codebook &cb, const uint8_t *entries,
                                                          uint32_t column, uint4 ranks)
     {
@@ -381,9 +381,9 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         for (uint32_t k = 0; k < kNames; k++) mask |= highest_bits(ranks[k]) << 4u * k;
         return mask;
     }
-    // What is known when store_vectors is compiled. With all values except kNothing, rows are stored in units of 16
-    // bytes. kSymbols: names are symbols. kHalves: names are symbols, and elements of one byte have residuals of four
-    // bits. kEntries: names are ranks of entries that all columns share.
+    // What is known about a codebook and its rows when store_vectors is compiled. With all values except kNothing, rows
+    // are stored in units of 16 bytes. kSymbols: names are symbols. kHalves: names are symbols, and elements have one
+    // byte with residuals of four bits. kEntries: names are ranks of entries that all columns share.
     enum Known { kNothing, kSymbols, kHalves, kEntries };
 
     // Finds the names of a tile's elements from plane 0 and level 1, and stores the tile's vectors. units: the result

@@ -9,8 +9,7 @@
 // 2. The number of escapes in the row says where the row ends, which is checked.
 // 3. A symbol is first_symbol plus its digit, and residuals lie at known positions. So a lane makes 16 bytes of the row
 //    from a word or half a word of digits by arithmetic, shifts and permutes alone (store_tile).
-// 4. Escapes are rare. If a warp has any, it stores the escaped elements once more, one at a time, over what part 3 has
-//    stored.
+// 4. Escapes are rare. If a warp has any, it overwrites the escaped elements with the right ones, one at a time.
 //
 // Device memory limits the decoder, or the link to the host if rows are in pinned memory.
 #ifndef IBP_DECODE_FAST_CUH
@@ -131,14 +130,15 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     }
 
     // Returns the residuals of word k of the vector whose first element is i, each in the low bits of its element.
-    // start: the bit at which the row's residuals begin. n: the row's number of elements, past which nothing is read.
+    // start: the bit at which the row's residuals begin. n: the row's number of elements; residuals of elements past
+    // them are unspecified.
     __device__ __forceinline__ uint32_t residuals_of(uint32_t start, uint32_t i, uint32_t k, uint32_t n) const
     {
         const uint32_t r = cb.planes.residual_bits;
         return spread_fields<T>(shared_bits(start + ibp_min_u32(i + k * kPerWord, n) * r), r);
     }
 
-    // Stores a lane's vectors of a tile, whose raw symbols are not put in yet. BYTES: a symbol is one byte, and a
+    // Stores a lane's vectors of a tile, with wrong values for escaped elements. BYTES: a symbol is one byte, and a
     // residual is all other bytes of its element. UNITS: the result of window.is_units.
     template <bool BYTES, bool UNITS>
     __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const Parts &parts, const Tile &tile,

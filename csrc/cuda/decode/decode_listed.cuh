@@ -7,20 +7,21 @@
 //
 // 1. Count. The warp counts the escapes of every plane. These counts say where each part begins, and whether the row
 //    has the right length.
-// 2. Positions. A bitmap is used as it is, and a list is turned into a bitmap. If a list names at most one column in
-//    eight, and there is no signed_default, it becomes an array of columns instead.
+// 2. Positions. A bitmap is used as it is. A list is turned into an array of columns if at most one column in eight is
+//    listed and there is no signed_default; otherwise into a bitmap.
 // 3. The warp goes through tiles of columns. It finds the ranks of a tile's listed elements; a rank is the index of an
-//    entry. In plane 0 a lane takes eight digits at a time, and elements whose digits are escapes go to a list. In the
-//    other planes a lane takes one element of the list at a time. Then entries and raw symbols are joined with
-//    residuals; a lane joins eight elements at a time.
+//    entry. In plane 0 a lane takes eight digits at a time, and the elements whose digits are escapes go to another
+//    list, the list of escaped elements. In the other planes a lane takes one element of this list at a time. Then
+//    entries and raw symbols are joined with residuals; a lane joins eight elements at a time.
 // 4. A lane makes 16 bytes of output at a time. The bits of the bitmap say which of its columns are listed, and a
 //    prefix sum of the numbers of these bits says which listed elements belong to them. All other columns get the
 //    default. With an array of columns, the default is written to all columns, and then each listed element is stored
 //    in its column.
 //
-// The listed elements of a tile are a batch. A batch has room for 1,024 elements, or for 256 if rows have more than 8
-// KiB. If all listed elements of the row fit one batch, their ranks are found during the count, and they are joined
-// only once.
+// Listed elements are joined in batches. A batch has room for 1,024 elements, or for 256 if rows have more than 8 KiB.
+// If all listed elements of the row fit one batch, their ranks are found during the count, and they are joined only
+// once. Otherwise the listed elements of each tile are a batch; if there is an array of columns, each batch except the
+// last one is full.
 #ifndef IBP_DECODE_LISTED_CUH
 #define IBP_DECODE_LISTED_CUH
 
@@ -61,7 +62,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // The scratch of a warp, in shared memory:
     //
-    //     kEntries elements    the codebook's entries, then a batch's raw symbols if all fit; residuals are 0
+    //     kEntries elements    the codebook's entries, then a batch's raw symbols if all fit; all with residuals of 0
     //     16 bytes             for each plane, the bit at which the digits of the next batch begin
     //     ranks                the ranks of a batch's elements, one byte each
     //     elements             the elements of a batch; at first, a list of the 16-bit numbers of escaped elements
@@ -75,9 +76,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     {
         return (columns + 127u) / 128u * 4u + 4u;
     }
-    // Returns the size in bytes of the memory for positions. It holds either a bitmap of all positions or, if the
-    // listed elements of a row are stored one by one, an array of their columns, 16 bits each; its size is that of the
-    // larger one.
+    // Returns the size in bytes of the memory for positions. This memory holds either a bitmap of all positions or, if
+    // the listed elements of a row are stored one by one, an array of their columns, 16 bits each. It is large enough
+    // for the larger of the two.
     static __host__ __device__ __forceinline__ uint32_t positions_bytes(uint32_t columns)
     {
         const uint32_t bytes = 4u * bitmap_words(columns), of_few = (2u * (columns / kSparse) + 15u) / 16u * 16u;
@@ -152,8 +153,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
         return num_escaped;
     }
-    // Does the same for the n elements in the list, according to their digits of plane 1, 2 or 3. first: the rank of
-    // the plane's first entry.
+    // Does what name_first does, for the n elements in the list of escaped elements, according to their digits of plane
+    // 1, 2 or 3. first: the rank of the plane's first entry.
     __device__ __forceinline__ uint32_t name_next(uint32_t plane, uint32_t n, uint32_t num_bits, uint32_t first) const
     {
         const uint32_t escape = (1u << num_bits) - 1u, position = plane + lane_id() * num_bits;
@@ -205,8 +206,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
         return values.raws + to_byte(values.num_raws * symbol_bits) == end;
     }
-    // Writes the ranks of the next n elements, which are a batch, if the row has several batches. Returns the number of
-    // raw symbols among them.
+    // Writes the ranks of the next n elements, which are a batch. Used only if the row has several batches. Returns the
+    // number of raw symbols in the batch.
     __device__ __forceinline__ uint32_t name_batch(uint32_t n) const
     {
         uint32_t first = 0;
@@ -351,11 +352,11 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- positions ----
 
-    // Calls take(rank, position) for every position of a list; rank is the position's index in the list. Each 1 among
-    // the upper bits of the list stands for one position (FORMAT.md section 6). Each lane takes some consecutive upper
-    // bits and decodes the positions of its ones, one by one. Returns whether the list has form.num_positions
-    // positions, which increase and are below `columns`. start: the bit of shared memory at which the list begins; the
-    // list lies in the stage. All lanes of the warp must call this together.
+    // Calls take(rank, position) for every position of a list of positions; here rank is the position's index in the
+    // list. Returns whether the list is valid: it has form.num_positions positions, and these increase and are below
+    // `columns`. Each 1 among the upper bits of the list stands for one position (FORMAT.md section 6). Each lane takes
+    // some consecutive upper bits and decodes the positions of its ones, one by one. start: the bit of shared memory at
+    // which the list begins; the list lies in the stage. All lanes of the warp must call this together.
     template <class Take>
     __device__ __forceinline__ bool walk_list(const ibp_position_form &form, uint32_t columns, uint32_t start,
                                               const Take &take) const
@@ -411,8 +412,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             return low_bits(stage.bits_at(start + first) ^ inverted, ibp_min_u32(columns - first, 32u));
         }
     };
-    // Finds the bitmap of a row's listed positions in the stage, or makes it from a list. start: the bit at which the
-    // positions begin. Returns false if the list is not valid.
+    // Finds the bitmap of a row's listed positions in the stage, or makes a bitmap from a list. start: the bit at which
+    // the positions begin. Returns false if the list is not valid.
     __device__ __forceinline__ bool find_bitmap(Stage stage, const ibp_position_form &form, uint32_t columns,
                                                 uint32_t start, Bitmap &map) const
     {
@@ -430,8 +431,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- columns ----
 
-    // Writes a default row. Not inlined, so that a kernel contains this code once, and its registers are free for other
-    // code.
+    // Writes a default row. Not inlined, so that a kernel contains this code once, and the code takes no registers from
+    // the loops around its call.
     static __device__ __noinline__ void fill(const ibp_codebook &cb, Window window)
     {
         fill_default<G>(cb, window.dst, window.low, window.high);

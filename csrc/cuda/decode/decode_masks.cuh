@@ -4,6 +4,9 @@
 //
 //     | participation bits, num_flags of them | kept bits of word 0 | of word 1 | ... | zero bits up to a byte |
 //
+// Kept bits are the bits that a coded row stores: the bits outside the mask of a participating chunk, and all bits of
+// any other chunk.
+//
 // A group does the following for each tile. A tile has kSteps * WORDS words for each lane.
 //
 // 1. A lane reads the masks of its words and the participation bits of their chunks. Together these say which bits of
@@ -21,8 +24,8 @@
 namespace ibp {
 
 // A decoder of rows as described above. MOVES: a word's kept bits are moved in five steps, by 16, 8, 4, 2 and 1 bits;
-// each step moves some of them (Warren, Hacker's Delight, section 7-5). The block computes once, for every word, which
-// bits each step moves. Without MOVES, gaps are inserted into a word one after the other.
+// each step moves some of these bits (Warren, Hacker's Delight, section 7-5). The block computes once, for every word,
+// which bits each step moves. Without MOVES, gaps (format.h) are inserted into a word one after the other.
 template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
     static_assert(!MOVES || WORDS == 4, "moves are read by vectors");
     using Group = G;
@@ -46,8 +49,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
     {
         return cb.chunk_bytes >= 4u && cb.num_clusters <= 1u && 4u * kMoves * entries_of(cb) <= kMostTable;
     }
-    // Returns the size in bytes of the block's table of moves. For each step and word it has a mask of the positions to
-    // which the step moves bits.
+    // Returns the size in bytes of the block's table of moves. For each step and word the table has a mask of the
+    // positions to which the step moves bits.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         return MOVES ? 4u * kMoves * entries_of(cb) : 0u;
@@ -107,8 +110,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         }
     }
 
-    // The kept bits of a lane's words. keep: their masks. flags: the words' entries of the codebook's flags. count:
-    // number of kept bits that lie in the row.
+    // The kept bits of a lane's words. keep: for each word a mask of its kept bits. flags: the words' entries of the
+    // codebook's flags. count: number of kept bits that lie in the row.
     struct Kept {
         uint32_t keep[WORDS], flags[WORDS], count;
     };

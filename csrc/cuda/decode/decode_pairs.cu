@@ -10,9 +10,9 @@ template <class G> using Pairs4 = PairsDecoder<uint32_t, G, false>;
 template <class G> using Columns2 = PairsDecoder<uint16_t, G, true>;
 template <class G> using Columns4 = PairsDecoder<uint32_t, G, true>;
 
-// If rows are too long for groups of 4 warps but not for one of kMostWarps warps, launches with groups of kMostWarps
-// warps, each of which takes one tile of a row. This is faster than the group for rows of any length, which
-// launch_by_group would choose.
+// If rows are too long for groups of 4 warps but not for groups of kMostWarps warps, launches with groups of kMostWarps
+// warps, in which each warp takes one tile of a row. This is faster than the group for rows of any length, which
+// launch_by_group would choose. Otherwise launches as launch_by_group does.
 template <template <class> class Decoder> static ibp_status launch_by_tiles(const Gather &gather)
 {
     const uint32_t row_bytes = gather.table.codebook.row_bytes;
@@ -21,7 +21,7 @@ template <template <class> class Decoder> static ibp_status launch_by_tiles(cons
     return launch_by_group<Decoder>(gather);
 }
 // Launches with a group of 32 warps if rows are very long. A block then decodes one row at a time, which keeps the SMs
-// busier if they are few.
+// busier if there are few of them. Otherwise launches as launch_by_tiles does.
 template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)
 {
     if (gather.table.codebook.row_bytes > 2u * kMostWarps * kWarpRowBytes)

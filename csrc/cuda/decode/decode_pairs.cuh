@@ -1,7 +1,7 @@
 // decode_pairs.cuh - decodes dense rows of scheme planes with digits of two bits and symbols of up to a byte (FORMAT.md
-// section 6): rows with two planes or more, without constant columns, and, if elements have two bytes, without
-// invariant bits. Most tables of floats have such rows. Elements of one byte may have digits of three bits in plane 0,
-// as integers do.
+// section 6). Rows must have two planes or more and no constant columns. If elements have two bytes, they must have no
+// invariant bits. Most tables of floats have such rows. If elements are bytes, digits of plane 0 may have three bits,
+// as they often have for integers.
 //
 // tiles.cuh describes the bytes of a row and the levels, which are arrays of names in shared memory.
 //
@@ -12,17 +12,18 @@
 // 2. The warp returns to plane 1. A lane takes 16 digits at a time, and spreads them to nibbles, which select bytes of
 //    the plane's entries (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says
 //    which bytes.
-// 3. The warp returns to plane 0 and does the same there. In each step a lane makes 16 bytes of output: symbols are
-//    joined with their residuals and stored.
+// 3. The warp returns to plane 0, where names are found in the same way, with level 1 in place of level 2. In each step
+//    a lane makes 16 bytes of output: symbols are joined with their residuals and stored.
 //
-// If every column has entries of its own, names are the ranks of entries, and part 3 has two loops over the tile. The
-// first one finds the ranks of all steps. In the second one, each step looks up its symbols, puts in raw symbols, and
+// If every column has its own entries, names are the ranks of entries, and part 3 has two loops over the tile. The
+// first loop finds the ranks of all steps. The second loop looks up the symbols of each step, puts in raw symbols, and
 // joins residuals.
 //
 // If few SMs decode, the issue of integer instructions limits the decoder; if all SMs decode, device memory does. On an
 // H200, a warp executed 710 instructions to decode 2 KiB of BF16, which is 22 for each of a lane's 32 elements. An SM
-// issued 3.0 instructions in a cycle, of 4 that it can issue. For BF16 (symbols_turn), the decoder first joins the
-// lower and the upper bytes of four elements and then pairs them to elements; this saves 5 % of the 710 instructions.
+// issued 3.0 instructions in a cycle, of 4 that it can issue. For BF16 (symbols_turn), the decoder first makes the
+// lower bytes and the upper bytes of four elements, and then pairs them to elements; this saves 5 % of the 710
+// instructions.
 #ifndef IBP_DECODE_PAIRS_CUH
 #define IBP_DECODE_PAIRS_CUH
 
@@ -30,15 +31,15 @@
 
 namespace ibp {
 
-// A decoder of rows as described above. COLUMNS: every column has entries of its own. FIRST: number of bits of a digit
-// of plane 0.
+// A decoder of rows as described above. COLUMNS: every column has its own entries. FIRST: number of bits of a digit of
+// plane 0.
 template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDecoder {
     static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS), "the joins that there are");
     static_assert(FIRST == 2 || (FIRST == 3 && sizeof(T) == 1), "the digits that there are");
     using Group = G;
     static constexpr uint32_t kFirstBits = FIRST;
     // Shared memory has room for only two groups that decode rows of any length, so 512 threads are enough, and each
-    // thread can have more registers. A group of more than 8 warps is a block of its own. Decoders that need at most 72
+    // thread can have more registers. A group of more than 8 warps is a whole block. Decoders that need at most 72
     // registers get blocks of more threads.
     static constexpr uint32_t kMostThreads = G::kAnyLength                ? 512
                                              : G::kWarps > 8              ? 1024
@@ -83,8 +84,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
     }
 
-    // Returns the size in bytes of the block's table, which has the entries of all columns for each rank, and then some
-    // bytes that may be read. Returns 0 if there is no such table.
+    // Returns the size in bytes of the block's table; 0 if there is no table. The table has for each rank the entries
+    // of all columns, one byte each, and then some bytes of padding, which may be read.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         const uint32_t num_bytes = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries + 16u;
@@ -130,8 +131,9 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         if (sizeof(T) > 1 && symbols_turn(planes)) symbol = (symbol & 0xffu) * 0x101u >> 1;
         return (sizeof(T) == 1 ? WordJoin<T>(planes).word(symbol, 0) : symbol) & 0xffu;
     }
-    // Returns whether names are symbols that have been rotated back, as they are for BF16. If so, symbols and residuals
-    // of four elements are first joined to four lower bytes and four upper bytes, which are then paired to elements.
+    // Returns whether names are symbols that have been rotated back, as they are for BF16. Then the symbols and
+    // residuals of four elements are first joined to four lower bytes and four upper bytes, which are then paired to
+    // elements.
     static __device__ __forceinline__ bool symbols_turn(const ibp_planes &planes)
     {
         return sizeof(T) == 2 && !COLUMNS && is_simple(planes);
@@ -325,7 +327,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
 
     // ---- ranks ----
 
-    // Returns the names of the elements of step s of a tile: symbols, or ranks if every column has entries of its own.
+    // Returns the names of the elements of step s of a tile: symbols, or ranks if every column has its own entries.
     static __device__ __forceinline__ uint4 bytes_of(const Entries &entries, const Tile &tile, uint32_t s)
     {
         uint32_t from = tile.before[s];
@@ -390,8 +392,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return permute_bytes(permute_bytes(symbols[0], symbols[1], 0x4040),
                              permute_bytes(symbols[2], symbols[3], 0x4040), 0x5410);
     }
-    // Replaces those bytes of `symbols` whose rank means a raw symbol by the raw symbols. position: the bit at which
-    // the next raw symbol begins; the function advances it.
+    // Puts raw symbols into `symbols`, at the bytes where the byte of `ranks` has the bit kRaw. position: the bit of
+    // shared memory at which the first of these raw symbols begins; the function advances it past them.
     __device__ __forceinline__ void put_raw(uint32_t ranks, uint32_t &position, uint32_t &symbols) const
     {
         for (uint32_t raw = ranks & kRaws; raw != 0u; raw &= raw - 1u, position += symbol_bits()) {
@@ -499,8 +501,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return permute_bytes(symbols.x, 0, 0x4440 + k);
     }
 
-    // Stores a lane's vectors of a tile. UNITS: the result of window.is_units. It may differ from group to group, so
-    // the lanes of a warp do not call this together, and it must contain no collectives.
+    // Stores a lane's vectors of a tile. UNITS: the result of window.is_units, which may differ from group to group. So
+    // the lanes of a warp do not call this function together, and it must contain no collectives.
     template <bool UNITS, bool SIMPLE>
     __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                                const Ranks &ranks, uint32_t tile_start, uint32_t n,

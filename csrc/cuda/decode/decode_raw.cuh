@@ -13,7 +13,7 @@ template <class G> struct RawDecoder : NoBlockMemory {
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
     static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb) { return scratch_bytes(cb); }
     __device__ __forceinline__ RawDecoder(const ibp_codebook &, uint32_t) {}
-    // Returns false for an active group: no row of scheme raw is coded, so a row that claims to be coded is corrupt.
+    // Returns false for an active group, because a row of scheme raw that claims to be coded is corrupt.
     __device__ __forceinline__ bool decode(uint32_t, bool active, Stage, uint32_t, uint32_t, const Window &) const
     {
         return !active;

@@ -19,12 +19,12 @@ struct Request {
     uint32_t num_jobs;
     // whole_rows: every item begins and ends where a row does.
     bool by_id, whole_rows;
-    // Items first_regular to first_regular + num_regular - 1 have regular rows: whole rows of row_bytes bytes, whose
-    // stored bytes begin in `rows`.
+    // Only the rows of items first_regular to first_regular + num_regular - 1 can be regular (fetch.cuh): whole rows of
+    // row_bytes bytes, whose stored bytes begin in `rows`.
     int64_t first_regular;
     uint64_t num_regular;
-    // out_items: number of positions in the output. most_stored: the largest number of bytes of a stored row that are
-    // contiguous: the size of a slot, at most that of a row; in a packed table, the size of a row.
+    // out_items: number of positions in the output. most_stored: the largest number of bytes of a stored row that lie
+    // in its slot, which is the smaller of slot_bytes and row_bytes; row_bytes if the table is packed.
     uint32_t out_items, most_stored;
     uint8_t *dst;        // the address to which the row of item 0 would go
     const uint8_t *rows; // the table's slots, or its overflow if it is packed
@@ -38,9 +38,11 @@ struct Request {
     // packed: the table has no slots. copies_vectors: all rows go to addresses that are multiples of 16, so raw rows
     // that are stored at multiples of 16 bytes are copied in vectors of 16 bytes.
     bool packed, copies_vectors;
-    // uneven: slots are in device memory but overflow is in host memory, so some rows take much longer than others.
+    // uneven: the slots are in device memory, but overflow is in host memory, so that some rows take much longer than
+    // others.
     bool uneven;
-    // If cache.entries is not NULL, it has an entry for every job, and rows that are present are read from their slabs.
+    // If cache.entries is not NULL, it has an entry for every job, and the rows that are in the cache are read from
+    // their slabs.
     ibp_cache cache;
 };
 
@@ -53,8 +55,7 @@ struct Part {
 };
 constexpr uint32_t kMostParts = 32; // largest number of requests in one launch
 
-// The requests of one launch. Each has blocks of its own, whose number is proportional to the size of the request's
-// rows.
+// The requests of one launch. Each request has its own blocks, about in proportion to the total size of its rows.
 struct Parts {
     Part parts[kMostParts];
     uint32_t ends[kMostParts]; // ends[k]: index of the last block of request k, plus 1
@@ -75,9 +76,9 @@ struct Gather : Part {
 // request gets at least one block.
 void share_blocks(const Gather *const *gathers, uint32_t num_gathers, uint32_t num_blocks, Parts *parts);
 
-// Returns a request for the items at ids, for a kernel that has an output of its own. The addresses of positions in the
-// request are offsets from NULL. The items must have at most kMostJobs rows together. table, ids: as in
-// ibp_cuda_gather_items; the caller must have checked them.
+// Returns a request for the items at ids, for a kernel that does not write these items to an output. In the request the
+// output begins at NULL, so the address of a position is its offset. Together the items must have at most kMostJobs
+// rows. table, ids: as in ibp_cuda_gather_items; the caller must have checked them.
 Request describe_items(const ibp_table &table, const ibp_ids &ids);
 
 // Does what ibp_cuda_gather_items does, for items of whole rows whose slots have been copied to `stage` in the order of
@@ -90,7 +91,7 @@ ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8
 // gathered from the cache: its fields are invalid, it has no entries for the jobs, or items are not whole rows.
 bool use_cache(const ibp_cache *cache, Request *request);
 
-// Each of these functions launches a gather with one decoder. Every decoder is a translation unit of its own in this
+// Each of these functions launches a gather with one decoder. Every decoder has its own translation unit in this
 // folder. gather.cu says which codebooks each decoder takes.
 ibp_status gather_raw(const Gather &gather);
 ibp_status gather_masks(const Gather &gather);

@@ -1,4 +1,5 @@
-// decoder.cuh - the contract between the kernels that fetch coded rows and the decoders, the structs that rebuild rows.
+// decoder.cuh - the contract between kernels and decoders. Kernels fetch coded rows; decoders are structs that rebuild
+// the rows.
 //
 // A decoder is a struct for one kind of codebook and one group of threads (group.cuh):
 //
@@ -32,19 +33,20 @@
 //   - The coded row lies in shared memory. It has coded_bytes bytes and begins at bit start_bit, which is the first bit
 //     of a byte. Its bytes may be anything. The whole coded row lies in the group's stage, which has room for
 //     row_bytes bytes; coded_bytes is at most row_bytes. The 16 bytes past the coded row can be read.
-//   - cluster < num_clusters.
+//   - cluster is the index of one of the codebook's clusters; 0 if the codebook has no clusters.
 //   - The wanted bytes of the row, which are 1 to row_bytes bytes, go to window.dst.
 //   - window.dst does not lie in the decoder's shared memory. There is one exception: if a decoder has a function
 //     kept_bytes(cb), window.dst may lie in its scratch, at byte kept_bytes(cb) or later.
 //
 // A decoder must do this:
 //
-//   - Return, in all threads of an active group, whether the row follows the format and takes exactly coded_bytes; in
-//     other groups, return true. What it stores of a corrupt row does not matter: the caller writes zeros over it.
+//   - Return, in all threads of an active group, whether the row follows the format and takes exactly coded_bytes
+//     bytes. In other groups, return true. It does not matter what a decoder stores of a corrupt row, because the
+//     caller writes zeros over it.
 //   - Read no shared memory except the group's stage, the group's scratch and the block's own memory, and store nothing
 //     outside the window, whatever bytes the row and the codebook's arrays have.
-//   - Need its shared memory no longer once all lanes of the group have returned and met at a barrier, because the next
-//     row overwrites it.
+//   - Be done with the group's stage and scratch once all lanes of the group have returned and met at a barrier,
+//     because the next row overwrites them.
 //
 // To add a decoder, write a .cuh with the struct and a .cu that instantiates it with the kernel of gather.cuh; then add
 // a function to decode_request.h, and a line to the list of gather.cu.

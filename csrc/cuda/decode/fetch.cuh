@@ -1,25 +1,27 @@
 // fetch.cuh - fetches the stored bytes of rows from the table's memory to shared memory, where a decoder reads them, or
 // to the output.
 //
-// A job is one row, which one group of threads fetches and decodes. A warp does this in the following order:
+// A job is one row, which one group of threads fetches and decodes. A vector is 16 bytes. A stage is a group's buffer
+// for a stored row in shared memory. At first a warp looks up its first rows and prefetches one row for each group.
+// Then it repeats these steps:
 //
-// 1. The lanes look up the warp's next rows together, one row each (look_up).
-// 2. The vectors that the last prefetch has loaded into registers are stored in the stage, or in the output if the row
+// 1. The vectors that the last prefetch has loaded into registers are stored in the stage, or in the output if the row
 //    is raw and both the row and the output are aligned (receive). Vectors for which there was no register are fetched
 //    now.
-// 3. The group issues loads of its next row's bytes into registers (prefetch): the bytes in the slot, and the bytes in
-//    overflow, which may be in pinned host memory. Groups that share a warp load their rows together.
-// 4. While these loads are under way, the group decodes its current row (finish). It goes on with step 2, or with step
-//    1 if all rows that were looked up have been decoded.
+// 2. If no row is left that has been looked up, the lanes look up the warp's next rows together, one row each
+//    (look_up).
+// 3. The group issues loads of its next row's bytes into registers (prefetch). These are the bytes in the slot and the
+//    bytes in overflow, which may be in pinned host memory. Groups that share a warp load their rows together.
+// 4. While these loads are under way, the group decodes the row that was stored in step 1 (finish).
 //
 // A regular row is loaded as vectors of 16 bytes, whatever its alignment:
 //
 //     | ... shift | stored bytes of the row            | ... |      vectors as loaded, and as they lie in the stage
 //     ^ multiple of 16                                       ^ multiple of 16
 //
-// Irregular rows are not prefetched. When such a row is due, a function of its own fetches it. A row is irregular if it
-// is a default row, if only a part of it is wanted, if its vectors would reach outside the table's memory, or if its
-// overflow part is not aligned.
+// Irregular rows are not prefetched. A separate function, fetch_irregular, fetches such a row in step 4, before it is
+// decoded. A row is irregular if its id is out of range, if it is a default row, if only a part of it is wanted, if its
+// vectors would reach outside the table's memory, or if its overflow part is not aligned.
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
 
@@ -50,8 +52,9 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
     return {id, request.ids.positions ? __ldg(request.ids.positions + item) : item, number - item * rows_per_item};
 }
 
-// Returns the byte of a strided output at which a position begins, like ibp_offset_of_position. The divisions have 32
-// bits. Not inlined, because it would take registers in the loop over rows, and other values would be spilled.
+// Returns the byte of a strided output at which a position begins, as ibp_offset_of_position does, but with divisions
+// of 32 bits. Not inlined, because it would take registers in the loop over rows, so that other values would be
+// spilled.
 static __device__ __noinline__ int64_t offset_in_strides(const ibp_ids &ids, uint32_t position)
 {
     int64_t offset = 0;
@@ -82,15 +85,18 @@ __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t
 
 // ---- irregular rows ----
 
-// The kinds of rows. kNothing: there is no row, or it has been written to the output. kCoded: the row is coded, and its
-// vectors go to the stage. kRaw: the row is raw, and its vectors go to the output. kStagedRaw: the row is raw, and its
-// vectors go to the stage first. kIrregular: the row is irregular and has not been fetched yet. kRefused: the id is out
-// of range or the row is corrupt. The kinds whose vectors go to the stage are odd numbers. kRefused is odd, too, but
-// such a row has no vectors.
+// The kinds of rows. The kinds whose vectors go to the stage are odd numbers.
+//
+//     kNothing      there is no row, or the row has been written to the output already
+//     kCoded        the row is coded, and its vectors go to the stage
+//     kRaw          the row is raw, and its vectors go to the output
+//     kStagedRaw    the row is raw, and its vectors go to the stage first
+//     kIrregular    the row is irregular and has not been fetched yet
+//     kRefused      the id is out of range or the row is corrupt. This number is odd, too, but the row has no vectors
 enum Kind : uint32_t { kNothing, kCoded, kRaw, kStagedRaw, kIrregular, kRefused };
 
-// A row that has been fetched. A coded row lies in the stage, and `window` says which of its bytes are wanted. Any
-// other row has been written to the output (kNothing), or is refused.
+// The result of fetch_irregular. A coded row (kCoded) is in the stage, and `window` says which of its bytes are wanted.
+// Any other row has been written to the output (kNothing), or is refused (kRefused).
 struct Fetched {
     Window window;
     uint32_t num_bytes; // size of the row as stored
@@ -155,8 +161,8 @@ __device__ __forceinline__ uint64_t entry_of_job(const Request &request, uint32_
     return request.cache.entries != nullptr ? __ldg(request.cache.entries + number) : 0u;
 }
 
-// Finds the stored bytes of a job's row. slots: receives the address of the table's slots or, if the row is cached, of
-// its slab. A cached row has no overflow part. Returns false if the row is corrupt.
+// Finds the stored bytes of a job's row. slots: receives the address of the table's slots; if the row is in the cache,
+// the address of its slab. A row in the cache has no overflow part. Returns false if the row is corrupt.
 static __device__ bool find_source(const ibp_table &table, const Request &request, uint32_t number, int64_t row,
                                    ibp_row_place *place, const uint8_t **slots)
 {
@@ -167,7 +173,8 @@ static __device__ bool find_source(const ibp_table &table, const Request &reques
     return find_row(table, row, place);
 }
 
-// Fetches the row of a job, of any kind.
+// Fetches the row of a job, which may be regular or irregular. A coded row goes to the byte `stage` of shared memory,
+// and any other row goes to the output.
 template <class G>
 static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, const Request &request, uint8_t *out,
                                                        uint32_t stage, uint32_t number)
@@ -206,7 +213,7 @@ static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, c
 //     bits 24 to 26   Kind
 //     bit  27         kHasRest
 //
-// Vector k of the row is at from + k if it lies in the slot, or at behind + k if it lies in overflow.
+// Vector k of the row is at from + k if the vector lies in the slot, and at behind + k if it lies in overflow.
 struct Entry {
     const uint4 *from, *behind;
     uint8_t *dst;
@@ -292,7 +299,8 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     return entry;
 }
 
-// Fetches a group's rows and has them decoded. TO_OUT: every row of the group is wanted as a whole, and goes to `out`.
+// Fetches a group's rows and has a decoder decode them. TO_OUT: every row of the group is wanted as a whole, and goes
+// to `out`.
 template <class Decoder, bool TO_OUT = false> struct Fetch {
     using G = typename Decoder::Group;
     // Number of vectors that a thread loads ahead.
@@ -317,10 +325,10 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
             __shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(pointer)), i));
     }
 
-    // If several groups share a warp, the warp loads the vectors of its rows row by row: consecutive lanes load
+    // If several groups share a warp, the warp loads the vectors of its rows row by row. Consecutive lanes load
     // consecutive vectors, even vectors that other lanes will decode, because wide requests use the link to host memory
-    // best. A lane's k-th loaded vector is vector vector_of(k) of the warp's row row_in_warp(k). The last kOwnVectors
-    // vectors of a lane belong to the row that it will decode itself.
+    // best. The k-th vector that a lane loads is vector vector_of(k) of the warp's row row_in_warp(k). The exception is
+    // a lane's last kOwnVectors vectors, which belong to the row that the lane itself will decode.
     static constexpr uint32_t kShared = Decoder::kVectors * G::kThreads, kRowVectors = kVectors * G::kThreads;
     static __device__ __forceinline__ uint32_t row_in_warp(uint32_t k)
     {
@@ -331,9 +339,9 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         return G::kPerWarp == 1 || k >= Decoder::kVectors ? k * G::kThreads + G::rank()
                                                           : (k * kWarp + lane_id()) % kShared;
     }
-    // The vectors of a row, in its slot and in overflow, in the order in which they are fetched. If all vectors can be
-    // prefetched, this is their order in the row. Otherwise the vectors in overflow come first, because they may have
-    // to come from host memory.
+    // The vectors of a row, in its slot and in overflow, in the order in which they are fetched. If all vectors of the
+    // row can be prefetched, this is their order in the row. Otherwise the vectors in overflow are fetched first,
+    // because they may have to come from host memory.
     struct Pieces {
         const uint4 *first, *then;
         uint32_t num_first, skipped; // skipped: number of the row's vectors before `first`
@@ -389,16 +397,16 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors]) const
     {
         const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(0));
-        // If a group has whole warps, gathers skip the test for rows with vectors in overflow, because its branch makes
-        // them 10 % slower if device memory limits them.
+        // If groups are whole warps, gathers do not test whether rows have vectors in overflow, because the branch
+        // would make gathers that device memory limits 10 % slower.
         if ((G::kPerWarp == 1 && !TO_OUT) || G::any(((G::kPerWarp == 1 ? what : entry.what) & kHasRest) != 0u))
             load<true>(entry, i, what, vectors);
         else
             load<false>(entry, i, what, vectors);
     }
 
-    // Stores the prefetched vectors in the stage or the output, and then fetches the vectors that were not prefetched
-    // for lack of registers. All lanes of a warp must call this together.
+    // Stores the prefetched vectors in the stage or the output. Then fetches the vectors for which there was no
+    // register. All lanes of a warp must call this together.
     __device__ __forceinline__ void receive(const Row &row, const Entry &entry, uint32_t i,
                                             const uint4 (&vectors)[kVectors]) const
     {
@@ -456,9 +464,9 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     // Returns the index in the warp of this group and of its row.
     static __device__ __forceinline__ uint32_t in_warp() { return G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0; }
 
-    // Gives all warps of a group the row and window that the first warp has found. Each warp has looked up the row on
-    // its own, so the warps may differ if ids or lengths change meanwhile. The call is a barrier of the group, and
-    // another barrier must follow before the next call.
+    // Replaces row and window in all warps of a group by those of the group's first warp. Each warp has looked up the
+    // row for itself, so the results may differ if ids or lengths change meanwhile. The call is a barrier of the group,
+    // and another barrier must follow before the next call.
     static __device__ __forceinline__ void agree(Row &row, Window &window)
     {
         struct Seen {
@@ -520,8 +528,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     }
 };
 
-// Returns the size in bytes of a group's shared memory, which holds its stage and scratch; it is at least at_least. If
-// several groups share a warp, padding makes them begin in different banks.
+// Returns the size in bytes of a group's shared memory, which holds the group's stage and scratch. The result is at
+// least at_least. If several groups share a warp, padding makes their memory begin in different banks.
 template <class Decoder>
 __host__ __device__ __forceinline__ uint32_t group_bytes_of(const ibp_codebook &cb, uint32_t at_least = 0)
 {

@@ -34,8 +34,8 @@ __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t
     return rooms;
 }
 
-// Finds the parts of a row. Returns false if the row is corrupt. row: 0 or more, and less than the table's number of
-// rows. length: the row's entry of lengths.
+// Finds the stored parts of a row. Returns false if the row is corrupt. row: from 0 to the table's number of rows less
+// 1. length: the row's entry of lengths.
 __device__ __forceinline__ bool find_row(const ibp_table &table, int64_t row, uint32_t length, ibp_row_place *place)
 {
     *place = ibp_split_row(&table, row, length);

@@ -63,8 +63,9 @@ static bool spills_far(const ibp_table &table)
 // ---- the decoders ----
 
 static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && decodes_pairs(cb.planes); }
-// Returns whether decode_triples.cu decodes a codebook's rows: elements are bytes, digits of plane 0 have three bits,
-// as they often have for integers, and rows are short enough for a warp or a part of a warp.
+// Returns whether decode_triples.cu decodes a codebook's rows. Digits of plane 0 must have three bits, as they often
+// have for integers, and digits of all other planes two bits. Elements must be bytes, and all columns must be live and
+// share their entries. Rows must be short enough for a warp or a part of a warp.
 static bool is_of_triples(const ibp_codebook &cb)
 {
     const ibp_planes &planes = cb.planes;
@@ -168,7 +169,7 @@ static ibp_status ask_for_items(const ibp_table *table, const ibp_ids *ids, cons
     return IBP_OK;
 }
 
-// Does the same for a call that decodes the bytes [start, end).
+// Does what ask_for_items does, for a call that decodes the bytes [start, end).
 static ibp_status ask_for_bytes(const ibp_table *table, int64_t start, int64_t end, const uint8_t *out,
                                 const ibp_fault *fault, int max_sms, Request *request)
 {

@@ -1,12 +1,12 @@
 // gather.cuh - the kernel that gathers rows, and its launch. The .cu of each decoder includes this file once and
 // instantiates the kernel with its decoder.
 //
-// In the kernel a warp, or a group of several warps, does the following:
+// In the kernel a warp, or a group of several warps, does the following. A job is one row. A turn is one job for each
+// group of a warp.
 //
 // 1. It waits for earlier work of the stream, and the block fills the decoder's shared memory.
-// 2. Work is divided into turns of one job for each group of the warp. A warp gets an equal share of all turns in
-//    advance (EvenTurns), or claims more turns whenever it has finished its last ones (ClaimedTurns). Its lanes look up
-//    the rows of several turns at once.
+// 2. It gets turns: an equal share of all turns in advance (EvenTurns), or further turns whenever it has finished its
+//    last ones (ClaimedTurns). Its lanes look up the rows of several turns at once.
 // 3. For each turn it stores the row that was loaded (receive), issues the loads of the next turn's row (prefetch), and
 //    decodes the stored row while these loads are under way (finish). See fetch.cuh.
 //
@@ -66,10 +66,10 @@ template <class G> struct EvenTurns {
     }
 };
 
-// Gives out turns on demand, for rows that take unequal time because some of their bytes come from host memory. A warp
-// claims its next turns from its block when it is done with the last ones. It claims consecutive turns of the block:
-// about half of an equal share of the turns that are left, so that all warps end at about the same time. The launch
-// must have only one request.
+// Gives out turns on demand, for rows that take unequal time because some of their bytes come from host memory. Each
+// block has an equal share of all turns. A warp claims consecutive turns of its block whenever it has finished its last
+// ones. It claims about half of what would be its equal share of the turns that are left, so that all warps end at
+// about the same time. The launch must have only one request.
 template <class G> struct ClaimedTurns {
     static constexpr uint32_t kLeast = 2, kMost = kWarp / G::kPerWarp;
     uint32_t num_turns, num_claimed, first, i; // num_turns: number of the block's turns
@@ -116,9 +116,11 @@ template <class G> struct ClaimedTurns {
 };
 
 // Does a block's share of a request: fetches, decodes and stores its rows.
+//
 // If rows are in pinned memory, the link to the host limits this function. If it runs on few SMs, the issue of
-// instructions does; otherwise device memory or the issue of instructions. Address translation would limit it if rows
-// that are fetched at the same time lay far apart. Therefore different warps do consecutive jobs at the same time.
+// instructions limits it. Otherwise device memory or the issue of instructions does. Address translation would limit it
+// if rows that are fetched at the same time lay far apart. Therefore different warps do consecutive jobs at the same
+// time.
 template <class Decoder, template <class> class Turns>
 __device__ __forceinline__ void do_share(const ibp_table &table, const Request &request, const Share &share,
                                          uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
@@ -240,7 +242,7 @@ template <template <class> class Decoder> ibp_status launch_by_warp(const Gather
     if (row_bytes <= 16u * lane_bytes) return launch_gather<Decoder<Group<16, 1>>>(gather);
     return launch_gather<Decoder<Group<kWarp, 1>>>(gather);
 }
-// Does the same, but with several warps if rows are longer than kWarpRowBytes.
+// Launches as launch_by_warp does, but with groups of several warps if rows are longer than kWarpRowBytes.
 template <template <class> class Decoder> ibp_status launch_by_group(const Gather &gather)
 {
     const uint32_t row_bytes = gather.table.codebook.row_bytes;

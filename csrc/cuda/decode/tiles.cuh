@@ -1,21 +1,25 @@
-// tiles.cuh - tiles of dense rows, and the levels of their planes: what decode_dense.cuh and decode_pairs.cuh share.
+// tiles.cuh - decodes dense rows tile by tile, and the planes of a tile level by level. decode_dense.cuh and
+// decode_pairs.cuh share this code.
 //
 // The values of a dense row in shared memory, each part padded to a byte:
 //
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //
-// A warp decodes one tile of elements at a time. It goes down the planes, which means from plane 0 to plane 3 (visit),
-// because each plane begins where the digits of the plane before it end. Then it goes up again, from the raw symbols
-// back to plane 0 (store). Where a plane begins depends on the number of escapes in the whole row. If each warp has a
-// single tile, its visits also count them. Otherwise the escapes of the whole row are counted first, and then each tile
-// is visited to find its own digits.
+// A tile is the elements that a warp decodes at a time. The warp goes down the planes, which means from plane 0 to
+// plane 3 (visit), because each plane begins where the digits of the plane before it end. Then it goes up again, from
+// the raw symbols back to plane 0 (store).
+//
+// Where a plane begins depends on the number of escapes in the whole row. If each warp has a single tile, the visits of
+// this tile also count its escapes. Otherwise the escapes of the whole row are counted first, and then each tile is
+// visited to find its digits.
 //
 // Every element gets a name, which is one byte: a symbol, or the rank of an entry. An element whose digit in a plane is
 // an escape takes its name from the level below that plane:
 //
 //     level 1    the names of the elements that have escapes in plane 0
-//     level 2    the names of those that also have escapes in plane 1; they come from plane 2, plane 3 and raw symbols
+//     level 2    the names of the elements that have escapes in plane 0 and plane 1. These names come from plane 2,
+//                plane 3 and raw symbols
 #ifndef IBP_DECODE_TILES_CUH
 #define IBP_DECODE_TILES_CUH
 
@@ -155,10 +159,10 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
         }
         return num_escaped;
     }
-    // Does the same for the n elements of plane 2 if its digits have two bits. A lane takes four digits at a time,
-    // which suits groups of few lanes. four(i, left): returns four digits, beginning with digit i; only `left` digits
-    // are left, and digits past them are 0. name(digits): returns the names of four digits, one byte each; each digit
-    // has a nibble.
+    // Does what name<true> does for the n elements of plane 2. The digits of plane 2 must have two bits. A lane takes
+    // four digits at a time, which suits groups of few lanes. four(i, left): returns the four digits from digit i of
+    // the plane; only `left` digits are left, and digits past them must be 0. name(digits): returns the names of four
+    // digits, one byte each; each digit has a nibble.
     template <class Four, class Name>
     __device__ __forceinline__ uint32_t name_fours(uint32_t n, const Four &four, const Name &name) const
     {
@@ -220,7 +224,8 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
 // store(book, parts, tile, tile_start, n, window): goes up the planes of a tile and stores its elements. parts.mine has
 // the ranges of the tile's digits.
 //
-// If a warp has a single tile, it visits the tile while the parts are found; otherwise it counts escapes first.
+// If a warp has a single tile, it visits the tile while the parts of the row are found. Otherwise it counts escapes
+// first, and visits each tile afterwards.
 template <class Decoder, typename T>
 __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const PlanesBook<T> &book, bool active,
                                              uint32_t start_bit, uint32_t coded_bytes, const Window &window)

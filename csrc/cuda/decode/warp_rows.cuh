@@ -1,5 +1,5 @@
-// warp_rows.cuh - functions by which a warp of any kernel decodes a row, and their contract. ibp_device.cuh offers
-// them.
+// warp_rows.cuh - functions by which a warp of any kernel decodes a row, and their contract. ibp_device.cuh includes
+// this file.
 //
 // 1. The coded bytes are copied to the warp's scratch in dynamic shared memory.
 // 2. The codebook's decoder is constructed; its shared memory is the scratch after these bytes.

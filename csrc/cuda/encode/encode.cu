@@ -1,5 +1,5 @@
-// encode.cu - the functions of ibp_cuda.h that measure and encode rows, in two passes or in one (the paper's section
-// 4.2). They check the arguments and choose the encoder. The kernels are in rows.cuh.
+// encode.cu - the functions of ibp_cuda_rows.h that measure and encode rows, in two passes or in one (the paper's
+// section 4.2). They check the arguments and choose the encoder. The kernels are in rows.cuh.
 #include "../cuda_checks.h"
 #include "encode_request.h"
 #include "../kinds.h"
@@ -12,7 +12,7 @@ static bool encodes_fast(const ibp_codebook &cb)
 {
     return is_fast(cb) && cb.planes.rotate == 1u && bits_of_symbol(cb.planes) == 8u && cb.row_bytes % 16u == 0u;
 }
-// Returns whether values.cuh can encode with a codebook.
+// Returns whether values.cuh can encode with a codebook, apart from the PlanesFields that the codebook uses.
 static bool has_values(const ibp_codebook &cb)
 {
     const uint32_t size = cb.planes.element_bytes;

@@ -1,5 +1,5 @@
-// encode_dense.cu - measures the dense rows of scheme planes that encode_fast.cu does not take, and encodes those that
-// neither encode_fast.cu nor values.cu takes.
+// encode_dense.cu - measures the dense rows of scheme planes that encode_fast.cu does not measure, and encodes the
+// dense rows that neither encode_fast.cu nor values.cu encodes.
 #include "planes.cuh"
 #include "rows.cuh"
 

@@ -1,6 +1,6 @@
 // encode_fast.cuh - encodes dense rows of scheme planes with one plane of digits of four bits over consecutive symbols
-// (FORMAT.md section 6). Most codebooks that level="fast" makes for floats are of this kind. Elements are rotated,
-// their symbol is an exponent of 8 bits, and rows consist of whole vectors of 16 bytes.
+// (FORMAT.md section 6). Elements must be rotated, their symbols must be exponents of 8 bits, and rows must consist of
+// whole vectors of 16 bytes. Most codebooks that level="fast" makes for floats are of this kind.
 //
 //     | residuals: 1 or 3 bytes for each element | digits: 4 bits for each element | escaped symbols: 1 byte each |
 //
@@ -8,7 +8,7 @@
 // 2. A subtraction and a comparison make the digits of four symbols at once (digits_of).
 // 3. A lane's residuals and digits are whole bytes, and their positions in the stage depend only on the column. The
 //    lane stores them there (put).
-// 4. Escapes are rare. A vote says whether a step has any; if so, the escaped symbols are counted and appended
+// 4. Escapes are rare. A vote says whether a step has escapes. If so, the escaped symbols are counted and appended
 //    (append_escaped).
 #ifndef IBP_ENCODE_FAST_CUH
 #define IBP_ENCODE_FAST_CUH
@@ -109,7 +109,7 @@ template <typename T, uint32_t LANES> struct FastEncoder {
             *reinterpret_cast<uint16_t *>(to_digits) = static_cast<uint16_t>(digits);
         }
     }
-    // Appends those of four symbols that are escaped, and advances `to`.
+    // Appends those of four symbols that are escaped, and advances `to` past them.
     static __device__ __forceinline__ void append(uint8_t *&to, uint32_t symbols, uint32_t escaped)
     {
 #pragma unroll
@@ -117,7 +117,7 @@ template <typename T, uint32_t LANES> struct FastEncoder {
             if ((escaped >> 8u * e & 0xffu) != 0u) *to++ = static_cast<uint8_t>(symbols >> 8u * e);
     }
     // Stores the escaped symbols of kSteps vectors of every lane at `to`, if `room` bytes are enough for all of them.
-    // Returns their number.
+    // Returns the number of escaped symbols.
     static __device__ __noinline__ uint32_t append_escaped(uint4 symbols, uint4 escaped, uint8_t *to, uint32_t room)
     {
         static_assert(kSteps * kWords <= 4u, "a vector holds them");
@@ -138,8 +138,8 @@ template <typename T, uint32_t LANES> struct FastEncoder {
         return count;
     }
 
-    // Encodes a row into a stage. Returns the byte at which the coded row ends, or kNoCodedForm if the row is too long
-    // without any escape.
+    // Encodes a row into a stage. Returns the byte at which the coded row ends, or kNoCodedForm if the coded row would
+    // be too long even without escapes.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {

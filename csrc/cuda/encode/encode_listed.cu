@@ -1,5 +1,6 @@
 // encode_listed.cu - measures and encodes listed rows of scheme planes. This file compiles the encoders for codebooks
-// that use no PlanesField and have elements of less than eight bytes; listed_fields.cu compiles those for all others.
+// that use no PlanesField and have elements of less than eight bytes. listed_fields.cu compiles the encoders for all
+// other codebooks.
 #include "listed_encoders.cuh"
 
 namespace ibp {

@@ -1,5 +1,6 @@
-// encode_listed.cuh - encodes listed rows of scheme planes (FORMAT.md section 6) with up to 8 KiB and elements of up to
-// four bytes. There must be a table of the codes of all symbols, and neither invariant bits nor constant columns.
+// encode_listed.cuh - encodes listed rows of scheme planes (FORMAT.md section 6) of up to 8 KiB, with elements of up to
+// four bytes. There must be a table of the codes of all symbols (planes.cuh). The codebook must have neither invariant
+// bits nor constant columns.
 //
 //     | header: is_closed, k | positions of the k listed elements | highest bits of the others, with signed_default |
 //     | values of the listed elements: residuals | plane 0 | plane 1 | plane 2 | plane 3 | raw symbols |
@@ -31,9 +32,9 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
 
     using Base::Base;
 
-    // The scratch of a group, which follows its stage in shared memory. A list of columns has two bytes for each
-    // column. It names at most about a quarter of all columns, because a bitmap is shorter than longer lists. Therefore
-    // the listed elements and the list together fit elements_bytes bytes.
+    // The scratch of a group, which follows its stage in shared memory. A list of columns has two bytes for each column
+    // that it names. It names at most about a quarter of all columns, because instead of a longer list a bitmap is
+    // stored. Therefore the listed elements and the list together fit elements_bytes bytes.
     //
     //     | listed elements, and then the columns of a list: a multiple of 64 bytes | bitmap | signs |
     static __host__ __device__ __forceinline__ uint32_t elements_bytes(uint32_t row_bytes)
@@ -45,8 +46,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         const uint32_t words = (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 127u) / 128u * 4u;
         return elements_bytes(cb.row_bytes) + (Book::signed_default(cb.planes) ? 12u : 4u) * words;
     }
-    // bits: the highest bits of a lane's unlisted elements in a step, that of the first element lowest. before: number
-    // of unlisted elements in the row before the lane's elements.
+    // bits: the highest bits of a lane's unlisted elements in a step, packed; the first element's bit is the lowest.
+    // before: number of unlisted elements in the row before the lane's elements.
     struct alignas(2u * sizeof(Bits)) Signs {
         Bits bits, before;
     };
@@ -100,8 +101,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         }
         G::sync(); // before elements and bitmaps are read
     }
-    // Stores the listed elements of a lane's words. If HAS_SIGNS, returns the highest bits of the unlisted elements,
-    // that of the last element lowest.
+    // Stores the listed elements of a lane's words. If HAS_SIGNS is true, returns the highest bits of the unlisted
+    // elements, packed; the last element's bit is the lowest.
     template <bool HAS_SIGNS>
     static __device__ __forceinline__ uint32_t put_listed(T *to, const uint32_t (&words)[kVectors][4], uint32_t listed)
     {

@@ -3,6 +3,9 @@
 //
 //     | participation bits, num_flags of them | kept bits of word 0 | of word 1 | ... | zero bits up to a byte |
 //
+// Kept bits are the bits that a coded row stores: the bits outside the mask of a participating chunk, and all bits of
+// any other chunk.
+//
 // 1. A lane loads four words and their masks and bitvals, and finds out which chunks participate and which bits are
 //    kept (match).
 // 2. A prefix sum over the group says where each lane's kept bits begin.
@@ -42,9 +45,9 @@ template <uint32_t LANES> struct MasksEncoder {
         if (cb.num_clusters > 1u) num_flags = ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes);
     }
 
-    // What a lane knows of its four words. word: the words. keep: masks of their kept bits. participation: their
-    // participation bits, packed. flag_position: the position of the first of these participation bits. num_kept:
-    // number of kept bits.
+    // What a lane knows of its four words. word: the words. keep: for each word a mask of its kept bits. participation:
+    // the participation bits of the words' chunks, packed. flag_position: the position of the first of these
+    // participation bits. num_kept: number of kept bits.
     struct Lane {
         uint32_t word[4], keep[4];
         uint32_t participation, flag_position, num_kept;

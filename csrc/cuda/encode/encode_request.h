@@ -15,8 +15,8 @@ struct Measure {
     uint16_t *lengths;
     ibp_stream stream;
 };
-// The arguments of ibp_cuda_encode_into or, if is_measured, of ibp_cuda_encode_rows. If is_measured, the index of
-// place.table says how long rows are and where they go; it is only read.
+// The arguments of ibp_cuda_encode_into or, if is_measured is true, of ibp_cuda_encode_rows. In the second case the
+// index of place.table says how long rows are and where they go, and is only read.
 struct Encode {
     const ibp_place &place;
     const ibp_row_source &source;
@@ -31,8 +31,8 @@ struct Encode {
 inline const ibp_codebook &codebook_of(const Measure &measure) { return measure.codebook; }
 inline const ibp_codebook &codebook_of(const Encode &encode) { return encode.place.table.codebook; }
 
-// Each of these functions launches a kernel of one encoder. Every encoder is a translation unit of its own in this
-// folder. encode.cu says which codebooks each encoder takes.
+// Each of these functions launches a kernel of one encoder. Every encoder has its own translation unit in this folder.
+// encode.cu says which codebooks each encoder takes.
 ibp_status measure_masks(const Measure &measure);
 ibp_status encode_masks(const Encode &encode);
 ibp_status measure_dense(const Measure &measure);

@@ -39,8 +39,8 @@
 //   - All lanes of a group call measure and encode together. The groups of one warp diverge.
 //   - start_bit is 0 or 8. If start_bit is 8, byte 0 of the stage holds the index of the cluster and must be kept. All
 //     other bytes of the stage are zeros, unless kFillsStage.
-//   - most_bytes is less than row.valid, the number of bytes that the row has; only a table's last row has fewer than
-//     row_bytes.
+//   - most_bytes is less than row_bytes. row.valid, the number of bytes that the row has, is row_bytes for all rows
+//     except the last row of a table or of a source.
 //
 // An encoder must do this:
 //
@@ -48,8 +48,8 @@
 //   - Return from measure, in all lanes, the size of the coded row in bits. Rounded up to bytes, it must be the result
 //     of ibp_coded_row_bytes.
 //   - Leave the coded row in the stage, beginning at bit start_bit, and return from encode, in all lanes, the byte at
-//     which it ends. If this is more than most_bytes, or kNoCodedForm, the stage may hold anything: the coded row is
-//     not stored.
+//     which the coded row ends. If the result is more than most_bytes, or kNoCodedForm, the stage may hold anything,
+//     because the coded row is not stored then.
 //   - Write no shared memory except the group's stage and scratch, whatever the row and the codebook's arrays hold, and
 //     even if another stream changes the row meanwhile. BitStage writes bits that would lie past the stage to its spare
 //     words.
@@ -80,9 +80,9 @@ constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 8192;
 
 // The LANES threads that encode one row: a part of a warp if rows are short, a warp, or several warps if rows are long.
-// An SM has room for only a few stages of long rows, so many threads must share each of them; this is efficient,
-// because encoding has few barriers. Unlike the groups of group.cuh, the groups of one warp may diverge, so the masks
-// of collectives have only the lanes of the group.
+// An SM has room for only a few stages of long rows, so many threads must share a stage. This is efficient, because
+// encoding has few barriers. Unlike the groups of group.cuh, the groups of one warp may diverge, so the masks of
+// collectives have only the lanes of the group.
 template <uint32_t LANES> struct EncodeGroup {
     // kWidth: number of the group's lanes in one warp.
     static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp;
@@ -133,7 +133,8 @@ template <uint32_t LANES> struct EncodeGroup {
             join_warps(v, before, v);
         }
     }
-    // Computes, for each of N numbers, its sum over the group's lanes before this one, and over all lanes of the group.
+    // Computes, for each of N numbers, its sum over the group's lanes before this one (before), and its sum over all
+    // lanes of the group (total).
     template <int N>
     static __device__ __forceinline__ void scan(const uint32_t (&v)[N], uint32_t (&before)[N], uint32_t (&total)[N])
     {
@@ -264,7 +265,7 @@ struct PlainRow {
     {
         return row_bytes % kVector == 0u && valid >= row_bytes && aligned(bytes, kVector);
     }
-    // Does the same. is_vector: the result of has_whole(first).
+    // Loads as load(first, words) does. is_vector: the result of has_whole(first).
     __device__ __forceinline__ void load(uint32_t first, bool is_vector, uint32_t (&words)[4]) const
     {
         const uint8_t *const from = bytes + first;
@@ -278,7 +279,7 @@ struct PlainRow {
 };
 
 // The bytes of a default row (FORMAT.md section 2): a repeating pattern of eight bytes or, if there are constant
-// columns, the bytes of the codebook's template.
+// columns, the bytes of the codebook's row template.
 struct DefaultRow {
     PlainRow whole;
     uint32_t word[2];
@@ -301,8 +302,8 @@ struct DefaultRow {
     }
 };
 
-// Returns whether the first num_bytes bytes of a row are those of a default row. Stops after the first step that finds
-// a difference. Not inlined, because few rows begin like a default row.
+// Returns whether the first num_bytes bytes of a row equal those of a default row. Stops after the first step that
+// finds a difference. Not inlined, because few rows begin like a default row.
 template <class G>
 static __device__ __noinline__ bool is_default_throughout(const ibp_codebook &cb, PlainRow row, uint32_t num_bytes)
 {
@@ -336,8 +337,8 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 #endif
 }
 
-// A template argument for bits that are probably not zero: all words except the last one are ORed unconditionally,
-// because a test for zero would cost more than the atomic.
+// The value of the template parameter LIKELY for bits that are probably not zero. Then all words except the last one
+// are ORed unconditionally, because a test for zero would cost more than the atomic.
 constexpr bool kLikely = true;
 
 // The stage of a row that is being coded. Its words are zero at first, and bits are ORed into them. Bits that would lie
@@ -383,7 +384,7 @@ struct BitStage {
     }
 };
 
-// Writes consecutive bits of one lane to a stage. Words that belong to the lane alone are stored. The first and the
+// Writes consecutive bits of one lane to a stage. Words that have bits of this lane alone are stored. The first and the
 // last word, in which other lanes may have bits, are ORed.
 struct BitWriter {
     const BitStage &stage;
@@ -434,7 +435,8 @@ template <class G> __device__ __forceinline__ void clear(const BitStage &stage, 
         reinterpret_cast<uint4 *>(stage.words)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Returns the size of a stage in bytes. It has room for a coded row, the padding of its overflow part, and spare words.
+// Returns the size of a stage in bytes. A stage has room for a coded row, the padding of its overflow part, and spare
+// words.
 __host__ __device__ __forceinline__ uint32_t bit_stage_bytes(uint32_t row_bytes)
 {
     return (row_bytes + 15u) / 16u * 16u + 48u;
@@ -476,8 +478,8 @@ __device__ __forceinline__ Encoder of_cluster(const Encoder &encoder, const ibp_
     return one;
 }
 
-// cluster: the cluster that codes a row in the fewest bytes; if there are several, the first of them. bytes: size of
-// the coded row in bytes, including the byte of the cluster.
+// cluster: the first of the clusters that code a row in the fewest bytes. bytes: size of the coded row in bytes,
+// including the byte of the cluster.
 struct Choice {
     uint32_t cluster, bytes;
 };

@@ -29,7 +29,7 @@ template <uint32_t FIELDS> struct ListedEncoders {
     template <typename T> static constexpr bool kHasAny = FIELDS == kAllFields || sizeof(T) < 8;
     // Encodes with ListedEncoder, which keeps listed elements in shared memory. Rows of up to kLongestOfPart bytes are
     // encoded by kPartLanes lanes each. A block of eight warps then encodes 32 rows at once, and shared memory has room
-    // for the listed elements of all of them.
+    // for the listed elements of all 32 rows.
     template <template <uint32_t> class Encoder> static ibp_status launch_gathered(const Encode &encode)
     {
         const bool is_short = codebook_of(encode).row_bytes <= kLongestOfPart;

@@ -14,8 +14,7 @@
 //
 // A symbol's *code* is a word that describes it in all planes: bits 8p + 4 to 8p + 7 are its digit in plane p, and bit
 // 8p is set if this digit is an escape. A lane has at most 16 elements in a step. So the sum of the escape bits of
-// their codes has the number of escapes of each plane in a byte of its own. Sums over lanes have 16 bits for each
-// plane.
+// their codes has the number of escapes of each plane in a separate byte. Sums over lanes have 16 bits for each plane.
 //
 // If a table has the codes of all symbols, a warp executes about 55 instructions to measure one step, which is 512
 // bytes of 16-bit elements. To encode a step, including the count, it executes about 350 instructions. The issue of
@@ -49,13 +48,14 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     static constexpr uint32_t kAll = (1u << kPerLane) - 1u, kStepBytes = kVector * LANES;
     using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
     const uint32_t row_bytes, live_bytes; // live_bytes: size of the live columns in bytes
-    // The block's table of codes. It is indexed by symbols if has_all, and by slots of the hash table if is_hashed.
-    // Otherwise it is indexed by the ranks of symbols, which come from `ranks` or from a comparison with the entries.
+    // The block's table of codes. If has_all is true, it is indexed by symbols; if is_hashed is true, by slots of the
+    // hash table. Otherwise it is indexed by the ranks of symbols, which come from `ranks` or from a comparison with
+    // the entries.
     const uint32_t *codes;
     uint32_t own_codes; // index of the cluster's first code
     const T *keys;      // the symbol in each slot of the hash table
-    // The rank of every symbol in every column. Used if has_ranks, which means that every column has entries of its
-    // own, and the table is not too large.
+    // The rank of every symbol in every column (place_of_rank). Used if has_ranks is true, that is, if every column has
+    // its own entries and the table is not too large.
     const uint8_t *ranks;
     const uint32_t free; // the code of symbols without an entry
     bool has_all, is_hashed, has_ranks;
@@ -305,8 +305,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         const uint32_t left = columns - ibp_min_u32(column, columns);
         return left >= kPerLane ? kAll : (1u << left) - 1u;
     }
-    // Returns whether the elements of all constant columns equal the template's. The function counts all elements of
-    // the row that differ from the template, and subtracts those in live columns.
+    // Returns whether the elements of all constant columns equal those of the row template. The function counts all
+    // elements of the row that differ from the template, and subtracts those in live columns.
     __device__ __forceinline__ bool keeps_constants(const PlainRow &row) const
     {
         const PlainRow wanted{planes.row_template, row_bytes};
@@ -380,7 +380,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 
     // ---- measuring ----
 
-    // Returns a word in which each element is 1 if the same element of `word` is not 0, and otherwise 0.
+    // Returns a word in which each element is 0 if the same element of `word` is 0, and otherwise 1.
     static __device__ __forceinline__ uint32_t ones_of(uint32_t word)
     {
         if (sizeof(T) == 4) return ibp_min_u32(word, 1u);
@@ -441,8 +441,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return *reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint8_t *>(table) + byte);
     }
     // Adds the escape bits of the first NUM elements of `words` to `escapes`. The words hold elements as they are in
-    // the row. If elements are rotated, elements of one byte are rotated first. Larger ones are not: the residual
-    // contains the sign, so the symbol can be taken from where it lies before the rotation.
+    // the row. If the codebook rotates elements, elements of one byte are rotated here first. Larger elements are not
+    // rotated: their residual contains the sign, so the symbol can be taken from where it lies before the rotation.
     template <uint32_t NUM, uint32_t WORDS>
     __device__ __forceinline__ void add_escapes(uint32_t (&words)[WORDS], uint32_t &escapes) const
     {
@@ -496,8 +496,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     };
     // Number of vectors that a lane loads in each step. Groups of eight lanes have short rows, which take few steps.
     static constexpr uint32_t kSteps = LANES < kWarp ? 2 : 4;
-    // Counts the listed elements. In each step, calls add(escapes) with the number of escapes among the lane's elements
-    // in each plane, including elements past the end of the row. Used if counts_all.
+    // Counts the listed elements. In each step, calls add(escapes), where escapes has the number of escapes in each
+    // plane among the lane's elements, including elements past the end of the row. Used if counts_all is true.
     template <class Add> __device__ __forceinline__ Listed count_escapes(const PlainRow &row, const Add &add) const
     {
         const uint32_t normal = normal_word(), bits = listing_bits() * kLowest,

@@ -11,8 +11,9 @@
 //    memory.
 // 3. It encodes the row into the stage, or copies the raw row there if coding saves no bytes (code_row).
 // 4. It adds zeros up to the end of the sector or slot.
-// 5. It copies the stage to the row's slot and overflow part. These are at the place that was found in step 2 (store).
-//    If rows have not been measured, the overflow part is one that the row already has, or a new one (settle).
+// 5. It copies the stage to the row's slot and overflow part. If the rows have been measured, these are at the place
+//    that was found in step 2 (store). Otherwise the overflow part is one that the row already has, or a new one
+//    (settle).
 #ifndef IBP_ENCODE_ROWS_CUH
 #define IBP_ENCODE_ROWS_CUH
 
@@ -27,8 +28,8 @@
 
 namespace ibp {
 
-// Returns false only if a row cannot be a default row: it has row_bytes bytes, and its coded form is larger than that
-// of a default row. bytes: size of the row's coded form.
+// Returns false if a row cannot be a default row, because it has row_bytes bytes and its coded form is larger than that
+// of any default row. Otherwise returns true. bytes: size of the row's coded form. valid: size of the row.
 template <class Encoder>
 __device__ __forceinline__ bool may_be_default(const ibp_codebook &cb, const Encoder &encoder, uint32_t bytes,
                                                uint32_t valid)
@@ -77,10 +78,9 @@ __device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_byte
     }
 }
 
-// Writes the bytes that will be stored of a row of `valid` bytes to a stage. expected: the row's entry of lengths if
-// the row has been measured, else kAnyLength. Returns the row's entry of lengths; it may differ from the expected one
-// if the row has changed. The test for a default row comes last, when the row's bytes are in a cache. Few rows need
-// this test.
+// Makes the stored form of a row of `valid` bytes in a stage. Returns the row's entry of lengths. expected: if the row
+// has been measured, its entry of lengths, from which the result differs if the row has changed; else kAnyLength. The
+// test for a default row comes last, when the row's bytes are in a cache. Few rows need this test.
 template <class Encoder>
 __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
                                              uint32_t valid, uint32_t expected, const BitStage &stage)
@@ -114,8 +114,8 @@ struct Tally {
 };
 
 // Stores a staged row in its slot and in a part of overflow, and writes the row's entries of the index. If the row's
-// own part is too small, the row gets another one. If rows have ids, other groups may store the same row, so the row is
-// claimed first. All lanes of a group must call this together.
+// own part is too small, the row gets another part. If rows have ids, other groups may store the same row, so the row
+// is claimed first. All lanes of a group must call this together.
 template <class G>
 __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t row, uint32_t length, uint32_t valid,
                                        const BitStage &stage, Tally &tally)
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
-    // The least number of bytes that are written for a row, including zeros after it.
+    // The smallest number of bytes that are written for a row, including zeros after it.
     const uint32_t least_bytes = job.place.is_new != 0u ? table.slot_bytes : 0u;
     uint32_t dirty = stage_bytes; // number of the stage's first bytes that may hold bits of the last row
     Tally tally{0, 0, kNotSeen};
@@ -287,8 +287,8 @@ inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_
     return status;
 }
 
-// If a block's table has at least this size in bytes, blocks have more threads, because every block has a table of its
-// own, whatever its number of threads.
+// If a block's table has at least this size in bytes, blocks have more threads, because every block has its own table,
+// whatever its number of threads.
 constexpr uint32_t kLargeTable = 16u << 10;
 
 template <class Encoder> ibp_status launch_rows(const Encode &encode)

@@ -1,5 +1,5 @@
-// target.cuh - finds the place where a coded row is stored: the place that the table's index gives, or a part of
-// overflow that the row claims.
+// target.cuh - finds the place where a coded row is stored. If rows have been measured, the table's index gives the
+// place. Otherwise a row claims a part of overflow.
 #ifndef IBP_ENCODE_TARGET_CUH
 #define IBP_ENCODE_TARGET_CUH
 
@@ -64,7 +64,7 @@ struct Part {
     uint32_t sectors;
 };
 
-// Returns the part that a row's base points to, or no part if it does not lie in overflow.
+// Returns the part that a row's base points to, or no part if that part does not lie in overflow.
 __device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uint64_t base, uint32_t valid)
 {
     const ibp_table &table = place.table;
@@ -88,9 +88,11 @@ __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, 
 
 // Allocates a part that no other row has. If there is no room, returns a part with the base IBP_NO_BASE. seen: the last
 // value of the counter place.used that this lane has read; kNotSeen at first.
-// If the part would not fit at byte `seen`, the counter is read again before the size is added to it. So the counter
-// stays near the size of overflow, however many rows find no room. Otherwise it is not read first, because a second
-// access to a counter that all groups use would delay the row.
+//
+// If the part would not fit at byte `seen`, the counter is read again, and nothing is added to it if the part does not
+// fit either at the value that was read. So the counter stays near the size of overflow, however many rows find no
+// room. If the part would fit at byte `seen`, the counter is not read first, because a second access to a counter that
+// all groups use would delay the row.
 __device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t sectors, uint64_t &seen)
 {
     const auto there_are = static_cast<uint64_t>(place.table.overflow_bytes);
@@ -104,9 +106,9 @@ __device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t secto
     return fits(start) ? Part{start, sectors} : Part{IBP_NO_BASE, 0};
 }
 
-// Allocates a part for a row whose own part is too small. If the row had a part, and the place has an array `rooms` of
-// sizes, the new part has room for the raw row, provided that overflow has enough room. Otherwise the new part has room
-// for the coded row. own: the part that the row had. in_overflow: size in bytes of the coded row's overflow part.
+// Allocates a part for a row whose own part is too small. The new part has room for the raw row if the row had a part,
+// the place has an array `rooms` of sizes, and overflow has enough room. Otherwise the new part has room for the coded
+// row. own: the part that the row had. in_overflow: size in bytes of the coded row's overflow part.
 __device__ __forceinline__ Part take_part_for(const ibp_place &place, Part own, uint32_t in_overflow, uint32_t valid,
                                               uint64_t &seen)
 {

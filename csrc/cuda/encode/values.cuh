@@ -1,15 +1,15 @@
-// values.cuh - encodes the values of consecutive elements of scheme planes (FORMAT.md section 6). The codebook has a
-// table of the codes of all symbols, or of the ranks of all symbols in each column.
+// values.cuh - encodes the values of consecutive elements of scheme planes (FORMAT.md section 6). The block must have a
+// table of the codes of all symbols, or of the ranks of all symbols in each column (planes.cuh).
 //
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //
 // 1. In each step, a lane loads one or two octets, which are eight elements each, and writes their residuals.
-// 2. It looks up the *path* of each symbol, a word that says all that planes 0 and 1 need: the symbol's digits in these
-//    planes, whether it reaches plane 1, and whether it goes on to the *list* of symbols that have no entry in planes 0
-//    and 1. A lane collects the digits of a plane in a register; one funnel shift pushes a digit into it. The digits of
-//    plane 0 are in the lowest bits of the paths, and the first element's digit is pushed first. The digits of plane 1
-//    are in the highest bits, and the last element's digit is pushed first.
+// 2. It looks up the *path* of each symbol. A path is a word that says all that planes 0 and 1 need: the symbol's
+//    digits in these planes, whether the symbol reaches plane 1, and whether it goes on to the *list* of symbols that
+//    have no entry in planes 0 and 1. A lane collects the digits of a plane in a register; one funnel shift pushes a
+//    digit into this register. The digits of plane 0 are in low bits of the paths, and the first element's digit is
+//    pushed first. The digits of plane 1 are in the highest bits, and the last element's digit is pushed first.
 // 3. One prefix sum says where the lane's digits of plane 1 go, and where its entries of the list go.
 // 4. Planes 2 and 3 and the raw symbols are encoded from the list (put_list).
 #ifndef IBP_ENCODE_VALUES_CUH
@@ -19,7 +19,7 @@
 
 namespace ibp {
 
-// An encoder of values as described above. COLUMNS: every column has entries of its own, and paths are looked up by the
+// An encoder of values as described above. COLUMNS: every column has its own entries, and paths are looked up by the
 // ranks of symbols.
 template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS, bool COLUMNS = false>
 struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
@@ -44,11 +44,13 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     //     bit  21         kGoesOn: the symbol goes on to the list
     //     highest bits    the digit of plane 1
     //
-    // An entry of the list is the digit of plane 0 in the lowest four bits, with the symbol above it. If elements are
-    // bytes, an entry has only one byte, which is the symbol. The digit then lies above the symbol in the path, and is
-    // shifted down when it is used. If every column has entries of its own, the digit lies below the symbol's rank.
-    // Once the digit has been used, the symbol, of up to eight bits, replaces it: an entry of the list is then the
-    // symbol, with its rank above it.
+    // These 16 bits also hold the digit of plane 0, at bit kDigitAt, and the symbol or its rank, at bit kKeyAt:
+    //
+    //     elements of two or four bytes    bits 0 to 3: the digit; bits 4 to 15: the symbol
+    //     elements of one byte             bits 0 to 7: the symbol; bits 8 to 11: the digit. An entry of the list has
+    //                                      only one byte, the symbol
+    //     COLUMNS                          bits 0 to 3: the digit; bits 8 to 15: the rank. Once the digit has been
+    //                                      used, the symbol is written to bits 0 to 7
     static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21,
                               kKeyAt = COLUMNS          ? 8
                                        : sizeof(T) == 1 ? 0
@@ -101,8 +103,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         uint32_t first, second, counts;
     };
     // Looks up the paths of an octet's first num elements, and collects their digits. first: the index of the first
-    // element, which is its column if COLUMNS. path: receives the paths of these elements, followed by zeros. The
-    // lowest 16 bits of a path are the symbol's entry of the list.
+    // element, which is also its column if COLUMNS is true. path: receives the paths of these elements, followed by
+    // zeros. Afterwards the lowest 16 bits of each path are the symbol's entry of the list.
     __device__ __forceinline__ Octet push(const uint32_t (&words)[kWords], uint32_t first, uint32_t num,
                                           uint32_t (&path)[kOctet]) const
     {
@@ -164,7 +166,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                            held - ibp_min_u32(held, o * kOctet), r);
         }
     }
-    // Writes the residuals if each of them is the lower half of its element.
+    // Does what put_residuals does, if each residual is the lower half of its element.
     static __device__ __forceinline__ void put_halves(const BitStage &stage, uint32_t position,
                                                       const uint32_t (&words)[kOctets][kWords], uint32_t held)
     {
@@ -208,8 +210,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         stage.or_words<kLikely>(position, low);
         if (sizeof(T) == 2 && r > 8u) stage.or_bits(position + 64u, bits.high);
     }
-    // Writes the low R bits of each of eight words, packed. They take six words, of which the last one may be filled
-    // only in part.
+    // Writes the low R bits of each of eight words, packed. The packed bits take six words, of which the last one may
+    // be filled only in part.
     template <uint32_t R>
     static __device__ __forceinline__ void put_fields(const BitStage &stage, uint32_t position,
                                                       const uint32_t (&words)[kWords])
@@ -248,7 +250,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         atomicOr(to + N, run[N - 1u] >> (32u - shift));
     }
     // Returns the low r bits of an octet's elements, packed. To move the upper of two fields of a word, one
-    // multiplication subtracts it from its old position and adds it at the new one.
+    // multiplication subtracts the field at its old position and adds it at the new one.
     static __device__ __forceinline__ Packed pack_fields(const uint32_t (&words)[kWords], uint32_t r)
     {
         const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest;
@@ -347,9 +349,9 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             }
     }
 
-    // Encodes the n symbols of a list: first their digits of planes 2 and 3, beginning at bit `at`, then the raw
-    // symbols of those that have no entry there, either. A lane takes four symbols in each step. Returns what
-    // put_values returns.
+    // Encodes the n symbols of a list: first their digits of planes 2 and 3, beginning at bit `at`, and then, as raw
+    // symbols, the symbols that have no entry in these planes, either. A lane takes four symbols in each step. Returns
+    // what put_values returns.
     __device__ __forceinline__ uint32_t put_list(const BitStage &stage, uint32_t n, uint32_t at, uint32_t most_bits,
                                                  Symbol *list) const
     {

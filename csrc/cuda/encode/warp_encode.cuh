@@ -1,5 +1,5 @@
 // warp_encode.cuh - the function by which a warp of any kernel encodes a row of scheme ibp, and its contract.
-// ibp_device.cuh offers it.
+// ibp_device.cuh includes this file.
 #ifndef IBP_WARP_ENCODE_CUH
 #define IBP_WARP_ENCODE_CUH
 
@@ -18,11 +18,11 @@ __host__ __device__ __forceinline__ uint32_t warp_encode_scratch_bytes(const ibp
 // of a warp must call this together, with the same arguments.
 //
 // cb, scratch: as in warp_decode_coded, with warp_encode_scratch_bytes(cb) bytes.
-// row: cb.row_bytes bytes at any address that the device can read. No other thread may change them meanwhile.
-// coded: room for cb.row_bytes - 1 bytes at any address that the device can write. It must not overlap the row.
+// row: cb.row_bytes bytes at any address that the device can read. No other thread may change the row meanwhile.
+// coded: memory for cb.row_bytes - 1 bytes at any address that the device can write. It must not overlap the row.
 // @return in all lanes: the size of the coded row in bytes, which is less than cb.row_bytes. If coding saves no byte,
-// or if the codebook has another scheme, it is 0, and coded is unchanged. All lanes of the warp see what has been
-// stored. Nothing except coded and the scratch is written.
+// or if the codebook has another scheme, the result is 0, and coded is unchanged. On return, the stores to coded are
+// visible to all lanes of the warp. The function writes nothing except coded and the scratch.
 __device__ __forceinline__ uint32_t warp_encode_row(const ibp_codebook &cb, const uint8_t *row, uint8_t *coded,
                                                     uint32_t scratch)
 {

@@ -1,5 +1,5 @@
-// kv_pages.cu - ibp_cuda_plan_pages and ibp_cuda_note_pages, two kernels so small that the time of a launch limits
-// them.
+// kv_pages.cu - plans transfers of pages of a KV-cache, and notes which blocks are stored (ibp_pages.h). Both kernels
+// are so small that the time of a launch limits them.
 #include "../../core/kv_pages.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kPageThreads) plan_pages(const __grid_constant
         ibp_plan_id(&transfer, stored, i, ids, addresses);
 }
 
-// Records for each listed block of one tensor whether all of its rows are stored. A warp takes one block at a time.
+// Records for each block in the list `ids` whether all rows of the block are stored. A warp takes one block at a time.
 __global__ void __launch_bounds__(kPageThreads)
     note_pages(const int64_t *ids, const int64_t num_blocks, const uint32_t ids_per_block, const uint16_t *lengths,
                const uint16_t *rooms, const int64_t num_rows, uint8_t *stored, uint8_t *seen)

@@ -207,10 +207,10 @@ struct TeamMemory {
 };
 static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
 
-// Computes the sums of a team's bags. The threads that share a bag are a power of two: the least one, from 4 to all
-// threads of the team, that has a thread for each unit of a row. Each thread takes up to UNITS units of a row. The bags
-// go to these groups of threads round robin. No state stays in registers from one round to the next, so that the
-// decoders can use the registers.
+// Computes the sums of a team's bags. Several threads share a bag. Their number is a power of two, at least 4: the
+// smallest one that has a thread for each unit of a row, or all threads of the team if rows have more units. Each
+// thread takes up to UNITS units of a row. The bags go round robin to the groups of threads that share a bag. No state
+// stays in registers from one round to the next, so that the decoders can use the registers.
 template <uint32_t UNITS> struct Reducer {
     static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLaneBits = 2;
     // kWords: number of words of 16 bytes that each thread has in TeamMemory.

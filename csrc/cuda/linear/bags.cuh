@@ -40,8 +40,8 @@ struct Sample {
     float weight;
 };
 
-// Looks up the row of the id at position `number`. If the position is `last`, where the team's rows end, or later,
-// returns a sample without a row. Not inlined, because registers are scarce.
+// Looks up the row of the id at position `number`. Returns a sample without a row if the id is padding, or if the
+// position is `last`, where the team's rows end, or later. Not inlined, because registers are scarce.
 static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, const Request &request,
                                                      const ibp_bags &bags, uint32_t number, uint32_t last)
 {
@@ -68,8 +68,8 @@ template <class Decoder, class Sums> constexpr uint32_t most_bag_threads()
     return (Decoder::kMostThreads < kMost ? Decoder::kMostThreads : kMost) / kTeamThreads * kTeamThreads;
 }
 
-// Number of turns in a round, in each of which a group decodes one row. With two turns, a row costs less time than with
-// one. With more turns, bags of short rows would be completed later, and shared memory would have room for fewer long
+// Number of turns in a round. In each turn a group decodes one row. With two turns, a row costs less time than with one
+// turn. With more turns, bags of short rows would be completed later, and shared memory would have room for fewer long
 // rows.
 template <class Decoder, class Sums>
 constexpr uint32_t kTurnsOfRound = Decoder::Group::kPerWarp == 1 && Sums::kUnits == 1u ? 2u : 1u;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
     const auto of_first_lane = [](uint32_t v) { return __shfl_sync(kAllLanes, v, 0); };
     const uint32_t team = of_first_lane(threadIdx.x / kTeamThreads), teams = blockDim.x / kTeamThreads,
                    num_ids = static_cast<uint32_t>(request.ids.count);
-    const auto fetch_of = [&](uint32_t turn) { // starts the fetch of a turn of a round
+    const auto fetch_of = [&](uint32_t turn) { // returns the Fetch for a turn of a round
         uint8_t *const row = shared_bytes() + mine + group.row(turn);
         return F{table, request, row, stage_at(mine, row_bytes), first_stage, group.num_bytes};
     };

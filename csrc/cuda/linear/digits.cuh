@@ -88,8 +88,8 @@ __device__ __forceinline__ void copy_vector(uint32_t shared, const uint8_t *from
     *reinterpret_cast<uint4 *>(shared_bytes() + shared) = vector;
 #endif
 }
-// end_copies() ends a group of copies. await_copies() waits until all groups of this thread except the last NUM_LEFT
-// are complete, and then for the other lanes.
+// end_copies() ends a group of copies. await_copies() waits until all of this thread's groups of copies except the last
+// NUM_LEFT are complete, and then waits for the other lanes.
 __device__ __forceinline__ void end_copies()
 {
 #ifdef __CUDACC__
@@ -189,8 +189,8 @@ struct StripRows {
     uint32_t pitch;
 
     // Finds strip `number` of a tile; strip 0 is the tile's first one. strips: number of strips in a tile. The loop
-    // reads the fields of all matrices, so that no address depends on the tile: the warp would have to wait for such
-    // loads.
+    // reads the fields of all matrices, so that no address depends on the tile. The warp would have to wait for loads
+    // from addresses that do.
     __device__ __forceinline__ void find(const LinearJob &job, uint32_t tile, uint32_t strips, uint32_t number)
     {
         uint32_t first_tile = 0, last_row = 0;
@@ -223,8 +223,8 @@ __device__ __forceinline__ uint32_t turned(uint32_t rotated)
     return select_bits(0x7fff7fffu, rotated >> 1, rotated << 15);
 }
 
-// The exponents of 8 elements, one byte each: those with even indices in one word and those with odd indices in the
-// other. firsts: first_symbol in every byte.
+// The exponents of 8 elements, one byte each. One word has the exponents of the elements with even indices, and the
+// other word has those with odd indices. firsts: first_symbol in every byte.
 struct Exponents {
     uint32_t even, odd;
 
@@ -338,16 +338,17 @@ struct RowEscapes {
     }
 };
 
-// Sums of the products of a row's escapes with VECTORS vectors, which are APART apart. taken: products with the weights
-// that the multiplying warps used, as if escapes were ordinary digits. right: products with the right weights.
+// Sums of the products of a row's escapes with VECTORS vectors, of which each is APART vectors after the one before.
+// taken: products with the weights that the multiplying warps used, as if escapes were ordinary digits. right: products
+// with the right weights.
 template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
     static constexpr uint32_t kTogether = RowEscapes::kTogether;
 
     float taken[VECTORS] = {}, right[VECTORS] = {};
 
-    // Adds the products of the loaded entries. All loads are issued together; past the last vector, the last one is
-    // loaded again. If x is infinite or NaN, nothing is added to `taken`: the wrong and the right weight have the same
-    // sign, so the row's sum is already infinite or NaN, as it should be.
+    // Adds the products of the loaded entries. All loads are issued together; in place of vectors past the last one,
+    // the last one is loaded again. If an element of x is infinite or NaN, nothing is added to `taken`: the wrong and
+    // the right weight have the same sign, so the row's sum is already infinite or NaN, as it should be.
     __device__ __forceinline__ void add_loaded(const Vectors &vectors, const RowEscapes &escapes, uint32_t first_vector)
     {
         const ibp_escape(&entries)[kTogether] = escapes.entries;

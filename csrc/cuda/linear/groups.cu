@@ -1,6 +1,6 @@
 // groups.cu - two kernels for stacks of matrices. group_vectors sorts vectors by the matrices that multiply them, and
-// divides them into the groups that ibp_cuda_linear_groups takes; it has a single block. list_matrices lists the
-// matrices that are used. Latency limits both kernels.
+// divides the vectors into the groups that ibp_cuda_linear_groups takes. It has a single block. list_matrices lists the
+// matrices that ids ask for. Latency limits both kernels.
 #include "../../core/groups.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kGroupThreads)
     for (uint32_t g = (total >> kHalf) + number; g < num_groups; g += kGroupThreads) groups[g] = {};
 }
 
-// Lists the matrices that are used. Every block finds all of these matrices and writes a part of their rows; the first
-// block writes everything else.
+// Lists the matrices that ids ask for (ibp_list_matrices). Every block finds all these matrices, and writes a part of
+// the numbers of their rows. The first block writes everything else.
 template <typename Id>
 __global__ void __launch_bounds__(kGroupThreads)
     list_matrices(const Id *ids, uint32_t count, uint32_t num_matrices, const __grid_constant__ ibp_listed listed)

@@ -1,4 +1,4 @@
-// linear.cu - the functions of ibp_cuda.h that multiply vectors with coded matrices, and that decode such a matrix.
+// linear.cu - the functions of ibp_linear.h that multiply vectors with coded matrices, and that decode such a matrix.
 // They check the arguments and choose the kernel. This file launches the kernels of linear.cuh and matrix.cuh.
 #include "linear.cuh"
 #include "many.h"
@@ -38,9 +38,9 @@ static bool has_list(const ibp_digit_matrix &m)
            (m.escapes != nullptr || m.num_escapes == 0u) && m.num_escapes <= INT32_MAX;
 }
 
-// Launches the largest number of blocks that the SMs hold at the same time, or one block for each strip if there are
-// fewer strips. The launch overlaps the stream's previous kernel if the code is for compute capability 9.0 or later,
-// because only such code waits for that kernel.
+// Launches as many blocks as the SMs hold at the same time, but at most one block for each strip. The launch overlaps
+// the stream's previous kernel if the code is for compute capability 9.0 or later, because only such code waits for
+// that kernel.
 template <class Strips>
 static ibp_status launch_strips(const typename Strips::Job &job, uint32_t num_strips, ibp_stream stream)
 {

@@ -1,5 +1,5 @@
 // linear.cuh - multiplies up to 8 vectors with coded matrices of BF16. Weights are decoded in registers, as operands of
-// tensor cores, and are never written to memory. The vectors may also come in groups of up to 8, each of which is
+// tensor cores, and are never written to memory. The vectors may also come in groups of up to 8. Then each group is
 // multiplied by one matrix of a stack.
 //
 // The columns are divided into steps of 128, and step s belongs to piece s % 16 (digits.cuh). A block takes strips of
@@ -64,8 +64,8 @@ struct LinearBlock {
         float *const sums = reinterpret_cast<float *>(shared_bytes() + kSumsStart) + turn % 2u * kSums;
         return sums[(warp * kMostVectors + vector) * kStripRows + row];
     }
-    // "Written" means that the sums of a turn have been stored in shared memory; "read" means that the finisher has
-    // read them, so that their memory is free for the turn after the next.
+    // "Written" means that the sums of a turn have been stored in shared memory. "Read" means that the finisher has
+    // read these sums, so that their memory is free for the turn after the next.
     static __device__ __forceinline__ void say_written(uint32_t turn) { Turns<1>::arrive(turn); }
     static __device__ __forceinline__ void await_written(uint32_t turn) { Turns<1>::await(turn); }
     static __device__ __forceinline__ void say_read(uint32_t turn) { Turns<3>::arrive(turn); }
@@ -129,8 +129,8 @@ struct GroupsJob {
     uint32_t sharing; // number of vectors that share a row of x
 };
 
-// The strips of a job of groups. There are groups up to the first one without vectors, and each of them has all strips
-// of its matrix. Earlier work of the stream may have written the groups, so the constructor waits for it.
+// The strips of a job of groups. The list of groups ends before the first group without vectors. Each group has all
+// strips of its matrix. Earlier work of the stream may have written the groups, so the constructor waits for this work.
 struct GroupStrips {
     using Job = GroupsJob;
     const GroupsJob &groups;

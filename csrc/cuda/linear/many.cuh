@@ -6,14 +6,16 @@
 // 1. The columns are divided into 16 pieces; step s of 128 columns belongs to piece s % 16 (digits.cuh). Each block
 //    takes some neighbouring pieces. It keeps the vectors' elements of these columns in shared memory, so that the
 //    vectors are not read again for every tile. The elements are stored in the order in which few instructions can
-//    unpack the digits. 2. Two groups of four warps multiply; each group takes half of the block's pieces. If there are
-//    so many columns that 16 blocks have one piece each, tiles have 128 rows, and each group takes half of the rows.
-//    While a group multiplies a step, the bytes of its following steps, including those of the next tile, are copied to
-//    shared memory. 3. The groups write the sums of a tile to shared memory. 4. Four more warps of each block, the
-//    finishers, read the sums of all blocks of the cluster for their block's share of the vectors. They correct the
-//    products of escapes as linear.cuh does, and store the results.
+//    unpack the digits.
+// 2. Two groups of four warps multiply; each group takes half of the block's pieces. If there are so many columns that
+//    16 blocks have one piece each, tiles have 128 rows, and each group takes half of the rows. While a group
+//    multiplies a step, the bytes of its following steps, including those of the next tile, are copied to shared
+//    memory.
+// 3. The groups write the sums of a tile to shared memory.
+// 4. Four more warps of each block, the finishers, take a share of the vectors. For these vectors they add up the sums
+//    of all blocks of the cluster, correct the products of escapes as linear.cuh does, and store the results.
 //
-// Sums are added in the order of linear.cuh, so the results have the same bits.
+// Sums are added in the order of linear.cuh, so both kernels give the same results bit for bit.
 //
 // Device memory limits the kernel.
 #ifndef IBP_MANY_CUH
@@ -43,8 +45,8 @@ template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBloc
     static constexpr uint32_t kVectorsApart = kGroup / kTileRows, kFinished = VECTORS / PARTS / kVectorsApart;
 
     static constexpr uint32_t kBlockPieces = kPieces / PARTS;
-    // kWriters: number of threads that write the sums of a tile first. The number of threads that write them last is
-    // the same.
+    // kWriters: number of threads that write the sums of a tile first, and number of threads that write them last
+    // (leave_sums).
     static constexpr uint32_t kWriters = SHARES * kGroup;
 
     // Returns the largest number of steps of a block in the cluster, which all blocks use for the size of their memory.
@@ -337,8 +339,8 @@ template <class Block> struct Finishers {
         find(place.first_tile, escapes), find(place.first_tile + place.tiles_apart, next);
         escapes.load(job.num_columns);
     }
-    // Finishes all tiles of the cluster. While a tile is multiplied, this loads the first escapes of the next tile, and
-    // the range in the list of the escapes of the tile after that.
+    // Finishes all tiles of the cluster. While a tile is multiplied, the function loads the first escapes of the next
+    // tile; of the tile after that it loads where its escapes lie in the list.
     __device__ __forceinline__ void run()
     {
         uint32_t turn = 0;
@@ -356,7 +358,7 @@ template <class Block> struct Finishers {
             say_read(tile + place.tiles_apart >= job.num_tiles);
             store_sums(matrix, to_row, bias, corrections, sums);
         }
-        // Other blocks may still read the sums of this block.
+        // Wait, because other blocks may still read the sums of this block.
         if (Block::kParts > 1u) Block::read().await_cluster(turn - 1u);
     }
 };

@@ -8,7 +8,7 @@
 
 namespace ibp {
 
-// For each device, the number of clusters of a kernel that run at the same time.
+// For each device, the number of clusters of a kernel that can run at the same time.
 struct KnownClusters {
     static constexpr int kMostDevices = 64;
     std::atomic<uint32_t> known[kMostDevices]; // this number plus 1; 0 if it is not known yet
@@ -19,18 +19,20 @@ struct KnownClusters {
     ibp_status count(const void *kernel, uint32_t parts, uint32_t threads, uint32_t shared_bytes, uint32_t *clusters);
 };
 
-// Multiplies up to 64 vectors. launched: receives whether the kernel was launched; it is not if the current device has
-// no code for it, or if the vectors do not fit shared memory (more than IBP_MOST_INVARIANT vectors do not).
+// Multiplies up to 64 vectors. launched: receives whether the kernel was launched. The kernel is not launched if it has
+// no code for the current device, or if the vectors do not fit shared memory, as is the case for more than
+// IBP_MOST_INVARIANT vectors.
 ibp_status multiply_many(const LinearJob &job, ibp_stream stream, bool *launched);
 
 // Multiplies up to 256 vectors. image: image_bytes() bytes of device memory, which receive a copy of the vectors.
-// launched: receives whether the kernel was launched; it is not if the current device has no code for it, or if the
-// driver refuses the tensor maps.
+// launched: receives whether the kernel was launched. The kernel is not launched if it has no code for the current
+// device, or if the driver refuses the tensor maps.
 ibp_status multiply_tiles(const LinearJob &job, uint8_t *image, ibp_stream stream, bool *launched);
 
-// Returns the size in bytes of the image that multiply_tiles makes. It has room for 128 or 256 vectors, and for columns
-// in whole steps.
-constexpr uint32_t kMostOfTiles = 256;
+constexpr uint32_t kMostOfTiles = 256; // largest number of vectors that multiply_tiles takes
+
+// Returns the size in bytes of the image that multiply_tiles makes. The image has room for 128 or 256 vectors, and for
+// columns in whole steps.
 inline int64_t image_bytes(uint32_t num_vectors, uint32_t num_columns)
 {
     const int64_t steps = (int64_t{num_columns} + kStepColumns - 1) / kStepColumns;

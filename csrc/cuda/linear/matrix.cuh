@@ -19,8 +19,8 @@
 namespace ibp {
 
 constexpr uint32_t kMatrixWarps = 8; // number of warps in a block
-// kLaneWeights: number of weights that a lane loads at a time. kLoads: how many times it does so before it uses the
-// results.
+// kLaneWeights: number of weights that a lane loads at a time. kLoads: number of such loads that a lane issues before
+// it uses the first result.
 constexpr uint32_t kLaneWeights = 8, kLoads = 4;
 constexpr uint32_t kStretchColumns = kWarp * kLaneWeights * kLoads; // number of columns in a warp's stretch
 

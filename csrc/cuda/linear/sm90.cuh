@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t address_in(uint32_t block, uint32_t byte)
 
 // A barrier in shared memory (`mbarrier`). It completes a turn when the number of threads that was passed to begin()
 // have arrived, and all expected bytes have been copied. The parameter `turn` of its functions is the index of the turn
-// to wait for. Without a GPU these barriers do nothing.
+// to wait for. If kernels are emulated without a GPU, these barriers do nothing.
 struct SharedBarrier {
     static constexpr uint32_t kBytes = 8;
     uint32_t byte; // offset of the barrier in shared memory, in bytes
@@ -56,9 +56,9 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Arrives, as a release, at this barrier in another block of the cluster. Threads of that block that call
-    // await_cluster() afterwards see the earlier writes of this thread, and those of the threads that it has met at a
-    // barrier. The writes that they make after the call come after the earlier reads of all these threads.
+    // Arrives, as a release, at this barrier in another block of the cluster. "Earlier" accesses are those that this
+    // thread, and the threads that it has met at a barrier, made before the call. When a thread of the other block has
+    // returned from await_cluster(), it sees all earlier writes, and its own writes come after all earlier reads.
     __device__ __forceinline__ void arrive_in(uint32_t block) const
     {
 #ifdef __CUDACC__

@@ -30,8 +30,8 @@ static ibp_status find_encoder(PFN_cuTensorMapEncodeTiled_v12000 *encoder)
     return IBP_OK;
 }
 
-// Makes the tensor map of an array of bytes [rows, columns], for copies of box_rows rows and box_columns columns.
-// Returns whether the driver accepts the map.
+// Makes the tensor map of an array of bytes [matrix.num_rows, columns], for copies of box_rows rows and box_columns
+// columns. Returns whether the driver accepts the map.
 static bool make_map(PFN_cuTensorMapEncodeTiled_v12000 encoder, const ibp_digit_matrix &matrix, const uint8_t *bytes,
                      uint32_t columns, uint32_t box_columns, uint32_t box_rows, CUtensorMapSwizzle swizzle,
                      CUtensorMap *map)
@@ -44,7 +44,7 @@ static bool make_map(PFN_cuTensorMapEncodeTiled_v12000 encoder, const ibp_digit_
 }
 #endif
 
-// Makes the tensor maps of all matrices. has_maps: receives whether the driver accepts them.
+// Makes the tensor maps of all matrices. has_maps: receives whether the driver accepts all of them.
 template <class Block> static ibp_status make_maps(TilesJob *tiles, bool *has_maps)
 {
     *has_maps = true;
@@ -90,8 +90,9 @@ static ibp_status launch_tiles(const LinearJob &job, const uint8_t *image, const
     return launch_kernel(tiles_kernel<Block>, launch, stream, tiles);
 }
 
-// Replaces *best by the cheapest plan of this block if that is cheaper. For each tile, a block needs the time of its
-// steps and of kFixed more, and of another kOfCluster steps if the blocks of a cluster exchange sums.
+// Replaces *best by the cheapest plan with this kind of block, if that plan is cheaper. The estimate for a tile is the
+// time of the block's steps and of kFixed further steps, and of kOfCluster further steps if the blocks of a cluster
+// exchange sums.
 template <class Block> static ibp_status plan_tiles(LinearJob job, TilesPlan *best)
 {
     constexpr uint32_t kFixed = 2, kOfCluster = Block::kVectors / 64u + 2u, kCounts[] = {1, 2, 3, 4, 8};

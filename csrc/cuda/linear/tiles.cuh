@@ -63,8 +63,8 @@ template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
     {
         return {kBarriersStart + number * SharedBarrier::kBytes};
     }
-    // Barriers of the cluster. written: all blocks have written the sums of a round. read: all blocks have read them,
-    // so that their memory is free.
+    // Barriers of the cluster. written: all blocks have written their sums of a round. read: all blocks have read the
+    // sums of a round, so that the memory of these sums is free.
     static __device__ __forceinline__ SharedBarrier written() { return barrier(kNumBarriers - 2u); }
     static __device__ __forceinline__ SharedBarrier read() { return barrier(kNumBarriers - 1u); }
 };
@@ -95,7 +95,8 @@ template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
         if (turn > 0u) named_barrier(FIRST + STAGES + stage + kFirstOfRings, kUsers);
 #endif
     }
-    // Signals without a GPU that the copies are done. On a GPU, the copies arrive at the barrier themselves.
+    // Signals that the copies are done, if kernels are emulated without a GPU. On a GPU, the copies themselves arrive
+    // at the barrier.
     __device__ __forceinline__ void say_filled() const
     {
 #ifndef __CUDACC__
@@ -452,7 +453,8 @@ __device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
 // In a cluster every block has partial sums for all vectors. Each block takes a share of the vectors, adds up their
 // partial sums from all blocks, and stores the results.
 template <class Block> struct SharedSums {
-    // kApart: number of vectors that are added at the same time.
+    // A thread adds up the sums of one pair of rows. kPairs: number of pairs of rows in a tile. kApart: number of
+    // vectors that the threads of a block cover side by side; consecutive vectors of one thread are this far apart.
     static constexpr uint32_t kPairs = Block::kTileRows / 2u, kApart = Block::kMultipliers / kPairs;
 
     const TilesJob &tiles;
@@ -507,7 +509,7 @@ template <class Block> struct SharedSums {
         if (tiles.parts == 4u) add<4>(tile, vectors);
         if (tiles.parts == 8u) add<8>(tile, vectors);
     }
-    // Waits until all blocks have read the sums that were stored last.
+    // Waits until all blocks have read the sums of the previous round.
     __device__ __forceinline__ void await_read() const
     {
         if (turn > 0u) Block::read().await_cluster(turn - 1u);

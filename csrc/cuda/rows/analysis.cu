@@ -1,7 +1,8 @@
 // analysis.cu - counts over the rows of a tensor (the paper's section 4.1). For each bit position, counts the rows in
 // which the bit is 1. For each chunk, counts the rows that match the chunk's mask and bitval.
 //
-// 1. A block takes up to 256 columns, which are words of a row, and every k-th row; a thread takes one column.
+// 1. A block takes up to 256 columns, and every k-th row. A column is a word of a row, or two words if chunks have 8
+//    bytes. A thread takes one column.
 // 2. A thread loads the words of eight rows at a time, and counts in registers.
 // 3. The threads add their counts to the block's counters in shared memory.
 // 4. The block adds its counters to the result by atomics.
@@ -187,9 +188,9 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
     }
 }
 
-// Launches a kernel that counts. what: the kernel's first argument. num_units: number of columns. There are enough
-// blocks to fill the device, but so few that each thread has about eight rows or more. Their number is a multiple of
-// the number of tiles of 256 columns.
+// Launches a kernel that counts. what: the kernel's first argument. num_units: number of columns. The number of blocks
+// is a multiple of the number of tiles of 256 columns. It is as large as the device needs to be full, unless threads
+// would then have fewer than about eight rows each.
 template <class What>
 static ibp_status count(void (*kernel)(What, const uint8_t *, int64_t, unsigned long long *), const What &what,
                         uint32_t row_bytes, uint32_t num_units, const uint8_t *data, size_t rows, uint64_t *counts,

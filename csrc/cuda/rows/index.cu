@@ -1,7 +1,9 @@
 // index.cu - computes the offsets of overflow parts, which are a part of the row index (FORMAT.md sections 2 and 3),
 // surveys the sizes of rows, and moves overflow parts.
 //
-// 1. sum_rooms: a warp adds up the rooms of a group of 32 rows at a time.
+// A room is the overflow part of a row together with its padding.
+//
+// 1. sum_rooms: a warp adds up the sizes of the rooms of a group of 32 rows at a time.
 // 2. scan_rooms: one block turns the sums into bases by a prefix sum.
 //
 // Device memory limits the kernels: they read two bytes for each row. One block is enough for the scan, which reads and
@@ -30,7 +32,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     }
 }
 
-// Replaces each sum in `bases` by the sum of all preceding sums, and writes the sum of all to *total.
+// Replaces each sum in `bases` by the total of all preceding sums, and writes the total of all sums to *total.
 __global__ void __launch_bounds__(kScanThreads)
     scan_rooms(const int64_t num_groups, unsigned long long *bases, int64_t *total)
 {
@@ -79,7 +81,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     if (threadIdx.x == 0) atomicAdd(survey, bytes);
 }
 
-// Copies overflow parts to the positions that a table's index gives. A warp takes the 32 rows that share a base.
+// Copies overflow parts to the positions that a table's index gives. A warp takes 32 rows that share a base at a time.
 static __global__ void move_parts(const __grid_constant__ ibp_table table, const __grid_constant__ ibp_place from,
                                   uint8_t *overflow)
 {

@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t window_of(int64_t id, int64_t num_items, uin
 }
 
 // Counts the ids in each window. windows[k] receives the window of id k. ranks[k] receives the number of ids in this
-// window that were counted before id k. Lanes of a warp that have the same window share one atomic.
+// window that were counted before id k. Lanes of a warp whose ids are in the same window share one atomic.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads)
     count_windows(const Id *ids, int64_t count, int64_t num_items, uint32_t window_bits, uint32_t *counts,
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads)
     windows[k] = static_cast<uint16_t>(window);
 }
 
-// Writes the number of ids in all windows before w to starts[w]. Each block has kScanThreads windows. It first adds up
-// the counts of all windows before these, and then scans its own windows.
+// Writes the number of ids in all windows before window w to starts[w]. Each block takes kScanThreads windows. It first
+// adds up the counts of all windows before its own, and then scans its own windows.
 __global__ void __launch_bounds__(kScanThreads)
     scan_windows(const uint32_t *counts, uint32_t num_windows, uint32_t *starts)
 {

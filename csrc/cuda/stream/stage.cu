@@ -14,8 +14,8 @@
 //     copy stream:         wait decoded[place]    copy the chunk      record copied[place]
 //     caller's stream:     wait copied[place]     decode the chunk    record decoded[place]
 //
-// A place is opened once the event copied[place] is complete. A thread waits only for places to be opened, never for
-// another thread's block.
+// A place is opened once the event copied[place] is complete. The threads other than the coordinator wait only for
+// places to be opened, never for another thread's block.
 #include "../../internal/ibp_stream.h"
 #include "../../core/stage.h"
 #include "../cuda_checks.h"
@@ -32,7 +32,7 @@ namespace ibp {
 constexpr int kPlaces = 12;
 // Approximate size in bytes of the slots of a block. A thread copies a block in about 10 microseconds.
 constexpr int64_t kBlockBytes = 64 << 10;
-// Least number of chunks in a call, if it has enough items. With fewer chunks, gathering, copying and decoding hardly
+// Smallest number of chunks of a call that has enough items. With fewer chunks, gathering, copying and decoding hardly
 // overlap.
 constexpr int64_t kLeastChunks = 16;
 // Calls that fill the ring at most this many times use stores that bypass the CPU's caches. On 16 cores of a Xeon,
@@ -79,8 +79,8 @@ class Staging {
     // Returns whether a place has room for at least one item.
     bool fits() const { return chunk_items_ > 0; }
 
-    // Does the work of one thread of the call. Every thread calls this once; the first one to call becomes the
-    // coordinator.
+    // Does the work of one thread of the call. Every thread calls this function once. The first thread that calls it
+    // becomes the coordinator.
     void work()
     {
         if (!is_coordinated_.exchange(true)) {

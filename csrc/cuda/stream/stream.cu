@@ -29,7 +29,9 @@ struct ibp_streamer {
     cudaEvent_t begun, ended, filled[ibp::kPlaces], freed[ibp::kPlaces];
     uint8_t *ring;
     int64_t place_bytes;
-    int64_t num_chunks, done_bytes; // since ibp_cuda_begin_stream
+    // num_chunks: number of chunks since ibp_cuda_begin_stream. done_bytes: size in bytes of the chunks since
+    // ibp_cuda_begin_stream or ibp_cuda_continue_stream.
+    int64_t num_chunks, done_bytes;
 };
 
 namespace ibp {
@@ -41,8 +43,8 @@ static ibp_status copy_part(uint8_t *to, const uint8_t *from, uint64_t num_bytes
 }
 
 // Makes the streamer's streams wait for the work that is queued on the caller's stream. The decode stream waits before
-// every table, because work on the caller's stream may still use the output's memory. The copy stream waits before the
-// first chunk only: until then, work on the caller's stream may use the ring; from then on, only the streamer uses it.
+// every table, because work on the caller's stream may still use the output's memory. The copy stream waits only before
+// the first chunk: work on the caller's stream may use the ring until then, but no longer from then on.
 static ibp_status fork(ibp_streamer *streamer, cudaStream_t stream)
 {
     FirstError calls;
@@ -64,8 +66,8 @@ static bool is_here(const ibp_streamer *streamer)
     return streamer != nullptr && check_cuda(cudaGetDevice(&device)) == IBP_OK && device == streamer->device;
 }
 
-// Queues the copies of a chunk to its place in the ring. block: receives the table whose rows are those of the chunk,
-// in the ring. If rows have their own bases, their parts may be anywhere in overflow; then overflow is not copied, and
+// Queues the copies of a chunk to its place in the ring. block: receives a table of the chunk's rows, whose arrays are
+// in the ring. If rows have their own bases, their parts may be anywhere in overflow. Then overflow is not copied, and
 // decoders read the parts from host memory.
 static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, ibp_table *block)
 {
@@ -190,7 +192,7 @@ extern "C" ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_ta
     const bool reads_bases = table->bases != nullptr && !ibp_has_own_bases(table);
     if (out == nullptr || (reads_bases && bases == nullptr)) return IBP_INVALID_ARGUMENT;
     const int64_t row_bytes = table->codebook.row_bytes, num_rows = ibp_num_rows(table);
-    // The rows are raw and lie one after the other, so they are only copied.
+    // If the rows are raw and lie one after the other, they are only copied.
     if (!table->lengths && table->slot_bytes == row_bytes && end <= table->slots_bytes)
         return ibp::copy_part(out, table->slots + start, static_cast<uint64_t>(end - start), stream);
     const int64_t group = IBP_ROWS_PER_BASE, groups_end = ((end - 1) / row_bytes / group + 1) * group;
