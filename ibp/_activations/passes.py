@@ -20,7 +20,7 @@ class ForwardPass:
     """One forward pass and the regions that it saved.
 
     Args:
-        order: numbers of the regions in the order in which the backward pass before used them. Empty: the region that
+        order: numbers of the regions in the order in which the previous backward pass used them. Empty: the region that
             was saved last is expected first.
         transfers: the transfers of each device.
         faults: receives the faults that decoders find.
@@ -67,7 +67,7 @@ class ForwardPass:
 
     def prefetch(self, region: SavedRegion, first: int) -> None:
         """Starts to bring back the pieces of a region, beginning with piece number `first`, and then the regions that
-        are used after it."""
+        are expected to be used after it."""
         transfers = region.transfers
         if transfers is None or not transfers.fetch_region(region, first):
             return

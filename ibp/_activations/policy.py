@@ -15,7 +15,7 @@ from .._schemes.learning import Learner
 from . import coding
 from .spans import SpanView
 
-# The modes of a region: not moved; encoded on the device; raw on the host; encoded on the host.
+# The modes of a region, in this order: not moved; encoded, on the device; raw, on the host; encoded, on the host.
 KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"
 _LEAST_SAVED = 0.05  # least fraction of the bytes that encoding must save to be worth its time
 
@@ -46,13 +46,13 @@ class _RegionSize(NamedTuple):
 
 
 class ActivationPolicy:
-    """The choice of the form in which each region is saved. A codebook is learned when a region is first saved. With a
-    budget, the first pass moves all regions; later passes keep on the device what fits the budget, by the sizes of the
-    pass before."""
+    """Chooses the form in which each region is saved. A codebook is learned when a region is first saved. With a
+    budget, the first pass moves all regions. Later passes keep on the device as many regions as fit the budget, by the
+    sizes of the previous pass."""
 
     def __init__(self, options: OffloadOptions) -> None:
         self._options = options
-        # By the region's number, dtype and device.
+        # The learners of recipes, by a region's number, dtype and device.
         self._learners: defaultdict[tuple[int, torch.dtype, torch.device], Learner[coding.ActivationRecipe]]
         self._learners = defaultdict(Learner)
         self._sizes: dict[torch.device, list[_RegionSize]] = {}
@@ -60,7 +60,7 @@ class ActivationPolicy:
         self.is_settled = False
 
     def begin_pass(self, was_used: bool) -> None:
-        """Begins a pass. was_used: whether the pass before is complete: its backward pass has begun, and its regions
+        """Begins a pass. was_used: whether the previous pass is complete: its backward pass has begun, and its regions
         have been destroyed."""
         if was_used:
             self.is_settled = True

@@ -35,7 +35,8 @@ class CacheState:
         self.order = StreamOrder()  # orders the streams that read and write the slabs
         self.captured: list[Generation] = []  # generations that CUDA graphs read
         self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
-        # Whether the GPU cannot read the table. If so, the cache holds nothing, and all rows come from the table.
+        # True if the system refused to pin the table, so that GPUs cannot read it. Then the cache holds nothing, and
+        # all rows come from the table.
         self.is_idle = devices[0].type == "cuda" and view._is_refused and not view.is_pinned()
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
@@ -62,8 +63,8 @@ class CacheState:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Makes the cache's own streams the current ones inside the context. Work queued there runs after the work that
-        the former current streams have already queued. At the end the host waits for the cache's streams."""
+        """Makes the cache's own streams the current streams inside the context. They first wait for the work that is
+        already queued on the streams that were current before. At the end the host waits for the cache's streams."""
         with ExitStack() as stack:
             for device in self.workers:
                 if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The collective functions. There is a class for each of them, which says what messages a call has and how they move.
+"""The collective functions. Each function has a class, which determines what messages a call has and how these move.
 `_exchange.py` describes the course of a coded call."""
 
 from __future__ import annotations
@@ -290,7 +290,8 @@ class _AllToAll(Collective):
         return dist.all_to_all_single(received, sent, back, to, group=self.group, async_op=True)
 
     def tell(self, status: Status) -> dist.Work | None:
-        """Tells only about coded messages, because ranks that have no coded messages do not call `tell`."""
+        """Sends and receives the status of coded messages only, because ranks that have no coded messages do not call
+        `tell`."""
         size = self.state.size
         rows = [row if coded else row[:0] for row, coded in zip(status.rows, self._is_coded)]
         return dist.all_to_all(rows[size:], rows[:size], group=self.group, async_op=True)

@@ -197,8 +197,9 @@ class Collective(ABC):
     def plan(self) -> Plan:
         """Returns the plan of the call's kind, and makes it first if the kind is new or its codec has lost rows.
 
-        All ranks must call this together. They communicate in it on the CPU; if a codec is given, because ranks could
-        mix codecs up; if the kind is new or due to be checked; and if torch's debug level is DETAIL."""
+        All ranks must call this together. The ranks communicate here if the tensors are on the CPU, if a codec is given
+        (ranks could give different codecs), if the kind is new or due to be checked, and if torch's debug level is
+        DETAIL."""
         state, kind = self.state, self.kind
         known, is_detailed = state.plans.get(kind), dist.get_debug_level() == dist.DebugLevel.DETAIL
         if known is None or kind.device == "cpu" or kind.codec is not None or is_detailed:
@@ -283,7 +284,7 @@ class Collective(ABC):
             learner.take(found)
         if num_pieces == 0:
             # `call` does not call `plan` if the plan is the object RAW, so the ranks do not compare such calls. On the
-            # CPU they compare every call, so raw calls have a plan object of their own there.
+            # CPU they compare every call, so raw calls have another plan object there.
             return RAW if kind.device != "cpu" else Plan(None)
         return Plan(found, num_pieces, least, is_checked=codec is None, num_calls=num_calls)
 
@@ -328,7 +329,7 @@ class CodedWork(Work):
             is_async: whether the caller waits later. If so, the call uses a stream other than the current one on a GPU,
                 and on the CPU the constructor does not wait for messages.
             status: the status to write, if all rows are known to have room. The caller looks at it later, and `wait()`
-                does not block the host. None: the call has a status of its own, and `wait()` looks at it.
+                does not block the host. None: the call makes a status, and `wait()` looks at it.
         """
         super().__init__()
         self._call: Collective | None = None  # None: there is nothing to wait for.

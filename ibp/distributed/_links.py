@@ -55,7 +55,8 @@ class Rates:
     """The rates of a coder.
 
     Attributes:
-        encode_gbps, decode_gbps: original (uncoded) bytes in GB/s, on all multiprocessors of a GPU, or on a CPU.
+        encode_gbps, decode_gbps: rates in GB/s of original (uncoded) bytes, on all multiprocessors of a GPU, or on a
+            CPU.
         hides: whether one message travels while another one is coded. This is not so on a CPU, where the same cores
             code and move bytes.
     """
@@ -71,8 +72,8 @@ class Load(NamedTuple):
     Attributes:
         coded, moved, decoded: the numbers of original (uncoded) bytes that the rank codes, that arrive at it, and that
             it decodes.
-        is_known_to_fit: whether all rows are known to have room in their messages before later calls begin, so that the
-            host does not wait for these calls.
+        is_known_to_fit: whether the caller finds out before each later call of the kind that all rows have room in
+            their messages. The host then does not wait for these later calls.
     """
 
     coded: int
@@ -156,8 +157,8 @@ def pays(codec: Codec, rates: Rates, link: Link, load: Load) -> bool:
 
 
 def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) -> int:
-    """Returns the size in bytes from which on it pays to code the messages of an all-to-all. It is `start`, or `start`
-    times a power of two.
+    """Returns the least size in bytes of an all-to-all's message for which coding pays: `start`, or `start` times a
+    power of two.
 
     Args:
         count: the number of messages that a rank sends, which is also the number that it receives.

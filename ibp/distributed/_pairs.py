@@ -32,7 +32,7 @@ class NotedWork(Work):
 
     Args:
         works: the work of the tensor and the work of the note.
-        read: a function to call when both have arrived. None: there is nothing to call.
+        read: a function to call when the tensor and the note have arrived. None: there is nothing to call.
     """
 
     def __init__(self, works: list[dist.Work | None], read: Callable[[], None] | None) -> None:

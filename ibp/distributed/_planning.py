@@ -41,7 +41,7 @@ class Kind(NamedTuple):
         what: the name of the function.
         numel: the number of elements of the input. 0: it may differ between ranks.
         dtype: the dtype of the tensors.
-        device: the type of their device.
+        device: the type of the tensors' device.
         level, name: arguments of the call.
         codec: the fingerprint of the codec that the caller gave. None: the caller gave no codec.
         root: the rank in the group that has the data. -1: each rank has some of it.
@@ -85,7 +85,7 @@ class CallOptions(NamedTuple):
     name: str
 
     def check(self, *tensors: torch.Tensor) -> None:
-        """Raises TypeError or ValueError for wrong options, and TypeError for tensors that are not tensors."""
+        """Raises TypeError or ValueError for wrong options, and TypeError if one of `tensors` is not a tensor."""
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"a tensor is a {type(tensor).__name__}; wanted a torch.Tensor")
@@ -146,8 +146,8 @@ RAW = Plan(None)  # The plan of calls that are raw.
 
 @dataclass(eq=False)
 class Pair:
-    """The state of one direction between this rank and another rank: either of the tensors that this rank sends, or of
-    those that it receives.
+    """The state of one direction between this rank and another rank: that of the tensors that this rank sends, or that
+    of the tensors that it receives.
 
     Attributes:
         plans: the plan for each kind of tensor.

@@ -1,4 +1,4 @@
-"""How modules hold the tables of their weights, and the parameters by which tools find these weights."""
+"""The holders of the tables of modules, and the parameters by which other code finds these weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SharedTable:
 
     @outside_of_modes()
     def decoded(self, device: torch.device) -> torch.Tensor:
-        """Returns the plain weight on a device, in memory of its own."""
+        """Returns the plain weight on a device, in newly allocated memory."""
         return self.plain_of(self.weight.decompress(device=device))
 
     def plain_parameter(self, requires_grad: bool) -> torch.nn.Parameter:
@@ -121,7 +121,7 @@ class TableParameter(torch.nn.Parameter):
     Args:
         table: the table, or the holder that the parameter shares with modules.
         requires_grad: whether rows of the table train.
-        device: the device that the parameter shows. None: the table's.
+        device: the device that the parameter shows. None: the table's device.
 
     Attributes:
         table: the table that the modules use. It cannot be set.
@@ -155,12 +155,12 @@ class TableParameter(torch.nn.Parameter):
 
     def show(self, device: torch.device | None = None) -> None:
         """Updates the shape and dtype that the parameter shows, and its device. Call it when the table was replaced.
-        device: the device to show. None: the table's."""
+        device: the device to show. None: the table's device."""
         with torch._C.DisableTorchFunctionSubclass():
             self.data = TableParameter(self._shared, device=device)
 
     def decoded(self) -> torch.Tensor:
-        """Returns the plain weight, in memory of its own, on the parameter's device."""
+        """Returns the plain weight on the parameter's device, in newly allocated memory."""
         return self._shared.decoded(self.device)
 
     @torch.no_grad()
@@ -176,8 +176,9 @@ class TableParameter(torch.nn.Parameter):
             table.refit(slot_bytes=table.slot_bytes or None if is_fast(table) else None).prepare_linear()
 
     def _set_data(self, data: torch.Tensor) -> None:
-        """Implements `parameter.data = data`. The values of a tensor are coded. The table of another TableParameter
-        replaces this one's, except if this one's stays: then the other's values are coded."""
+        """Implements `parameter.data = data`. If data is a plain tensor, its values are coded into this parameter's
+        table. If data is a TableParameter, its table replaces this parameter's table. The exception is a table that
+        stays: the values of data are then coded into it."""
         if (data.shape, data.dtype) != (self.shape, self.dtype):
             raise self._refusal(f"of {self.dtype} cannot become {list(data.shape)} of {data.dtype}")
         if not isinstance(data, TableParameter):

@@ -1,9 +1,9 @@
 """Stacks of experts: finds the modules of transformers that hold them, and calls such a module for a few of its
 experts.
 
-The experts of a call are put into slots. The number of slots is the largest number of experts that so many choices can
-name, so it is known without waiting for a GPU. The forward of the module's class computes with the slots instead of all
-experts, and with slot numbers instead of expert numbers.
+The experts of a call are put into slots. The number of slots follows from the number of choices, as the largest number
+of experts that they can name. So it is known without waiting for a GPU. The forward of the module's class computes with
+the slots instead of all experts, and with slot numbers instead of expert numbers.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def slots_for(
 
 
 class Calls:
-    """Calls the forward of a class of stacked experts with other tensors in place of some of a module's own.
+    """Calls the forward of a class of stacked experts with tensors that replace some of a module's tensors.
 
     kind: the class. A module of another class can be called if it has the attributes that this forward reads. stacks:
     names of the stacked weights.
@@ -97,8 +97,8 @@ class Calls:
         self.kind, self._stacks, self._choice = kind, frozenset(stacks), arguments_of(kind)[1]
 
     def ids_of(self, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Returns the experts of each token, [tokens, choices], from the arguments of a call, or None if they are
-        not there."""
+        """Returns the experts of each token, [tokens, choices], from the arguments of a call, or None if the arguments
+        do not contain them."""
         ids = args[1] if len(args) > 1 else kwargs.get(self._choice)
         return ids if isinstance(ids, torch.Tensor) else None
 

@@ -55,7 +55,7 @@ class CodedModule(torch.nn.Module):
         """Registers a parameter; torch also calls this for `module.name = param`.
 
         Raises:
-            RuntimeError: the name is a table's.
+            RuntimeError: the name is that of a table.
         """
         if isinstance(self._parameters.get(name), TableParameter):
             raise RuntimeError(
@@ -140,8 +140,8 @@ class CodedModule(torch.nn.Module):
 
     def _load_table(self, name: str, shared: SharedTable, *args: Any) -> None:
         """Replaces a table by its entry in a state, which is a table or a plain tensor. If the entry is missing or does
-        not fit, keeps the table and adds this to torch's lists of errors. args: the arguments of
-        `_load_from_state_dict`, which contain these lists."""
+        not fit, keeps the table and reports the error in torch's lists. args: the arguments of `_load_from_state_dict`,
+        which contain these lists."""
         state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs = args
         held, key, shape = shared.weight, prefix + name, shared.plain_shape
         is_coded = shared.transposed and key + TRANSPOSED in state_dict
@@ -474,8 +474,8 @@ def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
 
 
 def coded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns `module.state_dict()` with tables in place of plain tensors. The tables take no memory besides the
-    module's own. `torch.save` saves the dict, and `load_state_dict` loads it.
+    """Returns `module.state_dict()` with tables in place of plain tensors. The tables are those of the module, so they
+    take no additional memory. `torch.save` saves the dict, and `load_state_dict` loads it.
 
     Example:
         >>> embedding = ibp.nn.Embedding(1000, 64, device="cpu")

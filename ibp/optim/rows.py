@@ -1,4 +1,4 @@
-"""Optimizers of rows that train: of `ibp.nn.Embedding`, `EmbeddingBag` and `EmbeddingCollection`.
+"""Optimizers of trainable rows: those of `ibp.nn.Embedding`, `EmbeddingBag` and `EmbeddingCollection`.
 
     optimizer = ibp.optim.RowWiseAdagrad(model, lr=0.05)
     loss.backward()
@@ -49,7 +49,7 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__(_listed(modules), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds modules with options of their own.
+        """Adds modules to the optimizer as a group with its own options.
 
         Args:
             param_group: {"params": a module or several modules, and options}.
@@ -146,7 +146,7 @@ class SGD(RowOptimizer):
         modules: a module, several modules, or dicts of "params" and options. All `ibp.nn` modules in them that train
             are optimized.
         lr: the learning rate.
-        weight_decay: this factor times the row is added to the gradient of each row that has one.
+        weight_decay: if a row has a gradient, this factor times the row is added to the gradient.
 
     Raises:
         TypeError, ValueError: a module has no rows to train, or an option is negative.
@@ -286,9 +286,8 @@ def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> N
     """Averages the gradients of rows over the processes of a group, as DistributedDataParallel does for parameters.
     Every process of the group must call it between `backward()` and `step()`.
 
-    Each process has a module of its own. If all modules begin with the same rows, all steps change them alike: the
-    gradients that several processes have of a row are added in the order of the ranks, so all processes get the same
-    bits.
+    Each process has its own copy of the module. If all copies begin with the same rows, they keep the same bits in all
+    steps: every process adds up the gradients of a row in the order of the ranks.
 
     Example:
         >>> # on each rank of a group
@@ -345,8 +344,8 @@ def _listed(modules: Any) -> list[Any]:
 
 
 def _row_modules(modules: Any) -> list[RowsModule]:
-    """Returns all modules below the given ones whose rows train, each once, in order. Raises ValueError if one of the
-    given modules has none."""
+    """Returns the modules whose rows train among the given modules and their submodules: each module once, in order.
+    Raises ValueError if a given module contains no such module."""
     found: dict[RowsModule, None] = {}
     for module in _listed(modules):
         if not isinstance(module, torch.nn.Module):
