@@ -44,7 +44,7 @@ class _SavedTensor(NamedTuple):
 
 @dataclass
 class _SpanEntry:
-    """What is known about a span that was saved."""
+    """A record of a span that was saved."""
 
     region: weakref.ref[SavedRegion] | None  # the region that holds the span; None: the span is not moved
     passes: int  # number of the last pass that saved the span

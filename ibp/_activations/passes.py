@@ -24,7 +24,8 @@ class ForwardPass:
             was saved last is expected first.
         transfers: the transfers of each device.
         faults: receives the faults that decoders find.
-        note_outgrown: a function that is called with the size of each region or piece that does not fit its room.
+        note_outgrown: a function that is called for each region or piece that compressed worse than expected, with its
+            size in bytes before encoding.
     """
 
     def __init__(

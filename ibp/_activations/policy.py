@@ -34,9 +34,12 @@ class OffloadOptions:
 class _RegionSize(NamedTuple):
     """The sizes of one region. Sorting puts the most compressible regions first.
 
-    share: the size of the bytes that are moved or encoded, as a fraction of the region's size.
-    number: the number of the region in its pass.
-    num_bytes, left_bytes: size in bytes on the device if the region stays, and if it is moved.
+    Attributes:
+        share: the expected encoded size as a fraction of the region's size, rounded to 0.01. It is 1 if the region is
+            not encoded.
+        number: the number of the region in its pass.
+        num_bytes: size of the region in bytes on the device if it stays there as it is.
+        left_bytes: size in bytes that the region takes on the device if it is moved or encoded.
     """
 
     share: float
@@ -118,9 +121,9 @@ class ActivationPolicy:
         return recipe if recipe is None or recipe.takes(data.numel()) else None
 
     def _mode(self, recipe: coding.ActivationRecipe | None, device: torch.device) -> str:
-        """Returns the mode of a region, apart from the budget. On the CPU, and with memory="device", it is DEVICE if
-        encoding saves more than _LEAST_SAVED, and otherwise KEEP. On a GPU it is CODED if encoding and decoding take
-        less time than the link would take for the bytes that they save, and otherwise RAW."""
+        """Returns the mode of a region if there is no budget. On the CPU, and with memory="device", the mode is DEVICE
+        if encoding saves more than _LEAST_SAVED, and otherwise KEEP. On a GPU it is CODED if encoding and decoding take
+        less time than the link would take to move the saved bytes out and back, and otherwise RAW."""
         saved = 0.0 if recipe is None else 1 - recipe.coded_share
         if device.type == "cpu" or self._options.memory == "device":
             return DEVICE if saved > _LEAST_SAVED else KEEP

@@ -43,8 +43,8 @@ class SavedPiece:
 
     def note_used(self, recipe: coding.ActivationRecipe, counters: torch.Tensor) -> int:
         """Records in the recipe how much overflow the piece uses. Returns the size in bytes of the used part of the
-        encoded memory, from its first byte. counters: the encoded memory, or a copy of its head. Before the host passes
-        a copy, it must wait for `sent`."""
+        encoded memory, from its first byte. counters: the encoded memory, or a copy of its head. The caller must wait
+        for `sent` before it passes a copy."""
         used = forms.used_bytes(counters)
         recipe.note(self.num_bytes, used)
         return coding.index_bytes(self.num_bytes) + used

@@ -43,8 +43,8 @@ class PieceTransfers:
         # Number of pieces that are being copied back, their size in bytes, and the size in bytes of the device memory
         # of the pieces in `_leaving`.
         self.coming = self.coming_bytes = self.leaving_bytes = 0
-        # Pieces of destroyed regions: (piece, recipe if it still has to record the piece's size, number of bytes that
-        # were being copied back).
+        # Pieces of destroyed regions: (piece, recipe that still has to record the piece's size or None, number of bytes
+        # that were being copied back).
         self._ended: deque[tuple[SavedPiece, coding.ActivationRecipe | None, int]] = deque()
         # Pieces whose copies to the host may not have ended: (region, piece, size of the piece's device memory in
         # bytes).
@@ -100,7 +100,8 @@ class PieceTransfers:
 
     def make_room(self, num_bytes: int) -> None:
         """Makes room in the window for num_bytes more bytes. Waits for the oldest copies and frees the memory of their
-        pieces, until the new bytes fit. Stops earlier if only _LEAST_MOVING pieces are left in transit."""
+        pieces, until the new bytes fit. Stops earlier if only the pieces that are always allowed are left in
+        transit."""
         self._note_misfits(waits=self._keeps_codes)
         least = 0 if self._keeps_codes else _LEAST_MOVING
         while len(self._leaving) > least and self.leaving_bytes + num_bytes > self.window_bytes:

@@ -76,7 +76,7 @@ class Schedule(Generic[Item]):
 
 
 class _ThreadState(threading.local):
-    """What each thread is doing with the model."""
+    """The calls of the model in which the current thread is."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []  # the calls that the thread is in, the innermost last
@@ -92,7 +92,7 @@ class Events:
 
     Attributes:
         lock: guards the places, and everything else that changes while the model runs.
-        thread: what the current thread is doing with the model.
+        thread: the calls of the model in which the current thread is.
         fetchers: the fetcher of each device, in the order of the plan's devices.
         places: the place of each group that is fetched.
         users: for each module that uses groups, the places of these groups.

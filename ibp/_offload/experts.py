@@ -1,9 +1,9 @@
-"""Fetches the experts of a mixture: a call for few tokens fetches only the experts that the router chose.
+"""Fetches the experts of a mixture. A call for few tokens fetches only the experts that the router chose.
 
-In the table of a stacked weight, an expert is a fixed number of consecutive rows. The experts of a call are decoded
-into slots, with which the module's original forward computes (`nn/_stacks.py`). The host never waits for the GPU. A GPU
-fetches experts on a separate stream; the caller's stream waits for a stacked weight only when the forward first reads
-the weight. So `down_proj` is fetched while `gate_up_proj` is multiplied.
+A stacked weight is one tensor with the weights of all experts. In its table, an expert is a fixed number of consecutive
+rows. The experts of a call are decoded into slots, with which the module's original forward computes (`nn/_stacks.py`).
+The host never waits for the GPU. A GPU fetches experts on a separate stream; the caller's stream waits for a stacked
+weight only when the forward first reads the weight. So `down_proj` is fetched while `gate_up_proj` is multiplied.
 """
 
 from __future__ import annotations

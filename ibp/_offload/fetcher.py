@@ -23,14 +23,14 @@ Region = tuple[int, int]  # [start, end) in bytes
 
 
 class Place:
-    """Where a group of weights is on its device while the model runs, and which work uses it. Only the fetcher changes
-    a place."""
+    """The memory that a group of weights has on its device while the model runs, and a record of the work that uses the
+    weights. Only the fetcher changes a place."""
 
     def __init__(self, group: Group, fetcher: WeightFetcher) -> None:
         self.group, self.fetcher = group, fetcher
         self.stored_bytes = 0  # size of the compressed rows, which a fetch moves; 0 until the tables are made
         self.uses = 0  # number of calls that are using the weights
-        # Whether the weights are in `memory`, or will be when `ready` has been reached.
+        # True if the weights are in `memory`, or will be there when `ready` has been reached.
         self.is_loaded = False
         self.is_ahead = False  # whether they were fetched ahead of a use that has not begun
         # The region of the arena that the group has, or had last. None: the group has a separate allocation, or no
@@ -70,7 +70,7 @@ class WeightArena:
         self._cursor = 0
 
     def region(self, num_bytes: int, held: Iterable[Region], wish: Region | None = None) -> Region | None:
-        """Returns a region of num_bytes bytes that overlaps none of the held regions: `wish` if it is free, otherwise
+        """Returns a region of num_bytes bytes that does not overlap any held region: `wish` if it is free, otherwise
         the first free region after the region that was returned last. Returns None if there is no such region."""
         held = list(held)
         after_held = sorted(end for _, end in held)

@@ -29,7 +29,7 @@ class Group:
 
     def __init__(self, name: str, device_number: int, weights: Sequence[Weight], are_experts: bool = False) -> None:
         self.name, self.device_number, self.weights = name, device_number, list(weights)
-        # Whether the weights are stacks of experts, of which a call may fetch a few.
+        # True if the weights are stacks of experts. A call may then fetch a few of the experts.
         self.are_experts = are_experts
         self.stays = False  # whether the weights stay on their device, not compressed
         self.offsets: list[int] = []  # offset of each weight from the group's start, in bytes
@@ -57,19 +57,19 @@ class Other:
 
 @dataclass(eq=False)
 class OffloadPlan:
-    """What `ibp.offload` does with each tensor and module of a model."""
+    """The decisions of `ibp.offload` about each tensor and module of a model."""
 
     devices: list[torch.device]
     # For each module, the index of its device in `devices`.
     device_numbers: dict[nn.Module, int] = field(default_factory=dict)
-    # The modules that are distributed over the devices in turn, such as the layers of a transformer.
+    # The modules that are distributed over the devices round-robin, such as the layers of a transformer.
     blocks: list[nn.Module] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)  # all offloaded weights
     # The weights of each module without its submodules, by attribute.
     held: dict[nn.Module, dict[str, Weight]] = field(default_factory=dict)
     others: list[Other] = field(default_factory=list)  # all other parameters and buffers, each tensor once
     groups: list[Group] = field(default_factory=list)  # in the order of the modules
-    # The next three say how modules use weights.
+    # The next three fields say how modules use weights.
     users: dict[nn.Module, list[Group]] = field(default_factory=dict)  # the groups that a module's calls use
     lookups: list[nn.Module] = field(default_factory=list)  # modules that look up rows of the weights that they hold
     experts: dict[nn.Module, Group] = field(default_factory=dict)  # the stacks of a module of experts
@@ -90,7 +90,7 @@ def plan_for(
     buffers: bool = False,
 ) -> OffloadPlan:
     """Returns the plan for a model. Its blocks, which are the children of its outermost `ModuleList` or `Sequential`,
-    are assigned to the devices in turn.
+    are assigned to the devices round-robin.
 
     The weights of a module with at most group_bytes bytes of weights are one group. In a larger module, the weights
     that it holds itself are a group, and each of its children is divided in the same way. A weight that several modules

@@ -48,7 +48,7 @@ class Weight:
         self.requires_grad: list[bool] = []  # requires_grad of each tensor before it was offloaded
         self.shape, self.dtype = tensor.shape, tensor.dtype  # the same for all of these tensors
         self.num_bytes = tensor.shape.numel() * tensor.dtype.itemsize
-        # The dimensions in their order in memory: `x.permute(order)` is contiguous if x is dense.
+        # The dimensions in their order in memory: `tensor.permute(order)` is contiguous if the tensor is dense.
         self.order = memory_order(tensor)
         is_dense = tensor.permute(self.order).is_contiguous()
         # The strides of the values: those of the weight, or contiguous ones if the weight had gaps.
@@ -61,7 +61,7 @@ class Weight:
         self.group: Group | None = None  # the group that it is fetched with; None if single rows of it are looked up
         self.device = device  # the device that uses it
         self.unit: Literal["weight", "row", "expert"] = "weight"  # what one fetch brings
-        # The table of `x.permute(order)`; None before the weight is stored and after it is restored.
+        # The table of `tensor.permute(order)`. None before the weight is stored, and after it is restored.
         self.table: CompressedTensor | None = None
         self.saved = SavedTensor()  # the tensor that state_dict() returned for it
         # The content of the tensors between uses: a tensor of the right shape, dtype and device without values.
@@ -74,7 +74,7 @@ class Weight:
 
     @property
     def stays(self) -> bool:
-        """Whether the weight stays on the device, not compressed."""
+        """True if the weight stays on the device, not compressed."""
         return self.group is not None and self.group.stays
 
     def add(self, module: torch.nn.Module, attribute: str, name: str, tensor: torch.Tensor) -> None:

@@ -133,8 +133,8 @@ class RowCache(OfThisProcess, TensorManners):
             there is no warning.
         devices: 1 to 8 devices, each of which has a slab. The hash of a row's number determines its slab. None: the
             current GPU, or the device of the `ibp.CodedRows`; the CPU if there is no GPU.
-        policy: "static": the rows change only by `refill`. "lru": requested rows replace the least recently used; only
-            on one device.
+        policy: "static": only `refill` changes which rows are cached. "lru": requested rows replace the least recently
+            used rows; only for a cache on one device.
         writable: whether `update_` changes cached rows in their slots, and `flush` changes them in the table. Only for
             static caches.
         group: a process group of torch.distributed whose ranks are processes of one machine, at most 8. Each rank has a
@@ -380,9 +380,9 @@ class RowCache(OfThisProcess, TensorManners):
     _take_outside = outside_of_graphs(_take)
 
     def _in_use(self, worker: torch.device) -> Generation:
-        """Returns the present generation for work on the current stream of a device, and makes that stream wait for
-        other streams if necessary. The caller must hold the lock. Raises RuntimeError if the table has changed since
-        its rows were cached."""
+        """Returns the generation (`_slabs.py`) that is in use, for work on the current stream of a device. Makes this
+        stream wait for other streams if necessary. The caller must hold the lock. Raises RuntimeError if the table has
+        changed since its rows were cached."""
         state, generation, writes = self._state, self._state.generation, self.policy == "lru"
         if generation.codebook is not self.view.codebook or generation.version != self.view.version:
             state.check(generation)

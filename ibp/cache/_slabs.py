@@ -1,8 +1,9 @@
 """Slabs: copies of stored rows in device memory, as many as fit a budget (the paper's section 5).
 
-A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries. Rows that
-never change lie back to back. If rows change or replace each other, every row has a slot of fixed size. If there are
-several slabs, the hash of a row's number determines the slab that may hold the row.
+A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries. The map
+is a hash table, divided into *sets* of *ways*; a way holds one row number and the entry of this row. Rows that never
+change lie back to back. If rows change or replace each other, every row has a slot of fixed size. If there are several
+slabs, the hash of a row's number determines the slab that may hold the row.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # size in bytes of 
 NEAR_MAP_SHARE = 0.4
 SLOT_QUANTILE = 0.999  # the fraction of the rows whose stored size fits a slot
 GROWTH = 16  # if rows may change, a slot is larger by a sixteenth, so that most rows still fit after a change
-# The fields of an entry. Bits 0 to 39: offset of the row in its slab, in bytes. Bits 40 to 42: number of the slab. Bit
-# 60: whether the row is present. Bit 61: whether the row has been changed, and not yet written back to the table.
+# The fields of an entry that this file reads (ibp_cache.h has all of them). Bits 0 to 39: offset of the row in its
+# slab, in bytes. Bits 40 to 42: number of the slab. Bit 60: whether the row is present. Bit 61: whether the row has
+# been changed, and not yet written back to the table.
 _SLAB_SHIFT, _PRESENT_SHIFT = 40, 60
 DIRTY = 1 << 61
 

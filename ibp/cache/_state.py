@@ -42,7 +42,7 @@ class CacheState:
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
         """Makes sure that memory of the generation and of the counters, once freed, is not reused before the stream is
-        done with it. worker: the device of the stream. stream: None: there is nothing to do."""
+        done with it. worker: the device of the stream. If stream is None, does nothing."""
         if stream is not None and key_of(stream) not in generation.streams:
             generation.hold_for(stream)
             self.counts[worker].record_stream(stream)

@@ -36,7 +36,8 @@ _SMALLER, _AS_FAST = 0.8, 1.03
 # The measured time of a short row is multiplied by this factor, because codebooks of a family differ in speed, and
 # "auto" must not choose a codebook that is slower than raw rows.
 _SPREAD = 1.08
-# If rows take at most this many times as long as over the link alone, the link is taken to limit them, not the decoder.
+# If rows take at most this many times as long as the link alone needs, the link is taken to be their limit, not the
+# decoder.
 _LINK_BOUND = 1.1
 _NUM_MEASUREMENTS = 60  # Approximate number of measurements, which share the time that the caller allows.
 _CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ def calibrate(
     if found.type != "cuda":
         raise ValueError(f"device is {str(device)!r}; wanted a CUDA device")
     known = H200 if refresh else in_force(found)
-    if known is H200:  # nothing measured
+    if known is H200:  # there is no calibration yet, or a new one is wanted
         known = measure(found, seconds)
         keep(found, known)
     return known
@@ -206,8 +207,8 @@ def _reach_bytes(clock: Clock, host: torch.Tensor) -> int:
 
 
 def _bucketed_sms(clock: Clock, table: CompressedTensor) -> int:
-    """Tries the numbers of multiprocessors in _BUCKETED_SMS. Returns the smallest one whose time is within 3 % of the
-    best time."""
+    """Tries the numbers of multiprocessors in _BUCKETED_SMS. Returns the smallest of them whose time is within 3 % of
+    the best time."""
     times = {sms: _row_ns(clock, table, max_sms=sms, path="bucketed") for sms in _BUCKETED_SMS}
     return min(sms for sms, taken in times.items() if taken <= _AS_FAST * min(times.values()))
 

@@ -155,7 +155,8 @@ class Collective(ABC):
         """
 
     def tell(self, status: Status) -> Work | None:
-        """Begins to send the rows of a status that this rank has written, and to receive the rows of other ranks.
+        """Begins to send the rows of a status (`Status.rows`) that this rank has written, and to receive the rows of
+        other ranks.
         They move in the same way as messages."""
         return self.move(status.all_rows, status.rows)
 
@@ -479,8 +480,8 @@ class CodedWork(Work):
             self._keep_memory(call)
 
     def _keep_memory(self, call: Collective) -> None:
-        """Tells the allocator that the call's stream may still use the tensors of a call, which may not have ended. The
-        allocator then does not reuse their memory before the stream is done with it."""
+        """Must be called for a call that may not have ended. Tells the allocator that the call's stream may still use
+        the call's tensors, so that their memory is not reused before the stream is done with it."""
         if self._stream is not None:
             for tensor in (*call.tensors, self._status.data):
                 tensor.record_stream(self._stream)

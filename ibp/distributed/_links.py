@@ -1,4 +1,4 @@
-"""How fast tensors travel between ranks, and when coding them pays."""
+"""The rates at which tensors travel between ranks and are coded, and the decision whether coding pays."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .._schemes.codebook import coder_rates
 from ._codec import Codec
 from ._messages import Messages, Part, Slot, shares_of
 
-_MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # Bytes that each rank sends in a call that measures the link.
+_MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # Number of bytes that each rank sends in a measuring call.
 # A measurement times several repeats and takes the fastest; each repeat makes several calls one after the other.
 _REPEATS, _IN_A_ROW = 3, 4
 _LEAST_GAIN = 1.1  # Tensors travel coded if that is expected to be at least this many times as fast.
-# Time in seconds by which beginning and ending a coded call takes longer than with torch's call.
+# Additional time in seconds that a coded call takes to begin and to end, compared with torch's call.
 _CALL_S = 40e-6
 # The same for calls that the host does not wait for. They take longer, because the host has other work between them.
 _LATE_S = 4e-4
@@ -57,8 +57,8 @@ class Rates:
     Attributes:
         encode_gbps, decode_gbps: rates in GB/s of original (uncoded) bytes, on all multiprocessors of a GPU, or on a
             CPU.
-        hides: whether one message travels while another one is coded. This is not so on a CPU, where the same cores
-            code and move bytes.
+        hides: whether one message travels while another one is coded. It is False on a CPU, where the same cores code
+            and move bytes.
     """
 
     encode_gbps: float

@@ -64,7 +64,7 @@ def send(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """Sends a tensor to another rank, as `torch.distributed.send` does. It travels coded if that is faster.
+    """Sends a tensor to another rank, as `torch.distributed.send` does. The tensor travels coded if that is faster.
 
     The receiver calls `recv` of this module with the same arguments.
 
@@ -84,7 +84,7 @@ def send(
 
     Args:
         tensor: a contiguous tensor of any dtype.
-        dst, group_dst: the receiver's rank among all ranks, or in the group. One of the two is given.
+        dst, group_dst: the receiver's rank among all ranks, or in the group. Give exactly one of the two.
         tag: as in torch.
         async_op: whether to return work, as `torch.distributed.isend` does.
         level: as in `all_gather_into_tensor`, with one difference: with "auto", tensors travel raw on the CPU, and also
@@ -129,7 +129,7 @@ def recv(
 
     Args:
         tensor: a contiguous tensor to write to, of the shape and dtype of the sender's tensor.
-        src, group_src: the sender's rank among all ranks, or in the group. One of the two is given.
+        src, group_src: the sender's rank among all ranks, or in the group. Give exactly one of the two.
         tag, async_op, codec, level, name: as in `send`.
 
     Returns:

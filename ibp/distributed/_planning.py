@@ -63,8 +63,8 @@ class Kind(NamedTuple):
 
     @property
     def follows_link(self) -> bool:
-        """Whether the rate of the group's all-gathers predicts how fast such calls are. On the CPU it predicts only
-        all-gathers."""
+        """True if the rate of the group's all-gathers predicts how fast calls of this kind are. On the CPU it predicts
+        only all-gathers."""
         return self.device != "cpu" or self.what == "all_gather_into_tensor"
 
     def learned(self, rows: torch.Tensor) -> Codec | None:
@@ -102,7 +102,7 @@ class CallOptions(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """How calls of one kind are made: raw, or coded with a codec in a number of pieces.
+    """The way in which calls of one kind are made: raw, or coded with a codec in a number of pieces.
 
     Attributes:
         codec: how tensors are coded. None: calls are raw.

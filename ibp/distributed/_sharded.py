@@ -41,7 +41,8 @@ _LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20
 
 class ShardedTable(OfThisProcess, TensorManners):
     """A table [N, ...] whose rows are spread over the ranks of a process group: first the rows of rank 0, then the rows
-    of rank 1, and so on. Ranks may have different numbers of items, or none.
+    of rank 1, and so on. A rank's part of the table is called its shard. Shards may have different numbers of items, or
+    none.
 
     Ranks send each other rows in their stored, compressed form, by all_to_all over the group. The rank that asked for
     the rows decodes them. With gloo, rows are sent from host memory; with NCCL, from GPU memory. All shards are coded
@@ -292,8 +293,8 @@ class ShardedTable(OfThisProcess, TensorManners):
         return _Wanted(unique, places, target, sms)
 
     def _counts_of(self, ordered: torch.Tensor) -> list[int]:
-        """Returns how many of the given ids belong to each rank. ordered: the ids in ascending order, on the group's
-        device."""
+        """Returns, for each rank, the number of the given ids that belong to it. ordered: the ids in ascending order,
+        on the group's device."""
         return torch.searchsorted(ordered, self._starts).diff().tolist()
 
     def _fetched(self, unique: torch.Tensor) -> _Received | CorruptTableError:

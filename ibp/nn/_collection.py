@@ -85,8 +85,8 @@ class _Group(RowsModule):
     def pooled(self, jagged: _Jagged, mode: str, names: Sequence[str]) -> torch.Tensor:
         """Returns the pooled bags, [bags, embedding_dim].
 
-        If the lengths do not add up to the number of ids, or one is negative, the CPU raises ValueError. On a GPU all
-        ids then become invalid, so reading the rows fails.
+        If the lengths do not add up to the number of ids, or a length is negative, the CPU raises ValueError. On a GPU
+        all ids then become invalid, so reading the rows fails.
 
         On the CPU each part is pooled by a separate call. The order in which torch adds up the gradients of a row
         depends on all ids of a call, and gradients must have the same bits as with a separate module for each part.
@@ -154,8 +154,10 @@ class EmbeddingCollection(torch.nn.Module):
             same dtype.
         mode: "sum", "mean" or "max", for all tables.
         trainable: whether rows get gradients. None: they do if all weights are new.
-        device, dtype: where the weights are, and their dtype. None: the CPU, pinned if there is a GPU, and the dtype of
-            the given weights, or torch's default dtype.
+        device: the device of the weights. None: the CPU, in pinned memory if there is a GPU; but a compressed table
+            that is the only one of its width stays where it is.
+        dtype: the dtype of new weights. None: the dtype of the given weights or, if all weights are new, torch's
+            default dtype.
         cache_bytes: the tables of each width get a cache of this size in bytes in device memory, see `cache` of
             `Embedding`. None: no cache. If rows train, `groups[number].cache.refill` fills the cache.
 

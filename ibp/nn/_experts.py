@@ -124,8 +124,8 @@ class Experts(CodedModule):
         """Computes what the original forward of the class computes.
 
         Raises:
-            IndexError: an expert does not exist. If the kernel multiplies on a GPU, no error is raised, and the results
-                of the token are NaN. If it does not, the error is raised as `ibp.index_select` says.
+            IndexError: an expert does not exist. If a GPU uses the kernel, no error is raised, and the results of the
+                token are NaN. If it does not use the kernel, the error is raised as `ibp.index_select` says.
         """
         ids = self._calls.ids_of(args, kwargs)
         if len(args) == 3 and ids is not None and 0 < ids.numel() <= MOST_GROUPED:

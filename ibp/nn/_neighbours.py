@@ -28,7 +28,7 @@ class Neighbours:
     def __init__(self, modules: Sequence[Any]) -> None:
         self.modules = tuple(modules)
         self._kept: _Kept | None = None
-        # Whether all results that were computed ahead have been used. Once a result was not used, every module
+        # True if all results that were computed ahead have been used. Once a result was not used, every module
         # multiplies alone.
         self._is_used = True
 

@@ -101,7 +101,7 @@ class SharedTable:
 
 class TableParameter(torch.nn.Parameter):
     """The parameter by which `parameters()` lists a weight whose rows are coded. Its shape, dtype and device are those
-    of the plain weight, and it takes no memory besides the table.
+    of the plain weight, and it takes no memory in addition to the table.
 
     Functions of torch that read it decode the whole weight for the call. Functions that write to it, such as `copy_`,
     decode it and code the results. A view such as `parameter[0]` is a view of a decoded copy: writing to it does not
@@ -166,13 +166,13 @@ class TableParameter(torch.nn.Parameter):
     @torch.no_grad()
     @outside_of_modes()
     def _write(self, values: torch.Tensor) -> None:
-        """Replaces the rows of the table by coded values, unless they have the same bits already."""
+        """Encodes values into the table, unless the table already has the same values bit for bit."""
         held = self.decoded()
         new = values.detach().to(held.device, held.dtype).expand_as(held).contiguous()
         if not torch.equal(bytes_of(held), bytes_of(new)):
             rows = rows_of(new, self._shared.transposed)
             table = self.table.update_(torch.arange(len(rows), device=rows.device), rows)
-            # A matrix of level "fast" keeps the slots that the kernel of `ibp.linear` takes.
+            # A matrix of level "fast" keeps its slot size, because the kernel of `ibp.linear` requires it.
             table.refit(slot_bytes=table.slot_bytes or None if is_fast(table) else None).prepare_linear()
 
     def _set_data(self, data: torch.Tensor) -> None:
@@ -297,8 +297,8 @@ def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torc
 
 def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:
     """Returns a table of weights on the device of another table, `held`, and pinned if `held` is pinned. A plain tensor
-    is compressed with the layout and the level of `held`. If weight is a table, the result may share its memory until
-    one of the two changes."""
+    is compressed with the layout and the level of `held`. If weight is a table, the result may share the memory of
+    weight until one of the two changes."""
     if isinstance(weight, torch.Tensor):
         options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
         if is_fast(held):

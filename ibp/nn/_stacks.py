@@ -1,9 +1,10 @@
 """Stacks of experts: finds the modules of transformers that hold them, and calls such a module for a few of its
 experts.
 
-The experts of a call are put into slots. The number of slots follows from the number of choices, as the largest number
-of experts that they can name. So it is known without waiting for a GPU. The forward of the module's class computes with
-the slots instead of all experts, and with slot numbers instead of expert numbers.
+A call has a fixed number of choices: the experts of each token, counted over all tokens. The chosen experts are put
+into slots. The number of slots is the largest number of experts that so many choices can name, so the host knows it
+without waiting for a GPU. The forward of the module's class computes with the slots instead of all experts, and with
+slot numbers instead of expert numbers.
 """
 
 from __future__ import annotations
@@ -71,11 +72,13 @@ def slots_for(
         num_spare: int64; the number of slots that are left over is added to it. None: it is not counted.
 
     Returns:
-        (integers [tokens, choices], the slot of each choice; int64 [slots], the expert of each slot, -1 in slots that
-        are left over; int64 [slots * num_rows] for each table, the numbers of the experts' rows, 0 in slots that are
-        left over). Slots hold the experts in increasing order. Ids that are out of range become `num_experts`. There
-        are at least two slots: with one slot, `torch.histc`, with which transformers counts the tokens of each expert,
-        would wait for the GPU.
+        (slots, held, rows). slots: integers [tokens, choices], the slot of each choice. held: int64 [slots], the expert
+        of each slot, -1 in slots that are left over. rows: for each table, int64 [slots * num_rows], the numbers of the
+        rows of the experts in the slots, 0 in slots that are left over.
+
+        Slots hold the experts in increasing order. Ids that are out of range become `num_experts`. There are at least
+        two slots: with one slot, `torch.histc`, with which transformers counts the tokens of each expert, would wait
+        for the GPU.
     """
     experts, count = checked_ids(ids).reshape(-1), ids.numel()
     num_slots = max(2, min(count, num_experts + 1))

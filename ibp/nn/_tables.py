@@ -22,10 +22,10 @@ from ._parameters import SharedTable, TableParameter, is_fast, placed_like, rows
 from ._stacks import reshaped
 
 _LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that do not choose slots
-TRANSPOSED = "_transposed"  # the end of the names of transposed tables in a coded state
+TRANSPOSED = "_transposed"  # suffix of the names of transposed tables in a coded state
 # Attributes that every module has besides its contents: its mode and its hooks.
 _OF_ANY_MODULE = vars(torch.nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
-# Whether the state_dict() that is being made holds tables instead of plain tensors.
+# True while `coded_state_dict` makes a state dict, which gets tables instead of plain tensors.
 _is_coded: ContextVar[bool] = ContextVar("is_coded", default=False)
 
 
@@ -161,7 +161,8 @@ class CodedModule(torch.nn.Module):
             )
         else:
             table = rows_of_weight(value, shared.transposed and not is_coded)
-            # Whether a table of the state becomes the module's own. Otherwise it is moved or copied.
+            # True if a table of the state itself becomes the module's table. Otherwise the module gets a moved table or
+            # a copy.
             assigns = metadata.get("assign_to_params_buffers", False)
             self._take(name, table if assigns and isinstance(table, CompressedTensor) else placed_like(held, table))
 
@@ -194,7 +195,7 @@ class TableModule(CodedModule):
 
     @property
     def stays(self) -> bool:
-        """Whether the table stays in its memory, with its dtype, when the module is moved or converted."""
+        """True if the table stays in its memory, with its dtype, when the module is moved or converted."""
         return self._shared.stays
 
     @stays.setter
@@ -232,7 +233,7 @@ class TableModule(CodedModule):
 
     @property
     def _requires_grad(self) -> bool:
-        """Whether the plain weights require grad."""
+        """True if the plain weights require grad."""
         return self._shared.requires_grad
 
     def current_table(self) -> CompressedTensor:

@@ -180,7 +180,8 @@ class RowsModule(TableModule):
 
     @torch.no_grad()
     def _sum_up(self) -> RowGradient:
-        """Replaces the noted gradients by their sum, and returns it. They are added in the order of their passes."""
+        """Replaces the noted gradients by their sum, and returns the sum. Gradients are added in the order of their
+        passes."""
         self._noted = [_sum_of(self._noted)]
         return self._noted[0]
 

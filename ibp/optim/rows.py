@@ -34,7 +34,8 @@ __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 # elements of a tensor differently.
 _VECTOR_ELEMENTS = 64
 _GIVE_MODULES = "give the module itself, as in ibp.optim.SGD(model), because its parameters() have no gradients"
-_CONSTANT_ROWS = 1024  # Number of equal rows that are compressed as an example: enough for the table to be smaller.
+# Number of equal rows that `_constant_like` compresses as a sample: enough for their table to be smaller than the rows.
+_CONSTANT_ROWS = 1024
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -143,8 +144,8 @@ class SGD(RowOptimizer):
         [-0.5, 0.0]
 
     Args:
-        modules: a module, several modules, or dicts of "params" and options. All `ibp.nn` modules in them that train
-            are optimized.
+        modules: a module, several modules, or dicts of "params" and options. All modules of `ibp.nn` in them whose rows
+            train are optimized.
         lr: the learning rate.
         weight_decay: if a row has a gradient, this factor times the row is added to the gradient.
 
@@ -211,7 +212,7 @@ class Adagrad(RowOptimizer):
         )
 
     def refit(self, **options: Any) -> None:
-        """Compresses all states again, like `CompressedTensor.refit`, which takes the options."""
+        """Compresses all states again. options: arguments of `CompressedTensor.refit`."""
         for state in self.state.values():
             state["sum"].refit(**options)
 

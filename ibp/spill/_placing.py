@@ -62,7 +62,7 @@ def place(
             target and slot_bytes are None. The paper uses 0.30.
         codebook, scheme, level, row_bytes: as in `compress`; scheme is "planes", "ibp" or "auto".
         device: the device of the slots. None: the GPU of x, otherwise the current GPU if there is one, otherwise the
-            CPU. None for a table whose rows are moved: the device of the table.
+            CPU. But if the rows of a table are moved as they are, None means the table's device.
         progress: whether to show progress bars.
 
     Raises:

@@ -113,9 +113,9 @@ class SweepPoint:
     """The result of a profile at one threshold, for all tensors together.
 
     Attributes:
-        threshold: the fraction of a tensor's rows that may be larger than their slots.
+        threshold: the largest fraction of a tensor's rows that may be larger than their slots.
         ratio: original bytes / bytes on the GPU.
-        rows: the fraction of all rows that are larger than their slots, as a mean of the snapshots.
+        rows: the fraction of all rows that are larger than their slots, averaged over the snapshots.
         traffic: number of bytes that are read from host memory if each row is read once, divided by original bytes.
     """
 
@@ -136,8 +136,8 @@ class Profile(Mapping[str, TensorProfile]):
         host_bytes: size in bytes of the overflow of all tensors. Each tensor counts with the snapshot that needs the
             most.
         ratio: original_bytes / device_bytes.
-        best_ratio: original_bytes / size in bytes of all stored rows, each in whole sectors. This is the ratio of a
-            table whose rows take only the bytes that they need, all on the GPU.
+        best_ratio: original_bytes / size in bytes of all stored rows, each in whole sectors. This would be the ratio if
+            each row took exactly the sectors that it needs, all on the GPU.
         sweep: the results at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
     """
 
@@ -243,7 +243,7 @@ def profile(
     Args:
         snapshots: mappings from names to tensors, such as 10 state_dicts. A tensor must have the same shape and dtype
             in all snapshots that contain it. Tensors without elements are ignored.
-        threshold: the fraction of a tensor's rows that may be larger than their slots. The paper uses 0.30.
+        threshold: the largest fraction of a tensor's rows that may be larger than their slots. The paper uses 0.30.
         ratios: target ratios to choose from. None: slots of any whole number of 32-byte sectors.
         scheme, level, row_bytes: as in `ibp.compress`.
         device: the device that measures rows. None: the GPU of each tensor, otherwise the current GPU if there is one,
@@ -251,7 +251,7 @@ def profile(
         progress: whether to show progress bars.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, or there is no snapshot.
+        TypeError, ValueError: an argument is not as described, or there are no snapshots.
     """
     threshold = _targets.checked_threshold(threshold)
     kept_ratios = None if ratios is None else tuple(_targets.checked_ratio(ratio) for ratio in ratios)
