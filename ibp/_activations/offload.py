@@ -81,8 +81,8 @@ class ActivationOffload(OfThisProcess):
     """The context that `offload_activations` returns. Use it for the forward pass of every step.
 
     It keeps what it learns: codebooks, sizes, the order in which the backward pass needs tensors, and pinned memory.
-    Some tensors are not moved: tensors that are saved during a backward pass (by double backward, or recomputed by
-    `torch.utils.checkpoint`) or while a CUDA graph is captured, and tensor subclasses.
+    Some tensors are not moved: tensor subclasses, tensors that are saved while a CUDA graph is captured, and tensors
+    that are saved during a backward pass (by double backward, or because `torch.utils.checkpoint` recomputes them).
 
     Example:
         >>> layer, x = torch.nn.Linear(1024, 1024), torch.randn(8, 1024, requires_grad=True)

@@ -43,8 +43,8 @@ class PieceTransfers:
         # Number of pieces that are being copied back, their size in bytes, and the size in bytes of the device memory
         # of the pieces in `_leaving`.
         self.coming = self.coming_bytes = self.leaving_bytes = 0
-        # Pieces of destroyed regions: (piece, recipe that still has to record the piece's size or None, number of bytes
-        # that were being copied back).
+        # Pieces of destroyed regions: (piece, recipe or None, number of bytes that were being copied back). There is a
+        # recipe if it still has to record the piece's size.
         self._ended: deque[tuple[SavedPiece, coding.ActivationRecipe | None, int]] = deque()
         # Pieces whose copies to the host may not have ended: (region, piece, size of the piece's device memory in
         # bytes).

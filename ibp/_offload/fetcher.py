@@ -94,8 +94,8 @@ class WeightFetcher:
     CPU, immediately; `CudaWeightFetcher` on a GPU.
 
     Groups stay in the arena until another group overwrites them. A group is not overwritten while a call uses it. A
-    group that was fetched ahead of a use that is still expected is overwritten only if another group is needed at once
-    and there is no other room.
+    group that was fetched ahead, and whose use is still expected, is overwritten only if another group is needed at
+    once and there is no other room.
 
     Args:
         device: the device that uses the weights.
@@ -257,8 +257,7 @@ class CudaWeightFetcher(WeightFetcher):
     without a pause between two groups.
 
     Fetches and uses do not wait for the GPU, except fetches of tables in pageable memory. The stream of a use waits for
-    the event that follows the fetch; the stream of fetches waits for the events that follow the last uses of the groups
-    that are overwritten.
+    the end of the fetch. The stream of fetches waits for the end of the last uses of the groups that it overwrites.
     """
 
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:

@@ -88,8 +88,8 @@ def offload(
         checkpoint: a .safetensors file, a directory of such files (with or without an index), an index, a mapping, or
             pairs of names and tensors. It is read one tensor at a time, and each tensor is converted to its parameter's
             dtype, as `load_state_dict` does. Tables of a compressed checkpoint (`ibp.checkpoints.compress`) or of a
-            mapping are used without decompressing them, in pinned memory for a GPU, if they have the parameter's dtype
-            and the given scheme; other tables are decompressed.
+            mapping are used without decompressing them if they have the parameter's dtype and the given scheme. For a
+            GPU they are put into pinned memory. Other tables are decompressed.
         resident_bytes: number of bytes of weights, counted before compression, that stay on the device; with several
             devices, on each of them. In a model with mixtures of experts, the bytes that its other weights do not need
             are used for caches of compressed experts. Each stacked weight has a cache in proportion to its size;

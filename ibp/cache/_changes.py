@@ -61,8 +61,9 @@ def mark_current(state: CacheState) -> None:
 
 
 def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items of a writable cache. Rows that are cached and fit their slots also after the change are changed in
-    the slots, and other rows in the table. items: ids on the cache's first device, all different."""
+    """Changes items of a writable cache. If a row is cached and its new bytes fit its slot, the row is changed in the
+    slot. All other rows are changed in the table; if they are cached, they are removed from the cache. items: ids on
+    the cache's first device, all different."""
     view, worker = state.view, items.device
     numbers = rows_of(items, state.rows_per_item)
     data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)

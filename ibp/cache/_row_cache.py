@@ -101,9 +101,9 @@ class RowCache(OfThisProcess, TensorManners):
     """A cache of a table's hot rows in the memory of one or more GPUs, in compressed form (Legion's cache in the
     paper's section 5). If rows compress to half their size, twice as many fit.
 
-    `index_select` reads rows that are cached on this GPU from its own memory, rows that are cached on other GPUs over
-    NVLink, and misses from the table, in one call and into one output. No GPU waits for the host. The call can be
-    captured in a CUDA graph after one call outside of a graph. With devices="cpu" the CPU does all of the work.
+    In one call, `index_select` reads rows that are cached on this GPU from the GPU's memory, rows that are cached on
+    other GPUs over NVLink, and all other rows from the table. No GPU waits for the host. The call can be captured in a
+    CUDA graph after one call outside of a graph. With devices="cpu" the CPU does all of the work.
 
     A cache can be used wherever a table is read; the adapters in `ibp.integrations` accept it as a table. The cache
     keeps the table alive. A device without a slab gets all rows from the table. If a GPU cannot read the slab that
@@ -143,8 +143,8 @@ class RowCache(OfThisProcess, TensorManners):
             other calls are not. Before a process ends, all ranks must call `refill([])` or a barrier. Only for static
             caches that are not writable.
         slot_bytes: size in bytes of a row's slot in a cache that is writable or replaces rows, rounded up to a multiple
-            of 32. Rows that do not fit are not cached. None: a size that 99.9 % of the table's rows fit, and a
-            sixteenth more if the cache is writable; or the size of a raw row if no row of the table has bytes yet.
+            of 32. Rows that do not fit are not cached. None: a size that 99.9 % of the table's rows fit, plus a
+            sixteenth if the cache is writable. If no row of the table has bytes yet, it is the size of a raw row.
 
     Raises:
         TypeError: table, budget_bytes or hotness has another type.

@@ -117,8 +117,8 @@ class Generation:
         return [tensor for slab in self.slabs for tensor in slab.tensors()] + copies
 
     def hold_for(self, stream: torch.cuda.Stream | None) -> None:
-        """Makes sure that, after the memory of this generation has been freed, the allocator does not reuse it before
-        the stream has done the work that it had queued at that time."""
+        """Keeps the allocator from reusing the memory of this generation too early: when the memory has been freed, the
+        allocator first waits for the work that is queued on the stream at that time."""
         if stream is None or key_of(stream) in self.streams:
             return
         for tensor in self.tensors():
@@ -174,8 +174,8 @@ def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
 
 
 def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
-    """Returns a slot size in bytes, a multiple of 32, that nearly all rows with bytes fit, or the size of a raw row if
-    no row has bytes. may_grow: whether to leave room for rows to become larger when they change."""
+    """Returns a slot size in bytes, a multiple of 32, that nearly all rows with bytes fit. If no row has bytes, returns
+    the size of a raw row. may_grow: whether to leave room for rows to become larger when they change."""
     found = table.geometry.survey(handle_on(table, device).parts.lengths)
     with_bytes = found.num_rows - int(found.sectors[0])
     if not with_bytes:

@@ -123,9 +123,9 @@ def _of_link(clock: Clock) -> dict[str, Any]:
 
 
 def _stream_start_us(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Returns the fixed cost of the copy engine, in us. This is the time by which decompressing a whole tensor takes
-    longer with the copy engine than with a kernel that reads host memory, minus the difference that follows from the
-    rates of the two. The result is at least 1."""
+    """Returns the fixed cost of the copy engine, in us. This is the additional time for decompressing a whole tensor
+    with the copy engine instead of a kernel that reads host memory, minus the difference that follows from the two
+    rates. The result is at least 1."""
     table = family.table(_ROW_BYTES, min(_STREAMED_BYTES, clock.table_bytes), _CPU)
     out = torch.empty(table.shape, dtype=table.dtype, device=clock.device)
 

@@ -178,8 +178,8 @@ class Collective(ABC):
         """Makes the call, raw or coded as the plan of its kind says.
 
         Returns:
-            Work if async_op is set, or if the call is coded and `load.is_known_to_fit` is set, because the host does
-            not wait for such calls. Otherwise None, once the call is done.
+            Work if async_op is set. Also work if the call is coded and `load.is_known_to_fit` is set, because the host
+            does not wait for such a call. Otherwise None, once the call is done.
         """
         if self.state.plans.get(self.kind) is RAW or self.travels_raw():
             return self.raw(async_op)

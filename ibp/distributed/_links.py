@@ -122,8 +122,8 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
 
 
 def num_pieces(rates: Rates, load: Load) -> int:
-    """Returns the number of pieces of a call. The longer coding takes, the more pieces are worth their cost: all coding
-    but that of the first piece, and all decoding but that of the last piece, happen while other pieces travel."""
+    """Returns the number of pieces of a call. Only the coding of the first piece and the decoding of the last piece
+    happen while nothing travels. So the longer coding takes, the more pieces are worth their cost."""
     most = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / _GAP_S))))
     return min((1, 2, most), key=lambda count: _exposed_s(rates, load, count) + count * _GAP_S)
 

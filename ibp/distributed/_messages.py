@@ -174,8 +174,8 @@ class Status:
         unused: a fault record to pass to the operation that codes. The operation never writes it, because its ids are
             always valid.
         seen: an event on a GPU that happens when the host's copy is complete. None: the host reads the memory itself.
-        lost: for each message, after `read`: whether rows had no room when it was coded or, on the CPU, were missing
-            when it was decoded.
+        lost: after `read`, for each message: True if rows had no room when the message was coded. On the CPU it is also
+            True if rows were missing when the message was decoded.
         is_strange: after `read`: whether a message was coded with another codec than this rank's.
         is_damaged: after `read` on a GPU: whether rows were missing from a message although its coder lost none.
 

@@ -146,8 +146,7 @@ RAW = Plan(None)  # The plan of calls that are raw.
 
 @dataclass(eq=False)
 class Pair:
-    """The state of one direction between this rank and another rank: that of the tensors that this rank sends, or that
-    of the tensors that it receives.
+    """The state of `send`, or of `recv`, between this rank and another rank, for one tag.
 
     Attributes:
         plans: the plan for each kind of tensor.

@@ -31,7 +31,7 @@ from .._tables.compressed_tensor import CompressedTensor, compress_rows
 _ALIGNMENT = 16
 # The operation `fill_slab` requires an associativity ("ways") of 2 to 32 for its hash map, even if the map is empty.
 _ANY_WAYS = 32
-# A rank sends this in place of the size of its rows if it cannot send them, because rows of its shard are damaged or
+# A rank sends this number instead of the size of its rows if it cannot send the rows: rows of its shard are damaged, or
 # the shard now has another codebook.
 _CANNOT_SEND = -1
 # If the caller names no fraction, the sample for a codebook has 16 MiB of rows of all shards together. A sample has at

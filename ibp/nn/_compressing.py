@@ -125,8 +125,8 @@ def compress(
     embedding, becomes one table that all of them use; if one of these modules stays plain, all do. A weight that a
     table would not make at least 2 % smaller stays plain.
 
-    Tables are in the memory where the weights were: on the GPU, or in host memory (pinned, if there is a GPU), from
-    which `model.to("cuda")` moves them. Coded weights are fixed: `parameters()` lists each one as an
+    Tables are in the memory where the weights were: on the GPU, or in host memory, which is pinned if there is a GPU.
+    `model.to("cuda")` moves them to the GPU. Coded weights are fixed: `parameters()` lists each one as an
     `ibp.nn.TableParameter`, which gets no gradient. Gradients reach inputs, biases and all other parameters. On the
     CPU, results have the same bits as those of the plain model. On a GPU, `ibp.linear` multiplies few vectors and adds
     the products in another order, unless `fused=False`.
@@ -137,8 +137,8 @@ def compress(
     where they are.
 
     Tables keep their dtype. `model.half()` and other conversions to another dtype raise TypeError before they change
-    anything: convert the plain model, and then compress it. If the model is a part of another module, and that module
-    is converted, other parts of it may already have changed when the error is raised.
+    anything: convert the plain model, and then compress it. If a module that contains the model is converted, other
+    parts of that module may already have changed when the error is raised.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(4096, 512), torch.nn.Linear(512, 4096)).bfloat16().eval()

@@ -27,8 +27,8 @@ _READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__
 
 
 class SharedTable:
-    """The holder of a table that several modules share, like a shared parameter: if the table is loaded or moved,
-    the new one replaces the old one in all of these modules. The table is ready for compiled code and for products.
+    """The holder of a table that several modules share, like a shared parameter. If the table is loaded or moved, the
+    new table replaces the old one in all of these modules. The table is ready for compiled code and for products.
 
     Attributes:
         weight: the table [rows, columns].

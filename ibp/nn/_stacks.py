@@ -126,8 +126,8 @@ class Calls:
     ) -> Any:
         """Calls forward with the experts in slots, and returns its result.
 
-        slots, held: from `slots_for`. weights: by name, the stacked weights of the experts in `held`, or functions that
-        return them and are called when forward first reads the weight.
+        slots, held: from `slots_for`. weights: by name, the stacked weights of the experts in `held`. A value may also
+        be a function that returns the weight; it is called when forward first reads the weight.
         """
         if len(args) > 1:
             args = args[0], slots, *args[2:]
