@@ -85,7 +85,7 @@ class ForwardPass:
             self._fetch_on(transfers)
 
     def _fetch_on(self, transfers: PieceTransfers) -> None:
-        """Starts to bring back regions to a device, as long as there is room."""
+        """Starts to bring back the next regions to a device in the expected order, until the window is full."""
         numbers, position = self._order or range(self.numbers - 1, -1, -1), self._next.get(transfers, 0)
         while position < len(numbers):
             found = self._regions.get(numbers[position])

@@ -241,8 +241,8 @@ class SavedRegion:
 
 
 def _hand_over(tensor: torch.Tensor, stream: torch.Stream | None, current: torch.Stream | None) -> None:
-    """Makes the current stream wait for the work on another stream that produces a tensor, and records that the current
-    stream uses the tensor."""
+    """Makes the current stream wait until `stream` has produced a tensor, and records that the current stream uses the
+    tensor."""
     if stream is not None and current is not None and current != stream:
         current.wait_stream(stream)
         tensor.record_stream(current)

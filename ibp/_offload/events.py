@@ -153,9 +153,9 @@ class Events:
         If it raises an error, it ends the uses that it has begun.
 
         In a transform of torch.func nothing is fetched: the module computes with its resting weights, each of which is
-        decoded when it is read. The reason is the backward pass: other weights overwrite fetched weights after the
-        call, and such a transform could not decode them again, because it does not support autograd's saved-tensor
-        hooks."""
+        decoded when it is read. The reason is the backward pass. Other weights overwrite fetched weights after the
+        call. A backward pass in such a transform could not decode the fetched weights again, because the transform does
+        not support autograd's saved-tensor hooks."""
         with self.lock:
             if is_transformed():
                 self.thread.calls.append((module, (), None))

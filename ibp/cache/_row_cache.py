@@ -290,11 +290,11 @@ class RowCache(OfThisProcess, TensorManners):
             device: the device of the result. None: out's device, else that of ids.
             out: tensor of the table's dtype to write to. For a cache of an `ibp.CodedRows`, it may have any dtype with
                 the same number of bytes.
-            check: whether to wait for the result and raise errors here. Otherwise the next call raises for bad CUDA ids
-                and corrupt rows.
+            check: whether to wait for the result and raise errors here. Otherwise the next call raises errors for ids
+                on a GPU that are out of range, and for corrupt rows.
             max_sms: keep at most this many of the GPU's multiprocessors busy. None: all.
-            in_order: whether CUDA ids are nearly sorted. If not, they are sorted first if there are many of them and
-                the table is large.
+            in_order: whether ids on a GPU are nearly sorted. If they are not, and if there are many of them and the
+                table is large, they are sorted first.
 
         Returns:
             Tensor [K, ...]; out if it was given.

@@ -211,7 +211,7 @@ class SlabPlan:
 
 
 def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_bytes: int, num_maps: int) -> SlabPlan:
-    """Returns a plan of the longest prefix of the given rows that fits a budget together with its map.
+    """Plans a slab with the longest prefix of the given rows that fits a budget together with the slab's map.
 
     Args:
         rows: int64: the row numbers, the hottest first.

@@ -231,8 +231,8 @@ class Rooms:
         self._backward = _NO_BACKWARD  # The number of the last backward pass for which `end_pass` was registered.
 
     def is_watched(self) -> bool:
-        """Returns whether a forward or backward pass is under way, at the end of which the host will look at the
-        statuses. If it is a backward pass, registers `end_pass` as a callback at its end."""
+        """Returns whether a forward or backward pass is under way. If so, the host will look at the statuses at the end
+        of the pass. For a backward pass, registers `end_pass` as a callback at its end."""
         if self._depth:
             return True
         backward = _current_backward()

@@ -309,7 +309,7 @@ class Messages:
         self._unused_statuses.append(status)
 
     def code(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
-        """Codes a part of a tensor into its message, or copies it if the message is raw.
+        """Codes a part of a tensor into its message. If the message is raw, copies the part.
 
         Args:
             max_sms: the largest number of multiprocessors to use. 0: all.
@@ -331,7 +331,7 @@ class Messages:
             slot.clean.start.copy_(self._starts[self.payloads[k]])
 
     def decode(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
-        """Decodes a message, or copies it if it is raw, to its part of a tensor. max_sms: as for `code`."""
+        """Decodes a message into its part of a tensor. If the message is raw, copies it. max_sms: as for `code`."""
         k, data = part
         if not self.is_coded[k]:
             data.copy_(self.of(slot).each[k][: data.numel()])

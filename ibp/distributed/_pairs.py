@@ -218,7 +218,7 @@ class _Transfer(OneTensor):
         return NotedWork([self._moved(data), self._moved(note)], lambda: take(note))
 
     def _learned(self, old: Plan | None, learner: Learner[Codec]) -> Codec | None:
-        """Returns the codec that the sender chooses for the next tensors: the present one, unless it has lost rows.
+        """Returns the codec that the sender chooses for the next tensors: the present codec, unless it has lost rows.
         Returns None if coding saves too little or, with level="auto", if raw tensors are expected to be faster or the
         rate of the link is not known."""
         kind, link = self.kind, self.state.link

@@ -43,7 +43,7 @@ class _Jagged(NamedTuple):
 
 
 class _Group(RowsModule):
-    """All tables of one width in one compressed table, which has their rows one table after the other."""
+    """All tables of one width, stored one after the other in one compressed table."""
 
     def __init__(
         self, table: CompressedTensor, sizes: Sequence[int], trainable: bool, cache: RowCache | int | None
