@@ -1,6 +1,9 @@
 """Moves activations off the GPU between the forward and the backward pass (cDMA: Rhu and others, HPCA 2018).
 
-spans.py finds the bytes of a saved tensor; coding.py and origin.py encode bytes; region.py holds saved bytes on the
+The bytes of a saved tensor form a *span* of memory. A *region* holds the bytes of one span, even if several tensors
+share them. It is encoded and moved in *pieces* of 64 MiB.
+
+spans.py finds the span of a saved tensor; coding.py and origin.py encode bytes; region.py holds saved bytes on the
 device or the host; transfers.py moves them; passes.py knows the order in which the backward pass needs regions;
 policy.py decides which regions leave the device; offload.py has the hooks of autograd.
 """

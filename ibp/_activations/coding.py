@@ -1,6 +1,7 @@
-"""Encodes activations into packed pieces of coded rows (`_layout.forms`), and decodes them. Of an encoded piece, only
-the bytes up to the last one in use have to be copied. A step encodes hundreds of tensors, so a piece is encoded by a
-single operation and decoded by a single one, which keeps the host's work small."""
+"""Encodes activations into packed pieces of coded rows (`_layout.forms`), and decodes them. A packed piece has an index
+and then the overflow, in which all coded rows lie one after the other. Only the first bytes of the memory of an encoded
+piece are in use, and only these are copied. A step encodes hundreds of tensors, so one operation encodes a piece, and
+one operation decodes it: this keeps the host's work small."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ ROW_BYTES = 4096  # Size in bytes of the rows into which activations are cut.
 # Size of a piece in bytes. The link copies it in about a millisecond, while the next piece is encoded.
 PIECE_BYTES = 64 << 20
 _SAMPLE_BYTES = 1 << 20  # Size in bytes of the sample from which a codebook is learned.
-# The room for encoded bytes is the share of the raw size that was needed before, plus a margin: a fraction of this
-# share.
-_FIRST_MARGIN = 1 / 32  # The margin as long as only a sample has been encoded.
+# The room of a piece is the size in bytes of the memory for its overflow, which has all of its coded rows. The room is
+# a share of the raw size: the share that earlier pieces needed, plus a margin, which is a fraction of the needed share.
+_FIRST_MARGIN = 1 / 32  # The margin while only a sample has been encoded.
 _LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # Bounds of all later margins.
 _CHANGES = 4  # Within these bounds, the margin is this many times the last relative change of the share.
-_SPARE_BYTES = 4096  # Size in bytes that is added to the room of every piece.
+_SPARE_BYTES = 4096  # Number of bytes that is added to the room of every piece.
 
 
 class ActivationRecipe:
@@ -31,7 +32,7 @@ class ActivationRecipe:
 
     Args:
         codebook: a codebook for rows of ROW_BYTES bytes.
-        share: size of a coded sample as a fraction of its raw size.
+        share: size of the coded rows of a sample as a fraction of the sample's raw size.
         origin: the origin that is subtracted from elements before they are encoded. None: elements are encoded as they
             are.
     """
@@ -59,17 +60,17 @@ class ActivationRecipe:
         return min(_most_overflow(num_bytes), int(self._room_share * num_bytes) + _SPARE_BYTES)
 
     def expected_bytes(self, num_bytes: int) -> int:
-        """Returns the expected encoded size in bytes, in pieces, of num_bytes bytes of activations."""
+        """Returns the expected size in bytes of num_bytes bytes of activations after they are encoded in pieces."""
         parts = [end - start for start, end in pieces(num_bytes // self.times_narrower)]
         return sum(index_bytes(part) + self.room(part) for part in parts)
 
     @property
     def coded_share(self) -> float:
-        """The coded size as a fraction of the activations' size."""
+        """The expected size of the coded rows as a fraction of the activations' size."""
         return self.needed_share / self.times_narrower
 
     def begin(self) -> None:
-        """Updates the room for pieces. Must be called before a region is encoded. The room is for the largest share
+        """Updates the room of pieces. Must be called before a region is encoded. The new room is for the largest share
         that a piece has used since the last call, plus a margin that grows with the latest changes of this share."""
         needed, self._noted_share = self._noted_share, 0.0
         if needed == 0:
@@ -82,12 +83,12 @@ class ActivationRecipe:
             self._room_share = needed * (1 + margin)
 
     def note(self, num_bytes: int, used_bytes: int) -> None:
-        """Records the overflow that a piece of num_bytes bytes used."""
+        """Records the size in bytes of the overflow that a piece of num_bytes bytes used."""
         self._noted_share = max(self._noted_share, used_bytes / num_bytes)
 
 
 def pieces(num_bytes: int) -> list[tuple[int, int]]:
-    """Returns the start and the end of each piece of num_bytes bytes. All pieces except the last consist of whole
+    """Cuts num_bytes bytes into pieces. Returns (start, end) of each piece. All pieces except the last consist of whole
     rows."""
     return [(start, min(start + PIECE_BYTES, num_bytes)) for start in range(0, num_bytes, PIECE_BYTES)]
 
@@ -97,14 +98,15 @@ def _num_rows(num_bytes: int) -> int:
 
 
 def _most_overflow(num_bytes: int) -> int:
-    """Returns the number of bytes of overflow that are enough for any rows: the size of all rows if they are kept
-    raw."""
+    """Returns the size in bytes of an overflow that is large enough for any content: the size of the rows if all are
+    kept raw."""
     return _num_rows(num_bytes) * ROW_BYTES
 
 
 @functools.lru_cache(1024)
 def index_bytes(num_bytes: int) -> int:
-    """Returns the size in bytes of the parts before the overflow: the head, and a base and a length for each row."""
+    """Returns the size in bytes of the parts of a piece before its overflow: the head, and a base and a length for each
+    row."""
     return forms.packed(_num_rows(num_bytes)).overflow.start
 
 
@@ -115,7 +117,8 @@ def memory_bytes(num_bytes: int) -> int:
 
 
 def encode(data: torch.Tensor, recipe: ActivationRecipe, memory: torch.Tensor, max_sms: int = 0) -> None:
-    """Encodes data, uint8 [num_bytes], on the current stream. max_sms: the number of multiprocessors; 0: all."""
+    """Encodes data, uint8 [num_bytes], into memory, uint8 [at least memory_bytes(num_bytes)], on the current stream.
+    max_sms: the largest number of multiprocessors to use; 0: all."""
     words, start = recipe.codebook.words(data.device), index_bytes(data.numel())
     torch.ops.ibp.encode_piece.default(data, words, recipe.codec, start, max_sms, memory)
 
@@ -123,14 +126,14 @@ def encode(data: torch.Tensor, recipe: ActivationRecipe, memory: torch.Tensor, m
 def decode(
     memory: torch.Tensor, recipe: ActivationRecipe, out: torch.Tensor, fault: torch.Tensor, max_sms: int = 0
 ) -> None:
-    """Decodes into out, uint8 [num_bytes], on the current stream. memory: at least the used bytes of the memory that
-    `encode` wrote. fault: int64 [4] on the device, which receives faults."""
+    """Decodes a piece into out, uint8 [num_bytes], on the current stream. memory: at least the used bytes of the memory
+    that `encode` wrote. fault: int64 [4] on the device, which receives faults."""
     words, start = recipe.codebook.words(memory.device), index_bytes(out.numel())
     torch.ops.ibp.decode_piece.default(memory, words, recipe.codec, start, max_sms, out, fault)
 
 
 def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:
-    """Returns a recipe that is learned from a sample of data, uint8 [num_bytes], or None if data would not become
+    """Learns a recipe from a sample of data, uint8 [num_bytes], and returns it, or None if data would not become
     smaller. view: describes the tensor in data.
     """
     if (origin := IndexOrigin.of(data, view)) is not None:
@@ -149,5 +152,5 @@ def _learned(data: torch.Tensor, dtype: torch.dtype, origin: IndexOrigin | None)
     codebook = learned_from(rows, ROW_BYTES, dtype)
     if codebook is None:
         return None
-    share = surveyed(rows, codebook).spilled(0)[1] / rows.numel()  # each row takes whole sectors
+    share = surveyed(rows, codebook).spilled(0)[1] / rows.numel()  # all sectors of the rows
     return ActivationRecipe(codebook, share, origin) if share < 1 else None

@@ -27,8 +27,9 @@ from .policy import KEEP, ActivationPolicy, OffloadOptions
 from .region import SavedPiece, SavedRegion
 from .transfers import PieceTransfers
 
-LEAST_BYTES = 1 << 20  # Default of least_bytes: to move a smaller tensor, the host takes longer than the link.
-WINDOW_BYTES = 768 << 20  # Default of window_bytes: the link takes some milliseconds for them, even compressed.
+LEAST_BYTES = 1 << 20  # Default of least_bytes. The host's work for a smaller tensor takes longer than the copy.
+# Default of window_bytes. Copying this many bytes takes several milliseconds, even if they are compressed.
+WINDOW_BYTES = 768 << 20
 MEMORY = ("pinned", "device")
 _WORDS = FaultWords(
     "saved activations came back damaged in an earlier step: its gradients are wrong", RuntimeError, later=""
@@ -43,7 +44,7 @@ class _SavedTensor(NamedTuple):
 
 @dataclass
 class _SpanEntry:
-    """What is known of a span that was saved."""
+    """A record of a span that was saved."""
 
     region: weakref.ref[SavedRegion] | None  # the region that holds the span; None: the span is not moved
     passes: int  # number of the last pass that saved the span
@@ -59,11 +60,11 @@ class ActivationStats(Statistics):
         shared: number of tensors whose bytes had been saved before.
         kept_bytes: number of bytes that are not moved: those of parameters, of small tensors, and of tensors that fit
             the budget.
-        coded_bytes, raw_bytes: numbers of bytes that were compressed, and that were sent uncompressed.
+        coded_bytes, raw_bytes: number of bytes that were compressed, and number of bytes that were sent uncompressed.
         sent_bytes: number of bytes that were copied to the host, counted in compressed form if they were compressed.
         device_bytes: size in bytes of the compressed tensors on the device.
-        outgrown_bytes: number of bytes that did not fit the expected room after compression, and stayed on the device
-            until their use.
+        outgrown_bytes: size in bytes, before compression, of the pieces and tensors that compressed worse than
+            expected. They stayed on the device until their use.
     """
 
     tensors: int = 0
@@ -80,8 +81,8 @@ class ActivationOffload(OfThisProcess):
     """The context that `offload_activations` returns. Use it for the forward pass of every step.
 
     It keeps what it learns: codebooks, sizes, the order in which the backward pass needs tensors, and pinned memory.
-    Some tensors are not moved: tensors that are saved during a backward pass (by double backward, or recomputed by
-    `torch.utils.checkpoint`) or while a CUDA graph is captured, and tensor subclasses.
+    Some tensors are not moved: tensor subclasses, tensors that are saved while a CUDA graph is captured, and tensors
+    that are saved during a backward pass (by double backward, or because `torch.utils.checkpoint` recomputes them).
 
     Example:
         >>> layer, x = torch.nn.Linear(1024, 1024), torch.randn(8, 1024, requires_grad=True)
@@ -148,8 +149,8 @@ class ActivationOffload(OfThisProcess):
 
     @property
     def is_settled(self) -> bool:
-        """Whether codebooks have been learned and, if there is a budget, the sizes of the saved tensors are known. This
-        is so after the first step."""
+        """True from the second step on: codebooks have been learned and, if there is a budget, the sizes of the saved
+        tensors are known."""
         return self._policy.is_settled
 
     @property
@@ -233,8 +234,8 @@ class ActivationOffload(OfThisProcess):
         return region
 
     def _fill(self, region: SavedRegion, x: torch.Tensor, data: torch.Tensor) -> None:
-        """Encodes the bytes of a region, if it has a recipe, and moves them to the memory that is to hold them, piece
-        by piece."""
+        """Encodes the bytes of a region, if it has a recipe, and moves them piece by piece to the memory that will hold
+        them."""
         recipe, transfers = region.recipe, region.transfers
         if recipe is None:
             if transfers is not None:
@@ -254,8 +255,8 @@ class ActivationOffload(OfThisProcess):
             self._move(region, piece)
 
     def _narrowed(self, region: SavedRegion, origin: IndexOrigin, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """Returns narrower bytes for data, the bytes of x. The region keeps data until the host knows that narrowing
-        lost nothing."""
+        """Returns the narrower elements of x as bytes. data: the bytes of x. The region keeps them until the host knows
+        that narrowing lost nothing."""
         region.hold(data, x)
         rest = region.narrow(origin, data)
         if region.transfers is None:
@@ -268,7 +269,7 @@ class ActivationOffload(OfThisProcess):
         return rest
 
     def _move(self, region: SavedRegion, piece: SavedPiece) -> None:
-        """Moves a piece to the memory that is to hold it, and counts its bytes."""
+        """Moves a piece to the memory that will hold it, and counts its bytes."""
         if region.transfers is None:
             self._stats.device_bytes += region.trim(piece)
             return
@@ -340,15 +341,15 @@ def offload_activations(
         memory: "pinned": tensors are moved to pinned host memory. "device": compressed tensors stay on the device until
             the backward pass has decompressed them.
         device_bytes: number of bytes of saved tensors that may stay on each device during a pass. The first step moves
-            all tensors. Later steps choose by the sizes of the step before: the most compressible tensors are moved,
+            all tensors. Later steps choose by the sizes of the previous step: the most compressible tensors are moved,
             until the others fit this number of bytes. None: all tensors are moved.
         coded: whether tensors are compressed. False: they are moved uncompressed.
         least_bytes: size in bytes below which tensors are not moved.
         window_bytes: largest number of bytes of device memory that copies to the host use at the same time. The same
-            limit holds separately for copies back. Two pieces of 64 MiB are always allowed. With memory="device", at
-            most two pieces wait until the host knows their size.
+            limit holds separately for copies back. Two pieces of 64 MiB are always allowed. With memory="device", there
+            is no window: the full memory of at most two pieces is kept until the host knows their compressed sizes.
         max_sms: keep at most this many of the GPU's multiprocessors busy with compression and decompression, which
-            limits their use of memory bandwidth while the net computes (cDMA, section V-C). None: all.
+            limits their use of memory bandwidth while the model computes (cDMA, section V-C). None: all.
         device: the device whose tensors are moved. None: all CUDA devices; if torch sees no CUDA device, the CPU, whose
             saved tensors are kept compressed in host memory.
 

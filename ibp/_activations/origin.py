@@ -1,6 +1,6 @@
-"""Makes indices of max pooling narrower. An index is a position in its channel's image, inside a small window. Relative
-to the window's first position, which is the same for all images and channels, it fits one or two of its eight bytes,
-and takes 2 or 3 bits when it is encoded."""
+"""Makes the int64 indices that max pooling saves narrower. An index is the position of a maximum in the image of a
+channel, and lies in a small window. The first position of the window is the same for all images and channels. The
+difference between the index and this position fits one or two bytes, and takes 2 or 3 bits when it is encoded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from .spans import SpanView
 
-# Least number of channels of all images together. With fewer, it may be that no index is the first position of its
-# window, so that the smallest index is not the window's origin.
+# Least number of channels, counted over all images. With fewer channels, perhaps none has its maximum at the first
+# position of a window. The smallest index of the window would then not be its first position.
 _LEAST_CHANNELS = 16
 _NARROW = (torch.uint8, torch.int16)  # narrowest first
 _ITEM = 8  # size in bytes of an int64 element
@@ -20,13 +20,14 @@ class IndexOrigin:
     same origins.
 
     Args:
-        places: int64 [elements of an image, in all of its channels], in the order of memory; none is negative.
+        places: the origins: int64 [number of elements of an image with all its channels], in the order of memory. No
+            origin is negative.
         dtype: dtype of the differences.
     """
 
     def __init__(self, places: torch.Tensor, dtype: torch.dtype) -> None:
         self._places, self.dtype = places, dtype
-        self._last = places + torch.iinfo(dtype).max  # the largest elements whose differences fit
+        self._last = places + torch.iinfo(dtype).max  # the largest elements whose differences fit the dtype
 
     @classmethod
     def of(cls, data: torch.Tensor, view: SpanView) -> IndexOrigin | None:
@@ -61,8 +62,8 @@ class IndexOrigin:
         return num_bytes % (_ITEM * len(self._places)) == 0
 
     def narrow(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Subtracts the origin from elements. data: uint8 [num_bytes] of whole images. Returns (differences as uint8
-        [bytes]; a bool tensor [] that says whether a difference does not fit its dtype).
+        """Subtracts the origins from elements. data: uint8 [num_bytes] of whole images. Returns (the differences as
+        uint8 [bytes]; a bool tensor [], which is True if a difference does not fit the dtype).
         """
         elements = data.view(torch.int64).view(-1, len(self._places))
         out = torch.empty(elements.shape, dtype=self.dtype, device=data.device)
@@ -72,7 +73,8 @@ class IndexOrigin:
         return out.view(-1).view(torch.uint8), misfits
 
     def widen(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns the elements as uint8 [num_bytes]. data: their differences."""
+        """Adds the origins to differences. data: the differences, as `narrow` returns them. Returns the elements as
+        uint8 [num_bytes]."""
         rest = data.view(self.dtype).view(-1, len(self._places))
         out = torch.empty(rest.shape, dtype=torch.int64, device=data.device)
         return torch.add(self._places, rest, out=out).view(-1).view(torch.uint8)

@@ -20,11 +20,12 @@ class ForwardPass:
     """One forward pass and the regions that it saved.
 
     Args:
-        order: numbers of the regions in the order in which the backward pass before used them. Empty: the region that
+        order: numbers of the regions in the order in which the previous backward pass used them. Empty: the region that
             was saved last is expected first.
         transfers: the transfers of each device.
         faults: receives the faults that decoders find.
-        note_outgrown: a function that is called with the size of each region or piece that does not fit its room.
+        note_outgrown: a function that is called for each region or piece that compressed worse than expected, with its
+            size in bytes before encoding.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ForwardPass:
 
     def prefetch(self, region: SavedRegion, first: int) -> None:
         """Starts to bring back the pieces of a region, beginning with piece number `first`, and then the regions that
-        are used after it."""
+        are expected to be used after it."""
         transfers = region.transfers
         if transfers is None or not transfers.fetch_region(region, first):
             return
@@ -84,7 +85,7 @@ class ForwardPass:
             self._fetch_on(transfers)
 
     def _fetch_on(self, transfers: PieceTransfers) -> None:
-        """Starts to bring back regions to a device, as long as there is room."""
+        """Starts to bring back the next regions to a device in the expected order, until the window is full."""
         numbers, position = self._order or range(self.numbers - 1, -1, -1), self._next.get(transfers, 0)
         while position < len(numbers):
             found = self._regions.get(numbers[position])

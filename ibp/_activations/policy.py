@@ -15,7 +15,7 @@ from .._schemes.learning import Learner
 from . import coding
 from .spans import SpanView
 
-# The modes of a region: not moved; encoded on the device; raw on the host; encoded on the host.
+# The modes of a region, in this order: not moved; encoded, on the device; raw, on the host; encoded, on the host.
 KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"
 _LEAST_SAVED = 0.05  # least fraction of the bytes that encoding must save to be worth its time
 
@@ -34,9 +34,12 @@ class OffloadOptions:
 class _RegionSize(NamedTuple):
     """The sizes of one region. Sorting puts the most compressible regions first.
 
-    share: the size of the bytes that are moved or encoded, as a fraction of the region's size.
-    number: the number of the region in its pass.
-    num_bytes, left_bytes: size in bytes on the device if the region stays, and if it is moved.
+    Attributes:
+        share: the expected encoded size as a fraction of the region's size, rounded to 0.01. It is 1 if the region is
+            not encoded.
+        number: the number of the region in its pass.
+        num_bytes: size of the region in bytes on the device if it stays there as it is.
+        left_bytes: size in bytes that the region takes on the device if it is moved or encoded.
     """
 
     share: float
@@ -46,13 +49,13 @@ class _RegionSize(NamedTuple):
 
 
 class ActivationPolicy:
-    """The choice of the form in which each region is saved. A codebook is learned when a region is first saved. With a
-    budget, the first pass moves all regions; later passes keep on the device what fits the budget, by the sizes of the
-    pass before."""
+    """Chooses the form in which each region is saved. A codebook is learned when a region is first saved. With a
+    budget, the first pass moves all regions. Later passes keep on the device as many regions as fit the budget, by the
+    sizes of the previous pass."""
 
     def __init__(self, options: OffloadOptions) -> None:
         self._options = options
-        # By the region's number, dtype and device.
+        # The learners of recipes, by a region's number, dtype and device.
         self._learners: defaultdict[tuple[int, torch.dtype, torch.device], Learner[coding.ActivationRecipe]]
         self._learners = defaultdict(Learner)
         self._sizes: dict[torch.device, list[_RegionSize]] = {}
@@ -60,7 +63,7 @@ class ActivationPolicy:
         self.is_settled = False
 
     def begin_pass(self, was_used: bool) -> None:
-        """Begins a pass. was_used: whether the pass before is complete: its backward pass has begun, and its regions
+        """Begins a pass. was_used: whether the previous pass is complete: its backward pass has begun, and its regions
         have been destroyed."""
         if was_used:
             self.is_settled = True
@@ -118,9 +121,9 @@ class ActivationPolicy:
         return recipe if recipe is None or recipe.takes(data.numel()) else None
 
     def _mode(self, recipe: coding.ActivationRecipe | None, device: torch.device) -> str:
-        """Returns the mode of a region, apart from the budget. On the CPU, and with memory="device", it is DEVICE if
-        encoding saves more than _LEAST_SAVED, and otherwise KEEP. On a GPU it is CODED if encoding and decoding take
-        less time than the link would take for the bytes that they save, and otherwise RAW."""
+        """Returns the mode of a region if there is no budget. On the CPU, and with memory="device", the mode is DEVICE
+        if encoding saves more than _LEAST_SAVED, and otherwise KEEP. On a GPU it is CODED if encoding and decoding take
+        less time than the link would take to move the saved bytes out and back, and otherwise RAW."""
         saved = 0.0 if recipe is None else 1 - recipe.coded_share
         if device.type == "cpu" or self._options.memory == "device":
             return DEVICE if saved > _LEAST_SAVED else KEEP

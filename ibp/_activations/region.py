@@ -22,13 +22,15 @@ class SavedPiece:
     def __init__(self, start: int, end: int, stream: torch.Stream | None) -> None:
         # stream: the stream to which the memory of `memory`, `kept` or `coming` belongs.
         self.start, self.end, self.num_bytes, self.stream = start, end, end - start, stream
-        # Encoded bytes on the device, with room for raw rows. If bytes are not encoded, they are in the region's own
-        # memory.
+        # Encoded bytes on the device, in memory that is large enough for raw rows. Bytes that are not encoded are in
+        # `SavedRegion.memory` instead.
         self.memory: torch.Tensor | None = None
         self.kept: torch.Tensor | None = None  # encoded bytes on the device, in a buffer of the expected size
-        self.host: torch.Tensor | None = None  # encoded bytes in such a buffer, or all raw bytes, in pinned memory
+        # In pinned memory: encoded bytes, in a buffer of the expected size; or all raw bytes.
+        self.host: torch.Tensor | None = None
         self.room_bytes = 0  # size in bytes of `kept` or `host`
-        # The pinned memory that contains `host`. If encoded bytes stay on the device, it contains only their counters.
+        # The pinned memory that contains `host`. If encoded bytes stay on the device, it contains only the head of the
+        # encoded piece.
         self.buffer: torch.Tensor | None = None
         self.sent: torch.Event | None = None  # recorded after the copy to buffer
         # coming, arrived: the copy of `host` that is being made on the device, and the event after it.
@@ -41,7 +43,7 @@ class SavedPiece:
 
     def note_used(self, recipe: coding.ActivationRecipe, counters: torch.Tensor) -> int:
         """Records in the recipe how much overflow the piece uses. Returns the size in bytes of the used part of the
-        encoded memory, from its first byte. counters: the encoded memory, or a copy of its counters; the host must wait
+        encoded memory, from its first byte. counters: the encoded memory, or a copy of its head. The caller must wait
         for `sent` before it passes a copy."""
         used = forms.used_bytes(counters)
         recipe.note(self.num_bytes, used)
@@ -76,12 +78,12 @@ class SavedRegion:
         # encoded, sent and brought back separately.
         self.pieces = [SavedPiece(start, end, self.stream) for start, end in coding.pieces(self._piece_bytes)]
         # The saved tensor's own bytes. If they are not encoded, they are kept until all of them have been copied. If
-        # they are narrowed, they are kept until the host knows that this lost nothing.
+        # they are narrowed, they are kept until the host knows that narrowing lost nothing.
         self.memory: torch.Tensor | None = None
         self.source: UnchangedTensor | None = None  # the saved tensor whose bytes `memory` has
         self.coming: torch.Tensor | None = None  # the memory to which raw pieces are copied back
-        self.misfits: torch.Tensor | None = None  # on the device: whether the narrower bytes lose anything
-        self.saves = self.uses = 0  # number of times that tensors of the region were saved, and were read
+        self.misfits: torch.Tensor | None = None  # on the device: whether narrowing lost anything
+        self.saves = self.uses = 0  # number of saves and of reads of tensors of the region
         # The error to raise at the next read, if the source was changed before its copy had ended.
         self._changed: RuntimeError | None = None
         self._decoded: UnchangedTensor | None = None
@@ -104,7 +106,7 @@ class SavedRegion:
         coding.encode(piece.of(data), self.recipe, piece.memory, self._max_sms)
 
     def to_send(self, piece: SavedPiece) -> torch.Tensor:
-        """Returns the bytes of a piece that are copied off the device."""
+        """Returns the bytes of a piece that are to be copied off the device."""
         if self.recipe is None:
             assert self.memory is not None
             return piece.of(self.memory)
@@ -119,12 +121,13 @@ class SavedRegion:
         return piece.memory.numel()
 
     def narrow(self, origin: IndexOrigin, data: torch.Tensor) -> torch.Tensor:
-        """Returns the narrower bytes of data, which stays the region's memory until `note_narrow`."""
+        """Returns the narrower bytes of data. The region's memory, which has the original bytes, is kept until
+        `note_narrow`."""
         rest, self.misfits = origin.narrow(data)
         return rest
 
     def note_narrow(self, fits: bool) -> None:
-        """Records whether the narrower bytes lose nothing. If they lose something, the original bytes are kept."""
+        """Records whether narrowing lost nothing. If so, frees the original bytes; otherwise they are kept."""
         self.misfits = None
         if fits:
             self.memory = self.source = None
@@ -132,8 +135,8 @@ class SavedRegion:
             self.of.note_outgrown(self.num_bytes)
 
     def leave(self, piece: SavedPiece) -> None:
-        """Frees the memory of a piece that has been copied elsewhere. Bytes that are not encoded are freed together,
-        after the last piece."""
+        """Frees the device memory of a piece that has been copied elsewhere. Bytes that are not encoded are freed
+        together, after the last piece."""
         if self.recipe is not None:
             piece.memory = None
             return
@@ -149,8 +152,8 @@ class SavedRegion:
     def data(self) -> torch.Tensor:
         """Returns the bytes, uint8 [num_bytes], on the device, for the current stream. The decoded bytes are kept until
         every operation that saved them has read them, so that they are decoded once. If the encoded bytes exist only on
-        the device, they are freed at the last read, and the decoded bytes are kept instead, because the graph may be
-        retained."""
+        the device, they are freed at the last read, and the decoded bytes are kept instead, because autograd's graph
+        may be retained and read again."""
         self._check()
         self.of.note_use(self)
         self.uses += 1
@@ -176,8 +179,8 @@ class SavedRegion:
         self._is_decoded_only = True
 
     def _again(self, decoded: UnchangedTensor, current: torch.Stream | None) -> torch.Tensor:
-        """Returns bytes that an earlier read has decoded. If the operation that received them has changed them, they
-        are decoded again. If no encoded bytes are left, raises RuntimeError instead."""
+        """Returns the bytes that an earlier read has decoded. If the operation that received these bytes has changed
+        them, decodes them again, or raises RuntimeError if no encoded bytes are left."""
         if decoded.is_changed and self.memory is None and not self._is_decoded_only:
             return self._read(current)
         data = self._usable(decoded.get(), current)
@@ -185,7 +188,7 @@ class SavedRegion:
         return data
 
     def _check(self) -> None:
-        """Raises RuntimeError if bytes that are not encoded were changed before they were copied."""
+        """Raises RuntimeError if the saved tensor was changed while the region still needed its bytes."""
         if self._changed is not None:
             raise self._changed
         if self.misfits is not None and self.source is not None and self.source.is_changed:
@@ -238,7 +241,8 @@ class SavedRegion:
 
 
 def _hand_over(tensor: torch.Tensor, stream: torch.Stream | None, current: torch.Stream | None) -> None:
-    """Makes the current stream wait until a tensor is valid on another stream, and records that it uses the tensor."""
+    """Makes the current stream wait until `stream` has produced a tensor, and records that the current stream uses the
+    tensor."""
     if stream is not None and current is not None and current != stream:
         current.wait_stream(stream)
         tensor.record_stream(current)

@@ -1,4 +1,4 @@
-"""Finds the range of memory that a saved tensor occupies, so that bytes which several tensors share are encoded
+"""Finds the range of memory that a saved tensor occupies. Bytes that several saved tensors share are then encoded only
 once."""
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from .._layout import geometry
 
 T = TypeVar("T")
 
-_MOST_OF_A_STORAGE = 4  # a tensor with gaps is encoded with its whole storage if that is at most 4 times as large
+# A tensor with gaps is saved as its whole storage if the storage is at most this many times as large as the tensor.
+_MOST_OF_A_STORAGE = 4
 
 
 class ByteSpan(NamedTuple):
-    """A range of bytes of a storage that are compressed together.
+    """A range of bytes in a storage. These bytes are compressed together.
 
-    storage: the address of torch's object for the storage.
-    start, num_bytes: offset in the storage and size, in bytes.
-    version: torch's counter of changes in place.
+    Attributes:
+        storage: the address of torch's C++ object for the storage.
+        start: offset of the range in the storage, in bytes.
+        num_bytes: size of the range in bytes.
+        version: the saved tensor's version, which torch increases whenever the tensor is changed in place.
     """
 
     storage: int
@@ -44,7 +47,7 @@ class SpanView(NamedTuple):
 
 
 class UnchangedTensor(NamedTuple):
-    """A tensor that must not be changed any more, and its version when this was recorded."""
+    """A tensor that must not be changed any more, and its version at the time of saving."""
 
     tensor: torch.Tensor
     version: int
@@ -70,8 +73,8 @@ class UnchangedTensor(NamedTuple):
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Returns whether a tensor is a strided tensor of a dtype that tables can hold, and not a subclass, a tensor of a
-    function transform or a conjugate view."""
+    """Returns whether a tensor is an ordinary strided tensor of a dtype that tables can hold. Tensor subclasses,
+    tensors inside a transform of torch.func, and conjugate or negative views are not."""
     return (
         type(x) is torch.Tensor
         and x.layout == torch.strided
@@ -95,8 +98,9 @@ def is_of_parameter(x: torch.Tensor) -> bool:
 
 
 def span_of(x: torch.Tensor) -> tuple[ByteSpan, SpanView] | None:
-    """Returns the span of a plain tensor, and the tensor's layout in it. The span has the tensor's own bytes if it is
-    dense, otherwise its whole storage. Returns None if the storage is much larger."""
+    """Returns the span of a plain tensor, and the tensor's layout in the span. If the tensor is dense, the span has the
+    tensor's bytes. Otherwise it has the whole storage; if the storage is more than 4 times as large as the tensor,
+    returns None."""
     storage, size = x.untyped_storage(), x.dtype.itemsize
     num_bytes, start, offset = int(x.numel() * size), int(x.storage_offset() * size), 0
     if not (x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)):
@@ -108,7 +112,7 @@ def span_of(x: torch.Tensor) -> tuple[ByteSpan, SpanView] | None:
 
 
 def bytes_of(x: torch.Tensor, span: ByteSpan) -> torch.Tensor:
-    """Returns a uint8 view [num_bytes] of a span of x's storage. span: as `span_of(x)` returns it."""
+    """Returns the bytes of a span as a view of x's storage, uint8 [num_bytes]. span: as `span_of(x)` returns it."""
     flat = torch.empty(0, dtype=torch.uint8, device=x.device)
     return flat.set_(x.untyped_storage(), span.start, (span.num_bytes,), (1,))
 

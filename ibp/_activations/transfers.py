@@ -1,5 +1,5 @@
-"""Moves activations off a GPU and back. Each direction has a stream and a bounded window. Pinned memory is kept from
-step to step."""
+"""Moves activations off a GPU and back. Each direction has a stream and a window, which limits the device memory that
+its copies use. Pinned memory is kept from step to step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from .._machine.pool import Pool
 from . import coding
 from .region import SavedPiece, SavedRegion
 
-# Number of pieces of any size that may always be in transit in each direction: one is copied and one waits.
+# Number of pieces, of any size, that may always be in transit in each direction: one is being copied and one waits.
 _LEAST_MOVING = 2
 
 
 class PieceTransfers:
-    """The transfers of pieces between a GPU and pinned memory, or to memory of their encoded size on the GPU.
+    """Moves pieces from a GPU to pinned memory and back. If encoded pieces stay on the GPU, moves them to GPU memory of
+    the expected encoded size instead.
 
-    A piece is encoded into memory that has room for raw rows. Only the bytes that it is expected to use are copied. The
-    memory is freed when the host knows that the piece did not use more. `make_room` limits how much memory waits for
-    this.
+    A piece is encoded into memory that is large enough for raw rows. Only the bytes that the piece is expected to use
+    are copied. When the host knows that the piece did not use more bytes, the memory is freed. `make_room` limits how
+    much memory waits for the host.
 
     Args:
         device: the GPU.
@@ -42,12 +43,14 @@ class PieceTransfers:
         # Number of pieces that are being copied back, their size in bytes, and the size in bytes of the device memory
         # of the pieces in `_leaving`.
         self.coming = self.coming_bytes = self.leaving_bytes = 0
-        # Pieces of destroyed regions: (piece, recipe, number of bytes that were being copied back).
+        # Pieces of destroyed regions: (piece, recipe or None, number of bytes that were being copied back). There is a
+        # recipe if it still has to record the piece's size.
         self._ended: deque[tuple[SavedPiece, coding.ActivationRecipe | None, int]] = deque()
         # Pieces whose copies to the host may not have ended: (region, piece, size of the piece's device memory in
         # bytes).
         self._leaving: deque[tuple[weakref.ref[SavedRegion], weakref.ref[SavedPiece], int]] = deque()
-        # (region, pinned memory whose first byte says whether an element does not fit, event after the copy to it)
+        # Flags that `ask_for_misfits` copies: (region, pinned memory whose first byte says whether an element does not
+        # fit, event after the copy to this memory).
         self._narrowed: deque[tuple[weakref.ref[SavedRegion], torch.Tensor, torch.Event]] = deque()
 
     def current(self) -> torch.Stream:
@@ -56,8 +59,8 @@ class PieceTransfers:
     # ---- out ----
 
     def send(self, region: SavedRegion, piece: SavedPiece) -> int:
-        """Starts to move a piece, which the current stream has just written. Returns its size in bytes at the
-        destination."""
+        """Starts to move a piece, which the current stream has just written. Returns the size in bytes that the piece
+        has at its destination."""
         self.take_back()
         source = region.to_send(piece)
         copied = source[: forms.HEAD_BYTES] if self._keeps_codes else source
@@ -96,8 +99,9 @@ class PieceTransfers:
             self.buffers.give(buffer, done)
 
     def make_room(self, num_bytes: int) -> None:
-        """Makes room in the window for num_bytes more bytes. Waits for the oldest copies, and frees the memory of their
-        pieces, until the bytes fit or only the number of pieces that is always allowed is in transit."""
+        """Makes room in the window for num_bytes more bytes. Waits for the oldest copies and frees the memory of their
+        pieces, until the new bytes fit. Stops earlier if only the pieces that are always allowed are left in
+        transit."""
         self._note_misfits(waits=self._keeps_codes)
         least = 0 if self._keeps_codes else _LEAST_MOVING
         while len(self._leaving) > least and self.leaving_bytes + num_bytes > self.window_bytes:
@@ -159,8 +163,8 @@ class PieceTransfers:
         return self.coming < _LEAST_MOVING or self.coming_bytes + piece.host.numel() <= self.window_bytes
 
     def fetch(self, region: SavedRegion, piece: SavedPiece) -> None:
-        """Starts to copy a piece back. Encoded bytes are copied to memory of the current stream, raw bytes to their
-        position in the region's memory."""
+        """Starts to copy a piece back. Encoded bytes are copied to new memory, raw bytes to their position in
+        `region.coming`. The memory belongs to the current stream."""
         assert piece.host is not None
         current, num_bytes = self.current(), piece.host.numel()
         if region.recipe is not None:
@@ -176,7 +180,7 @@ class PieceTransfers:
         self.coming_bytes += num_bytes
 
     def receive(self, region: SavedRegion, piece: SavedPiece, current: torch.Stream) -> torch.Tensor:
-        """Returns the bytes of a piece on the GPU, for the current stream. They no longer count in the window."""
+        """Returns the bytes of a piece in GPU memory, for the current stream. They no longer count in the window."""
         if piece.coming is None:
             self.fetch(region, piece)
         assert piece.coming is not None and piece.arrived is not None
@@ -207,13 +211,14 @@ class PieceTransfers:
             if piece.coming is not None:
                 coming_bytes = piece.coming.numel()
                 piece.coming.record_stream(self.back)
-            recipe = None if piece.memory is None else region.recipe  # the recipe does not know the piece's size yet
+            # A piece that still has `memory` has not recorded its size in the recipe yet.
+            recipe = None if piece.memory is None else region.recipe
             self.drop_codes(piece)
             piece.coming = None
             self._ended.append((piece, recipe, coming_bytes))
 
     def take_back(self) -> None:
-        """Frees the pinned memory of regions that have been destroyed, and their share of the window."""
+        """Frees the pinned memory of regions that have been destroyed, and removes their bytes from the window."""
         while self._ended:
             piece, recipe, coming_bytes = self._ended.popleft()
             self.coming -= coming_bytes > 0
@@ -226,7 +231,8 @@ class PieceTransfers:
 
 
 def _copy(to: torch.Tensor, data: torch.Tensor, stream: torch.Stream, after: torch.Stream) -> torch.Event:
-    """Starts a copy on a stream, after the work that is queued on another stream. Returns an event after the copy."""
+    """Starts a copy on `stream`, which first waits for the work that is queued on the stream `after`. Returns an event
+    after the copy."""
     stream.wait_stream(after)
     with stream:
         to.copy_(data, non_blocking=True)

@@ -5,10 +5,11 @@
       its weights arrive       `CudaWeightFetcher._wait`: the caller's stream waits for them, the host does not
                              the model's tensors get the memory of the weights; the next groups are fetched ahead
     (the module computes)
-    a module ends            `end`, by a hook after the call: the tensors rest, and other groups may take the memory
+    a module ends            `end`, by a hook after the call: the tensors rest (`resting.py`), which means that they
+                             give up the memory, and other groups may use it
     an error                 `abandon`: ends what an interrupted call of this thread has left in use
 
-The weights of an embedding are looked up, and experts are chosen, without these events (`hooks.py`, `experts.py`).
+Rows of an embedding (`hooks.py`), and experts that a router chooses (`experts.py`), are fetched without these events.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from .fetcher import CudaWeightFetcher, Place, WeightFetcher
 from .plan import Group, OffloadPlan
 from .weights import Weight
 
-# A call of a module that has begun and not ended: the module, the groups that it uses, and the hooks by which autograd
-# saves weights (None: it saves none).
+# A call of a module that has begun and not ended: the module, the places of the groups that it uses, and the context of
+# autograd's saved-tensor hooks (None: there are no hooks).
 Call = tuple[nn.Module, Sequence[Place], Any]
 Item = TypeVar("Item", bound=Hashable)
 
@@ -42,10 +43,11 @@ class Schedule(Generic[Item]):
     that followed them the last time. Otherwise it predicts the item that followed the last item the last time.
 
     After one pass, a constant order is predicted without error. If the order changes, each new step is mispredicted
-    once. If an item is used twice in a pass, the item before it tells the two uses apart. If the same two items follow
-    each other twice in a pass, and another item comes next each time, both predictions are wrong in every pass.
+    once. If an item is used twice in a pass, the item before it tells the two uses apart. If a pair of successive items
+    occurs twice in a pass, and different items follow it, both predictions are wrong in every pass.
 
-    items: in the order that is expected for the first pass and, until another order is seen, for the following ones."""
+    items: the items in the order that is expected for the first pass. Later passes are expected in this order, too,
+        until another order is seen."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._after_one: dict[Item, Item] = {}
@@ -62,7 +64,8 @@ class Schedule(Generic[Item]):
         self._last = last, item
 
     def coming(self) -> Iterator[Item]:
-        """Yields the expected uses, the next one first. The iterator does not end unless nothing is known."""
+        """Yields the items that are expected to be used, the next item first. The iterator ends only if the successor
+        of an item is not known."""
         before, last = self._last
         while last is not None:
             item = self._after_two.get((before, last), self._after_one.get(last))
@@ -73,7 +76,7 @@ class Schedule(Generic[Item]):
 
 
 class _ThreadState(threading.local):
-    """What each thread is doing with the model."""
+    """The calls of the model in which the current thread is."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []  # the calls that the thread is in, the innermost last
@@ -81,7 +84,7 @@ class _ThreadState(threading.local):
 
 
 class Events:
-    """What an offloaded model does while it runs. Several threads may call it at the same time.
+    """Handles the events of an offloaded model while it runs. Several threads may call the model at the same time.
 
     Args:
         plan: the plan that is carried out.
@@ -89,10 +92,10 @@ class Events:
 
     Attributes:
         lock: guards the places, and everything else that changes while the model runs.
-        thread: what the current thread is doing with the model.
+        thread: the calls of the model in which the current thread is.
         fetchers: the fetcher of each device, in the order of the plan's devices.
         places: the place of each group that is fetched.
-        users: the modules that use groups, with the places of these groups.
+        users: for each module that uses groups, the places of these groups.
         undo: functions that remove what was installed in the model. They are called from the last to the first.
         uses: number of times that a module used a group.
         first_use, last_use: times of the first use and of the end of the last one, in seconds of the host's clock.
@@ -110,9 +113,9 @@ class Events:
         self.users: dict[nn.Module, list[Place]] = {}
         self.undo: list[Callable[[], object]] = []
         self._schedule: Schedule[Place] = Schedule(list(self.places.values()))
-        # For each module below the model's children, its parent.
+        # The parent of each module, apart from the model and its children.
         self._parents = {child: part for part in model.modules() if part is not model for child in part.children()}
-        # For each weight that another module than its owner reads, the module that is assumed to read it.
+        # For each weight that is read by a module other than its holder, the module that is assumed to read it.
         self._readers: dict[Weight, nn.Module] = {}
         self._uses_all_experts = False  # whether the last call of a mixture used all of its experts
         self._is_short = False  # whether the arena had no room for an expected group; the end of a use makes room
@@ -131,7 +134,7 @@ class Events:
         self._fetch_ahead()
 
     def install_use(self, module: nn.Module, groups: Sequence[Group]) -> None:
-        """Makes the calls of a module use groups, except groups that stay on their devices."""
+        """Installs hooks by which the calls of a module use groups. Groups that stay on their devices need no hooks."""
         places = [self.places[group] for group in groups if group in self.places]
         if places:
             self.users[module] = places
@@ -150,8 +153,9 @@ class Events:
         If it raises an error, it ends the uses that it has begun.
 
         In a transform of torch.func nothing is fetched: the module computes with its resting weights, each of which is
-        decoded when it is read. Other weights overwrite fetched ones after the call, and a backward pass in such a
-        transform could not decode them again, because it does not support autograd's saved-tensor hooks."""
+        decoded when it is read. The reason is the backward pass. Other weights overwrite fetched weights after the
+        call. A backward pass in such a transform could not decode the fetched weights again, because the transform does
+        not support autograd's saved-tensor hooks."""
         with self.lock:
             if is_transformed():
                 self.thread.calls.append((module, (), None))
@@ -175,8 +179,8 @@ class Events:
                 self._fetch_ahead()
 
     def note_choice(self, place: Place) -> None:
-        """Records a call of a mixture that uses only some of its experts, which are not fetched to the group's place.
-        From now on, groups of experts are not fetched ahead."""
+        """Records a call of a mixture that uses only some of its experts. These experts are fetched by a cache, not
+        with the group. From now on, groups of experts are not fetched ahead."""
         with self.lock:
             self._uses_all_experts = False
             self._note(place)
@@ -254,8 +258,8 @@ class Events:
     # ---- a call of the whole model ----
 
     def begin_model(self, *_: Any) -> None:
-        """Prepares for a call of the whole model. Such calls do not nest, so uses that this thread has not ended were
-        interrupted; they are ended here."""
+        """Prepares for a call of the whole model. Such calls do not nest. If this thread has uses that have not ended,
+        an earlier call was interrupted, and these uses are ended here."""
         if self.thread.calls:
             self.abandon()
         self.thread.is_running = True
@@ -282,15 +286,16 @@ class Events:
         return weight.value(weight.device)
 
     def _saving(self) -> Any:
-        """Makes autograd save functions that decode weights, instead of the weights' memory, which other weights will
-        overwrite. Returns torch's context of these hooks; its `__exit__` removes them."""
+        """Installs saved-tensor hooks. They make autograd save functions that decode weights instead of the weights'
+        memory, which other weights will overwrite. Returns torch's context of the hooks; its `__exit__` removes
+        them."""
         saving = torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked)
         saving.__enter__()
         return saving
 
     def _packed(self, tensor: torch.Tensor) -> Any:
-        """Returns what autograd saves for a tensor. If it is a part of a loaded weight, that is a function that decodes
-        the part; otherwise it is the tensor itself."""
+        """Returns what autograd saves for a tensor. For a part of a loaded weight, this is a function that decodes the
+        part; for any other tensor, it is the tensor itself."""
         with self.lock:
             for fetcher in self.fetchers:
                 found = fetcher.find(tensor) if fetcher.device == tensor.device else None

@@ -1,9 +1,9 @@
-"""Fetches the experts of a mixture: a call for few tokens fetches only the experts that the router chose.
+"""Fetches the experts of a mixture. A call for few tokens fetches only the experts that the router chose.
 
-In the table of a stacked weight, an expert is a fixed number of consecutive rows. The experts of a call are decoded
-into slots, with which the module's own forward computes (`nn/_stacks.py`). The host never waits for the GPU. A GPU
-fetches them on a separate stream; the caller's stream waits for a stacked weight when the forward first reads it, so
-that `down_proj` is fetched while `gate_up_proj` is multiplied.
+A stacked weight is one tensor with the weights of all experts. In its table, an expert is a fixed number of consecutive
+rows. The experts of a call are decoded into slots, with which the module's original forward computes (`nn/_stacks.py`).
+The host never waits for the GPU. A GPU fetches experts on a separate stream; the caller's stream waits for a stacked
+weight only when the forward first reads the weight. So `down_proj` is fetched while `gate_up_proj` is multiplied.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class CachedStack:
     Slots without an expert request the first row of the table, which is always in the cache, so they cause no traffic
     on the link.
 
-    cache_bytes: size in bytes of the cache on the device. If that is too small for an LRU cache, the cache is static
-        and holds only the first row."""
+    cache_bytes: size in bytes of the cache on the device. If this size is too small for an LRU cache, the cache is
+        static and holds only the first row."""
 
     def __init__(self, weight: Weight, cache_bytes: int) -> None:
         assert weight.table is not None
@@ -61,12 +61,12 @@ class CachedStack:
 
 
 class ExpertsForward:
-    """The forward that replaces a module of experts' own. It fetches experts, and calls the module's own forward with
+    """Replaces the forward of a module of experts. It fetches experts, and calls the module's original forward with
     them, whichever implementation of experts transformers is set to use.
 
     Args:
         module: the module of experts.
-        group: the group of its stacked weights, which is fetched as a whole for a call for many tokens.
+        group: the group of the module's stacked weights, which is fetched as a whole for a call for many tokens.
         events: fetches the group, and records calls for few tokens.
     """
 
@@ -100,7 +100,7 @@ class ExpertsForward:
         """Calls forward while experts are fetched on a stream beside the current one. Returns the result of forward.
 
         Args:
-            rows: for each stacked weight, the numbers of the rows of the slots.
+            rows: for each stacked weight, the numbers of the rows that fill the slots.
             forward: receives, by name of the stacked weight, a function that returns the experts of the slots. The
                 current stream waits for a weight when its function is called, or when forward has returned.
         """
@@ -126,8 +126,8 @@ class ExpertsForward:
         return sum(stack.cache.nbytes for stack in self.stacks.values())
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Returns (number of rows of experts found in the cache, number of missed rows, size of these rows in bytes,
-        their size on the link in bytes). Waits for the device."""
+        """Returns (number of rows of experts found in the cache, number of missed rows, size of the missed rows in
+        bytes, number of bytes that they took on the link). Waits for the device."""
         found = [(stack, stack.cache.stats()) for stack in self.stacks.values()]
         num_spare = int(self.num_spare)
         return (

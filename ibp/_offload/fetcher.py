@@ -1,4 +1,4 @@
-"""Fetches groups of weights into the memory that a device has for weights in use."""
+"""Fetches groups of weights into an arena: the memory of a device for weights in use."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ Region = tuple[int, int]  # [start, end) in bytes
 
 
 class Place:
-    """Where a group of weights is on its device while the model runs, and which work uses it. Only the fetcher changes
-    a place."""
+    """The memory that a group of weights has on its device while the model runs, and a record of the work that uses the
+    weights. Only the fetcher changes a place."""
 
     def __init__(self, group: Group, fetcher: WeightFetcher) -> None:
         self.group, self.fetcher = group, fetcher
         self.stored_bytes = 0  # size of the compressed rows, which a fetch moves; 0 until the tables are made
         self.uses = 0  # number of calls that are using the weights
-        # Whether the weights are in `memory`, or will be when `ready` has been reached.
+        # True if the weights are in `memory`, or will be there when `ready` has been reached.
         self.is_loaded = False
         self.is_ahead = False  # whether they were fetched ahead of a use that has not begun
-        # The region of the arena that the group has, or had last. None: the group has an allocation of its own, or no
+        # The region of the arena that the group has, or had last. None: the group has a separate allocation, or no
         # memory.
         self.region: Region | None = None
         self.memory: torch.Tensor | None = None  # uint8: the memory of the whole group
         self.data: list[torch.Tensor] = []  # the bytes of each weight
         self.values: list[torch.Tensor] = []  # the same bytes with the shapes and dtypes of the model's tensors
-        # CUDA: the arguments of `TensorStream.issue` for each weight, and the number of multiprocessors that they name.
+        # CUDA: the arguments of `TensorStream.issue` for each weight, and the number of multiprocessors in them.
         self.prepared: list[tuple[Any, ...]] = []
         self.sms = 0
         self.ready: torch.cuda.Event | None = None  # CUDA: reached when the weights have arrived
@@ -59,11 +59,10 @@ class Place:
 
 
 class WeightArena:
-    """A ring of memory for groups: each new region begins where the last one ended, and at the end of the memory the
-    next region begins at its start again.
+    """A ring of memory for groups. Each new region begins where the last region ended, or at the start of the memory if
+    not enough memory is left there.
 
-    If every pass asks for the same sizes in the same order, the memory that is overwritten is thus the least recently
-    used.
+    So if every pass asks for the same sizes in the same order, each new region overwrites the least recently used one.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -71,8 +70,8 @@ class WeightArena:
         self._cursor = 0
 
     def region(self, num_bytes: int, held: Iterable[Region], wish: Region | None = None) -> Region | None:
-        """Returns a region of num_bytes bytes that overlaps none of the held regions, or None if there is no such
-        region. It is `wish` if that is free, otherwise the first free region after the one that was given out last."""
+        """Returns a region of num_bytes bytes that does not overlap any held region: `wish` if it is free, otherwise
+        the first free region after the region that was returned last. Returns None if there is no such region."""
         held = list(held)
         after_held = sorted(end for _, end in held)
         starts = [self._cursor, *(end for end in after_held if end > self._cursor), 0, *after_held]
@@ -94,12 +93,13 @@ class WeightFetcher:
     """The arena of a device, into which groups of weights are decoded before they are used. This class decodes on the
     CPU, immediately; `CudaWeightFetcher` on a GPU.
 
-    Groups stay in the arena until another group overwrites them. A group is not overwritten while a call uses it, nor
-    after it was fetched ahead of a use that is still expected.
+    Groups stay in the arena until another group overwrites them. A group is not overwritten while a call uses it. A
+    group that was fetched ahead, and whose use is still expected, is overwritten only if another group is needed at
+    once and there is no other room.
 
     Args:
         device: the device that uses the weights.
-        arena_bytes: size of the arena, which holds several groups.
+        arena_bytes: size of the arena in bytes. The arena holds several groups.
         max_sms: number of a GPU's multiprocessors that may decode. None: STREAM_SMS, which are enough for the link.
     """
 
@@ -151,8 +151,7 @@ class WeightFetcher:
 
     def begin_use(self, place: Place) -> None:
         """Makes the caller's current stream wait for a group. A group that is not loaded is fetched now: if there is no
-        room, it overwrites groups that were fetched ahead; if all of the arena is in use, it gets an allocation of its
-        own.
+        room, it overwrites groups that were fetched ahead; if there is still no room, it gets a separate allocation.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
@@ -204,13 +203,13 @@ class WeightFetcher:
     # ---- placing ----
 
     def _region(self, place: Place, keeps_ahead: bool) -> Region | None:
-        """Returns a region of the arena for a group, its latest one if that is free, or None if there is no room.
-        keeps_ahead: whether groups that were fetched ahead must not be overwritten."""
+        """Returns a region of the arena for a group: its latest region if this is free, otherwise another one. Returns
+        None if there is no room. keeps_ahead: whether groups that were fetched ahead must not be overwritten."""
         held = [other for other in self._loaded if other.uses or (keeps_ahead and other.is_ahead)]
         return self._arena.region(place.group.num_bytes, [o.region for o in held if o.region is not None], place.region)
 
     def _fetch(self, place: Place, region: Region | None) -> None:
-        """Fetches a group to a region of the arena. None: to an allocation of its own."""
+        """Fetches a group to a region of the arena. region: None: the group gets a separate allocation."""
         if region is None:
             place.move(None, torch.empty(place.group.num_bytes, dtype=torch.uint8, device=self.device))
         elif place.region != region:
@@ -241,7 +240,8 @@ class WeightFetcher:
         """Records that all work of a use has been issued to the caller's current stream."""
 
     def _queue(self, place: Place, over: list[Place]) -> None:
-        """Decodes a group's weights into its memory, after the last read of the groups that it overwrites."""
+        """Decodes a group's weights into the group's memory, after the last read of the overwritten groups. over: these
+        groups."""
         begun = time.perf_counter()
         for weight, part in zip(place.group.weights, place.data):
             assert weight.table is not None
@@ -253,12 +253,11 @@ class WeightFetcher:
 
 
 class CudaWeightFetcher(WeightFetcher):
-    """Fetches groups into the arena of a GPU, on a separate stream: the copy engine brings them through one ring,
+    """Fetches groups into the arena of a GPU, on a separate stream. The copy engine brings all groups through one ring,
     without a pause between two groups.
 
     Fetches and uses do not wait for the GPU, except fetches of tables in pageable memory. The stream of a use waits for
-    the event that follows the fetch; the stream of fetches waits for the events that follow the last uses of the groups
-    that are overwritten.
+    the end of the fetch. The stream of fetches waits for the end of the last uses of the groups that it overwrites.
     """
 
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:

@@ -28,8 +28,8 @@ Undo = list[Callable[[], object]]
 
 
 def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[ExpertsForward]:
-    """Installs hooks and forwards in all modules of a model. Returns the forwards of mixtures whose experts are fetched
-    as the router chooses them."""
+    """Installs hooks and forwards in all modules of a model. Returns the new forwards of mixtures whose experts are
+    fetched as the router chooses them."""
     for module, groups in plan.users.items():
         events.install_use(module, groups)
     for module in plan.lookups:
@@ -89,7 +89,8 @@ def on_moves(module: nn.Module, device: torch.device) -> Undo:
 
 def moved(value: Any, device: torch.device) -> Any:
     """Returns a value with its tensors moved to a device, including tensors in lists, tuples and dicts. Other objects
-    are returned as they are: the layers of a key-value cache of transformers stay on the devices that fill them."""
+    are returned as they are. For example, the layers of a key-value cache of transformers stay on the devices that fill
+    them."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if type(value) in (tuple, list):
@@ -136,8 +137,8 @@ def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callab
 
 
 def looking_up(module: nn.Module, weights: Mapping[str, Weight]) -> Callable[..., Any]:
-    """Returns a forward for a module that looks up rows. It calls the module's own forward with tables in place of the
-    weights."""
+    """Returns a forward for a module that looks up rows. The new forward calls the module's original forward with
+    tables in place of the weights."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kind: Any = type(module)

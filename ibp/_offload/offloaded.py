@@ -52,14 +52,15 @@ def offload(
     paper's sections 2.1 and 6.4).
 
     Every weight is compressed once, into pinned host memory of its compressed size. While one part of the model
-    computes, the copy engine brings the next weights and the GPU decompresses them into a small arena, bit for bit. The
-    order of use is first that of the model's modules; it is then learned from the calls. `torch.nn.Embedding` fetches
-    only the rows that it looks up. In a call for few tokens, a mixture of experts of transformers fetches only the
-    experts that the router chooses. All other parameters and buffers move to the device. Modules of `ibp.nn` keep their
-    tables where they are: use `ibp.nn.compress` for the part of a model that stays on the GPU.
+    computes, the copy engine brings the next weights and the GPU decompresses them into a small arena, bit for bit.
+    Weights are first expected to be used in the order of the model's modules; the order is then learned from the calls.
+    `torch.nn.Embedding` fetches only the rows that it looks up. In a call for few tokens, a mixture of experts of
+    transformers fetches only the experts that the router chooses. All other parameters and buffers move to the device.
+    Modules of `ibp.nn` keep their tables where they are: use `ibp.nn.compress` for the part of a model that stays on
+    the GPU.
 
-    Call the model as before. `state_dict()` returns plain tensors on the CPU. Between calls a weight has its shape,
-    dtype and device, and reading its values returns a decompressed copy. A module that reads another module's weight
+    Call the model as before. `state_dict()` returns plain tensors on the CPU. Between calls a weight still has its
+    shape, dtype and device; reading its values returns a decompressed copy. A module that reads another module's weight
     also gets a copy; if it does so while the model runs, its next calls fetch the weight as if it were its own. In
     transforms of `torch.func` each module decompresses its weights when it reads them, and nothing is fetched ahead.
 
@@ -78,17 +79,18 @@ def offload(
         OffloadStats(uses=2, ..., weight_bytes=4194304, ...)
 
     Args:
-        model: a module in eval mode, or in training mode if the weights to be offloaded are frozen: parameters of a
-            training module that require grad stay on the device. Weights on the meta device are read from `checkpoint`.
+        model: a module in eval mode, or in training mode if the weights to be offloaded are frozen. If a module is in
+            training mode, its parameters that require grad are not offloaded; they stay on the device. Weights on the
+            meta device are read from `checkpoint`.
         device: the device on which the model computes. Several devices: the blocks of the model's outermost
-            `ModuleList` are distributed over them in turn, so that the links of all devices are busy; the blocks must
-            be called one after the other, and all other modules run on the first device. None: the current CUDA device
+            `ModuleList` are distributed over them round-robin, so that the links of all devices are busy. The blocks
+            must be called one after the other. All other modules run on the first device. None: the current CUDA device
             if there is one, otherwise the CPU.
         checkpoint: a .safetensors file, a directory of such files (with or without an index), an index, a mapping, or
             pairs of names and tensors. It is read one tensor at a time, and each tensor is converted to its parameter's
             dtype, as `load_state_dict` does. Tables of a compressed checkpoint (`ibp.checkpoints.compress`) or of a
-            mapping are used without decompressing them, in pinned memory for a GPU, if they have the parameter's dtype
-            and the given scheme; other tables are decompressed.
+            mapping are used without decompressing them if they have the parameter's dtype and the given scheme. For a
+            GPU they are put into pinned memory. Other tables are decompressed.
         verify: whether to compare the checksums of a checkpoint's files, as `ibp.load` does. Each tensor is compared
             when it is read. With verify=False on the CPU, the bytes of tables are not read before they are used.
         resident_bytes: number of bytes of weights, counted before compression, that stay on the device; with several
@@ -188,8 +190,8 @@ class OffloadStats(Statistics):
         uses: number of times that a module used a group of weights.
         misses: number of uses whose weights were neither on the device nor being fetched when the use began: first
             uses, and uses after a change of order.
-        fetched_bytes: number of bytes of weights that were brought to the device, counted as the model uses them.
-        link_bytes: number of bytes of their compressed rows that crossed the link from host memory.
+        fetched_bytes: number of bytes of weights that were brought to the device, counted uncompressed.
+        link_bytes: number of bytes of compressed rows that crossed the link from host memory.
         seconds: time in seconds from the first use to the last one, by the host's clock.
         waited_seconds: time in seconds that modules waited for their weights, by the GPU's clock and without the last
             use of each group; on the CPU, the time of decompression. It is close to `seconds` if the link is the
@@ -198,8 +200,8 @@ class OffloadStats(Statistics):
         host_bytes: size in bytes of the offloaded weights in host memory, including index and codebooks.
         device_bytes: size in bytes of the device memory for offloaded weights: weights that stay, the arena, the ring,
             the index, and caches of experts.
-        expert_hits, expert_misses: numbers of requested rows of experts that were found in the cache, and that were
-            fetched. Calls that fetch all experts are not counted.
+        expert_hits, expert_misses: number of requested rows of experts that were found in the cache, and number of
+            those that were fetched. Calls that fetch all experts are not counted.
     """
 
     uses: int

@@ -1,5 +1,5 @@
-"""Plans how a model is offloaded: which weights are fetched together, in which order, to which device, which of them
-stay there, and how much memory this takes. A plan is data; it does not change while the model runs."""
+"""Plans how a model is offloaded: which weights are fetched together, in which order and to which device, which weights
+stay on a device, and how much memory this takes. A plan is data; it does not change while the model runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .weights import Weight
 # Alignment in bytes of the weights in a group: that of memory from cudaMalloc, which is enough for cuBLAS.
 _ALIGNMENT = 256
 
-# Modules of torch that read the weights of their submodules to choose how they compute. They are used as a whole.
+# Modules of torch that read the weights of their submodules to choose how they compute. Such a module is used as a
+# whole.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
@@ -28,7 +29,7 @@ class Group:
 
     def __init__(self, name: str, device_number: int, weights: Sequence[Weight], are_experts: bool = False) -> None:
         self.name, self.device_number, self.weights = name, device_number, list(weights)
-        # Whether the weights are stacks of experts, of which a call may fetch a few.
+        # True if the weights are stacks of experts. A call may then fetch a few of the experts.
         self.are_experts = are_experts
         self.stays = False  # whether the weights stay on their device, not compressed
         self.offsets: list[int] = []  # offset of each weight from the group's start, in bytes
@@ -50,25 +51,25 @@ class Other:
 
     tensor: torch.Tensor
     device: torch.device  # device of the first module that has the tensor
-    home: torch.device  # its device before `offload`; the CPU for a tensor that a checkpoint fills
-    names: list[str] = field(default_factory=list)  # its names in state_dict()
+    home: torch.device  # the tensor's device before `offload`; the CPU if a checkpoint fills it
+    names: list[str] = field(default_factory=list)  # the tensor's names in state_dict()
 
 
 @dataclass(eq=False)
 class OffloadPlan:
-    """What `ibp.offload` does with each tensor and module of a model."""
+    """The decisions of `ibp.offload` about each tensor and module of a model."""
 
     devices: list[torch.device]
     # For each module, the index of its device in `devices`.
     device_numbers: dict[nn.Module, int] = field(default_factory=dict)
-    # The modules that are distributed over the devices in turn, such as the layers of a transformer.
+    # The modules that are distributed over the devices round-robin, such as the layers of a transformer.
     blocks: list[nn.Module] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)  # all offloaded weights
     # The weights of each module without its submodules, by attribute.
     held: dict[nn.Module, dict[str, Weight]] = field(default_factory=dict)
     others: list[Other] = field(default_factory=list)  # all other parameters and buffers, each tensor once
     groups: list[Group] = field(default_factory=list)  # in the order of the modules
-    # The next three say how modules use weights.
+    # The next three fields say how modules use weights.
     users: dict[nn.Module, list[Group]] = field(default_factory=dict)  # the groups that a module's calls use
     lookups: list[nn.Module] = field(default_factory=list)  # modules that look up rows of the weights that they hold
     experts: dict[nn.Module, Group] = field(default_factory=dict)  # the stacks of a module of experts
@@ -89,11 +90,11 @@ def plan_for(
     buffers: bool = False,
 ) -> OffloadPlan:
     """Returns the plan for a model. Its blocks, which are the children of its outermost `ModuleList` or `Sequential`,
-    are assigned to the devices in turn.
+    are assigned to the devices round-robin.
 
-    The weights of a module with at most group_bytes bytes of weights are one group. In a larger module, its own weights
-    are a group, and each of its children is divided in the same way. A weight that several modules use belongs to the
-    group of the first of them; the other modules use that group, too.
+    The weights of a module with at most group_bytes bytes of weights are one group. In a larger module, the weights
+    that it holds itself are a group, and each of its children is divided in the same way. A weight that several modules
+    use belongs to the group of the first of them; the other modules use that group, too.
 
     Arguments as in `ibp.offload`."""
     plan = OffloadPlan(list(devices))
@@ -175,8 +176,8 @@ class _Divider:
     """Divides the weights of a plan into groups, and finds the modules that use them.
 
     Attributes:
-        nested_bytes: by number of the device, the largest total size in bytes of the groups that modules use while
-            their submodules use other groups.
+        nested_bytes: for each device number, the largest total size in bytes of the groups that modules keep in use
+            while their submodules use other groups.
     """
 
     def __init__(self, plan: OffloadPlan, group_bytes: int) -> None:
@@ -185,8 +186,8 @@ class _Divider:
         self.nested_bytes: dict[int, int] = {}
 
     def visit(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
-        """Divides the weights of a module and of its submodules into groups. outer: by number of the device, the size
-        in bytes of the groups that the modules around this one use."""
+        """Divides the weights of a module and of its submodules into groups. outer: for each device number, the size in
+        bytes of the groups that the modules around this module use."""
         if module in self._visited:
             return
         self._visited.add(module)
@@ -243,8 +244,8 @@ class _Divider:
         return is_usual and module in self._plan.held
 
     def _use(self, module: nn.Module, name: str, weights: list[Weight]) -> list[Group]:
-        """Makes a group of the weights that have none yet, and records that the module uses the groups of all weights.
-        Returns these groups."""
+        """Makes a group of the weights that have no group yet, and records that the module uses the groups of all of
+        the weights. Returns the groups."""
         new = [weight for weight in weights if weight.group is None]
         if new:
             self._new_group(module, name, new)
@@ -282,14 +283,15 @@ def _plan_memory(plan: OffloadPlan, number: int, resident_bytes: int, lookahead:
     plan.cache_bytes.update({weight: left * weight.num_bytes // total for weight in stacks})
     sizes = [group.num_bytes for group in groups if not group.stays]
     at_once = min(lookahead + 1, len(sizes))
-    # Sizes in bytes of consecutive groups that are on the device at the same time. The first group follows the last.
+    # The sizes in bytes of all runs of consecutive groups that are on the device at the same time. The last group is
+    # followed by the first.
     runs = (sum([*sizes, *sizes][first : first + at_once]) for first in range(len(sizes)))
     plan.arena_bytes.append(nested_bytes + max(runs, default=0))
 
 
 def spread(groups: Sequence[Group], num_bytes: int) -> list[Group]:
-    """Chooses groups that have at most num_bytes bytes in total. The chosen groups are evenly spaced, so
-    that the groups between them can be fetched while they are used."""
+    """Chooses groups that have at most num_bytes bytes in total. The chosen groups are evenly spaced, so that the
+    groups between them can be fetched while the chosen groups are used."""
     share = min(1.0, num_bytes / max(1, sum(group.num_bytes for group in groups)))
     chosen, left, due = [], num_bytes, 0.0
     for group in groups:

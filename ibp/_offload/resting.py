@@ -1,5 +1,5 @@
-"""Resting tensors stand for weights between uses. They have shape, dtype and device; their values are decoded when they
-are read."""
+"""Resting tensors stand for weights between uses. They have the weights' shapes, dtypes and devices, but not their
+values, which are decoded when they are read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ABOUT |= {
 }
 _ABOUT |= {torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type}
 _ABOUT |= {torch.autograd.grad, torch.Tensor.backward}
-# Functions of the strides. Those of a resting tensor's memory are not those of the weight.
+# Functions whose results follow from strides. The strides of a resting tensor's memory are not those of the weight.
 _OF_MEMORY = {torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.dim_order}
 # Conversions, which return the tensor itself if there is nothing to convert.
 _MOVES = {getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double")}
@@ -119,7 +119,7 @@ class _Reading(TorchDispatchMode):
         return operation(*args, **kwargs)
 
     def kept(self, result: Any) -> Any:
-        """Returns the result of the function. Makes tensors in it that share memory with the values refuse to be
+        """Returns the result of the function. Tensors in the result that share memory with the values refuse to be
         written to."""
         if type(result) is torch.Tensor:
             read = self._whole_of(result)
@@ -242,7 +242,7 @@ def wake(tensor: torch.Tensor) -> None:
 
 def bind(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Makes a parameter or buffer of a model an ordinary tensor with the memory of a value. The object stays the same,
-    because others may hold it."""
+    because other code may hold references to it."""
     tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
     if tensor.is_meta:  # its data cannot be set, so the contents of two objects are swapped
         other = torch.nn.Parameter(value, False) if isinstance(tensor, torch.nn.Parameter) else value.view_as(value)

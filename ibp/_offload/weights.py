@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _INDEX_NAME = "model.safetensors.index.json"
 
 _LONGEST_ELEMENT = 16  # size in bytes of an element of complex128
-_LEAST_STACKED_ROW_BYTES = 64  # The index of rows of fewer bytes takes more than compression saves.
+# Least size in bytes of a row of a stacked weight. The index of smaller rows takes more bytes than compression saves.
+_LEAST_STACKED_ROW_BYTES = 64
 
 Value = torch.Tensor | CompressedTensor
 Checkpoint = str | Path | Mapping[str, Value] | Iterable[tuple[str, Value]]
@@ -37,7 +38,7 @@ class Weight:
 
     Args:
         tensor: the first of the tensors.
-        device: the device of the first module that has it.
+        device: the device of the first module that has the tensor.
     """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
@@ -47,7 +48,7 @@ class Weight:
         self.requires_grad: list[bool] = []  # requires_grad of each tensor before it was offloaded
         self.shape, self.dtype = tensor.shape, tensor.dtype  # the same for all of these tensors
         self.num_bytes = tensor.shape.numel() * tensor.dtype.itemsize
-        # The dimensions in their order in memory: `x.permute(order)` is contiguous if x is dense.
+        # The dimensions in their order in memory: `tensor.permute(order)` is contiguous if the tensor is dense.
         self.order = memory_order(tensor)
         is_dense = tensor.permute(self.order).is_contiguous()
         # The strides of the values: those of the weight, or contiguous ones if the weight had gaps.
@@ -60,7 +61,7 @@ class Weight:
         self.group: Group | None = None  # the group that it is fetched with; None if single rows of it are looked up
         self.device = device  # the device that uses it
         self.unit: Literal["weight", "row", "expert"] = "weight"  # what one fetch brings
-        # The table of `x.permute(order)`; None before the weight is stored and after it is restored.
+        # The table of `tensor.permute(order)`. None before the weight is stored, and after it is restored.
         self.table: CompressedTensor | None = None
         self.saved = SavedTensor()  # the tensor that state_dict() returned for it
         # The content of the tensors between uses: a tensor of the right shape, dtype and device without values.
@@ -73,7 +74,7 @@ class Weight:
 
     @property
     def stays(self) -> bool:
-        """Whether the weight stays on the device, not compressed."""
+        """True if the weight stays on the device, not compressed."""
         return self.group is not None and self.group.stays
 
     def add(self, module: torch.nn.Module, attribute: str, name: str, tensor: torch.Tensor) -> None:
@@ -86,8 +87,9 @@ class Weight:
 
     @property
     def stacked_row_bytes(self) -> int | None:
-        """Size in bytes of the rows into which the items x[i] are cut: the largest, at most `ROW_BYTES`, that divides
-        an item. None if there is no such size, or if the items do not lie one after the other."""
+        """Size in bytes of the rows into which the items x[i] are cut: the largest size, at most `ROW_BYTES`, that
+        divides the size of an item. None if there is no such size, or if the items do not lie one after the other in
+        memory."""
         item_bytes, element = self.num_bytes // self.shape[0], self.dtype.itemsize
         if self.order[0] != 0:
             return None
@@ -112,7 +114,7 @@ class Weight:
         """Makes the tensors rest for the first time, which frees their memory.
 
         Args:
-            blank: a tensor of their shape, dtype and device without values.
+            blank: a tensor of the same shape, dtype and device, whose values do not matter.
             read: returns the values when they are read between uses.
         """
         self._blank, self._read = blank, read
@@ -126,7 +128,7 @@ class Weight:
             resting.rest(tensor, self, self._blank)
 
     def wake(self) -> None:
-        """Makes the tensors ordinary tensors, whatever their memory holds."""
+        """Makes the tensors ordinary tensors without restoring their values."""
         for tensor in self.tensors:
             resting.wake(tensor)
 
@@ -156,7 +158,7 @@ class Weight:
     def store(
         self, x: torch.Tensor | CompressedTensor, compressor: WeightCompressor, scheme: str, is_borrowed: bool
     ) -> None:
-        """Freezes the weight and puts its values where the plan wants them: as they are on the device, or into a table
+        """Freezes the weight and puts its values where the plan wants them: uncompressed on the device, or in a table
         in host memory.
 
         Args:
@@ -223,7 +225,8 @@ def store(
         read: returns the values of a weight that is read between uses.
     """
     compressor = WeightCompressor({"scheme": scheme})
-    # Between uses, all elements of a weight are one element in this memory. A float of all ones is NaN.
+    # Between uses, all elements of a weight are views of one element in this memory, whose bits are all ones. A float
+    # with these bits is NaN.
     ones = {device: torch.full((_LONGEST_ELEMENT,), 0xFF, dtype=torch.uint8, device=device) for device in plan.devices}
     total = sum(weight.num_bytes for weight in plan.weights)
     with tqdm(total=total, desc="offload", unit="B", unit_scale=True, disable=not progress) as bar:
@@ -282,7 +285,8 @@ def read_checkpoint(checkpoint: Checkpoint, verify: bool) -> Iterator[tuple[str,
     and use the memory of the mapped file.
 
     Args:
-        checkpoint: a file of safetensors or ibp; a directory of such files; the index of a set; a mapping; or pairs.
+        checkpoint: a file of safetensors or ibp; a directory of such files; the index of a set of files; a mapping; or
+            pairs.
         verify: whether to compare a tensor's checksums before it is yielded, which reads all of its bytes.
 
     Raises:

@@ -23,7 +23,8 @@ _WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written
 
 
 def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None) -> None:
-    """Removes rows (None: all rows) from every map, and from every copy of a map."""
+    """Removes rows from every map of a generation, and from every copy of a map. rows: the row numbers; None: all
+    rows."""
     for held in generation.all_maps():
         state.hold(generation, held.device, state.order.write(held.device))
         if rows is not None:
@@ -60,8 +61,9 @@ def mark_current(state: CacheState) -> None:
 
 
 def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items of a writable cache. Rows that are cached and still fit their slots are changed in the slots, and
-    other rows in the table. items: ids on the cache's first device, all different."""
+    """Changes items of a writable cache. If a row is cached and its new bytes fit its slot, the row is changed in the
+    slot. All other rows are changed in the table; if they are cached, they are removed from the cache. items: ids on
+    the cache's first device, all different."""
     view, worker = state.view, items.device
     numbers = rows_of(items, state.rows_per_item)
     data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
@@ -168,7 +170,7 @@ class _CodedChanges(NamedTuple):
             Handle(place).encode(data, counts, fault)
         found = lengths.view(torch.int16)
         fits = found != signed(default_length(row_bytes), 16)
-        if inner < row_bytes:  # rows that did not fit are marked as raw rows
+        if inner < row_bytes:  # rows that do not fit are encoded as raw rows, of length 0
             fits &= found != 0
         return cls(slots, found, fits)
 
@@ -195,8 +197,8 @@ def flush(state: CacheState) -> None:
 
 
 def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device, row_bytes: int) -> torch.Tensor:
-    """Decodes the cached rows of map entries and returns them as uint8 [rows * row_bytes]. They are decoded with the
-    codebook with which they were encoded, even if the table has another codebook now."""
+    """Decodes the cached rows to which map entries refer, and returns them as uint8 [rows * row_bytes]. Uses the
+    codebook with which the rows were encoded, even if the table has another codebook now."""
     codec, words = coding_of(generation.codebook, row_bytes, device)
     count = entries.numel()
     none = torch.empty(0, dtype=torch.uint8, device=device)

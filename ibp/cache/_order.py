@@ -1,4 +1,4 @@
-"""Orders the work of a cache on several streams, because one stream may write rows that another one reads."""
+"""Orders the work of a cache on several streams, because one stream may write rows that another stream reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StreamOrder:
         return current
 
     def is_settled(self, key: Key, writes: bool) -> bool:
-        """Returns whether a stream need not wait for anything before it reads or, if `writes`, before it writes."""
+        """Returns whether a stream may read, or write if `writes` is set, without waiting for other streams."""
         return key == ON_CPU or (key in self._users and (not writes or len(self._users) == 1))
 
 

@@ -1,10 +1,11 @@
 """Shares a cache among the ranks of a process group on one machine. Each rank has one slab and reads the slabs of the
 others.
 
-Each rank fills its own slab and lends it to the others: memory of a GPU by CUDA IPC, as torch sends tensors, and host
-memory as shared segments. A rank opens a loan on its own device, so that kernels read it over NVLink without a context
-on the lender's GPU. Lent memory lives until all borrowers have given it back, which they do when the cache is filled
-again or freed, or until the lender ends.
+Each rank fills its own slab and lends it to the others: GPU memory by CUDA IPC, as torch sends tensors between
+processes, and host memory as shared segments. A loan is what another rank needs to open the slab. Each rank opens loans
+on its own device: its kernels then read the slab over NVLink, and no context on the lender's GPU is needed. Lent memory
+is freed when all borrowers have closed it, or when the lender ends. Borrowers close it when the cache is refilled or
+freed.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ class _Loan(NamedTuple):
     """A slab that one other process may open.
 
     how: for host memory (handle of the shared segment, size of the slab in bytes, number of words of its map). For GPU
-    memory, the results of `ipc.lent` for its bytes and for its map, or None if they are empty.
+    memory, the results of `ipc.lent` for its bytes and for its map. Each of the two is None if the tensor is empty.
     """
 
     how: Any
@@ -166,18 +167,18 @@ class _Loan(NamedTuple):
 
 
 class _Lender:
-    """Lends a slab to the other ranks of a cache. Attribute `slab` is the lent slab: the given one if it is in GPU
-    memory, otherwise a copy of it in a shared segment."""
+    """Lends a slab to the other ranks of a cache. `slab` is the slab that was lent: the slab that `lend` was given if
+    it is in GPU memory, otherwise a copy of that slab in a shared segment."""
 
     slab: Slab
-    _segment: Segment  # the others open it through this process
+    _segment: Segment  # other ranks open it through this process
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
 
     def lend(self, slab: Slab) -> list[_Loan | None]:
-        """Returns a loan for each other rank. Each loan of a GPU's memory must be opened once, because the memory is
-        kept until then."""
+        """Returns a loan for each other rank. Each loan of GPU memory must be opened once, because the memory is not
+        freed before."""
         if slab.device.type == "cuda":
             self.slab = slab
             return [

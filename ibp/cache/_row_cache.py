@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 POLICIES = ("static", "lru")
-# The first items of an lru cache are claimed in at least this many calls (in fewer if there are fewer items), because
-# rows that are claimed by the same call do not replace each other.
+# The items that an lru cache holds at the beginning get their slots in at least this many calls of `_claim` (fewer if
+# there are fewer items), because rows that get slots in the same call do not replace each other.
 _LEAST_PARTS = 16
 Device = torch.device | str | int
 
@@ -101,13 +101,13 @@ class RowCache(OfThisProcess, TensorManners):
     """A cache of a table's hot rows in the memory of one or more GPUs, in compressed form (Legion's cache in the
     paper's section 5). If rows compress to half their size, twice as many fit.
 
-    `index_select` reads rows that are cached on this GPU from its own memory, rows that are cached on other GPUs over
-    NVLink, and misses from the table, in one call and into one output. No GPU waits for the host, and the call can be
-    captured in a CUDA graph after one call outside it. With devices="cpu" the CPU does all of the work.
+    In one call, `index_select` reads rows that are cached on this GPU from the GPU's memory, rows that are cached on
+    other GPUs over NVLink, and all other rows from the table. No GPU waits for the host. The call can be captured in a
+    CUDA graph after one call outside of a graph. With devices="cpu" the CPU does all of the work.
 
     A cache can be used wherever a table is read; the adapters in `ibp.integrations` accept it as a table. The cache
-    keeps the table alive. A device without a slab gets all rows from the table. A GPU also gets those rows from the
-    table that are cached in slabs which it cannot read.
+    keeps the table alive. A device without a slab gets all rows from the table. If a GPU cannot read the slab that
+    holds a row, it gets the row from the table.
 
     Several threads may use a cache at the same time. The work of calls that change the cache (`update_`, `invalidate`,
     and lookups in a cache that replaces rows) is ordered with the cache's other work on all streams, except work in
@@ -131,10 +131,10 @@ class RowCache(OfThisProcess, TensorManners):
             `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: nothing is cached until `refill` (a
             RuntimeWarning says so) or, with "lru", until rows are requested. An empty list: nothing is cached, and
             there is no warning.
-        devices: the devices that have a slab each, 1 to 8; the hash of a row's number determines its slab. None: the
+        devices: 1 to 8 devices, each of which has a slab. The hash of a row's number determines its slab. None: the
             current GPU, or the device of the `ibp.CodedRows`; the CPU if there is no GPU.
-        policy: "static": the rows change only by `refill`. "lru": requested rows replace the least recently used; only
-            on one device.
+        policy: "static": only `refill` changes which rows are cached. "lru": requested rows replace the least recently
+            used rows; only for a cache on one device.
         writable: whether `update_` changes cached rows in their slots, and `flush` changes them in the table. Only for
             static caches.
         group: a process group of torch.distributed whose ranks are processes of one machine, at most 8. Each rank has a
@@ -142,9 +142,9 @@ class RowCache(OfThisProcess, TensorManners):
             (shared or not), the same budget and the same hotness. The constructor and `refill` are collective calls;
             other calls are not. Before a process ends, all ranks must call `refill([])` or a barrier. Only for static
             caches that are not writable.
-        slot_bytes: size in bytes of a row's slot in a cache that is writable or replaces rows, a multiple of 32; rows
-            that do not fit are not cached. None: a size that 99.9 % of the table's rows fit, and a sixteenth more if
-            the cache is writable; or the size of a raw row if no row of the table has bytes yet.
+        slot_bytes: size in bytes of a row's slot in a cache that is writable or replaces rows, rounded up to a multiple
+            of 32. Rows that do not fit are not cached. None: a size that 99.9 % of the table's rows fit, plus a
+            sixteenth if the cache is writable. If no row of the table has bytes yet, it is the size of a raw row.
 
     Raises:
         TypeError: table, budget_bytes or hotness has another type.
@@ -290,11 +290,11 @@ class RowCache(OfThisProcess, TensorManners):
             device: the device of the result. None: out's device, else that of ids.
             out: tensor of the table's dtype to write to. For a cache of an `ibp.CodedRows`, it may have any dtype with
                 the same number of bytes.
-            check: whether to wait for the result and raise errors here. Otherwise the next call raises for bad CUDA ids
-                and corrupt rows.
+            check: whether to wait for the result and raise errors here. Otherwise the next call raises errors for ids
+                on a GPU that are out of range, and for corrupt rows.
             max_sms: keep at most this many of the GPU's multiprocessors busy. None: all.
-            in_order: whether CUDA ids are nearly sorted. If not, they are sorted first if there are many of them and
-                the table is large.
+            in_order: whether ids on a GPU are nearly sorted. If they are not, and if there are many of them and the
+                table is large, they are sorted first.
 
         Returns:
             Tensor [K, ...]; out if it was given.
@@ -380,9 +380,9 @@ class RowCache(OfThisProcess, TensorManners):
     _take_outside = outside_of_graphs(_take)
 
     def _in_use(self, worker: torch.device) -> Generation:
-        """Returns the present generation for work on the current stream of a device, and makes that stream wait for
-        other streams if necessary. The caller must hold the lock. Raises RuntimeError if the table has changed since
-        its rows were cached."""
+        """Returns the generation (`_slabs.py`) that is in use, for work on the current stream of a device. Makes this
+        stream wait for other streams if necessary. The caller must hold the lock. Raises RuntimeError if the table has
+        changed since its rows were cached."""
         state, generation, writes = self._state, self._state.generation, self.policy == "lru"
         if generation.codebook is not self.view.codebook or generation.version != self.view.version:
             state.check(generation)
@@ -437,7 +437,7 @@ class RowCache(OfThisProcess, TensorManners):
         """Looks items up in a cache of policy "lru", and claims slots for rows that are not cached. entries: receives
         the map entries of the items' rows."""
         slab = generation.slabs[0]
-        fault = new_record(ids.device)  # nobody reads this record, because the gather of a corrupt row notes it, too
+        fault = new_record(ids.device)  # nobody reads this record: a later gather of a corrupt row reports it
         torch.ops.ibp.claim_cached.default(
             handle.table,
             ids,
@@ -485,7 +485,7 @@ class RowCache(OfThisProcess, TensorManners):
         Args:
             hotness: as in the constructor.
 
-        With a group this is a collective call: all ranks give the same hotness (sum counts of accesses by
+        With a group this is a collective call: all ranks must give the same hotness (sum counts of accesses by
         `torch.distributed.all_reduce`). If one rank fails, all ranks raise, and all caches are unchanged.
 
         Raises:
@@ -543,8 +543,9 @@ class RowCache(OfThisProcess, TensorManners):
         return made
 
     def _replacing(self, slot_bytes: int, items: torch.Tensor) -> Generation:
-        """Returns a generation of an lru cache that already holds the hottest items. They are claimed in the order of
-        increasing hotness, so that the hottest one counts as the most recently used. items: ids, the hottest first."""
+        """Returns a generation of an lru cache that already holds the hottest items. The items get their slots in the
+        order of increasing hotness, so that the hottest item counts as the most recently used. items: ids, the hottest
+        first."""
         slab = replacing_slab(slot_bytes, self.budget_bytes, self.view.num_rows, self.devices[0])
         made = self._state.generation_of((slab,), LRU_WAYS, slot_bytes, slab.map.shape[0])
         held = min(items.numel(), made.capacity // self._state.rows_per_item)
@@ -608,7 +609,7 @@ class RowCache(OfThisProcess, TensorManners):
             rows: [K, ...] tensor of the table's dtype, on any device.
 
         Raises:
-            IndexError: an id is out of range. Nothing has changed.
+            IndexError: an id is out of range. No row has been changed.
             TypeError, ValueError: ids or rows do not fit, or the cache is of an `ibp.CodedRows`.
             RuntimeError: the table or the cache is shared with other processes.
         """

@@ -1,8 +1,9 @@
 """Slabs: copies of stored rows in device memory, as many as fit a budget (the paper's section 5).
 
-A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries. Rows that
-never change lie back to back. If rows change or replace each other, every row has a slot of fixed size. If there are
-several slabs, the hash of a row's number determines the slab that may hold the row.
+A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries. The map
+is a hash table, divided into *sets* of *ways*; a way holds one row number and the entry of this row. Rows that never
+change lie back to back. If rows change or replace each other, every row has a slot of fixed size. If there are several
+slabs, the hash of a row's number determines the slab that may hold the row.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from .._schemes import AnyCodebook
 from ._order import Key, key_of
 
 MAX_SLABS = 8
-# For the map of a static cache, which is filled once: number of ways of a set, which together fill a 32-byte sector of
-# memory, and the fraction of all ways that are filled. At this load, fewer than one row in a thousand finds no free way
-# in the sets that are searched, and is not cached.
+# For the map of a static cache, which is filled once. STATIC_WAYS: number of ways of a set; the ways of a set fill a
+# 32-byte sector of memory. STATIC_LOAD: the fraction of all ways that are filled. At this load, fewer than one row in a
+# thousand finds no free way in the sets that are searched; such a row is not cached.
 STATIC_WAYS, STATIC_LOAD = 2, 0.85
 _SETS, _ROWS = 10, 17  # ten sets of STATIC_WAYS ways have room for 17 rows at STATIC_LOAD
 LRU_WAYS = 32  # number of ways of a set of an lru cache: one for each lane of the warp that searches the set
-WAY_BYTES, STAMP_BYTES = 16, 4
+WAY_BYTES, STAMP_BYTES = 16, 4  # size in bytes of a way of a map, and of an element of `Slab.stamps`
 READ_AHEAD_BYTES = 16  # size in bytes of the padding past the last row; decoders may read it, but ignore its content
 COUNTERS = 10  # number of counters: the hits in each of slabs 0 to 7, the misses, and the bytes of the missed rows
-CLOCK_BYTES = 16
+CLOCK_BYTES = 16  # size in bytes of `Slab.clock`
 FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # size in bytes of a slab without its rows and ways
 # Every GPU gets copies of the other GPUs' maps if all copies together take at most this fraction of the size of all
 # cached rows. Lookups then do not read the memory of peers. On two H200s, reading cached rows of 128, 512 and 2,048
@@ -41,7 +42,10 @@ FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # size in bytes of 
 NEAR_MAP_SHARE = 0.4
 SLOT_QUANTILE = 0.999  # the fraction of the rows whose stored size fits a slot
 GROWTH = 16  # if rows may change, a slot is larger by a sixteenth, so that most rows still fit after a change
-_SLAB_SHIFT, _PRESENT_SHIFT = 40, 60  # fields of an entry
+# The fields of an entry that this file reads (ibp_cache.h has all of them). Bits 0 to 39: offset of the row in its
+# slab, in bytes. Bits 40 to 42: number of the slab. Bit 60: whether the row is present. Bit 61: whether the row has
+# been changed, and not yet written back to the table.
+_SLAB_SHIFT, _PRESENT_SHIFT = 40, 60
 DIRTY = 1 << 61
 
 
@@ -56,7 +60,7 @@ class Slab:
     # was last used, followed by a lock for each set. clock: int64 [2]: the present time.
     stamps: torch.Tensor | None = None
     clock: torch.Tensor | None = None
-    is_lent: bool = False  # whether it belongs to another process, and is only read by this one (see `_peers.py`)
+    is_lent: bool = False  # whether another process owns the slab, and this process only reads it (see `_peers.py`)
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the slab's tensors, or no tensors if they are in another process's memory."""
@@ -113,8 +117,8 @@ class Generation:
         return [tensor for slab in self.slabs for tensor in slab.tensors()] + copies
 
     def hold_for(self, stream: torch.cuda.Stream | None) -> None:
-        """Makes sure that, after this memory has been freed, the allocator reuses it only when the stream has done the
-        work that was queued until then."""
+        """Keeps the allocator from reusing the memory of this generation too early: when the memory has been freed, the
+        allocator first waits for the work that is queued on the stream at that time."""
         if stream is None or key_of(stream) in self.streams:
             return
         for tensor in self.tensors():
@@ -170,8 +174,8 @@ def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
 
 
 def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
-    """Returns a slot size in bytes, a multiple of 32, that nearly all rows with bytes fit, or the size of a raw row if
-    no row has bytes. may_grow: whether to leave room for rows to become larger when they change."""
+    """Returns a slot size in bytes, a multiple of 32, that nearly all rows with bytes fit. If no row has bytes, returns
+    the size of a raw row. may_grow: whether to leave room for rows to become larger when they change."""
     found = table.geometry.survey(handle_on(table, device).parts.lengths)
     with_bytes = found.num_rows - int(found.sectors[0])
     if not with_bytes:
@@ -186,8 +190,8 @@ def in_sectors(num_bytes: int) -> int:
 
 
 def sets_for(num_rows: Any) -> Any:
-    """Returns how many sets the map of a static cache of num_rows rows has: a tensor if num_rows is a tensor, otherwise
-    an int."""
+    """Returns the number of sets of the map of a static cache of num_rows rows: a tensor if num_rows is a tensor,
+    otherwise an int."""
     return (num_rows * _SETS + _ROWS - 1) // _ROWS
 
 
@@ -207,7 +211,7 @@ class SlabPlan:
 
 
 def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_bytes: int, num_maps: int) -> SlabPlan:
-    """Returns a plan of the longest prefix of the given rows that fits a budget together with its map.
+    """Plans a slab with the longest prefix of the given rows that fits a budget together with the slab's map.
 
     Args:
         rows: int64: the row numbers, the hottest first.
@@ -282,8 +286,8 @@ def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device)
 
 
 def replacing_slab(slot_bytes: int, budget_bytes: int, num_rows: int, device: torch.device) -> Slab:
-    """Returns an empty slab whose rows replace each other. It has as many sets as fit the budget, but no more than have
-    room for twice num_rows rows, the number of rows of the table."""
+    """Returns an empty slab whose rows replace each other. The slab has as many sets as fit the budget, but not more
+    than are needed for twice num_rows rows. num_rows: number of rows of the table."""
     set_bytes = LRU_WAYS * (slot_bytes + WAY_BYTES + STAMP_BYTES) + STAMP_BYTES
     num_sets = min(max(0, budget_bytes - FIXED_BYTES) // set_bytes, -(-2 * num_rows // LRU_WAYS))
     num_ways = num_sets * LRU_WAYS

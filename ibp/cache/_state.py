@@ -35,13 +35,14 @@ class CacheState:
         self.order = StreamOrder()  # orders the streams that read and write the slabs
         self.captured: list[Generation] = []  # generations that CUDA graphs read
         self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
-        # Whether the GPU cannot read the table. If so, the cache holds nothing, and all rows come from the table.
+        # True if the system refused to pin the table, so that GPUs cannot read it. Then the cache holds nothing, and
+        # all rows come from the table.
         self.is_idle = devices[0].type == "cuda" and view._is_refused and not view.is_pinned()
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
         """Makes sure that memory of the generation and of the counters, once freed, is not reused before the stream is
-        done with it. worker: the device of the stream. stream: None: there is nothing to do."""
+        done with it. worker: the device of the stream. If stream is None, does nothing."""
         if stream is not None and key_of(stream) not in generation.streams:
             generation.hold_for(stream)
             self.counts[worker].record_stream(stream)
@@ -62,8 +63,8 @@ class CacheState:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Makes the cache's own streams the current ones inside the context. Work queued there runs after the work that
-        the former current streams have already queued. At the end the host waits for the cache's streams."""
+        """Makes the cache's own streams the current streams inside the context. They first wait for the work that is
+        already queued on the streams that were current before. At the end the host waits for the cache's streams."""
         with ExitStack() as stack:
             for device in self.workers:
                 if device.type != "cuda":

@@ -33,10 +33,11 @@ _BUCKETED_SMS = (8, 16, 32)  # The numbers of multiprocessors that are tried for
 # A rate counts as lower than another if it is below _SMALLER times the other. A time counts as equal to the best time
 # if it is at most _AS_FAST times as long.
 _SMALLER, _AS_FAST = 0.8, 1.03
-# The measured time of a short row is multiplied by this factor. Codebooks of a family differ in speed, and "auto" must
-# not choose a codebook that is slower than raw rows.
+# The measured time of a short row is multiplied by this factor, because codebooks of a family differ in speed, and
+# "auto" must not choose a codebook that is slower than raw rows.
 _SPREAD = 1.08
-# The link, not the decoder, is taken to limit rows whose time is at most this many times the time of the link alone.
+# If rows take at most this many times as long as the link alone needs, the link is taken to be their limit, not the
+# decoder.
 _LINK_BOUND = 1.1
 _NUM_MEASUREMENTS = 60  # Approximate number of measurements, which share the time that the caller allows.
 _CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ def calibrate(
     if found.type != "cuda":
         raise ValueError(f"device is {str(device)!r}; wanted a CUDA device")
     known = H200 if refresh else in_force(found)
-    if known is H200:  # nothing measured
+    if known is H200:  # there is no calibration yet, or a new one is wanted
         known = measure(found, seconds)
         keep(found, known)
     return known
@@ -122,8 +123,9 @@ def _of_link(clock: Clock) -> dict[str, Any]:
 
 
 def _stream_start_us(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Returns the additional time, in us, that a whole tensor takes by the copy engine rather than by a kernel, apart
-    from the difference that follows from their rates. It is at least 1."""
+    """Returns the fixed cost of the copy engine, in us. This is the additional time for decompressing a whole tensor
+    with the copy engine instead of a kernel that reads host memory, minus the difference that follows from the two
+    rates. The result is at least 1."""
     table = family.table(_ROW_BYTES, min(_STREAMED_BYTES, clock.table_bytes), _CPU)
     out = torch.empty(table.shape, dtype=table.dtype, device=clock.device)
 
@@ -144,7 +146,7 @@ def _of_device(clock: Clock) -> dict[str, Any]:
 
 
 def _raw_table(memory: torch.Tensor, row_bytes: int) -> CompressedTensor:
-    """Returns a table of raw rows over the given memory, without copying or initialising it."""
+    """Returns a table of raw rows that uses the given memory, which is neither copied nor initialised."""
     rows = memory[: memory.numel() // row_bytes * row_bytes].view(-1, row_bytes)
     return CompressedTensor.of_parts(Geometry.of(rows, row_bytes), "raw", row_bytes, rows.view(-1))
 
@@ -158,8 +160,8 @@ def _row_ns(
     max_sms: int | None = None,
     path: str = "gpu",
 ) -> float:
-    """Measures a gather of random rows. Returns the time per row, in ns. Each call gathers other rows, because the
-    translations of the addresses of earlier rows may still be cached.
+    """Measures a gather of random rows. Returns the time per row, in ns. Successive calls gather different rows,
+    because the address translations of earlier rows may still be cached.
 
     Args:
         num_ids: the largest number of rows per call.
@@ -205,8 +207,8 @@ def _reach_bytes(clock: Clock, host: torch.Tensor) -> int:
 
 
 def _bucketed_sms(clock: Clock, table: CompressedTensor) -> int:
-    """Tries the numbers of multiprocessors in _BUCKETED_SMS. Returns the smallest one whose time is within 3 % of the
-    best time."""
+    """Tries the numbers of multiprocessors in _BUCKETED_SMS. Returns the smallest of them whose time is within 3 % of
+    the best time."""
     times = {sms: _row_ns(clock, table, max_sms=sms, path="bucketed") for sms in _BUCKETED_SMS}
     return min(sms for sms, taken in times.items() if taken <= _AS_FAST * min(times.values()))
 
@@ -287,7 +289,7 @@ def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...],
     Args:
         residual_bits: the number of bits of sign and mantissa of an element.
         digit_bits: the number of bits of a digit in each plane.
-        listed: whether rows are listed.
+        listed: whether coded rows list the elements that are not zero.
     """
     ranked = _exponents(rows, residual_bits, listed).argsort(descending=True)
     num_entries = sum(2**bits - 1 for bits in digit_bits)
@@ -347,9 +349,9 @@ def _coded_read_share(clock: Clock, family: _Family, known: Calibration) -> floa
 
 
 def _least_row_ns(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Measures the shortest time, in ns, in which a coded row is fetched from pinned memory and decoded, with rows of
-    128 original bytes. If the link limits these rows, returns the shortest time of the link for any row. The time is
-    measured relative to raw rows of the same size, whose time is known from the rates of the link."""
+    """Returns the shortest time per row, in ns, in which coded rows are fetched from pinned memory and decoded. It is
+    measured with rows of 128 original bytes, relative to raw rows of the same size, whose time is known from the rates
+    of the link. If the link limits these rows, returns the shortest time of the link for any row instead."""
     num_bytes = min(_NEAR_BYTES, clock.table_bytes)
     table = family.table(_SHORT_ROW_BYTES, num_bytes, _CPU)
     raw = _raw_table(_memory.empty(num_bytes, _CPU, pin=True), _SHORT_ROW_BYTES)

@@ -7,7 +7,7 @@ ibp.distributed.broadcast_delta    sends the changes of weights from one process
 ibp.distributed.all_gather_into_tensor (or all_gather_single), all_to_all_single, broadcast, send, recv
                                    do the same as in torch.distributed, and code tensors if that is faster
 ibp.distributed.compress_all_gather
-                                   makes FSDP2 use such all-gathers
+                                   makes FSDP2's all-gathers code tensors if that is faster
 ibp.distributed.Codec              describes how tensors are coded, for the argument `codec` of collectives
 ibp.distributed.measure_link       measures how fast a group's all-gathers are
 """

@@ -1,4 +1,4 @@
-"""The collective functions. There is a class for each of them, which says what messages a call has and how they move.
+"""The collective functions. Each function has a class, which determines what messages a call has and how these move.
 `_exchange.py` describes the course of a coded call."""
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ def all_gather_into_tensor(
             All ranks must wait in the order of their calls.
         codec: how to code, the same on all ranks. None: the ranks learn a codec from their tensors.
         level: "auto": code at level "default" if that is faster at the measured rate of the link, else send raw bytes.
-            "default" or "fast": code at this level (see `ibp.compress`), unless that saves nothing.
-        name: calls of one name and dtype share a codec. Give tensors of another distribution another name.
+            "default" or "fast": code at this level (see `ibp.compress`), unless that would save less than 2 % of the
+            bytes.
+        name: calls with the same name, level and dtype share a codec. Give tensors whose values are distributed
+            differently another name.
 
     Returns:
         Work if async_op is set, else None.
@@ -135,7 +137,8 @@ def broadcast(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """Sends a tensor from one rank to all, as `torch.distributed.broadcast` does. It travels coded if that is faster.
+    """Sends a tensor from one rank to all, as `torch.distributed.broadcast` does. The tensor travels coded if that is
+    faster.
 
     See `all_gather_into_tensor` for how tensors are coded, for the other arguments, and for what is returned and
     raised.
@@ -151,7 +154,7 @@ def broadcast(
     Args:
         tensor: a contiguous tensor, of the same shape and dtype on all ranks. The source sends it, and on the other
             ranks it is overwritten.
-        src, group_src: the rank of the source among all ranks, or in the group. One of the two is given.
+        src, group_src: the rank of the source among all ranks, or in the group. Give exactly one of the two.
     """
     root = root_of(src, group_src, group)
     return _Broadcast(tensor, root, group, CallOptions(codec, level, name)).call(async_op)
@@ -203,8 +206,8 @@ def all_to_all_single(
 
     Args:
         output, input: contiguous tensors of one dtype on one device.
-        output_split_sizes, input_split_sizes: for each rank, the number of items of dimension 0 that come from it and
-            that go to it. None: equal parts.
+        output_split_sizes, input_split_sizes: for each rank, the number of items of dimension 0 that are received from
+            it, and the number that are sent to it. None: equal parts.
     """
     splits = output_split_sizes, input_split_sizes
     return _AllToAll(output, input, splits, group, CallOptions(codec, level, name)).call(async_op)
@@ -290,14 +293,15 @@ class _AllToAll(Collective):
         return dist.all_to_all_single(received, sent, back, to, group=self.group, async_op=True)
 
     def tell(self, status: Status) -> dist.Work | None:
-        """Tells only about coded messages, because ranks that have no coded messages do not call `tell`."""
+        """Sends and receives the status of coded messages only, because ranks that have no coded messages do not call
+        `tell`."""
         size = self.state.size
         rows = [row if coded else row[:0] for row, coded in zip(status.rows, self._is_coded)]
         return dist.all_to_all(rows[size:], rows[:size], group=self.group, async_op=True)
 
     def repair(self, status: Status) -> None:
-        """Sends each part that has lost rows again. Only the sender and the receiver of a part know that it has lost
-        rows, so only these two take part."""
+        """Sends the parts that have lost rows once more, raw. Only the sender and the receiver of a part know that it
+        has lost rows, so only these two take part."""
         size, ops = self.state.size, []
         for k in (k for k, is_lost in enumerate(status.lost) if is_lost):
             function, peer = (dist.isend, k) if k < size else (dist.irecv, k - size)

@@ -50,7 +50,7 @@ class Codec:
     Attributes:
         codebook: how rows are coded. It is for rows of 4,096 bytes.
         slot_bytes: size of a row's slot in bytes, a multiple of 32 below 4,096.
-        overflow_bytes: mean size of the overflow per row in bytes, 0 to 4,096.
+        overflow_bytes: size in bytes of the overflow of a message, divided by its number of rows: 0 to 4,096.
 
     Raises:
         TypeError, ValueError: an attribute is not as described.

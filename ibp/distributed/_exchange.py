@@ -155,7 +155,8 @@ class Collective(ABC):
         """
 
     def tell(self, status: Status) -> Work | None:
-        """Begins to send the rows of a status that this rank has written, and to receive the rows of other ranks.
+        """Begins to send the rows of a status (`Status.rows`) that this rank has written, and to receive the rows of
+        other ranks.
         They move in the same way as messages."""
         return self.move(status.all_rows, status.rows)
 
@@ -177,8 +178,8 @@ class Collective(ABC):
         """Makes the call, raw or coded as the plan of its kind says.
 
         Returns:
-            Work if async_op is set, or if the call is coded and `load.is_known_to_fit` is set, because the host does
-            not wait for such calls. Otherwise None, once the call is done.
+            Work if async_op is set. Also work if the call is coded and `load.is_known_to_fit` is set, because the host
+            does not wait for such a call. Otherwise None, once the call is done.
         """
         if self.state.plans.get(self.kind) is RAW or self.travels_raw():
             return self.raw(async_op)
@@ -197,8 +198,9 @@ class Collective(ABC):
     def plan(self) -> Plan:
         """Returns the plan of the call's kind, and makes it first if the kind is new or its codec has lost rows.
 
-        All ranks must call this together. They communicate in it on the CPU; if a codec is given, because ranks could
-        mix codecs up; if the kind is new or due to be checked; and if torch's debug level is DETAIL."""
+        All ranks must call this together. The ranks communicate here if the tensors are on the CPU, if a codec is given
+        (ranks could give different codecs), if the kind is new or due to be checked, and if torch's debug level is
+        DETAIL."""
         state, kind = self.state, self.kind
         known, is_detailed = state.plans.get(kind), dist.get_debug_level() == dist.DebugLevel.DETAIL
         if known is None or kind.device == "cpu" or kind.codec is not None or is_detailed:
@@ -283,7 +285,7 @@ class Collective(ABC):
             learner.take(found)
         if num_pieces == 0:
             # `call` does not call `plan` if the plan is the object RAW, so the ranks do not compare such calls. On the
-            # CPU they compare every call, so raw calls have a plan object of their own there.
+            # CPU they compare every call, so raw calls have another plan object there.
             return RAW if kind.device != "cpu" else Plan(None)
         return Plan(found, num_pieces, least, is_checked=codec is None, num_calls=num_calls)
 
@@ -328,7 +330,7 @@ class CodedWork(Work):
             is_async: whether the caller waits later. If so, the call uses a stream other than the current one on a GPU,
                 and on the CPU the constructor does not wait for messages.
             status: the status to write, if all rows are known to have room. The caller looks at it later, and `wait()`
-                does not block the host. None: the call has a status of its own, and `wait()` looks at it.
+                does not block the host. None: the call makes a status, and `wait()` looks at it.
         """
         super().__init__()
         self._call: Collective | None = None  # None: there is nothing to wait for.
@@ -478,8 +480,8 @@ class CodedWork(Work):
             self._keep_memory(call)
 
     def _keep_memory(self, call: Collective) -> None:
-        """Tells the allocator that the call's stream may still use the tensors of a call, which may not have ended. The
-        allocator then does not reuse their memory before the stream is done with it."""
+        """Must be called for a call that may not have ended. Tells the allocator that the call's stream may still use
+        the call's tensors, so that their memory is not reused before the stream is done with it."""
         if self._stream is not None:
             for tensor in (*call.tensors, self._status.data):
                 tensor.record_stream(self._stream)

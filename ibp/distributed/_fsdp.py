@@ -29,11 +29,11 @@ def compress_all_gather(
 ) -> int:
     """Lets the tensors of FSDP2's all-gathers travel coded, if that is faster. Training gives the same bits.
 
-    Every module that `fully_shard` was called on has a codec of its own, which is learned at its first all-gather.
+    Every module that `fully_shard` was called on has its own codec, which is learned at the module's first all-gather.
     Before each later forward pass of `module`, the ranks check together which modules' parameters fit into their
     messages. The host then does not wait for each all-gather; it checks at the end of the forward pass and of the
-    backward pass whether all parameters did fit. If parameters were written after the first check and no longer fit,
-    the pass raises RuntimeError on all ranks.
+    backward pass whether all parameters have fitted. If parameters were written after the first check and no longer
+    fit, the pass raises RuntimeError on all ranks.
 
     Example:
         >>> # on each rank of a group
@@ -174,9 +174,9 @@ class Shards:
         return groups[0]
 
     def is_known(self) -> bool:
-        """Discards the decision for the previous pass. Returns whether both hold: the ranks have agreed to code the
-        module's all-gathers, and its parameters are sharded, so that the next forward pass gathers them. Also discards
-        the decision for the previous pass. All ranks return the same."""
+        """Discards the decision for the previous pass. Returns whether the next forward pass may gather the module's
+        parameters in coded form: the ranks have agreed to code the module's all-gathers, and the parameters are
+        sharded. All ranks return the same."""
         self.plan, self.is_seen, self.is_raw = None, False, False
         if self.kind is None or self.state is None:
             return False
@@ -216,8 +216,8 @@ class Rooms:
     """Checks for all modules and ranks whether the parameters fit their messages: before each forward pass, and at the
     end of each forward pass and each backward pass.
 
-    The host waits for an all-gather on all ranks or on none. What decides this is the same on all ranks: the result of
-    the check before the pass, and whether a pass is under way.
+    For each all-gather, the hosts of all ranks wait, or none of them does. They decide this by facts that are the same
+    on all ranks: the result of the check before the pass, and whether a pass is under way.
 
     Args:
         shards: the shards of each module.
@@ -231,8 +231,8 @@ class Rooms:
         self._backward = _NO_BACKWARD  # The number of the last backward pass for which `end_pass` was registered.
 
     def is_watched(self) -> bool:
-        """Returns whether a forward or backward pass is under way, at the end of which the host will look at the
-        statuses. If it is a backward pass, registers `end_pass` as a callback at its end."""
+        """Returns whether a forward or backward pass is under way. If so, the host will look at the statuses at the end
+        of the pass. For a backward pass, registers `end_pass` as a callback at its end."""
         if self._depth:
             return True
         backward = _current_backward()
@@ -339,8 +339,8 @@ def _has_all(what: Any, names: Sequence[str]) -> bool:
 
 
 def _current_backward() -> int:
-    """Returns the number of the backward pass that runs on this thread, or _NO_BACKWARD if none runs or this torch does
-    not have the function that tells."""
+    """Returns the number of the backward pass that runs on this thread, or _NO_BACKWARD if no backward pass runs, or if
+    this torch lacks the function for it."""
     return getattr(torch._C, "_current_graph_task_id", lambda: _NO_BACKWARD)()
 
 

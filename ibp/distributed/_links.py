@@ -1,4 +1,4 @@
-"""How fast tensors travel between ranks, and when coding them pays."""
+"""The rates at which tensors travel between ranks and are coded, and the decision whether coding pays."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .._schemes.codebook import coder_rates
 from ._codec import Codec
 from ._messages import Messages, Part, Slot, shares_of
 
-_MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # Bytes that each rank sends in a call that measures the link.
+_MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # Number of bytes that each rank sends in a measuring call.
 # A measurement times several repeats and takes the fastest; each repeat makes several calls one after the other.
 _REPEATS, _IN_A_ROW = 3, 4
 _LEAST_GAIN = 1.1  # Tensors travel coded if that is expected to be at least this many times as fast.
-# Time in seconds by which beginning and ending a coded call takes longer than with torch's call.
+# Additional time in seconds that a coded call takes to begin and to end, compared with torch's call.
 _CALL_S = 40e-6
 # The same for calls that the host does not wait for. They take longer, because the host has other work between them.
 _LATE_S = 4e-4
@@ -55,9 +55,10 @@ class Rates:
     """The rates of a coder.
 
     Attributes:
-        encode_gbps, decode_gbps: original (uncoded) bytes in GB/s, on all multiprocessors of a GPU, or on a CPU.
-        hides: whether one message travels while another one is coded. This is not so on a CPU, where the same cores
-            code and move bytes.
+        encode_gbps, decode_gbps: rates in GB/s of original (uncoded) bytes, on all multiprocessors of a GPU, or on a
+            CPU.
+        hides: whether one message travels while another one is coded. It is False on a CPU, where the same cores code
+            and move bytes.
     """
 
     encode_gbps: float
@@ -71,8 +72,8 @@ class Load(NamedTuple):
     Attributes:
         coded, moved, decoded: the numbers of original (uncoded) bytes that the rank codes, that arrive at it, and that
             it decodes.
-        is_known_to_fit: whether all rows are known to have room in their messages before later calls begin, so that the
-            host does not wait for these calls.
+        is_known_to_fit: whether the caller finds out before each later call of the kind that all rows have room in
+            their messages. The host then does not wait for these later calls.
     """
 
     coded: int
@@ -121,8 +122,8 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
 
 
 def num_pieces(rates: Rates, load: Load) -> int:
-    """Returns the number of pieces of a call. The longer coding takes, the more pieces are worth their cost: all coding
-    but that of the first piece, and all decoding but that of the last piece, happen while other pieces travel."""
+    """Returns the number of pieces of a call. Only the coding of the first piece and the decoding of the last piece
+    happen while nothing travels. So the longer coding takes, the more pieces are worth their cost."""
     most = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / _GAP_S))))
     return min((1, 2, most), key=lambda count: _exposed_s(rates, load, count) + count * _GAP_S)
 
@@ -156,8 +157,8 @@ def pays(codec: Codec, rates: Rates, link: Link, load: Load) -> bool:
 
 
 def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) -> int:
-    """Returns the size in bytes from which on it pays to code the messages of an all-to-all. It is `start`, or `start`
-    times a power of two.
+    """Returns the least size in bytes of an all-to-all's message for which coding pays: `start`, or `start` times a
+    power of two.
 
     Args:
         count: the number of messages that a rank sends, which is also the number that it receives.

@@ -28,11 +28,11 @@ from ._codec import ROW_BYTES, Codec, rows_of
 # If a tensor has three or more spans, the first span and the last span are an eighth as large as the others.
 _EDGE = 8
 # If a tensor has two spans, the first has a quarter of the rows. It is the smaller one, because the link is idle while
-# the first span is coded, and because coding takes longer than decoding the last span after it has arrived.
+# it is coded. The link is also idle while the last span is decoded, but decoding is faster than coding.
 _FIRST_OF_TWO = 4
 TURNS = 2  # Number of pieces of a call that are under way at the same time: while one travels, the next one is coded.
 _ENTRIES = 8  # Number of int64 that the coder of a message writes to the status.
-_LOST, _FINGERPRINT = 1, 7  # Positions of the number of lost rows and of the codec's fingerprint among these.
+_LOST, _FINGERPRINT = 1, 7  # Positions of the number of lost rows and of the codec's fingerprint among these int64.
 
 
 class Part(NamedTuple):
@@ -92,9 +92,9 @@ class Slot:
 class MessageSlots:
     """The slots in which a group's messages lie on one device, and the order of the streams that use them.
 
-    On the CPU every piece has a slot of its own, which lives until the call ends. On a GPU the pieces of all calls
-    alternate between two slots. Streams keep the uses of a slot in order: the work of a call begins when the work of
-    the call before it has ended, and the pieces of a call follow each other on one stream.
+    On the CPU every piece gets a new slot, which lives until the call ends. On a GPU the pieces of all calls alternate
+    between two slots. Streams keep the uses of a slot in order: the work of a call begins when the work of the call
+    before it has ended, and the pieces of a call follow each other on one stream.
 
     Attributes:
         side: the stream of asynchronous calls, for which the current stream does not wait at once. None on the CPU.
@@ -171,10 +171,11 @@ class Status:
             number of its lost rows.
         faults: int64 [4] for each message, the fault record of its decoder.
         heads: int64, the fingerprints of all messages, a view of `rows`.
-        unused: a fault record to pass to the operation that codes, which never writes it, because its ids are right.
+        unused: a fault record to pass to the operation that codes. The operation never writes it, because its ids are
+            always valid.
         seen: an event on a GPU that happens when the host's copy is complete. None: the host reads the memory itself.
-        lost: for each message, after `read`: whether rows had no room when it was coded or, on the CPU, were missing
-            when it was decoded.
+        lost: after `read`, for each message: True if rows had no room when the message was coded. On the CPU it is also
+            True if rows were missing when the message was decoded.
         is_strange: after `read`: whether a message was coded with another codec than this rank's.
         is_damaged: after `read` on a GPU: whether rows were missing from a message although its coder lost none.
 
@@ -183,7 +184,7 @@ class Status:
         device: the device that writes the status.
         fingerprint: the codec's fingerprint.
         data: int64 [status_entries(count)], zeros, to use as the status's memory. The caller then reads this memory
-            (see `has_lost`) and does not call `record` or `read`. None: the status has memory of its own.
+            (see `has_lost`) and does not call `record` or `read`. None: the status allocates its memory.
     """
 
     @torch.inference_mode(False)  # Later calls write to the memory.
@@ -228,8 +229,8 @@ class Status:
             self.lost = [count != 0 or fault != 0 for count, fault in zip(lost, faults)]
             self._clear()
             return
-        # If the coder lost rows, in this call or in the one before, their absence is a fault, too. Other faults are
-        # damage.
+        # If the coder lost rows, in this call or in the previous call, the decoder has recorded a fault for them, too.
+        # All other faults are damage.
         lost_before, self.lost = self.lost, [count != 0 for count in lost]
         explained = [now or before for now, before in zip(self.lost, lost_before)]
         self.is_damaged = any(fault != 0 and not is_lost for fault, is_lost in zip(faults, explained))
@@ -308,7 +309,7 @@ class Messages:
         self._unused_statuses.append(status)
 
     def code(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
-        """Codes a part of a tensor into its message, or copies it if the message is raw.
+        """Codes a part of a tensor into its message. If the message is raw, copies the part.
 
         Args:
             max_sms: the largest number of multiprocessors to use. 0: all.
@@ -330,7 +331,7 @@ class Messages:
             slot.clean.start.copy_(self._starts[self.payloads[k]])
 
     def decode(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
-        """Decodes a message, or copies it if it is raw, to its part of a tensor. max_sms: as for `code`."""
+        """Decodes a message into its part of a tensor. If the message is raw, copies it. max_sms: as for `code`."""
         k, data = part
         if not self.is_coded[k]:
             data.copy_(self.of(slot).each[k][: data.numel()])

@@ -32,7 +32,7 @@ class NotedWork(Work):
 
     Args:
         works: the work of the tensor and the work of the note.
-        read: a function to call when both have arrived. None: there is nothing to call.
+        read: a function to call when the tensor and the note have arrived. None: there is nothing to call.
     """
 
     def __init__(self, works: list[dist.Work | None], read: Callable[[], None] | None) -> None:
@@ -64,7 +64,7 @@ def send(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """Sends a tensor to another rank, as `torch.distributed.send` does. It travels coded if that is faster.
+    """Sends a tensor to another rank, as `torch.distributed.send` does. The tensor travels coded if that is faster.
 
     The receiver calls `recv` of this module with the same arguments.
 
@@ -84,7 +84,7 @@ def send(
 
     Args:
         tensor: a contiguous tensor of any dtype.
-        dst, group_dst: the receiver's rank among all ranks, or in the group. One of the two is given.
+        dst, group_dst: the receiver's rank among all ranks, or in the group. Give exactly one of the two.
         tag: as in torch.
         async_op: whether to return work, as `torch.distributed.isend` does.
         level: as in `all_gather_into_tensor`, with one difference: with "auto", tensors travel raw on the CPU, and also
@@ -129,7 +129,7 @@ def recv(
 
     Args:
         tensor: a contiguous tensor to write to, of the shape and dtype of the sender's tensor.
-        src, group_src: the sender's rank among all ranks, or in the group. One of the two is given.
+        src, group_src: the sender's rank among all ranks, or in the group. Give exactly one of the two.
         tag, async_op, codec, level, name: as in `send`.
 
     Returns:
@@ -218,7 +218,7 @@ class _Transfer(OneTensor):
         return NotedWork([self._moved(data), self._moved(note)], lambda: take(note))
 
     def _learned(self, old: Plan | None, learner: Learner[Codec]) -> Codec | None:
-        """Returns the codec that the sender chooses for the next tensors: the present one, unless it has lost rows.
+        """Returns the codec that the sender chooses for the next tensors: the present codec, unless it has lost rows.
         Returns None if coding saves too little or, with level="auto", if raw tensors are expected to be faster or the
         rate of the link is not known."""
         kind, link = self.kind, self.state.link

@@ -41,7 +41,7 @@ class Kind(NamedTuple):
         what: the name of the function.
         numel: the number of elements of the input. 0: it may differ between ranks.
         dtype: the dtype of the tensors.
-        device: the type of their device.
+        device: the type of the tensors' device.
         level, name: arguments of the call.
         codec: the fingerprint of the codec that the caller gave. None: the caller gave no codec.
         root: the rank in the group that has the data. -1: each rank has some of it.
@@ -63,8 +63,8 @@ class Kind(NamedTuple):
 
     @property
     def follows_link(self) -> bool:
-        """Whether the rate of the group's all-gathers predicts how fast such calls are. On the CPU it predicts only
-        all-gathers."""
+        """True if the rate of the group's all-gathers predicts how fast calls of this kind are. On the CPU it predicts
+        only all-gathers."""
         return self.device != "cpu" or self.what == "all_gather_into_tensor"
 
     def learned(self, rows: torch.Tensor) -> Codec | None:
@@ -85,7 +85,7 @@ class CallOptions(NamedTuple):
     name: str
 
     def check(self, *tensors: torch.Tensor) -> None:
-        """Raises TypeError or ValueError for wrong options, and TypeError for tensors that are not tensors."""
+        """Raises TypeError or ValueError for wrong options, and TypeError if one of `tensors` is not a tensor."""
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"a tensor is a {type(tensor).__name__}; wanted a torch.Tensor")
@@ -102,7 +102,7 @@ class CallOptions(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """How calls of one kind are made: raw, or coded with a codec in a number of pieces.
+    """The way in which calls of one kind are made: raw, or coded with a codec in a number of pieces.
 
     Attributes:
         codec: how tensors are coded. None: calls are raw.
@@ -146,8 +146,7 @@ RAW = Plan(None)  # The plan of calls that are raw.
 
 @dataclass(eq=False)
 class Pair:
-    """The state of one direction between this rank and another rank: either of the tensors that this rank sends, or of
-    those that it receives.
+    """The state of `send`, or of `recv`, between this rank and another rank, for one tag.
 
     Attributes:
         plans: the plan for each kind of tensor.

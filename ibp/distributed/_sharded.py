@@ -31,7 +31,7 @@ from .._tables.compressed_tensor import CompressedTensor, compress_rows
 _ALIGNMENT = 16
 # The operation `fill_slab` requires an associativity ("ways") of 2 to 32 for its hash map, even if the map is empty.
 _ANY_WAYS = 32
-# A rank sends this in place of the size of its rows if it cannot send them, because rows of its shard are damaged or
+# A rank sends this number instead of the size of its rows if it cannot send the rows: rows of its shard are damaged, or
 # the shard now has another codebook.
 _CANNOT_SEND = -1
 # If the caller names no fraction, the sample for a codebook has 16 MiB of rows of all shards together. A sample has at
@@ -41,14 +41,15 @@ _LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20
 
 class ShardedTable(OfThisProcess, TensorManners):
     """A table [N, ...] whose rows are spread over the ranks of a process group: first the rows of rank 0, then the rows
-    of rank 1, and so on. Ranks may have different numbers of items, or none.
+    of rank 1, and so on. A rank's part of the table is called its shard. Shards may have different numbers of items, or
+    none.
 
     Ranks send each other rows in their stored, compressed form, by all_to_all over the group. The rank that asked for
     the rows decodes them. With gloo, rows are sent from host memory; with NCCL, from GPU memory. All shards are coded
     with one codebook; a shard that would save nothing may be raw.
 
-    Calls that need other ranks are collective: every rank of the group makes the same calls in the same order, each
-    with ids of its own, or with no ids. A rank whose arguments are wrong still takes part in the call, and raises
+    Calls that need other ranks are collective: every rank of the group makes the same calls in the same order. Each
+    rank passes its own ids, or no ids. A rank whose arguments are wrong still takes part in the call, and raises
     afterwards; the other ranks get what they have asked for. If the process of a rank has ended, the other ranks raise
     as soon as the group notices this, at the latest after the group's timeout.
 
@@ -207,8 +208,8 @@ class ShardedTable(OfThisProcess, TensorManners):
         out: torch.Tensor | None = None,
         max_sms: int | None = None,
     ) -> torch.Tensor:
-        """Fetches items of the whole table, as torch.index_select(x, 0, ids) does. A collective call, with ids of its
-        own on each rank.
+        """Fetches items of the whole table, as torch.index_select(x, 0, ids) does. A collective call. Each rank
+        passes its own ids.
 
         An item that is named several times is sent once. The host waits for the numbers of rows and bytes that the
         ranks send each other, so a CUDA graph cannot capture the call.
@@ -245,8 +246,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         return self.index_select(ids)
 
     def update_(self, ids: Ids, rows: torch.Tensor) -> ShardedTable:
-        """Sets items of the whole table: x[ids] = rows. A collective call, with ids of its own on each rank. Returns
-        self.
+        """Sets items of the whole table: x[ids] = rows. A collective call. Each rank passes its own ids. Returns self.
 
         Each row is sent to the rank whose shard has the item, and that rank codes it with the table's codebook (see
         `CompressedTensor.update_`). If several rows are given for one item, the rows of the highest rank count, and
@@ -293,8 +293,8 @@ class ShardedTable(OfThisProcess, TensorManners):
         return _Wanted(unique, places, target, sms)
 
     def _counts_of(self, ordered: torch.Tensor) -> list[int]:
-        """Returns how many of the given ids belong to each rank. ordered: the ids in ascending order, on the group's
-        device."""
+        """Returns, for each rank, the number of the given ids that belong to it. ordered: the ids in ascending order,
+        on the group's device."""
         return torch.searchsorted(ordered, self._starts).diff().tolist()
 
     def _fetched(self, unique: torch.Tensor) -> _Received | CorruptTableError:
@@ -376,10 +376,11 @@ class ShardedTable(OfThisProcess, TensorManners):
             return None
 
     def _selected(self, ids: torch.Tensor, counts: list[int]) -> list[_Received]:
-        """Copies the stored rows of this rank's items, and divides them into messages of `counts` items each.
+        """Copies the stored rows of items of this shard, and divides them into messages.
 
         Args:
             ids: the positions of the items in this shard.
+            counts: the number of items of each message.
 
         Raises:
             IndexError, CorruptTableError: an id is out of range, or a row is damaged.
@@ -472,7 +473,7 @@ class _Wanted(NamedTuple):
 
 
 class _Received(NamedTuple):
-    """The rows in one message that is to be sent, or all rows that have arrived.
+    """The rows of one message to be sent, or all rows that have arrived.
 
     Attributes:
         lengths: the rows' entries in the table's index, which tell their stored sizes. On the sender these are the

@@ -1,4 +1,4 @@
-"""Modules over compressed tables, which move, are saved and are loaded with their module.
+"""Modules over compressed tables. A table is moved, saved and loaded together with its module.
 
     ibp.nn.compress(model)                                            # every matrix and embedding of a model, in place
     ibp.nn.decompress(model)                                          # plain weights again

@@ -24,12 +24,11 @@ _DENSE = "embedding_bags"  # The name under which torchrec's EmbeddingBagCollect
 
 
 class _Part(NamedTuple):
-    """One table as a part of a group: rows [first, first + num_rows) of the group. number: the part's number in the
-    group."""
+    """One table as a part of a group, which holds the rows of all tables of one width."""
 
-    group: int
-    number: int
-    first: int
+    group: int  # number of the group
+    number: int  # number of the part in the group
+    first: int  # number of the part's first row in the group
     num_rows: int
 
 
@@ -44,7 +43,7 @@ class _Jagged(NamedTuple):
 
 
 class _Group(RowsModule):
-    """All tables of one width in one compressed table, which has their rows one table after the other."""
+    """All tables of one width, stored one after the other in one compressed table."""
 
     def __init__(
         self, table: CompressedTensor, sizes: Sequence[int], trainable: bool, cache: RowCache | int | None
@@ -65,7 +64,7 @@ class _Group(RowsModule):
         return self._numbers[key]
 
     def rows_of(self, ids: torch.Tensor, numbers: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
-        """Returns the number of each id's row in the group. ids: [K]; ids[k] is the number of a row in part numbers[k].
+        """Returns the row number in the group of each id. ids: [K]; ids[k] is the number of a row in part numbers[k].
 
         If an id is out of range of its part, the CPU raises IndexError. On a GPU its row number is then out of range of
         the group, so reading the row fails. The row of another part is never read instead.
@@ -86,11 +85,11 @@ class _Group(RowsModule):
     def pooled(self, jagged: _Jagged, mode: str, names: Sequence[str]) -> torch.Tensor:
         """Returns the pooled bags, [bags, embedding_dim].
 
-        If the lengths do not add up to the number of ids, or one is negative, the CPU raises ValueError. On a GPU all
-        ids then become invalid, so reading the rows fails.
+        If the lengths do not add up to the number of ids, or a length is negative, the CPU raises ValueError. On a GPU
+        all ids then become invalid, so reading the rows fails.
 
-        On the CPU each part is pooled by a call of its own. The order in which torch adds up the gradients of a row
-        depends on the other ids of the call, and gradients must have the same bits as with a module for each part.
+        On the CPU each part is pooled by a separate call. The order in which torch adds up the gradients of a row
+        depends on all ids of a call, and gradients must have the same bits as with a separate module for each part.
         """
         ids = jagged.ids.to(torch.int64)
         offsets = torch.cat((jagged.lengths.new_zeros(1), jagged.lengths.cumsum(0)))
@@ -151,13 +150,16 @@ class EmbeddingCollection(torch.nn.Module):
 
     Args:
         tables: a dict from names to tables: a table or tensor [num_embeddings, embedding_dim], a torch.nn.EmbeddingBag,
-            or (num_embeddings, embedding_dim) for new weights, which are drawn from N(0, 1). All must have one dtype.
+            or (num_embeddings, embedding_dim) for new weights, which are drawn from N(0, 1). All tables must have the
+            same dtype.
         mode: "sum", "mean" or "max", for all tables.
         trainable: whether rows get gradients. None: they do if all weights are new.
-        device, dtype: where the weights are, and their dtype. None: the CPU, pinned if there is a GPU, and the dtype of
-            the given weights, or torch's default dtype.
-        cache_bytes: size in bytes of the cache of each width in device memory, as `cache` of `Embedding`. None: no
-            cache. If rows train, `groups[number].cache.refill` fills the cache.
+        device: the device of the weights. None: the CPU, in pinned memory if there is a GPU; but a compressed table
+            that is the only one of its width stays where it is.
+        dtype: the dtype of new weights. None: the dtype of the given weights or, if all weights are new, torch's
+            default dtype.
+        cache_bytes: the tables of each width get a cache of this size in bytes in device memory, see `cache` of
+            `Embedding`. None: no cache. If rows train, `groups[number].cache.refill` fills the cache.
 
     Raises:
         TypeError: a table has another type, or weights that are to train are not floating-point numbers.
@@ -217,7 +219,8 @@ class EmbeddingCollection(torch.nn.Module):
                 (keys, values, lengths) or (keys, values, lengths, weights): names of tables; the ids of all these
                 tables, [K]; the number of ids in each bag, integers [len(keys) * B], first all bags of the first table;
                 and what each row is multiplied by, [K], only for mode "sum";
-                an object with keys(), values(), lengths() and perhaps weights_or_none(), such as a KeyedJaggedTensor.
+                an object with keys(), values(), lengths() and optionally weights_or_none(), such as a
+                KeyedJaggedTensor.
 
         Returns:
             For a dict, a dict: the name of a table -> [B, embedding_dim]. Otherwise a tensor [B, sum of the tables'
@@ -240,8 +243,8 @@ class EmbeddingCollection(torch.nn.Module):
         raise TypeError(f"features is a {type(features).__name__}; wanted a dict, (keys, values, lengths) or the like")
 
     def lookup(self, ids: torch.Tensor, table_numbers: torch.Tensor) -> torch.Tensor:
-        """Returns for each k row ids[k] of table table_numbers[k], as [K, embedding_dim]. Tables are numbered in the
-        order in which the constructor was given them.
+        """For each k, returns row ids[k] of table number table_numbers[k]: [K, embedding_dim]. Tables are numbered in
+        the order in which the constructor was given them.
 
         Args:
             ids: int32 or int64 [K].
@@ -349,8 +352,8 @@ class EmbeddingCollection(torch.nn.Module):
             destination.update({_dense_key(prefix, name): self.weight(name).cpu() for name in self._parts})
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """If the state has plain tensors of single tables, compresses them to one table for each group, and lets the
-        groups load these."""
+        """If the state has plain tensors of single tables, compresses them into one table for each group, which the
+        group loads."""
         state_dict, prefix, _, _, missing_keys, _, error_msgs = args
         dense = {name: state_dict.pop(key) for name in self._parts if (key := _dense_key(prefix, name)) in state_dict}
         for number, names in enumerate(self._names):
@@ -438,8 +441,8 @@ def _flat(name: str, bags: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _divided(whole: _Jagged, by_group: Sequence[Sequence[int]]) -> list[_Jagged]:
-    """Divides bags among the groups of their tables. Returns the bags of each group that has some. Waits for the GPU if
-    the lengths are there. by_group: for each group, the positions of its tables in `whole.parts`."""
+    """Divides bags among the groups of their tables. Returns the bags of each group that has bags. Waits for the GPU if
+    the lengths are on one. by_group: for each group, the positions of its tables in `whole.parts`."""
     lengths = whole.lengths.view(len(whole.parts), -1)
     counts = lengths.sum(1).tolist()
     if min(counts) < 0 or sum(counts) != whole.ids.numel():

@@ -38,8 +38,9 @@ _NEIGHBOURS = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
-# A table gets the codebook of its first neighbour if its savings are then less than this below the neighbour's savings
-# (fractions of the plain size). The codebook is shared because engines join the coded rows of both tables.
+# Neighbours share a codebook if possible, because engines join the coded rows of their tables. A table gets the
+# codebook of its first neighbour if it then saves at most this much less than the neighbour. Savings are fractions of
+# the plain size.
 _MOST_LACKING = 0.003
 _NO_GAIN, _SHARED, _TRAINS = "without gain", "shared with a module that stays plain", "in training"
 _SHARED_STACK = "in several modules of experts"
@@ -47,7 +48,7 @@ _SHARED_STACK = "in several modules of experts"
 
 @dataclass(frozen=True)
 class ModelReport(NotTheModel):
-    """What `ibp.nn.compress` has made of a model.
+    """Says which weights of a model `ibp.nn.compress` has coded, and which stay plain.
 
     Example:
         >>> layers = torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1)
@@ -125,8 +126,8 @@ def compress(
     embedding, becomes one table that all of them use; if one of these modules stays plain, all do. A weight that a
     table would not make at least 2 % smaller stays plain.
 
-    Tables are in the memory where the weights were: on the GPU, or in host memory (pinned, if there is a GPU), from
-    which `model.to("cuda")` moves them. Coded weights are fixed: `parameters()` lists each one as an
+    Tables are in the memory where the weights were: on the GPU, or in host memory, which is pinned if there is a GPU.
+    `model.to("cuda")` moves them to the GPU. Coded weights are fixed: `parameters()` lists each one as an
     `ibp.nn.TableParameter`, which gets no gradient. Gradients reach inputs, biases and all other parameters. On the
     CPU, results have the same bits as those of the plain model. On a GPU, `ibp.linear` multiplies few vectors and adds
     the products in another order, unless `fused=False`.
@@ -137,8 +138,8 @@ def compress(
     where they are.
 
     Tables keep their dtype. `model.half()` and other conversions to another dtype raise TypeError before they change
-    anything: convert the plain model, and then compress it. If the model is a part of another module, and that module
-    is converted, other parts of it may already have changed when the error is raised.
+    anything: convert the plain model, and then compress it. If a module that contains the model is converted, other
+    parts of that module may already have changed when the error is raised.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(4096, 512), torch.nn.Linear(512, 4096)).bfloat16().eval()
@@ -239,8 +240,8 @@ class ModelPlan:
         return bool(module.is_transposed) if self._of[key].is_stacked else not _has_rows(module)
 
     def takes(self, key: str, table: CompressedTensor) -> bool:
-        """Returns whether a table of a parameter has the form that the modules which hold the parameter need. Otherwise
-        the caller makes another table of its values."""
+        """Returns whether the modules that hold a parameter can use a given table of the parameter. If they cannot, the
+        caller must make another table of the parameter's values."""
         is_stacked = self._of[key].is_stacked
         if table.dim() != (3 if is_stacked else 2) or self.is_transposed(key):
             return False
@@ -277,8 +278,8 @@ class ModelPlan:
         return table
 
     def put(self, key: str, table: CompressedTensor) -> bool:
-        """Replaces all modules that hold a parameter by modules over a table. If the table is not small enough, the
-        parameter stays plain, and the result is False."""
+        """Replaces all modules that hold a parameter by modules over a table, and returns True. If the table is not
+        small enough, returns False, and the parameter stays plain."""
         weight = self._of[key]
         if table.nbytes > weight.num_bytes * (1 - LEAST_SAVINGS):
             self._plain.update(dict.fromkeys(weight.names, _NO_GAIN))
@@ -337,7 +338,7 @@ class ModelPlan:
         return [self._model.get_submodule(each.rpartition(".")[0]) for each in self._of[key].keys]
 
     def _known(self, weight: _Weight, tables: Mapping[str, CompressedTensor]) -> CompressedTensor | None:
-        """Returns the known table of a weight, on the weight's device, or None if no table of it can be used."""
+        """Returns a known table of a weight, on the weight's device. Returns None if no known table can be used."""
         held = self._model.get_parameter(weight.keys[0])
         for key in weight.keys:
             table = tables.get(key)
@@ -361,7 +362,8 @@ def _chosen(
 
 
 def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
-    """Returns whether include matches a module or a module around it, and exclude matches none of these modules."""
+    """Returns whether include matches a module or one of the modules that contain it, while exclude matches none of
+    these modules."""
     parts = name.split(".")
     around = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
     return any(is_chosen(outer, include, ()) for outer in around) and all(
@@ -373,9 +375,9 @@ def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]
 
 
 def _find(model: torch.nn.Module, chosen: set[str], min_bytes: int) -> tuple[list[_Weight], dict[str, str]]:
-    """Finds the weights to code. Returns them, and a dict: the name of every other module, or stacked weight, of the
-    kinds that `compress` replaces -> why it stays plain. The result does not keep the values of the weights alive.
-    chosen: the names of the modules that may be coded."""
+    """Finds the weights to code. Returns (these weights, a dict from names to reasons). The dict has every other module
+    or stacked weight of the kinds that `compress` replaces, and the reason why it stays plain. The result does not keep
+    the values of the weights alive. chosen: the names of the modules that may be coded."""
     found: dict[object, _Weight] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
@@ -414,8 +416,8 @@ def _kinds() -> tuple[type[torch.nn.Module], ...]:
 
 
 def place_of(tensor: torch.Tensor) -> object:
-    """Returns a key that is equal for tensors of the same dtype, shape and strides at the same address. The key of a
-    tensor without an address, or of a subclass, is the object's own."""
+    """Returns a key that is equal for tensors of the same dtype, shape and strides at the same address. For a tensor
+    without an address, or of a subclass, the key is the id of the object."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if tensor.is_meta or not is_plain:
         return id(tensor)

@@ -1,4 +1,4 @@
-"""`decompress`: makes plain modules again of the modules of a model that hold tables."""
+"""`decompress`: turns the modules of a model that hold tables back into plain modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 def decompress(model: _Model) -> _Model:
-    """Gives the modules of a model their plain weights back, in place: undoes `compress`. The memory of each table is
+    """Undoes `compress`: gives the modules of a model their plain weights back, in place. The memory of each table is
     freed before the next table is decoded, so memory never holds more than the plain model and one table.
 
     Every `ibp.nn.Linear`, `Embedding` and `EmbeddingBag` becomes torch's module of that name, and `Conv1D` and

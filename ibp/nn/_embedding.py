@@ -95,16 +95,16 @@ class Embedding(_Rows):
 
     Args:
         table: a table [num_embeddings, embedding_dim]; or the number num_embeddings, for new weights from N(0, 1).
-        embedding_dim, device, dtype: those of new weights. If device is None, new weights are on the CPU, in pinned
-            memory if there is a GPU.
-        padding_idx: number of a row that gets no gradient; in new weights it is all zeros. A negative number counts
-            from the end.
+        embedding_dim, device, dtype: the number of columns, the device and the dtype of new weights. If device is None,
+            new weights are on the CPU, in pinned memory if there is a GPU.
+        padding_idx: number of a row that gets no gradient. In new weights this row is all zeros. A negative number
+            counts from the end.
         trainable: whether rows get gradients. None: new weights do, the rows of a given table do not.
         stays: whether the table stays in its memory, with its dtype, when the module is moved or converted. None: it
             stays if its rows train or it has a cache.
-        cache: a cache of the table, or the size in bytes of a new one in device memory. A new cache holds the rows that
-            were used last. If rows train, it holds the rows with which `cache.refill` fills it, and it keeps changed
-            rows until `flush` writes them to the table.
+        cache: a cache of the table, or the size in bytes of a new cache in device memory. A new cache holds the most
+            recently used rows. But if rows train, a new cache holds the rows that `cache.refill` puts into it, and
+            keeps changed rows until `flush` writes them to the table.
 
     Raises:
         TypeError: table is neither a table nor a number, or is to train but does not hold floating-point rows.
@@ -133,8 +133,8 @@ class Embedding(_Rows):
 class EmbeddingBag(_Rows):
     """`torch.nn.EmbeddingBag` over compressed rows: sums, means or maxima of bags of rows.
 
-    Results have the same bits as torch's on the same device. Rows that train are changed by the optimizers of
-    `ibp.optim`.
+    Results have the same bits as those of torch's module on the same device. Trainable rows are updated by the
+    optimizers in `ibp.optim`.
 
     Example:
         >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)

@@ -38,7 +38,7 @@ def multiply_experts(
         weights: [tokens, choices], the weights of the experts' results.
         stacks: for each of the two stacks (its table; its entry in the result of `escapes_for_groups`; biases
             [experts, rows] or None; a function to apply to the products [tokens * choices, rows], or None).
-        absent: the value of the products with the second matrix of an expert that does not exist.
+        absent: the value of all products with the second matrix if a token's expert does not exist.
     """
     ids = checked_ids(index).reshape(-1)
     order, groups = group_vectors(ids, num_experts)
@@ -55,10 +55,10 @@ def multiply_experts(
 class Experts(CodedModule):
     """Stacked experts of transformers whose stacked weights are coded, as `ibp.nn.compress` makes them.
 
-    On a GPU, a call for few tokens sorts the choices by expert and multiplies with a kernel that decodes weights in
-    registers. It does not wait for the GPU, and can be compiled or captured in a CUDA graph. All other calls run the
-    class's own forward with decoded weights: of the experts that were chosen, or of all experts if most were chosen.
-    Results on the CPU have the bits of the plain module.
+    On a GPU, a call for few tokens sorts the tokens by their experts and multiplies with a kernel that decodes weights
+    in registers. Such a call does not wait for the GPU, and can be compiled or captured in a CUDA graph. All other
+    calls run the original forward of the class with decoded weights: those of the chosen experts, or those of all
+    experts if most are chosen. Results on the CPU have the same bits as those of the plain module.
 
     Gradients reach inputs and the parameters that are not coded. Autograd keeps decoded experts until backward.
 
@@ -78,7 +78,8 @@ class Experts(CodedModule):
         fused: whether a GPU uses the kernel for few tokens.
 
     Attributes:
-        stacks: by the name of each coded weight, the holder of its table: `stacks[name].weight`.
+        stacks: a dict from the name of each coded weight to the holder of its table. The table is
+            `stacks[name].weight`.
     """
 
     __module__ = "ibp.nn"
@@ -120,11 +121,11 @@ class Experts(CodedModule):
         self.__dict__, self.__class__ = state, self._kind
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Computes what the class's own forward computes.
+        """Computes what the original forward of the class computes.
 
         Raises:
-            IndexError: an expert does not exist. If the kernel multiplies on a GPU, no error is raised, and the results
-                of the token are NaN. If it does not, the error is raised as `ibp.index_select` says.
+            IndexError: an expert does not exist. If a GPU uses the kernel, no error is raised, and the results of the
+                token are NaN. If it does not use the kernel, the error is raised as `ibp.index_select` says.
         """
         ids = self._calls.ids_of(args, kwargs)
         if len(args) == 3 and ids is not None and 0 < ids.numel() <= MOST_GROUPED:
@@ -173,7 +174,7 @@ class Experts(CodedModule):
 
     @outside_of_graphs
     def _decoded(self, args: tuple, kwargs: dict[str, Any], ids: torch.Tensor | None) -> torch.Tensor:
-        """Runs the class's own forward with decoded weights."""
+        """Runs the original forward of the class with decoded weights."""
         calls, stacks = self._calls, self.stacks
         if not are_few(ids, self.num_experts):
             device = next(iter(stacks.values())).weight.device if ids is None else ids.device

@@ -1,4 +1,5 @@
-"""Modules that get the same x, one after the other. The first one multiplies for all of them."""
+"""Modules that are called one after the other with the same x. The first module computes the products of all of
+them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Neighbours:
     def __init__(self, modules: Sequence[Any]) -> None:
         self.modules = tuple(modules)
         self._kept: _Kept | None = None
-        # Whether all results that were computed ahead have been used. Once one was not, every module multiplies alone.
+        # True if all results that were computed ahead have been used. Once a result was not used, every module
+        # multiplies alone.
         self._is_used = True
 
     def product(self, number: int, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How modules hold the tables of their weights, and the parameters by which tools find these weights."""
+"""The holders of the tables of modules, and the parameters by which other code finds these weights."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__
 
 
 class SharedTable:
-    """The holder of a table that several modules share, like a shared parameter: if the table is loaded or moved,
-    the new one replaces the old one in all of these modules. The table is ready for compiled code and for products.
+    """The holder of a table that several modules share, like a shared parameter. If the table is loaded or moved, the
+    new table replaces the old one in all of these modules. The table is ready for compiled code and for products.
 
     Attributes:
         weight: the table [rows, columns].
@@ -79,7 +79,7 @@ class SharedTable:
 
     @outside_of_modes()
     def decoded(self, device: torch.device) -> torch.Tensor:
-        """Returns the plain weight on a device, in memory of its own."""
+        """Returns the plain weight on a device, in newly allocated memory."""
         return self.plain_of(self.weight.decompress(device=device))
 
     def plain_parameter(self, requires_grad: bool) -> torch.nn.Parameter:
@@ -101,7 +101,7 @@ class SharedTable:
 
 class TableParameter(torch.nn.Parameter):
     """The parameter by which `parameters()` lists a weight whose rows are coded. Its shape, dtype and device are those
-    of the plain weight, and it takes no memory besides the table.
+    of the plain weight, and it takes no memory in addition to the table.
 
     Functions of torch that read it decode the whole weight for the call. Functions that write to it, such as `copy_`,
     decode it and code the results. A view such as `parameter[0]` is a view of a decoded copy: writing to it does not
@@ -124,7 +124,7 @@ class TableParameter(torch.nn.Parameter):
     Args:
         table: the table, or the holder that the parameter shares with modules.
         requires_grad: whether rows of the table train.
-        device: the device that the parameter shows. None: the table's.
+        device: the device that the parameter shows. None: the table's device.
 
     Attributes:
         table: the table that the modules use. It cannot be set.
@@ -158,29 +158,30 @@ class TableParameter(torch.nn.Parameter):
 
     def show(self, device: torch.device | None = None) -> None:
         """Updates the shape and dtype that the parameter shows, and its device. Call it when the table was replaced.
-        device: the device to show. None: the table's."""
+        device: the device to show. None: the table's device."""
         with torch._C.DisableTorchFunctionSubclass():
             self.data = TableParameter(self._shared, device=device)
 
     def decoded(self) -> torch.Tensor:
-        """Returns the plain weight, in memory of its own, on the parameter's device."""
+        """Returns the plain weight on the parameter's device, in newly allocated memory."""
         return self._shared.decoded(self.device)
 
     @torch.no_grad()
     @outside_of_modes()
     def _write(self, values: torch.Tensor) -> None:
-        """Replaces the rows of the table by coded values, unless they have the same bits already."""
+        """Encodes values into the table, unless the table already has the same values bit for bit."""
         held = self.decoded()
         new = values.detach().to(held.device, held.dtype).expand_as(held).contiguous()
         if not torch.equal(bytes_of(held), bytes_of(new)):
             rows = rows_of(new, self._shared.transposed)
             table = self.table.update_(torch.arange(len(rows), device=rows.device), rows)
-            # A matrix of level "fast" keeps the slots that the kernel of `ibp.linear` takes.
+            # A matrix of level "fast" keeps its slot size, because the kernel of `ibp.linear` requires it.
             table.refit(slot_bytes=table.slot_bytes or None if is_fast(table) else None).prepare_linear()
 
     def _set_data(self, data: torch.Tensor) -> None:
-        """Implements `parameter.data = data`. The values of a tensor are coded. The table of another TableParameter
-        replaces this one's, except if this one's stays: then the other's values are coded."""
+        """Implements `parameter.data = data`. If data is a plain tensor, its values are coded into this parameter's
+        table. If data is a TableParameter, its table replaces this parameter's table. The exception is a table that
+        stays: the values of data are then coded into it."""
         if (data.shape, data.dtype) != (self.shape, self.dtype):
             raise self._refusal(f"of {self.dtype} cannot become {list(data.shape)} of {data.dtype}")
         if not isinstance(data, TableParameter):
@@ -299,8 +300,8 @@ def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torc
 
 def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:
     """Returns a table of weights on the device of another table, `held`, and pinned if `held` is pinned. A plain tensor
-    is compressed with the layout and the level of `held`. If weight is a table, the result may share its memory until
-    one of the two changes."""
+    is compressed with the layout and the level of `held`. If weight is a table, the result may share the memory of
+    weight until one of the two changes."""
     if isinstance(weight, torch.Tensor):
         options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
         if is_fast(held):

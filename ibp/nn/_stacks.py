@@ -1,9 +1,10 @@
 """Stacks of experts: finds the modules of transformers that hold them, and calls such a module for a few of its
 experts.
 
-The experts of a call are put into slots. The number of slots is the largest number of experts that so many choices can
-name, so it is known without waiting for a GPU. The forward of the module's class computes with the slots instead of all
-experts, and with slot numbers instead of expert numbers.
+A call has a fixed number of choices: the experts of each token, counted over all tokens. The chosen experts are put
+into slots. The number of slots is the largest number of experts that so many choices can name, so the host knows it
+without waiting for a GPU. The forward of the module's class computes with the slots instead of all experts, and with
+slot numbers instead of expert numbers.
 """
 
 from __future__ import annotations
@@ -71,11 +72,13 @@ def slots_for(
         num_spare: int64; the number of slots that are left over is added to it. None: it is not counted.
 
     Returns:
-        (integers [tokens, choices], the slot of each choice; int64 [slots], the expert of each slot, -1 in slots that
-        are left over; int64 [slots * num_rows] for each table, the numbers of the experts' rows, 0 in slots that are
-        left over). Slots hold the experts in increasing order. Ids that are out of range become `num_experts`. There
-        are at least two slots: with one slot, `torch.histc`, with which transformers counts the tokens of each expert,
-        would wait for the GPU.
+        (slots, held, rows). slots: integers [tokens, choices], the slot of each choice. held: int64 [slots], the expert
+        of each slot, -1 in slots that are left over. rows: for each table, int64 [slots * num_rows], the numbers of the
+        rows of the experts in the slots, 0 in slots that are left over.
+
+        Slots hold the experts in increasing order. Ids that are out of range become `num_experts`. There are at least
+        two slots: with one slot, `torch.histc`, with which transformers counts the tokens of each expert, would wait
+        for the GPU.
     """
     experts, count = checked_ids(ids).reshape(-1), ids.numel()
     num_slots = max(2, min(count, num_experts + 1))
@@ -87,7 +90,7 @@ def slots_for(
 
 
 class Calls:
-    """Calls the forward of a class of stacked experts with other tensors in place of some of a module's own.
+    """Calls the forward of a class of stacked experts with tensors that replace some of a module's tensors.
 
     kind: the class. A module of another class can be called if it has the attributes that this forward reads. stacks:
     names of the stacked weights.
@@ -97,8 +100,8 @@ class Calls:
         self.kind, self._stacks, self._choice = kind, frozenset(stacks), arguments_of(kind)[1]
 
     def ids_of(self, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Returns the experts of each token, [tokens, choices], from the arguments of a call, or None if they are
-        not there."""
+        """Returns the experts of each token, [tokens, choices], from the arguments of a call, or None if the arguments
+        do not contain them."""
         ids = args[1] if len(args) > 1 else kwargs.get(self._choice)
         return ids if isinstance(ids, torch.Tensor) else None
 
@@ -123,8 +126,8 @@ class Calls:
     ) -> Any:
         """Calls forward with the experts in slots, and returns its result.
 
-        slots, held: from `slots_for`. weights: by name, the stacked weights of the experts in `held`, or functions that
-        return them and are called when forward first reads the weight.
+        slots, held: from `slots_for`. weights: by name, the stacked weights of the experts in `held`. A value may also
+        be a function that returns the weight; it is called when forward first reads the weight.
         """
         if len(args) > 1:
             args = args[0], slots, *args[2:]

@@ -22,10 +22,10 @@ from ._parameters import SharedTable, TableParameter, is_fast, placed_like, rows
 from ._stacks import reshaped
 
 _LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that do not choose slots
-TRANSPOSED = "_transposed"  # the end of the names of transposed tables in a coded state
+TRANSPOSED = "_transposed"  # suffix of the names of transposed tables in a coded state
 # Attributes that every module has besides its contents: its mode and its hooks.
 _OF_ANY_MODULE = vars(torch.nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
-# Whether the state_dict() that is being made holds tables instead of plain tensors.
+# True while `coded_state_dict` makes a state dict, which gets tables instead of plain tensors.
 _is_coded: ContextVar[bool] = ContextVar("is_coded", default=False)
 
 
@@ -55,7 +55,7 @@ class CodedModule(torch.nn.Module):
         """Registers a parameter; torch also calls this for `module.name = param`.
 
         Raises:
-            RuntimeError: the name is a table's.
+            RuntimeError: the name is that of a table.
         """
         if isinstance(self._parameters.get(name), TableParameter):
             raise RuntimeError(
@@ -140,8 +140,8 @@ class CodedModule(torch.nn.Module):
 
     def _load_table(self, name: str, shared: SharedTable, *args: Any) -> None:
         """Replaces a table by its entry in a state, which is a table or a plain tensor. If the entry is missing or does
-        not fit, keeps the table and adds this to torch's lists of errors. args: the arguments of
-        `_load_from_state_dict`, which contain these lists."""
+        not fit, keeps the table and reports the error in torch's lists. args: the arguments of `_load_from_state_dict`,
+        which contain these lists."""
         state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs = args
         held, key, shape = shared.weight, prefix + name, shared.plain_shape
         is_coded = shared.transposed and key + TRANSPOSED in state_dict
@@ -161,7 +161,8 @@ class CodedModule(torch.nn.Module):
             )
         else:
             table = rows_of_weight(value, shared.transposed and not is_coded)
-            # Whether a table of the state becomes the module's own. Otherwise it is moved or copied.
+            # True if a table of the state itself becomes the module's table. Otherwise the module gets a moved table or
+            # a copy.
             assigns = metadata.get("assign_to_params_buffers", False)
             self._take(name, table if assigns and isinstance(table, CompressedTensor) else placed_like(held, table))
 
@@ -194,7 +195,7 @@ class TableModule(CodedModule):
 
     @property
     def stays(self) -> bool:
-        """Whether the table stays in its memory, with its dtype, when the module is moved or converted."""
+        """True if the table stays in its memory, with its dtype, when the module is moved or converted."""
         return self._shared.stays
 
     @stays.setter
@@ -232,7 +233,7 @@ class TableModule(CodedModule):
 
     @property
     def _requires_grad(self) -> bool:
-        """Whether the plain weights require grad."""
+        """True if the plain weights require grad."""
         return self._shared.requires_grad
 
     def current_table(self) -> CompressedTensor:
@@ -475,8 +476,8 @@ def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
 
 
 def coded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns `module.state_dict()` with tables in place of plain tensors. The tables take no memory besides the
-    module's own. `torch.save` saves the dict, and `load_state_dict` loads it.
+    """Returns `module.state_dict()` with tables in place of plain tensors. The tables are those of the module, so they
+    take no additional memory. `torch.save` saves the dict, and `load_state_dict` loads it.
 
     Example:
         >>> embedding = ibp.nn.Embedding(1000, 64, device="cpu")

@@ -18,8 +18,8 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
 from ._tables import TableModule
 
-# Number of gradients that are collected before they are added up. Adding each one at once would cost a pass over the
-# sum.
+# Number of gradients that are collected before they are added up. Adding each gradient at once would cost a pass over
+# the whole sum.
 _MOST_KEPT = 64
 _MOST_UNREAD = 64  # A warning is given after this many backward passes whose gradients no optimizer has read.
 
@@ -42,7 +42,7 @@ class LookedUp(NamedTuple):
 
 
 class RowsModule(TableModule):
-    """A table [num_embeddings, embedding_dim] whose rows are looked up by ids, and train.
+    """A module with a table [num_embeddings, embedding_dim], whose rows are looked up by ids and can be trained.
 
     Attributes:
         cache: the cache through which rows are read and written. None: the table itself is used.
@@ -180,7 +180,8 @@ class RowsModule(TableModule):
 
     @torch.no_grad()
     def _sum_up(self) -> RowGradient:
-        """Replaces the noted gradients by their sum, and returns it. They are added in the order of their passes."""
+        """Replaces the noted gradients by their sum, and returns the sum. Gradients are added in the order of their
+        passes."""
         self._noted = [_sum_of(self._noted)]
         return self._noted[0]
 

@@ -1,4 +1,4 @@
-"""Optimizers of rows that train: of `ibp.nn.Embedding`, `EmbeddingBag` and `EmbeddingCollection`.
+"""Optimizers of trainable rows: those of `ibp.nn.Embedding`, `EmbeddingBag` and `EmbeddingCollection`.
 
     optimizer = ibp.optim.RowWiseAdagrad(model, lr=0.05)
     loss.backward()
@@ -34,7 +34,8 @@ __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 # elements of a tensor differently.
 _VECTOR_ELEMENTS = 64
 _GIVE_MODULES = "give the module itself, as in ibp.optim.SGD(model), because its parameters() have no gradients"
-_CONSTANT_ROWS = 1024  # Number of equal rows that are compressed as an example: enough for the table to be smaller.
+# Number of equal rows that `_constant_like` compresses as a sample: enough for their table to be smaller than the rows.
+_CONSTANT_ROWS = 1024
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -49,7 +50,7 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__(_listed(modules), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds modules with options of their own.
+        """Adds modules to the optimizer as a group with its own options.
 
         Args:
             param_group: {"params": a module or several modules, and options}.
@@ -143,10 +144,10 @@ class SGD(RowOptimizer):
         [-0.5, 0.0]
 
     Args:
-        modules: a module, several modules, or dicts of "params" and options. All `ibp.nn` modules in them that train
-            are optimized.
+        modules: a module, several modules, or dicts of "params" and options. All modules of `ibp.nn` in them whose rows
+            train are optimized.
         lr: the learning rate.
-        weight_decay: this factor times the row is added to the gradient of each row that has one.
+        weight_decay: if a row has a gradient, this factor times the row is added to the gradient.
 
     Raises:
         TypeError, ValueError: a module has no rows to train, or an option is negative.
@@ -211,7 +212,7 @@ class Adagrad(RowOptimizer):
         )
 
     def refit(self, **options: Any) -> None:
-        """Compresses all states again, like `CompressedTensor.refit`, which takes the options."""
+        """Compresses all states again. options: arguments of `CompressedTensor.refit`."""
         for state in self.state.values():
             state["sum"].refit(**options)
 
@@ -286,9 +287,8 @@ def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> N
     """Averages the gradients of rows over the processes of a group, as DistributedDataParallel does for parameters.
     Every process of the group must call it between `backward()` and `step()`.
 
-    Each process has a module of its own. If all modules begin with the same rows, all steps change them alike: the
-    gradients that several processes have of a row are added in the order of the ranks, so all processes get the same
-    bits.
+    Each process has its own copy of the module. If all copies begin with the same rows, they keep the same bits in all
+    steps: every process adds up the gradients of a row in the order of the ranks.
 
     Example:
         >>> # on each rank of a group
@@ -345,8 +345,8 @@ def _listed(modules: Any) -> list[Any]:
 
 
 def _row_modules(modules: Any) -> list[RowsModule]:
-    """Returns all modules below the given ones whose rows train, each once, in order. Raises ValueError if one of the
-    given modules has none."""
+    """Returns the modules whose rows train among the given modules and their submodules: each module once, in order.
+    Raises ValueError if a given module contains no such module."""
     found: dict[RowsModule, None] = {}
     for module in _listed(modules):
         if not isinstance(module, torch.nn.Module):

@@ -3,8 +3,8 @@
     profile = ibp.spill.profile(snapshots)               # finds the sizes of slots
     table   = ibp.spill.place(x, profile["weight"])      # slots of this size on the GPU, the rest in host memory
 
-`_targets.py` computes sizes of slots from ratios and thresholds, `_profiling.py` finds the sizes of slots that
-snapshots of a run need, and `_placing.py` moves tensors and tables.
+`_targets.py` computes sizes of slots from ratios and thresholds, `_profiling.py` finds the slot sizes that snapshots of
+a run need, and `_placing.py` moves tensors and tables.
 """
 
 from .._common.publishing import published

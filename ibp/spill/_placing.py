@@ -30,17 +30,19 @@ def place(
     device: torch.device | str | int | None = None,
     progress: bool = False,
 ) -> CompressedTensor:
-    """Returns a table of which a part of fixed size is on a GPU, and the rest in pinned host memory. The GPU reads the
-    rest over the link when it decodes rows (Buddy Compression, ISCA 2020).
+    """Returns a table that has slots of fixed size on a GPU, and the bytes that do not fit the slots in pinned host
+    memory. The GPU reads these bytes over the link when it decodes rows (Buddy Compression, ISCA 2020).
 
     Every row has a slot on the device. If a stored row is larger than its slot, the rest of its bytes are in host
-    memory. The same holds for a row that grows when it is changed: `update_` moves no other row, and the slots never
-    grow. A default row (zeros, or another row that the codebook defines) takes no bytes, and reading it reads no slot.
-    With a target of infinity there are no slots, and all rows except default rows are in host memory.
+    memory. If `update_` makes a row larger than its slot, its further bytes also go to host memory; the slots do not
+    grow, and no other row moves. A default row (zeros, or another row that the codebook defines) has no bytes, so no
+    slot is read for it. With a target of infinity there are no slots, and all rows except default rows are in host
+    memory.
 
     The table can be used like any other table. `table.device_bytes` and `table.host_bytes` are the sizes of its memory
-    on the GPU and in host memory. `to(device)` moves the slots to another GPU. `cpu()` and files make ordinary tables,
-    which `place` can move to a GPU again. If the device is a CPU, everything is in host memory.
+    on the GPU and in host memory. `to(device)` moves the slots to another GPU. `cpu()` returns an ordinary table, whose
+    slots and overflow are both in host memory. A table that is saved and loaded again is also an ordinary table.
+    `place` can move it to a GPU again. If the device is a CPU, everything is in host memory.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -49,18 +51,18 @@ def place(
         (1536, True)
 
     Args:
-        x: tensor [N, ...]; or a table. The rows of a table are moved without coding them again, unless target or
-            slot_bytes is given.
-        target: the size of x divided by the size of all slots, at least 1. The size of a slot is rounded to sectors of
-            32 bytes. math.inf: there are no slots. Or a profile of the tensor from `ibp.spill.profile`, whose codebook
-            and slot size are used. None: the largest of 1, 4/3, 2, 4, 16 and infinity at which at most the fraction
-            `threshold` of the rows does not fit the slots.
+        x: tensor [N, ...]; or a table. The rows of a table are moved as they are, without decoding them. But if target
+            or slot_bytes is given, they are decoded and encoded again.
+        target: the size of x divided by the size of all slots, at least 1. The size of a slot is rounded down to
+            sectors of 32 bytes, but is at least one sector. math.inf: there are no slots. Or a profile of the tensor
+            from `ibp.spill.profile`, whose codebook and slot size are used. None: the largest of 1, 4/3, 2, 4, 16 and
+            infinity at which at most the fraction `threshold` of the rows does not fit the slots.
         slot_bytes: size in bytes of a row's slot, instead of target: a multiple of 32 below row_bytes, or row_bytes.
-        threshold: the fraction of the rows that need not fit their slots, 0 to 1. It is used only if target and
-            slot_bytes are None. The paper uses 0.30.
+        threshold: the largest fraction of the rows that may be larger than their slots, 0 to 1. It is used only if
+            target and slot_bytes are None. The paper uses 0.30.
         codebook, scheme, level, row_bytes: as in `compress`; scheme is "planes", "ibp" or "auto".
         device: the device of the slots. None: the GPU of x, otherwise the current GPU if there is one, otherwise the
-            CPU. For a table that is moved: the device of the table.
+            CPU. But if the rows of a table are moved as they are, None means the table's device.
         progress: whether to show progress bars.
 
     Raises:
@@ -103,7 +105,8 @@ def place(
 
 def _moved(table: CompressedTensor, device: torch.device) -> CompressedTensor:
     """Returns a table with the same coded rows, whose slots are on the device and whose overflow is in pinned host
-    memory. If the device is a CPU, both are in host memory. Returns the table itself if it is already there."""
+    memory. If the device is a CPU, both are in host memory. If both are already where they should be, returns the table
+    itself."""
     if device.type == "cpu" or (table.device == device and table.spills_to_host):
         return table.to(device)
 

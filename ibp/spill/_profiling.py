@@ -46,7 +46,7 @@ class TensorProfile:
         num_bytes, row_bytes: size in bytes of the tensor, and of each of its rows.
         codebook: a codebook that was learned from rows of all snapshots.
         slot_bytes: the chosen size of a slot in bytes. 0: there are no slots, and only the index is on the GPU.
-        histograms: for each snapshot, a histogram of its sampled rows: entry k is the number of rows that take k
+        histograms: for each snapshot, a histogram of its sampled rows. Entry k is the number of rows that take k
             sectors of 32 bytes when stored.
         ratios: the target ratios to choose from. None: slots of any whole number of sectors.
     """
@@ -95,8 +95,8 @@ class TensorProfile:
         return Spill(rows, round(num_bytes * self.num_rows), num_bytes * self.num_rows / max(1, self.num_bytes))
 
     def at(self, threshold: float) -> TensorProfile:
-        """Returns a copy of the profile with another slot size: the smallest one that, in every snapshot, at most the
-        fraction `threshold` of the rows exceeds."""
+        """Returns a copy of the profile with the smallest slot size at which, in every snapshot, at most the fraction
+        `threshold` of the rows is larger than the slots."""
         share = _targets.checked_threshold(threshold)
         surveys = map(self._survey, self.histograms)
         wanted = (_targets.slots_within(share, found, self.ratios) for found in surveys)
@@ -113,10 +113,10 @@ class SweepPoint:
     """The result of a profile at one threshold, for all tensors together.
 
     Attributes:
-        threshold: the fraction of a tensor's rows that may be larger than their slots.
+        threshold: the largest fraction of a tensor's rows that may be larger than their slots.
         ratio: original bytes / bytes on the GPU.
         rows: the fraction of all rows that are larger than their slots, averaged over the snapshots.
-        traffic: bytes that are read from host memory if each row is read once / original bytes.
+        traffic: number of bytes that are read from host memory if each row is read once, divided by original bytes.
     """
 
     threshold: float
@@ -132,11 +132,12 @@ class Profile(Mapping[str, TensorProfile]):
         threshold: the threshold for which the slot sizes were chosen.
         num_snapshots: number of snapshots that were profiled.
         original_bytes: size in bytes of all tensors together.
-        device_bytes: size in bytes of their slots and index.
-        host_bytes: size in bytes of their overflow, for each tensor in the snapshot that needs the most.
+        device_bytes: size in bytes of the slots and the index of all tensors.
+        host_bytes: size in bytes of the overflow of all tensors. Each tensor counts with the snapshot that needs the
+            most.
         ratio: original_bytes / device_bytes.
-        best_ratio: original_bytes / size in bytes of all stored rows, each in whole sectors. No threshold can give a
-            ratio that is much larger.
+        best_ratio: original_bytes / size in bytes of all stored rows, each in whole sectors. This would be the ratio if
+            each row took exactly the sectors that it needs, all on the GPU.
         sweep: the results at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
     """
 
@@ -228,8 +229,9 @@ def profile(
     larger than the slots.
 
     From every snapshot, rows are drawn at random (1 MiB of each tensor, but at least 64 rows) and copied to host
-    memory. After the last snapshot, a codebook for each tensor is learned from these rows, and their stored sizes are
-    measured. Because rows are copied, the tensors of a snapshot may change in place afterwards, like those of a model.
+    memory. After the last snapshot, a codebook for each tensor is learned from these rows, and the stored sizes of the
+    rows are measured. Because the rows are copied, the tensors of a snapshot may be changed in place afterwards, as the
+    parameters of a model are.
 
     Example:
         >>> snapshots = [{"weight": torch.randn(1000, 1024).bfloat16()} for _ in range(3)]
@@ -241,7 +243,7 @@ def profile(
     Args:
         snapshots: mappings from names to tensors, such as 10 state_dicts. A tensor must have the same shape and dtype
             in all snapshots that contain it. Tensors without elements are ignored.
-        threshold: the fraction of a tensor's rows that may be larger than their slots. The paper uses 0.30.
+        threshold: the largest fraction of a tensor's rows that may be larger than their slots. The paper uses 0.30.
         ratios: target ratios to choose from. None: slots of any whole number of 32-byte sectors.
         scheme, level, row_bytes: as in `ibp.compress`.
         device: the device that measures rows. None: the GPU of each tensor, otherwise the current GPU if there is one,
@@ -249,7 +251,7 @@ def profile(
         progress: whether to show progress bars.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, or there is no snapshot.
+        TypeError, ValueError: an argument is not as described, or there are no snapshots.
     """
     threshold = _targets.checked_threshold(threshold)
     kept_ratios = None if ratios is None else tuple(_targets.checked_ratio(ratio) for ratio in ratios)

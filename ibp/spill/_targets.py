@@ -1,4 +1,5 @@
-"""Target ratios, by which tensors are to become smaller on a GPU, and the sizes of slots that follow from them."""
+"""Computes sizes of slots from target ratios. A target ratio is the size of a tensor divided by the size of its
+slots."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ THRESHOLD = 0.30  # The fraction of rows that may be larger than their slots, as
 
 
 def slot_bytes_of(ratio: float, row_bytes: int) -> int:
-    """Returns the size in bytes of a slot with which a row takes 1/ratio of its bytes on a GPU, rounded down to whole
-    sectors of 32 bytes, but at least one sector. A ratio of 1 gives row_bytes, and infinity gives 0."""
+    """Returns the size of a slot in bytes: 1/ratio of the size of a row, rounded down to whole sectors of 32 bytes, but
+    at least one sector. A ratio of 1 gives row_bytes, and infinity gives 0."""
     if ratio == 1:
         return row_bytes
     if math.isinf(ratio):
@@ -48,7 +49,7 @@ def slots_within(share: float, found: Survey, ratios: Sequence[float] | None) ->
     """Returns the smallest size of slots, in bytes, such that at most a given fraction of the rows does not fit.
 
     Args:
-        share: this fraction, 0 to 1.
+        share: the largest fraction of the rows that may not fit, 0 to 1.
         found: the survey of the rows.
         ratios: the target ratios to choose from, in addition to 1. None: slots of any whole number of sectors.
     """

@@ -4,8 +4,8 @@
 // A slot, which is a row as it is stored:
 //
 //     | residuals: 1 byte for each column | digits: 4 bits for each column |
-#ifndef IBP_DIGITS_CUH
-#define IBP_DIGITS_CUH
+#ifndef IBP_LINEAR_DIGITS_CUH
+#define IBP_LINEAR_DIGITS_CUH
 
 #include "../../internal/ibp_linear.h"
 #include "../floats.cuh"
