@@ -55,7 +55,8 @@ class GeneralCodec(ABC):
         return options
 
     def check_options(self, options: Mapping[str, str]) -> None:
-        """Raises ValueError if the options do not have the names that `plan` gives."""
+        """Raises ValueError unless the options have exactly the names in option_names. Codecs with options also check
+        their values."""
         if set(options) != set(self.option_names):
             raise ValueError(f"{self.name!r} has the options {sorted(options)}; wanted {sorted(self.option_names)}")
 
@@ -76,7 +77,7 @@ class GeneralCodec(ABC):
         options: Mapping[str, str],
         out: torch.Tensor,
     ) -> None:
-        """Decodes consecutive blocks, on the current stream of a CUDA device.
+        """Decodes consecutive blocks. A codec of a GPU decodes on the GPU's current stream.
 
         Args:
             blocks: uint8, contiguous, on the device that decodes.

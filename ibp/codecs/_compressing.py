@@ -25,7 +25,7 @@ _NONE_GIVEN = Options()
 
 @runtime_checkable
 class Chosen(Protocol):
-    """A protocol of what `ibp.codecs.choose` returns: a scheme with its codebook."""
+    """The interface of an `ibp.codecs.Choice`, by which `compress` recognizes one."""
 
     def compress(self, x: torch.Tensor, **options: Any) -> CompressedTensor | WholeTensor: ...
 
@@ -112,11 +112,11 @@ def compress(
             that are only used whole, by its optional package: "zstd" and "lz4" on the CPU, also with a level
             ("zstd:9"), and on a GPU nvCOMP's "nvcomp:ans" (floats are coded as floats or as bytes, whichever takes less
             of a sample; "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose one), "nvcomp:bitcomp", "nvcomp:cascaded"
-            (two run-length encodings, one delta encoding and packed bits; "nvcomp:cascaded:r1d0b1" asks for one, none
-            and packed bits), "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and "nvcomp:zstd". The
-            result is then an `ibp.codecs.WholeTensor`, and the arguments for rows are refused. Or an
-            `ibp.codecs.Choice` (see `ibp.codecs.choose`), whose scheme and codebook are then used. Its tables are
-            packed, or have slots if `choose` was called with rows=True.
+            (two run-length encodings, one delta encoding and packed bits; "nvcomp:cascaded:r1d0b1" asks for one
+            run-length encoding, no delta encoding and packed bits), "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4",
+            "nvcomp:snappy" and "nvcomp:zstd". The result is then an `ibp.codecs.WholeTensor`, and the arguments for
+            rows are refused. Or an `ibp.codecs.Choice` (see `ibp.codecs.choose`), whose scheme and codebook are then
+            used. Its tables are packed, or have slots if `choose` was called with rows=True.
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp", and are used if no codebook is given. A general
             codec codes each block of chunk_bytes alone: by default 64 KiB with nvCOMP, else 2 MiB.
         codebook: a codebook from `analyze`, `Codebook.from_masks` or another table; rows then have codebook.row_bytes.

@@ -65,7 +65,8 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
                 raise ValueError(f"{name!r} comes twice; wanted each name once")
             if x.is_meta:
                 raise ValueError(f"{name!r} is on the meta device; wanted a tensor with values")
-            version = None if x.is_inference() else x._version  # a buffer that is filled again holds another tensor
+            # If a buffer is filled again, its version changes, because it then holds the values of another tensor.
+            version = None if x.is_inference() else x._version
             key = (x.data_ptr(), version, x.device, x.dtype, x.shape, x.stride())
             alive, stored = seen.get(key, (None, None))
             if stored is None or alive is None or alive() is None or not x.numel():
