@@ -97,8 +97,8 @@ class NvComp(GeneralCodec):
     def suited(
         self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
     ) -> dict[str, str]:
-        """Returns the options with that type of `types` with which a sample of the data takes the fewest bytes. Ties go
-        to the first type."""
+        """Codes a sample of the data as each of the types that `types` returns. Returns the options with the type that
+        takes the fewest bytes; ties go to the first type."""
         types = self.types(dtype)
         if len(types) == 1 or not data.numel():
             return options

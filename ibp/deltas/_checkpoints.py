@@ -20,11 +20,11 @@ Version = torch.Tensor | CompressedTensor
 
 
 class CheckpointDelta(Mapping[str, Delta | Version]):
-    """The changes from one version of a checkpoint, its base, to another version. It is an immutable mapping, made by
+    """The changes from one version of a checkpoint, the base, to another version. It is a read-only mapping, made by
     `ibp.deltas.make`.
 
-    It maps the name of each tensor that has changed to an `ibp.deltas.Delta`. A tensor that is new, or has another
-    shape or dtype than before, is stored whole. Names of tensors that did not change are not in the mapping.
+    The mapping has an `ibp.deltas.Delta` for each tensor that has changed. A tensor that is new, or has another shape
+    or dtype than before, is stored whole. The mapping does not have the names of unchanged tensors.
 
     Example:
         >>> old = {"w": torch.zeros(1000, 64), "b": torch.zeros(64), "head": torch.zeros(64)}

@@ -192,8 +192,9 @@ class InPieces:
             _write(group, elements)
 
     def take_back(self) -> None:
-        """Undoes the change, even if it was interrupted. Then the first groups may have new values, and the others old
-        ones. So the old values are written group by group, until the elements have the old fingerprint."""
+        """Undoes the change, even if it was interrupted. After an interruption the first groups may have new values,
+        and the others old ones. So the old values are written group by group, until the elements have the old
+        fingerprint."""
         if self._before is None:
             return
         before, elements = self._before(), self._base.read()

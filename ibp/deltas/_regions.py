@@ -1,7 +1,7 @@
 """Divides weights into the regions that a sender sends, and defines the heads of its messages.
 
-A region has rows of one tensor, or all elements of several small tensors one after the other (*joined*). A piece is the
-regions whose changes are sent in one message.
+A region is what a sender compares and codes at a time: some rows of a tensor. Small tensors are *joined*: their region
+has the elements of several of them, one after the other. A piece is the regions whose changes one message holds.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
     use it for `accelerate.dispatch_model(model, device_map, state_dict=weights, offload_index={})`. Any other code that
     takes a mapping from names to tensors can also use it.
 
-    A tensor that several names share is stored once. Tensors of less than 4 KiB, and of subclasses, are kept raw. The
-    given tensors are not kept alive, so that a checkpoint can be passed shard by shard, as pairs.
+    A tensor that several names share is stored once. Tensors of less than 4 KiB, and tensors of subclasses of
+    torch.Tensor, are kept raw. The given tensors are not kept alive, so that a checkpoint can be passed shard by shard,
+    as pairs.
 
     Args:
         weights: a state dict, or pairs (name, tensor).

@@ -151,8 +151,8 @@ template <typename T> struct DeltaRows {
         return counts;
     }
 
-    // The bits of a coded row at which its parts begin, and at which it ends. form: the form of its positions.
-    // digits[IBP_MAX_PLANES]: the begin of the raw symbols.
+    // The bits of a coded row at which its parts begin, and at which it ends. form: the form of its positions. The raw
+    // symbols begin at digits[IBP_MAX_PLANES].
     struct Parts {
         ibp_position_form form;
         uint32_t positions, digits[IBP_MAX_PLANES + 1], end;

@@ -178,7 +178,8 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
     def _multiplied(
         self, layer: Any, experts: ExpertTables, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Returns what vLLM's kernel would return, except that products are added in another order."""
+        """Returns the layer's result. It may differ from that of vLLM's kernel in rounding, because products are added
+        in another order."""
 
         def activate(y: torch.Tensor) -> torch.Tensor:
             out = y.new_empty(len(y), experts.down.shape[1])
