@@ -50,8 +50,8 @@ class GeneralCodec(ABC):
         self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
     ) -> dict[str, str]:
         """Returns the options with which to code the bytes of a tensor: the given ones, or others that suit these bytes
-        better. dtype: that of the tensor; data: its bytes, uint8 [bytes], on any device; worker: the device that
-        codes."""
+        better. dtype: the dtype of the tensor. data: the bytes of the tensor, uint8 [bytes], on any device. worker: the
+        device that codes."""
         return options
 
     def check_options(self, options: Mapping[str, str]) -> None:

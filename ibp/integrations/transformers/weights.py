@@ -93,8 +93,7 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
 
     Attributes:
         report: which weights are coded, and why others stay plain. None until the model has been loaded.
-        offloaded: the result of `ibp.offload`, if a device map puts a part of the model on "cpu" or "disk". None: there
-            is no such part.
+        offloaded: the result of `ibp.offload` if a device map puts a part of the model on "cpu" or "disk", else None.
     """
 
     __module__ = "ibp.integrations.transformers"
