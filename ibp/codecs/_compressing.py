@@ -123,9 +123,9 @@ def compress(
         codebook: a codebook from `analyze`, `Codebook.from_masks` or another table; rows then have codebook.row_bytes.
         sample: fraction of the rows from which the codebook is learned. None: the rows of 2^19 elements, or, for
             scheme "ibp", of 64 MiB (16 MiB without a GPU).
-        clusters: number of codebooks, 1 to 256. Rows are divided among them by k-means over their bits and then by coded
-            size (the paper's section 6.5). "auto": the number is doubled for as long as the net saving grows. None:
-            one.
+        clusters: number of codebooks, 1 to 256. Rows are divided among them by k-means over their bits and then by
+            coded size (the paper's section 6.5). "auto": the number is doubled for as long as the net saving grows.
+            None: one.
         level: "default" takes the fewest bytes, or nearly so if that decodes faster. "fast" implies scheme "planes". It
             codes an exponent as one digit of 4 bits, which counts up from the smallest frequent exponent; a GPU codes
             and decodes such digits at the rate of its memory. It saves 25 % of BF16 weights (33 % by default), 12 % of
