@@ -1,7 +1,7 @@
-/* ibp_delta.h - fingerprints (section 10 of FORMAT.md), and differences added to tensors (section 9); on a GPU deltas
- * of many tensors are made or applied by one launch.
+/* ibp_delta.h - fingerprints (section 10 of FORMAT.md) and deltas. A delta is a table of the differences between two
+ * versions of a tensor (section 9). On a GPU, one call makes or applies the deltas of many tensors.
  *
- *     // state: in device memory, 1 + 3 * num_tensors zeros; its first entry becomes the verdict.
+ *     // state: 1 + 3 * num_tensors zeros in device memory. The first entry receives an ibp_delta_verdict.
  *     ibp_status apply(const ibp_codebook *codebook, const ibp_delta_tensor *tensors, uint32_t num_tensors,
  *                      int64_t num_rows, uint64_t *state, ibp_stream stream)
  *     {
@@ -24,7 +24,7 @@ extern "C" {
 /* Adds to *sum the contribution of a part of a tensor to its fingerprint. Parts may come in any order.
  *
  * part, num_bytes: the bytes of the part, at any alignment. num_bytes is a multiple of 8 except for the last part.
- * first_word: the number of the part's first 8-byte word in the tensor. */
+ * first_word: the index in the tensor of the part's first word. Words have 8 bytes. */
 IBP_API ibp_status ibp_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum);
 
 /* Returns the fingerprint of a tensor of num_bytes bytes.
@@ -37,14 +37,16 @@ IBP_API uint64_t ibp_fingerprint(const uint8_t *data, int64_t num_bytes);
 
 /* ---- deltas (section 9) ------------------------------------------------------------------------------------------ */
 
-/* Adds the rows first_row to last_row - 1 of a table of differences to a tensor, or subtracts them, element by element
- * modulo 2^w. A corrupt row changes nothing, neither when it is added nor when it is subtracted. It is noted in *fault
- * if *fault is still zero, and the other rows are still added. Several threads may each take rows of one table.
+/* Adds the rows first_row to last_row - 1 of a table of differences to a tensor, or subtracts them. It computes element
+ * by element, modulo 2^(8 * element_bytes). A corrupt row is skipped, both when rows are added and when they are
+ * subtracted; the other rows are still processed. If *fault is still zero, it receives the first corrupt row. Several
+ * threads may process different rows of one table at the same time.
  *
- * base: the whole tensor, of as many bytes as the table, at any alignment.
- * change: the change of the tensor's sum (ibp_sum_words) is added to it.
+ * base: the whole tensor, at any alignment. It has the same number of bytes as the table's tensor.
+ * change: the function adds to *change by how much the tensor's sum of words (ibp_sum_words) has changed.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) + row_bytes bytes.
- * @return the first fault's status, or IBP_OK; IBP_INVALID_ARGUMENT also if row_bytes is no multiple of 8. */
+ * @return IBP_OK; the status of the first corrupt row; or IBP_INVALID_ARGUMENT, also if row_bytes is not a multiple of
+ * 8. */
 IBP_API ibp_status ibp_add_rows(const ibp_table *table, uint32_t element_bytes, bool subtracts, int64_t first_row,
                                 int64_t last_row, uint8_t *base, uint64_t *change, void *scratch, size_t scratch_bytes,
                                 ibp_fault *fault);
@@ -55,51 +57,58 @@ IBP_API ibp_status ibp_add_rows(const ibp_table *table, uint32_t element_bytes, 
 IBP_API ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum,
                                       ibp_stream stream);
 
-/* A tensor whose delta is made or applied together with the deltas of other tensors, by one launch. Arrays of these
- * structs are in device memory. The rows of all tensors are numbered in one sequence, in which the rows of each tensor
- * begin with a multiple of IBP_ROWS_PER_BASE. Elements may begin at any address that is a multiple of their size. */
+/* One of the tensors whose deltas a call makes or applies. Arrays of these structs are in device memory. The rows of
+ * all tensors are numbered in one sequence. In this sequence the number of each tensor's first row is a multiple of
+ * IBP_ROWS_PER_BASE, so there may be numbers that belong to no tensor. The addresses base and newer must be multiples
+ * of the size of an element. */
 typedef struct ibp_delta_tensor {
-    uint8_t *base;           /* num_bytes bytes; written if a delta is applied, or if updates_bases is set */
-    const uint8_t *newer;    /* num_bytes bytes; read if a delta is made */
-    int64_t num_bytes;       /* a whole number of elements */
-    int64_t first_row;       /* number of the tensor's first row in the sequence; 0 for the first tensor, and larger for
-                                each following one */
-    const uint16_t *lengths; /* the tensor's own packed table of differences: read if a delta is applied */
-    const uint64_t *bases;   /* an entry for every IBP_ROWS_PER_BASE rows, or NULL */
+    uint8_t *base;        /* num_bytes bytes; written if a delta is applied, or if updates_bases is true */
+    const uint8_t *newer; /* num_bytes bytes; read if a delta is made */
+    int64_t num_bytes;    /* a whole number of elements */
+    int64_t first_row;    /* number of the tensor's first row in the sequence; 0 for the first tensor, and larger for
+                             each following one */
+    /* The next four fields are the tensor's table of differences. Its layout is packed (section 3). They are read if a
+     * delta is applied. */
+    const uint16_t *lengths; /* an entry for each row of the tensor */
+    const uint64_t *bases;   /* an entry for every IBP_ROWS_PER_BASE rows; or NULL if all rows are default rows */
     const uint8_t *overflow;
     int64_t overflow_bytes;
-    uint64_t base_sum, result_sum; /* sums by ibp_sum_words: of the base, and of the base after the delta has been
+    uint64_t base_sum, result_sum; /* the sums of words (ibp_sum_words) of the base before and after the delta is
                                       applied */
 } ibp_delta_tensor;
 
-/* Return whether the functions below can make, or apply, deltas with a codebook. Its rows must be listed, have a
- * multiple of 16 bytes and at most 8192, and have the default 0. It must have no clusters, constant columns, invariant
- * bits or signed default. To make deltas, symbols must also be whole elements, neither rotated nor consecutive, and the
- * closed value must be 1. */
+/* Return whether deltas can be made, or applied, with a codebook. For both, its rows must be listed, row_bytes must be
+ * a multiple of 16 and at most 8192, and the default value must be 0. The codebook must have no clusters, constant
+ * columns, invariant bits or signed default. To make deltas, there are three more conditions: symbols are whole
+ * elements that are not rotated, entries are not consecutive, and the closed value is 1. */
 IBP_API bool ibp_cuda_makes_deltas(const ibp_codebook *codebook);
 IBP_API bool ibp_cuda_applies_deltas(const ibp_codebook *codebook);
 
-/* Number of counts of each row that ibp_cuda_measure_deltas passes on to ibp_cuda_encode_deltas. */
+/* Size, in entries, of the memory for counts of each row, which ibp_cuda_measure_deltas writes and
+ * ibp_cuda_encode_deltas reads. */
 #define IBP_DELTA_COUNTS 8u
 
-/* Measures the differences newer - base of all tensors, element by element modulo 2^w.
+/* Measures the sizes that the rows of the differences newer - base have as coded, for all tensors. Differences are
+ * computed element by element, modulo 2^w, where w is the number of bits of an element.
  *
- * codebook: its entries are -1, 1, -2, 2, ...; the function does not check this.
- * num_rows: number of rows of the sequence, a multiple of IBP_ROWS_PER_BASE. Rows that belong to no tensor are default
- *   rows.
+ * codebook: its entries must be -1, 1, -2, 2, ...; the function does not check this.
+ * num_rows: number of rows of the sequence, a multiple of IBP_ROWS_PER_BASE. Rows that belong to no tensor become
+ *   default rows.
  * lengths: receives an entry for each row, as ibp_measure_rows makes them.
- * counts: receives num_rows * IBP_DELTA_COUNTS entries, for ibp_cuda_encode_deltas.
+ * counts: num_rows * IBP_DELTA_COUNTS entries; receives what ibp_cuda_encode_deltas must know of each row.
  * sums: 2 * num_tensors numbers, set to 0 by the caller. sums[2 * k] receives the sum of the words of tensor k's base,
  *   and sums[2 * k + 1] the sum of the words of its newer version. */
 IBP_API ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                            uint32_t num_tensors, int64_t num_rows, uint16_t *lengths, uint16_t *counts,
                                            uint64_t *sums, ibp_stream stream);
-/* Codes the differences that ibp_cuda_measure_deltas has measured: writes the rows of the sequence back to back. Parts
- * that do not lie in overflow are left out; this happens if a tensor has changed since it was measured.
+/* Codes the differences that ibp_cuda_measure_deltas has measured. Writes the coded rows to overflow, in the order of
+ * the sequence. Rows that would not lie in overflow are skipped. If a tensor has changed since it was measured, its
+ * coded rows are meaningless, but nothing is written outside overflow.
  *
- * bases: as ibp_cuda_index_rows makes them from lengths, as if all rows were whole.
- * updates_bases: if true, `base` of each tensor receives the elements of the newer version in the rows that are coded.
- *   Elements that do not differ are not written. */
+ * bases: as ibp_cuda_index_rows makes them from lengths for num_rows * row_bytes bytes. So a raw row takes row_bytes
+ *   bytes of overflow, even if it is the short last row of a tensor.
+ * updates_bases: if true, the rows that are coded are also copied from `newer` to `base`. Words of 8 bytes that are
+ *   equal in both are not written. */
 IBP_API ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                           uint32_t num_tensors, int64_t num_rows, const uint16_t *lengths,
                                           const uint16_t *counts, const uint64_t *bases, uint8_t *overflow,
@@ -108,18 +117,20 @@ IBP_API ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ib
 /* The outcome of a call of ibp_cuda_apply_deltas. */
 typedef enum ibp_delta_verdict {
     IBP_DELTA_APPLIED = 0,
-    IBP_DELTA_OTHER_BASE = 1, /* a base does not have the sum that it should: nothing was written */
-    IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or a result does not have its sum: all changes were undone */
+    IBP_DELTA_OTHER_BASE = 1, /* the sum of a base is not its base_sum; nothing was written */
+    IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or the sum of a result is not its result_sum; all changes were
+                                 undone */
 } ibp_delta_verdict;
 
-/* Adds the differences of all tensors to their bases, or changes no base if a base, a row or a result is wrong. Only
- * the parts of the bases that change are written. Bases must not share memory with anything else. Rows are not trusted.
+/* Adds the differences of all tensors to their bases. If a base, a row or a result is wrong, all bases keep their
+ * bytes. Default rows, which have no differences, are not written. A base must not overlap another base or any other
+ * memory that the call reads. Lengths, bases and coded rows are checked, so they may come from elsewhere.
  *
  * takes_back: if true, undoes the changes of an earlier call. `state` must then be the result of that call, with
  *   IBP_DELTA_DAMAGED in place of its verdict.
  * state: 1 + 3 * num_tensors entries, set to 0 by the caller. The first entry receives the verdict. The others receive
- *   three numbers for each tensor: the sum of its base's words, what its changes added to that sum, and whether rows
- *   were corrupt. */
+ *   three numbers for each tensor: the sum of its base's words, the change of that sum by the differences, and 1 if a
+ *   row was corrupt, else 0. */
 IBP_API ibp_status ibp_cuda_apply_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                          uint32_t num_tensors, int64_t num_rows, bool takes_back, uint64_t *state,
                                          ibp_stream stream);

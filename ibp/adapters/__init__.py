@@ -3,11 +3,11 @@ parameters in tables, and multiply by coded experts.
 
     compressor = ibp.adapters.WeightCompressor({"memory": "pinned"})
     coded = compressor.code("model.layers.0.mlp.up_proj.weight", weight)    # one codebook for the weights of a kind
-    weight = coded.decoded("cuda")                                          # where and when the host wants it
+    weight = coded.decoded("cuda")                                          # a plain tensor on a device
 
     loading = ibp.adapters.ModelLoading(ibp.adapters.ModelOptions(exclude="lm_head"), model)
     for name, tensor in checkpoint:
-        loading.put(name, tensor)                                           # modules over tables take its place
+        loading.put(name, tensor)                                           # codes it, and puts the table into modules
     report = loading.finish()
 
 With these tools, an adapter has only the code that is specific to its framework. Other tools are in `ibp.kv`

@@ -1,4 +1,4 @@
-"""Bases of the objects that adapters return: changes of a model that can be undone, and statistics."""
+"""Base classes of objects that adapters return: statistics, and changes of a model that can be undone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._machine import memory
 
 
 class CodedStatistics(Statistics, Saves):
-    """The base of the result of an adapter's `stats()`. Subclasses are frozen dataclasses of counters, among them
+    """The base class of the results of adapters' `stats()`. Subclasses are frozen dataclasses of counters, among them
     `original_bytes` and `stored_bytes`, from which `savings` is computed. An object can be unpacked like a tuple of its
     counters.
 
@@ -32,10 +32,10 @@ class CodedStatistics(Statistics, Saves):
 
 
 class ModelChange(OfThisProcess, Closing, NotTheModel):
-    """The base of the objects that functions return which change a model in place. A subclass has a `close()` that
-    undoes the change; the end of a `with` block calls it. If a caller uses the object as if it were the model, the
-    error says where the model is. Subclasses set two strings for errors: `_instead` says what to do in place of
-    pickling the object, and `changed_by` is the call that made the object.
+    """The base class of objects that stand for a change of a model. A function that changes a model in place returns
+    such an object. A subclass has a `close()` that undoes the change; the end of a `with` block calls it. If a caller
+    uses the object as if it were the model, the error says where the model is. Subclasses set two strings for errors:
+    `_instead` says what to do in place of pickling the object, and `changed_by` is the call that made the object.
 
     Example:
         >>> class Plain(ibp.adapters.ModelChange):
@@ -65,9 +65,9 @@ class ModelChange(OfThisProcess, Closing, NotTheModel):
         self.model: torch.nn.Module = model
 
     def guard_conversions(self) -> None:
-        """Makes conversions such as `model.half()` all or nothing: if a part of the model, such as a table, refuses the
-        conversion, the error is raised before anything has been converted. The same holds for every module of the
-        model. Call it after such parts have been added or removed."""
+        """Makes conversions such as `model.half()` all or nothing, for the model and each of its modules. If a part of
+        the model, such as a table, refuses the conversion, the error is raised before anything has been converted. Call
+        this method after such parts have been added or removed."""
         guard_conversions(self.model)
 
 

@@ -17,8 +17,8 @@ from ..nn._tables import matrix_table
 
 
 def compress_matrix(weight: torch.Tensor, **options: Any) -> CompressedTensor:
-    """Compresses a matrix, if possible in the form that the kernel of `ibp.linear` multiplies; `fits_linear` of the
-    result says whether it has this form.
+    """Compresses a matrix. If possible, the table has the form that the kernel of `ibp.linear` can multiply by;
+    `fits_linear` of the result says whether it has this form.
 
     Example:
         >>> table = ibp.adapters.compress_matrix(torch.randn(512, 1024).mul(0.02).bfloat16())
@@ -85,9 +85,9 @@ class ExpertTables:
         self.up, self.down, self.num_experts = up, down, num_experts
 
     def multiplies(self, x: torch.Tensor, ids: torch.Tensor) -> bool:
-        """Returns whether `multiply` can be called. For this, the tables must be on the GPU of x, in the form that the
-        kernel takes, there must be at most 1,024 pairs of a token and an expert, and at most 4,096 experts. Otherwise
-        multiply by `decoded` weights.
+        """Returns whether `multiply` can be called. The tables must be on the GPU of x, in the form that the kernel
+        supports. There must be at most 1,024 pairs of a token and an expert, and at most 4,096 experts. If the result
+        is False, multiply by the weights that `decoded` returns.
 
         Args:
             x: [tokens, columns], BF16.

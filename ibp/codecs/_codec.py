@@ -50,12 +50,13 @@ class GeneralCodec(ABC):
         self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
     ) -> dict[str, str]:
         """Returns the options with which to code the bytes of a tensor: the given ones, or others that suit these bytes
-        better. dtype: that of the tensor; data: its bytes, uint8 [bytes], on any device; worker: the device that
-        codes."""
+        better. dtype: the dtype of the tensor. data: the bytes of the tensor, uint8 [bytes], on any device. worker: the
+        device that codes."""
         return options
 
     def check_options(self, options: Mapping[str, str]) -> None:
-        """Raises ValueError if the options do not have the names that `plan` gives."""
+        """Raises ValueError unless the options have exactly the names in option_names. Codecs with options also check
+        their values."""
         if set(options) != set(self.option_names):
             raise ValueError(f"{self.name!r} has the options {sorted(options)}; wanted {sorted(self.option_names)}")
 
@@ -76,7 +77,7 @@ class GeneralCodec(ABC):
         options: Mapping[str, str],
         out: torch.Tensor,
     ) -> None:
-        """Decodes consecutive blocks, on the current stream of a CUDA device.
+        """Decodes consecutive blocks. A codec of a GPU decodes on the GPU's current stream.
 
         Args:
             blocks: uint8, contiguous, on the device that decodes.

@@ -25,7 +25,7 @@ _NONE_GIVEN = Options()
 
 @runtime_checkable
 class Chosen(Protocol):
-    """A protocol of what `ibp.codecs.choose` returns: a scheme with its codebook."""
+    """The interface of an `ibp.codecs.Choice`, by which `compress` recognizes one."""
 
     def compress(self, x: torch.Tensor, **options: Any) -> CompressedTensor | WholeTensor: ...
 
@@ -105,37 +105,38 @@ def compress(
             requires grad, its values are taken, as by `x.detach()`: no gradient flows through a table, and a
             RuntimeWarning says so, once per process. A numpy array, also of ml_dtypes' bfloat16 and float8, is taken as
             the tensor of the same bytes.
-        scheme: "auto", the best scheme for the layout, judged by a sample of rows. For slots it is the scheme that
-            fetches the fewest bytes, among the schemes that a GPU fetches and decodes faster than raw rows; for packed
-            rows it is the scheme with the fewest bytes. Or "ibp", invariant bits (the paper's); "planes", ranked
-            symbols; or "raw", rows as they are (to gather them by the same kernels). Or a general codec, for tensors
-            that are only used whole, by its optional package: "zstd" and "lz4" on the CPU, also with a level
-            ("zstd:9"), and on a GPU nvCOMP's "nvcomp:ans" (floats are coded as floats or as bytes, whichever takes less
-            of a sample; "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose one), "nvcomp:bitcomp", "nvcomp:cascaded"
-            (two run-length encodings, one delta encoding and packed bits; "nvcomp:cascaded:r1d0b1" asks for one, none
-            and packed bits), "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and "nvcomp:zstd". The
-            result is then an `ibp.codecs.WholeTensor`, and the arguments for rows are refused. Or an
-            `ibp.codecs.Choice` (see `ibp.codecs.choose`), whose scheme and codebook are then used. Its tables are
-            packed, or have slots if `choose` was called with rows=True.
+        scheme: how x is coded. "auto" takes the best scheme for the layout, judged by a sample of rows. For slots it is
+            the scheme that fetches the fewest bytes, among the schemes that a GPU fetches and decodes faster than raw
+            rows; for packed rows it is the scheme with the fewest bytes. "ibp" leaves out invariant bits (the paper's
+            scheme), "planes" codes ranked symbols, and "raw" keeps rows as they are, so that the same kernels gather
+            them. General codecs are for tensors that are only used whole; each needs its optional package. On the CPU
+            there are "zstd" and "lz4", also with a level ("zstd:9"). On a GPU there are nvCOMP's "nvcomp:ans",
+            "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and
+            "nvcomp:zstd". "nvcomp:ans" codes floats as floats or as bytes, whichever takes fewer bytes for a sample;
+            "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose one. "nvcomp:cascaded" has two run-length encodings, one
+            delta encoding and packed bits; "nvcomp:cascaded:r1d0b1" asks for one run-length encoding, no delta encoding
+            and packed bits. With a general codec the result is an `ibp.codecs.WholeTensor`, and the arguments for rows
+            are refused. An `ibp.codecs.Choice` (see `ibp.codecs.choose`) stands for its scheme and codebook. Its tables
+            are packed, or have slots if `choose` was called with rows=True.
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp", and are used if no codebook is given. A general
             codec codes each block of chunk_bytes alone: by default 64 KiB with nvCOMP, else 2 MiB.
         codebook: a codebook from `analyze`, `Codebook.from_masks` or another table; rows then have codebook.row_bytes.
         sample: fraction of the rows from which the codebook is learned. None: the rows of 2^19 elements, or, for
             scheme "ibp", of 64 MiB (16 MiB without a GPU).
-        clusters: number of codebooks that the rows are divided among, 1 to 256, by k-means over their bits and then by
-            coded size (the paper's section 6.5); "auto": the number is doubled for as long as the net saving grows.
+        clusters: number of codebooks, 1 to 256. Rows are divided among them by k-means over their bits and then by
+            coded size (the paper's section 6.5). "auto": the number is doubled for as long as the net saving grows.
             None: one.
-        level: "default", the fewest bytes, or nearly so if that decodes faster; "fast", which implies scheme "planes":
-            one digit of 4 bits that counts up from the smallest frequent exponent, which a GPU codes and decodes at the
-            rate of its memory. It saves 25 % of BF16 weights (33 % by default), 12 % of FP32. If such digits save less
-            than 4 % of a row, as with data that are half zeros, or if elements have 1 or 8 bytes, the codebook is that
-            of "default".
+        level: "default" takes the fewest bytes, or nearly so if that decodes faster. "fast" implies scheme "planes". It
+            codes an exponent as one digit of 4 bits, which counts up from the smallest frequent exponent; a GPU codes
+            and decodes such digits at the rate of its memory. It saves 25 % of BF16 weights (33 % by default), 12 % of
+            FP32. If such digits save less than 4 % of a row, as with data that are half zeros, or if elements have 1 or
+            8 bytes, the codebook is that of "default".
         layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and
             files.
         slot_bytes: size in bytes of a slot: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place
             layout). None: chosen from the row lengths.
-        row_bytes: size in bytes of a row, the unit of coding, 1 to 65,536. None: that of an item x[i] if it has at most
-            64 KiB and x is not 1-D, else 4,096 bytes of the flat tensor.
+        row_bytes: size in bytes of a row, the unit of coding, 1 to 65,536. None: the size of an item x[i] if it is at
+            most 64 KiB and x is not 1-D, else 4,096 bytes of the flat tensor.
         device: the device of analysis and compression. None: x's GPU, else the current GPU if there is one, else the
             CPU. The CPU also codes host tensors of at most 1 MiB. A pinned tensor of at most a quarter of the GPU's
             free memory is copied to the GPU as a whole for the call; other tensors are copied block by block.

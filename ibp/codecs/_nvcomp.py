@@ -97,8 +97,8 @@ class NvComp(GeneralCodec):
     def suited(
         self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
     ) -> dict[str, str]:
-        """Returns the options with that type of `types` with which a sample of the data takes the fewest bytes. Ties go
-        to the first type."""
+        """Codes a sample of the data as each of the types that `types` returns. Returns the options with the type that
+        takes the fewest bytes; ties go to the first type."""
         types = self.types(dtype)
         if len(types) == 1 or not data.numel():
             return options
@@ -170,8 +170,8 @@ class NvComp(GeneralCodec):
 
 
 class Coder:
-    """A codec of nvCOMP for one stream. It keeps the configurations for the sizes of data that it has coded or decoded.
-    policies: further options of nvCOMP's codec."""
+    """A codec of nvCOMP for one stream. nvCOMP needs a configuration for each size of data; a coder keeps those that it
+    has used. policies: further options of nvCOMP's codec."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class Coder:
             return room[: out.buffer_size]
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> None:
-        """Decodes bytes that the same codec has coded to out. Does not wait for the GPU."""
+        """Decodes bytes, which a coder with the same options has coded, into `out`. Does not wait for the GPU."""
         with self._lock:
             _, decoding = self._configuration(out.numel())
             self._codec.decode(self._array(coded), out=out, decompression_config=decoding)

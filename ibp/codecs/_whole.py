@@ -31,8 +31,8 @@ class WholeTensor(Movable, CodedManners, Saves):
     `ibp.compress` with a scheme such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is
     internal.
 
-    It has no rows: `ibp.decompress` returns the whole tensor; `index_select`, `update_`, `prefetch` and caches refuse
-    it. `==` and `hash` compare identity.
+    It has no rows that decode alone. `ibp.decompress` returns the whole tensor; `index_select`, `update_`, `prefetch`
+    and caches refuse it. Objects are compared and hashed by identity.
 
     Example:
         >>> # needs the package zstandard

@@ -4,8 +4,8 @@
     delta.apply_(base)                      # base is new, bit for bit
     ibp.save("delta.safetensors", delta)
 
-`_tensors.py` and `_checkpoints.py` hold them, `_coding.py` codes their differences, `_applying.py` applies them;
-`_sending.py` and `_receiving.py` keep weights of several processes the same.
+`_tensors.py` and `_checkpoints.py` define the classes of deltas. `_coding.py` codes differences, and `_applying.py`
+applies deltas. `_sending.py` and `_receiving.py` keep the weights of several processes the same.
 """
 
 from .._common.publishing import published

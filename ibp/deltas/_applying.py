@@ -1,4 +1,9 @@
-"""Applies the deltas of a call: either all of them or, after an error, none."""
+"""Applies the deltas of a call. If an error occurs, no delta is applied: the changes that have been made are undone.
+
+A job is a delta and the base to which it is applied. Jobs are done in batches. There are three classes of batches, with
+the same methods: `InPlace`, `InPieces`, and `DeltaBatch` for several jobs on a GPU. `begin` queues work on a GPU if the
+batch has any, `apply` waits for it or does the work, and `take_back` undoes it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,11 @@ Base = torch.Tensor | Pieces
 
 
 class InPlace:
-    """A delta and its base on the CPU, where rows are added in place. indices: what the caller calls it, in a list."""
+    """The batch of one job whose base is on the CPU and contiguous. Rows are added in the memory of the base.
+
+    Attributes:
+        indices: a list of one number, the index of the job.
+    """
 
     def __init__(self, index: int, delta: Delta, base: torch.Tensor) -> None:
         self.indices = [index]
@@ -34,10 +43,11 @@ class InPlace:
         self._is_begun = False
 
     def begin(self) -> None:
-        """`apply` does it."""
+        """Does nothing, because `apply` does all work."""
 
     def apply(self) -> int | None:
-        """Applies the delta, or leaves the base as it is. Returns None, or the index where it does not fit."""
+        """Applies the delta and returns None. If the base is not the one that the delta was made for, or the delta is
+        damaged, leaves the base as it is and returns the index of the job."""
         before = fingerprint(self._base)
         if before != self._delta.base:
             return self.indices[0]
@@ -49,12 +59,13 @@ class InPlace:
         return self.indices[0]
 
     def take_back(self) -> None:
-        """Undoes `apply`, which may have been interrupted."""
+        """Undoes `apply`, even if it was interrupted. Does nothing if the base has not changed."""
         if self._is_begun and fingerprint(self._base) != self._delta.base:
             self._add(True)
 
     def _add(self, subtracts: bool) -> tuple[int, bool]:
-        """What that adds to the fingerprint, and whether no row is corrupt; corrupt rows change nothing."""
+        """Adds the differences to the base, or subtracts them. Corrupt rows are skipped. Returns (the change of the
+        base's fingerprint, modulo 2^64; whether no row is corrupt)."""
         change, fault = torch.zeros(1, dtype=torch.int64, device="cpu"), new_record()
         width = element_bytes_of(self._delta.dtype)
         table = handle_on(self._table, torch.device("cpu")).table
@@ -66,11 +77,14 @@ Batch = _on_gpu.DeltaBatch | InPlace | InPieces
 
 
 def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
-    """Applies deltas to tensors, or pieces, that share no memory. whole: pairs of a tensor and its new values, which
-    are copied when all deltas are applied.
+    """Applies deltas to bases that share no memory with each other.
+
+    Args:
+        jobs: (name of the base for messages, delta, base).
+        whole: (tensor, its new values). The values are copied to the tensors after all deltas have been applied.
 
     Raises:
-        As `Delta.apply_`; then all bases are as they were.
+        As `Delta.apply_`. All bases are then as they were.
     """
     for job in jobs:
         _check_base(*job)
@@ -95,9 +109,11 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
-    """What is applied, by numbers of jobs: by GPUs all that have one codebook at once, the others one after the other,
-    through a copy where the coded rows cannot be added in place."""
-    keys: dict[tuple[Hashable, ...], tuple[Hashable, ...] | None] = {}  # of codebooks, which deltas often share
+    """Divides jobs into batches. All jobs on one GPU whose deltas have equal codebooks, which the kernels support, are
+    one batch. Every other job is a separate batch. Such a job is done in place if the base is contiguous on the CPU and
+    the size of a row is a multiple of 8 bytes, else in a copy of the base (`InPieces`)."""
+    # The results of coding_key, by identity of the codebook and dtype, because deltas often share a codebook.
+    keys: dict[tuple[Hashable, ...], tuple[Hashable, ...] | None] = {}
     groups: dict[tuple[Hashable, ...], list[tuple[int, Delta, torch.Tensor]]] = {}
     others: list[Batch] = []
     for index, (_, delta, base) in enumerate(jobs):
@@ -122,7 +138,8 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
 
 
 def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
-    """Raises what is wrong with a delta that was not applied."""
+    """Raises the error for a delta that was not applied: DeltaMismatchError if the base does not have the fingerprint
+    that the delta names, else CorruptTableError."""
     found = fingerprint(base if isinstance(base, torch.Tensor) else base.read())
     if found != delta.base:
         advice = "were new and base exchanged in ibp.deltas.make(new, base), or has the delta been applied before?"
@@ -136,6 +153,8 @@ def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
 
 
 def _check_base(name: str, delta: Delta, base: Any) -> None:
+    """Raises TypeError or DeltaMismatchError unless a base is a tensor or pieces with the dtype and shape of a
+    delta."""
     if not isinstance(base, Pieces):
         if not isinstance(base, torch.Tensor):
             raise TypeError(f"{name} is a {type(base).__name__}; wanted a torch.Tensor")

@@ -1,4 +1,4 @@
-"""Deltas from one process to others, over torch.distributed: the coded bytes in one broadcast."""
+"""`broadcast_delta`: sends a delta from one process to others over torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from . import _packing
 from ._checkpoints import CheckpointDelta, Version
 from ._tensors import Delta
 
-_MOST_BYTES = 1 << 30  # of one broadcast: gloo counts bytes in int
+# Largest size of one broadcast in bytes. Larger deltas take several, because gloo counts bytes in an int.
+_MOST_BYTES = 1 << 30
 
 
 @wire.sent
 class _Offer(NamedTuple):
-    """What rank src tells the others. names: None of a delta of one tensor."""
+    """What rank src sends to the other ranks before the coded bytes. names: the names of the changed tensors; None if
+    the delta is that of one tensor. removed: the names that are gone. heads: a head for each changed tensor."""
 
     names: tuple[str, ...] | None
     removed: tuple[str, ...]
@@ -33,10 +35,10 @@ def broadcast_delta(
     *,
     device: torch.device | str | int | None = None,
 ) -> Delta | CheckpointDelta:
-    """Brings one rank's delta to all ranks of a group. A collective call.
+    """Sends the delta of one rank to all ranks of a group. This is a collective call: all ranks must make it.
 
-    One broadcast of torch.distributed moves the coded bytes: NCCL from GPU to GPU, gloo over host memory. An object
-    that describes the tensors is sent before them.
+    First an object that describes the tensors is sent. Then torch.distributed broadcasts the coded bytes, at most 1 GiB
+    at a time: NCCL from GPU to GPU, gloo from host memory to host memory.
 
     Example:
         >>> # on each rank of a group
@@ -47,11 +49,11 @@ def broadcast_delta(
         tensor(1.)
 
     Args:
-        delta: on rank src; other ranks give None.
+        delta: the delta, on rank src. Other ranks pass None.
         src: the rank in the group that has the delta.
-        group: a process group of torch.distributed; None: the default group.
-        device: where the delta goes. None: on rank src it stays where it is; on the other ranks it stays where it
-            arrives: on the current CUDA device with NCCL, else on the CPU.
+        group: a process group of torch.distributed. None: the default group.
+        device: the device of the delta that is returned. None: rank src returns its delta as it is; the other ranks
+            return one where the bytes arrive, which is the current CUDA device with NCCL, else the CPU.
 
     Returns:
         The delta of rank src.
@@ -85,7 +87,8 @@ def broadcast_delta(
     if offered.names is None:
         assert isinstance(changes[0], Delta)
         return changes[0]
-    own = (change.clone() if isinstance(change, torch.Tensor) else change for change in changes)  # saved alone
+    # New tensors are cloned, because torch.save would otherwise save the memory of the whole message with each of them.
+    own = (change.clone() if isinstance(change, torch.Tensor) else change for change in changes)
     return CheckpointDelta(dict(zip(offered.names, own)), offered.removed)
 
 
@@ -94,6 +97,7 @@ def _changes_of(delta: Delta | CheckpointDelta) -> list[Delta | Version]:
 
 
 def _exchange(members: _group.RankGroup, src: int, data: torch.Tensor) -> None:
+    """Broadcasts the bytes of `data` from rank src of the group into `data` on the other ranks."""
     root = src if members.process_group is None else dist.get_global_rank(members.process_group, src)
     for part in data.split(_MOST_BYTES):
         with _group.all_taking_part():

@@ -20,9 +20,11 @@ Version = torch.Tensor | CompressedTensor
 
 
 class CheckpointDelta(Mapping[str, Delta | Version]):
-    """What changed from one version of a checkpoint to another: a mapping from the names of what changed to deltas,
-    and to whole tensors where there was none before or it had another shape or dtype. Made by `ibp.deltas.make`; it
-    never changes. What is in neither did not change.
+    """The changes from one version of a checkpoint, the base, to another version. It is a read-only mapping, made by
+    `ibp.deltas.make`.
+
+    The mapping has an `ibp.deltas.Delta` for each tensor that has changed. A tensor that is new, or has another shape
+    or dtype than before, is stored whole. The mapping does not have the names of unchanged tensors.
 
     Example:
         >>> old = {"w": torch.zeros(1000, 64), "b": torch.zeros(64), "head": torch.zeros(64)}
@@ -34,8 +36,8 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         (256256, True)
 
     Args:
-        changes: what changed: an `ibp.deltas.Delta`, a tensor or a table for each name.
-        removed: names that are gone.
+        changes: for each name, an `ibp.deltas.Delta`, or a tensor or table that is stored whole.
+        removed: the names of tensors that the new version does not have.
 
     Attributes:
         removed: the argument, a tuple.
@@ -43,7 +45,8 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         new: the names of the tensors that are stored whole, a tuple.
 
     Raises:
-        TypeError, ValueError: an argument is none of these, or a name is both there and gone.
+        TypeError: a change is not a delta, a tensor or a table.
+        ValueError: a name is among the changes and among removed.
     """
 
     def __init__(self, changes: Mapping[str, Delta | Version], removed: Iterable[str] = ()) -> None:
@@ -69,13 +72,13 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
 
     @property
     def original_bytes(self) -> int:
-        """Bytes of the tensors that changed or are new."""
+        """Size in bytes of the tensors that have changed or are new, before compression."""
         changes = self._changes.values()
         return sum(change.nbytes if isinstance(change, torch.Tensor) else change.original_bytes for change in changes)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all changes: what is sent, or stands in a file."""
+        """Size of all changes in bytes, as they are sent or stored in a file."""
         return sum(_stored_bytes(change) for change in self._changes.values())
 
     def __repr__(self) -> str:
@@ -85,29 +88,34 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> CheckpointDelta:
-        """All changes on another device."""
+        """Returns a delta of the same changes on a device."""
         moved = {name: change.to(device, non_blocking=non_blocking) for name, change in self._changes.items()}
         return CheckpointDelta(moved, self.removed)
 
     def apply_(self, base: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Makes the new version of a checkpoint: changed tensors in their memory, so that what shares it, such as the
-        parameters of a module whose state dict is given, changes too. Returns base.
+        """Turns the base version of a checkpoint into the new version, and returns base.
 
-        New tensors are put into the mapping, on the device of its others, and removed ones taken out. All is checked
-        as by `Delta.apply_`; where anything does not fit, all of base is as it was.
+        Tensors that have changed are changed in their memory. So if base is the state dict of a module, the module's
+        parameters change. Removed tensors are taken out of the mapping. New tensors are put into it, on the device of
+        the tensor that they replace. If they replace none, they get the device of the tensors in base, if all of these
+        have the same device, else the device on which the delta stores them.
+
+        Bases and results are checked as in `Delta.apply_`. If an error is raised, base is as it was before the call.
 
         Args:
-            base: the mapping from names to tensors that the delta was made for; mutable where names come or go.
+            base: the mapping from names to tensors that the delta was made for. It must be mutable if there are new or
+                removed names.
 
         Raises:
-            KeyError: a name that changed, or was removed, is not there.
-            TypeError, DeltaMismatchError, CorruptTableError: as `Delta.apply_`, naming the tensor; also where two
-                tensors share memory but not their changes.
+            KeyError: base does not have the name of a tensor that the delta changes or removes.
+            TypeError, DeltaMismatchError, CorruptTableError: as in `Delta.apply_`; the message names the tensor. Two
+                tensors that overlap in memory also raise DeltaMismatchError, unless they are the same tensor under two
+                names, with the same change.
         """
         self._check_names(base)
         jobs = [(name, self._changes[name], base[name]) for name in self.changed]
         others = {tensor.device for tensor in base.values() if isinstance(tensor, torch.Tensor)}
-        whole = {}  # new tensors, each on the device of the tensor that it replaces, or of any
+        whole = {}  # the new tensors by name
         for name in self.new:
             change = self._changes[name]
             assert not isinstance(change, Delta)
@@ -139,10 +147,14 @@ def compare(
     base: Mapping[str, Version],
     differences: Callable[[list[tuple[Version, Version]]], list[Delta]],
 ) -> CheckpointDelta:
-    """The delta of two checkpoints. differences: makes those of pairs of tensors of one shape and dtype."""
+    """Returns the delta from checkpoint `base` to checkpoint `new`.
+
+    differences: returns the deltas of pairs (new, base) of tensors. The two tensors of a pair have the same shape and
+    dtype.
+    """
     changes: dict[str, Delta | Version] = {}
     pairs: dict[tuple[Any, ...], tuple[Version, Version]] = {}
-    names: dict[str, tuple[Any, ...]] = {}  # the pair of each; tied weights are one with several names
+    names: dict[str, tuple[Any, ...]] = {}  # for each name, the key in pairs; the names of tied weights have one key
     for name, tensor in new.items():
         check_source(tensor, name)
         older = base.get(name)
@@ -161,7 +173,7 @@ def compare(
 
 
 def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
-    """The same for tensors of the same elements in the same memory."""
+    """Returns a key that is equal for tensors which consist of the same elements in the same memory."""
     if isinstance(x, Pieces):
         return tuple(memory_of(each.memory) for each in x.pieces)
     if isinstance(x, TableRows):
@@ -172,8 +184,8 @@ def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
 
 
 def apart(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs without those of tensors that have another name too. DeltaMismatchError where tensors share memory
-    otherwise."""
+    """Returns the jobs with only one job for each base: if a tensor has several names, the job of the first name.
+    Raises DeltaMismatchError if the names of one tensor have different changes, or different tensors share memory."""
     kept: dict[tuple[Any, ...], Job] = {}
     for job in jobs:
         name, delta, base = job
@@ -193,6 +205,7 @@ def apart(jobs: Sequence[Job]) -> list[Job]:
 
 
 def _stored_bytes(change: Delta | Version) -> int:
+    """Returns the size in bytes of a change as it is sent."""
     if isinstance(change, torch.Tensor):
         return change.nbytes
     return change.stored_bytes if isinstance(change, Delta) else change.stored_bytes + change.index_bytes

@@ -1,4 +1,5 @@
-"""How differences of two versions are coded: by a codebook that is known beforehand, or one learned from them."""
+"""Codes the differences between two versions of a tensor: with the *known codebook*, which is the same for all tensors
+with elements of one size, or with a codebook that is learned from the differences."""
 
 from __future__ import annotations
 
@@ -11,35 +12,41 @@ from .._layout import geometry
 from .._schemes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
-ROW_BYTES = 8192  # what a row takes besides its listed elements, 5 to 7 bytes, is then a small part of it
-# Of the weights that a step of an optimizer changes, most move to the next number, up or down.
+ROW_BYTES = 8192  # Size of a row in bytes. A row has 5 to 7 bytes besides its listed elements, so it should be long.
+# Number of bits of the digits in each plane. Most weights that a step of an optimizer changes become the next larger or
+# the next smaller number, so the planes of -1 and 1 have digits of one bit.
 _DIGIT_BITS = (1, 1, 4, 4)
 _NUM_ENTRIES = sum(2**bits - 1 for bits in _DIGIT_BITS)
 assert _NUM_ENTRIES % 2 == 0, "a number and its negative"
 _SAMPLED_ROWS = 64
-WELL_CODED = 0.3  # of the rows' bytes: below, no codebook that could be learned pays for the time
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Differences that the known codebook codes in at most this fraction of their size are coded with it. A learned codebook
+# would then save too little to be worth the time.
+WELL_CODED = 0.3
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element in bytes
 
 
 def element_bytes_of(dtype: torch.dtype) -> int:
-    """Bytes of the integers that are subtracted: of complex numbers two are an element."""
+    """Returns the size in bytes of the integers that are subtracted: the size of an element, or half of it for complex
+    numbers, whose two parts are subtracted separately."""
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
 
 
 def integers_of(x: torch.Tensor) -> torch.Tensor:
-    """The elements' bits as integers, 1-D: a view where x is contiguous."""
+    """Returns the bits of a tensor's elements as integers, 1-D; the result is a view of x if x is contiguous."""
     return geometry.bytes_of(x).view(INTEGERS[element_bytes_of(x.dtype)])
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as integers, which torch copies bit for bit: of floats it may quiet NaNs."""
+    """Returns a view of a tensor as integers. torch copies integers bit for bit; when it copies floats, it may change
+    the bits of NaNs."""
     return x.view(INTEGERS[x.element_size()])
 
 
 @functools.cache
 def known_codebook(element_bytes: int) -> PlanesCodebook:
-    """Listed rows of small numbers: of -1, 1, -2, 2, ... the first ones have the shortest digits; numbers that have
-    none are kept whole."""
+    """Returns the known codebook for differences of element_bytes bytes. Its rows are listed, and differences of 0 are
+    not listed. Its entries are -1, 1, -2, 2, ...; the first of them have the shortest codes. A difference that is not
+    among the entries is stored as it is."""
     width = 8 * element_bytes
     numbers = [number for size in range(1, _NUM_ENTRIES // 2 + 1) for number in (-size, size)]
     symbols = [number % 2**width if width < 64 else number for number in numbers]
@@ -48,7 +55,8 @@ def known_codebook(element_bytes: int) -> PlanesCodebook:
 
 
 def is_well_coded(differences: torch.Tensor) -> bool:
-    """Whether the known codebook codes them well, by a sample of rows. differences: integers, 1-D."""
+    """Returns whether the known codebook codes a sample of rows in at most WELL_CODED times their size. differences:
+    integers, 1-D."""
     codebook, data = known_codebook(differences.element_size()), differences.view(torch.uint8)
     rows = geometry.sample(data, ROW_BYTES, _SAMPLED_ROWS) if data.numel() >= ROW_BYTES else data
     lengths = torch.ops.ibp.measure_rows(rows, codebook.words(rows.device), codebook.codec)
@@ -57,7 +65,8 @@ def is_well_coded(differences: torch.Tensor) -> bool:
 
 
 def code(differences: torch.Tensor, like: torch.Tensor | CompressedTensor) -> CompressedTensor:
-    """The table of differences, integers, 1-D, of a tensor of like's shape and dtype, where they are."""
+    """Codes differences on their device. Returns a table with the shape and dtype of `like`. differences: integers,
+    1-D."""
     device, element_bytes = differences.device, differences.element_size()
     if differences.numel() == 0 or is_well_coded(differences):
         known = known_codebook(element_bytes)
@@ -68,5 +77,5 @@ def code(differences: torch.Tensor, like: torch.Tensor | CompressedTensor) -> Co
 
 
 def note_change(tensors: Iterable[torch.Tensor]) -> None:
-    """Tells autograd that tensors were written by address, or by an operation of this package."""
+    """Tells autograd that tensors were changed in place, by operations that torch does not see."""
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])

@@ -11,21 +11,24 @@ from .._layout import geometry
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 
-_BLOCK_BYTES = 64 << 20  # of what is decoded or copied at once
+# Approximate size in bytes of the blocks in which tables are decompressed, and non-contiguous tensors are copied.
+_BLOCK_BYTES = 64 << 20
 _WORD_BYTES = 8
 _MASK = 2**64 - 1
 
 
 class DeltaMismatchError(ValueError):
-    """A delta was to be applied to a tensor that is not the one that it was made for; the tensor is as it was."""
+    """A delta cannot be applied to a tensor, because it was made for another one. The tensor is unchanged."""
 
 
 def fingerprint(x: torch.Tensor | CompressedTensor | WholeTensor) -> int:
-    """64 bits that say whether two tensors hold the same bytes, as files and deltas keep them (FORMAT.md section 10).
+    """Returns a hash of 64 bits of a tensor's bytes. Files and deltas store it to identify tensors (FORMAT.md section
+    10).
 
-    The sum, modulo 2^64, of the mixed 64-bit words of the tensor's bytes, as if it were contiguous; neither shape nor
-    dtype count. It finds accidents, not forgeries. Worked out where the tensor is; a table, and a tensor that is not
-    contiguous, block by block.
+    Tensors with the same bytes, in the order of their elements, have the same fingerprint; shapes, dtypes and strides
+    do not matter. Tensors with different bytes almost certainly have different fingerprints. The fingerprint detects
+    accidents, but not forgeries. It is computed on the device of x. Tables, and tensors that are not contiguous, are
+    processed block by block.
 
     Example:
         >>> x = torch.arange(4)
@@ -35,14 +38,14 @@ def fingerprint(x: torch.Tensor | CompressedTensor | WholeTensor) -> int:
         False
 
     Args:
-        x: tensor of elements of 1, 2, 4 or 8 bytes on the CPU or a CUDA device, an `ibp.CompressedTensor`, or an
-            `ibp.codecs.WholeTensor`, which is decoded as a whole.
+        x: a tensor on the CPU or a CUDA device; an `ibp.CompressedTensor`; or an `ibp.codecs.WholeTensor`, which is
+            decompressed as a whole.
 
     Returns:
-        int of 0 to 2^64 - 1. Of a tensor on a GPU the call waits for it.
+        An int from 0 to 2^64 - 1. If x is on a GPU, the call waits for the GPU.
 
     Raises:
-        TypeError: x is neither.
+        TypeError: x is not a tensor or table, or its elements cannot be read as plain bytes.
         CorruptTableError: the table's bytes contradict each other.
     """
     if isinstance(x, WholeTensor):
@@ -56,19 +59,19 @@ def fingerprint(x: torch.Tensor | CompressedTensor | WholeTensor) -> int:
 
 
 def finished(total: int, num_bytes: int) -> int:
-    """The fingerprint of a tensor of num_bytes whose words add up to `total`, modulo 2^64."""
+    """Returns the fingerprint of a tensor of num_bytes bytes. total: the sum of its mixed words, modulo 2^64."""
     return (total + mix(num_bytes)) & _MASK
 
 
 def mix(x: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Mixes the bits of a 64-bit number by the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _MASK
     return x ^ x >> 31
 
 
 def check_source(x: object, name: str) -> None:
-    """TypeError unless x is a table or a tensor whose bytes can be read."""
+    """Raises TypeError unless x is a table or a tensor whose bytes can be read."""
     if isinstance(x, CompressedTensor):
         return
     if not isinstance(x, torch.Tensor):
@@ -77,8 +80,8 @@ def check_source(x: object, name: str) -> None:
 
 
 def byte_blocks(x: torch.Tensor | CompressedTensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first byte, bytes) of blocks of a tensor in order, where it is: all but the last a multiple of 8 bytes. What is
-    contiguous is one block, and no copy."""
+    """Yields (index of the first byte, bytes) for consecutive blocks of a tensor, on its device. All blocks but the
+    last have a multiple of 8 bytes. A contiguous tensor is one block, which is a view of it."""
     if isinstance(x, torch.Tensor) and (x.is_contiguous() or x.dim() == 0):
         yield 0, geometry.bytes_of(x)
         return

@@ -1,5 +1,5 @@
-"""Deltas of rows that this process keeps in pieces: in several tensors, in coded rows, or only some of them, such as a
-slice of a sharded weight. The rows are brought together, changed, and put back."""
+"""Applies deltas to bases that this process keeps in pieces: in several tensors, in rows of tables, or only in part,
+such as a shard of a weight. The elements of a base are copied into one tensor, changed there, and written back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TableRows(NamedTuple):
-    """Items first to last - 1 of a table that may change."""
+    """Items `first` to `last` - 1 of a table. They can be read and replaced."""
 
     table: CompressedTensor
     first: int
@@ -43,7 +43,7 @@ class TableRows(NamedTuple):
         return decode_items(self.table, self.first, self.last, self.device, check=True)
 
     def write(self, items: torch.Tensor) -> None:
-        """Codes items with the table's codebook, all or none."""
+        """Replaces all items, or none if an error occurs. The new items are coded with the table's codebook."""
         put_items(self.table, torch.arange(self.first, self.last, device="cpu"), items)
 
 
@@ -51,9 +51,13 @@ Memory = torch.Tensor | TableRows
 
 
 class Piece(NamedTuple):
-    """A part of a tensor's rows, which are in turn a part of joined elements.
+    """A part of a base, and the memory that holds the part.
 
-    memory: the part. size, strides, offset: where it is among all elements.
+    The elements of a base form one sequence: the rows of a tensor or, if several tensors are joined, the rows of one
+    tensor after those of the other.
+
+    memory: the tensor, viewed as integers, or the rows of a table that hold the part.
+    size, strides, offset: the view of the sequence that consists of the part's elements, as for `torch.as_strided`.
     """
 
     memory: Memory
@@ -63,8 +67,14 @@ class Piece(NamedTuple):
 
     @classmethod
     def at(cls, memory: Memory, first: int, shape: torch.Size, box: tuple[slice, ...]) -> Piece:
-        """first: the rows' first element among all; shape: of the rows; box: where in them the part is, a slice of each
-        dimension."""
+        """Returns the piece that is a box of a tensor's rows.
+
+        Args:
+            memory: holds the elements of the box.
+            first: the index in the sequence of the first element of the rows.
+            shape: the shape of the rows.
+            box: a slice for each dimension of the rows.
+        """
         strides = tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
         ranges = [range(length)[part] for length, part in zip(shape, box)]
         offset = first + sum(each.start * stride for each, stride in zip(ranges, strides))
@@ -73,13 +83,17 @@ class Piece(NamedTuple):
         return cls(memory, tuple(map(len, ranges)), strides, offset)
 
     def of(self, elements: torch.Tensor) -> torch.Tensor:
-        """The part of all elements, 1-D: a view."""
+        """Returns the part's elements, as a view of all elements of the base. elements: 1-D."""
         return elements.as_strided(self.size, self.strides, elements.storage_offset() + self.offset)
 
 
 class Pieces(NamedTuple):
-    """A base of deltas that is in pieces. shape, dtype: of the rows, or [elements] of joined ones. is_whole: whether
-    each element is in some piece; else its fingerprint is not known here."""
+    """A base that is kept in pieces.
+
+    shape: the shape of the rows; if several tensors are joined, [number of elements].
+    is_whole: whether each element of the base is in a piece. Otherwise the fingerprint of the base cannot be computed
+        in this process.
+    """
 
     pieces: Sequence[Piece]
     shape: torch.Size
@@ -91,12 +105,13 @@ class Pieces(NamedTuple):
         return self.pieces[0].memory.device
 
     def groups(self) -> list[list[Piece]]:
-        """The pieces, as they are written: coded ones one after the other, then all tensors by one operation."""
+        """Returns the pieces in groups, each of which is written at once: first each piece in a table as a separate
+        group, then all pieces in tensors as one group."""
         dense = [each for each in self.pieces if isinstance(each.memory, torch.Tensor)]
         return [[each] for each in self.pieces if isinstance(each.memory, TableRows)] + ([dense] if dense else [])
 
     def read(self) -> torch.Tensor:
-        """All elements, 1-D, with zeros where they are not here."""
+        """Returns all elements, 1-D. Elements that are in no piece are 0."""
         make = torch.empty if self.is_whole else torch.zeros
         elements = make(self.shape.numel(), dtype=self.dtype, device=self.device)
         bits = bits_of(elements)
@@ -106,11 +121,13 @@ class Pieces(NamedTuple):
 
 
 def _bits_in(memory: Memory) -> torch.Tensor:
+    """Returns the elements that memory holds, as integers."""
     return bits_of(memory.read()) if isinstance(memory, TableRows) else memory
 
 
 def _write(group: Sequence[Piece], elements: torch.Tensor) -> None:
-    """Writes a group of pieces, all or none."""
+    """Writes the elements of a group to its memory: all of them, or none if an error occurs. elements: all elements of
+    the base, 1-D."""
     first = group[0]
     if isinstance(first.memory, TableRows):
         first.memory.write(first.of(elements))
@@ -120,23 +137,30 @@ def _write(group: Sequence[Piece], elements: torch.Tensor) -> None:
 
 
 def in_one_piece(memory: Memory) -> Pieces:
-    """A base that is a tensor, or rows of a table, and nothing else."""
+    """Returns a base that consists of one piece, which is a whole tensor or rows of a table."""
     piece = Piece.at(memory, 0, memory.shape, (slice(None),) * len(memory.shape))
     return Pieces([piece], memory.shape, memory.dtype, True)
 
 
 class InPieces:
-    """A delta and its base in pieces: attribute `indices` is what the caller calls it, in a list. The methods hold all
-    elements and their differences."""
+    """The batch (see `_applying.py`) of one job whose base is in pieces. It takes memory for all elements of the base
+    and for their differences.
+
+    Attributes:
+        indices: a list of one number, the index of the job.
+    """
 
     def __init__(self, index: int, delta: Delta, base: Pieces) -> None:
         self.indices = [index]
         self._delta, self._base = delta, base
-        self._batch: DeltaBatch | None = None  # of the elements, on a GPU
-        self._before: Callable[[], int] | None = None  # the elements' fingerprint, once they change
+        self._batch: DeltaBatch | None = None  # applies the delta to the copied elements on a GPU
+        # Returns the fingerprint that the elements had before. It is set just before the elements are written.
+        self._before: Callable[[], int] | None = None
 
     def begin(self) -> None:
-        """Lets a GPU change the elements, if it can; where the delta does not fit they stay, and are written so."""
+        """If the base is on a GPU, and its kernels can apply the delta, queues that the elements are read, changed and
+        written. If the delta does not fit the elements, the kernels leave them unchanged, and the old values are
+        written back."""
         if not (self._base.is_whole and self._base.device.type == "cuda"):
             return
         elements = self._base.read()
@@ -148,7 +172,8 @@ class InPieces:
             self._write(elements)
 
     def apply(self) -> int | None:
-        """Applies the delta, or leaves the base as it is. Returns None, or the index where it does not fit."""
+        """Applies the delta and returns None. If the base is not the one that the delta was made for, or the delta is
+        damaged, leaves the base as it is and returns the index of the job. A base that is not whole is not checked."""
         if self._batch is not None:
             return self._batch.apply()
         elements = self._base.read()
@@ -167,7 +192,9 @@ class InPieces:
             _write(group, elements)
 
     def take_back(self) -> None:
-        """Undoes what may have been interrupted: the first groups are written then, and others are not."""
+        """Undoes the change, even if it was interrupted. After an interruption the first groups may have new values,
+        and the others old ones. So the old values are written group by group, until the elements have the old
+        fingerprint."""
         if self._before is None:
             return
         before, elements = self._before(), self._base.read()
@@ -180,4 +207,5 @@ class InPieces:
             _write(group, elements)
 
     def _differences(self) -> torch.Tensor:
+        """Returns the delta's differences, decompressed, as integers, 1-D."""
         return integers_of(decompress(self._delta.table, device=self._base.device, check=True))

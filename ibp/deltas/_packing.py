@@ -1,7 +1,12 @@
-"""Changes of tensors as bytes for other processes: in a broadcast, and in messages that name and check themselves.
+"""Converts changes of tensors to bytes for other processes: the bytes of a broadcast, and messages of an
+`ibp.deltas.Sender`, which describe their content and have a fingerprint.
 
-The coded rows of a change lie as in a packed piece (`_layout.forms`), but without its head, because the head of the
-message says how large the parts of all changes are.
+A change is a delta, or a tensor or table that is sent whole. Its parts are the arrays of its table, or the tensor. The
+parts of all changes lie one after the other in one memory. Those of a table have the order of a packed piece
+(`_layout.forms`), but without a head: the sizes of the parts are in the `ChangeHead`.
+
+A message consists of a prefix (_PREFIX), a head that `wire` has written, zeros up to a multiple of 16 bytes, and the
+memory of the parts.
 """
 
 from __future__ import annotations
@@ -25,20 +30,22 @@ from ._tensors import Delta
 
 Change = Delta | Version
 
-_ALIGNMENT = 16  # bytes: of each change, and of slots and overflow in it
-_PARTS = ("bases", "lengths", "slots", "overflow")  # of a table, in the order of `ChangeHead.sizes`
-_PREFIX = struct.Struct("<8sQQQ")  # _MAGIC, bytes of the head, bytes of the parts, fingerprint of both
+_ALIGNMENT = 16  # Changes, and slots and overflow in a change, begin at multiples of this many bytes.
+_PARTS = ("bases", "lengths", "slots", "overflow")  # The parts of a table, in the order of `ChangeHead.sizes`.
+# _MAGIC, size of the head in bytes, size of the parts in bytes, fingerprint of all bytes after the prefix.
+_PREFIX = struct.Struct("<8sQQQ")
 _MAGIC = b"ibp push"
-_BEGIN_BYTES = 64 << 10  # of a message, which hold most heads
+_BEGIN_BYTES = 64 << 10  # Number of bytes that are copied to the host first. Most heads end before.
 
 
 @wire.sent
 class ChangeHead(NamedTuple):
-    """What is known of a change besides its bytes.
+    """A description of a change, from which `opened` rebuilds the change and its parts.
 
-    fields: of its table, without the codebook if that is the known one; None for a whole tensor.
-    fingerprints: of a delta.
-    sizes: bytes of the table's bases, lengths, slots and overflow, or of the whole tensor.
+    fields: arguments of the table, by name; without the codebook if it is the known codebook (`_coding.py`). None if
+        the change is a whole tensor.
+    fingerprints: the fingerprints of the base and of the result; None if the change is not a delta.
+    sizes: the size of each part in bytes: of the table's bases, lengths, slots and overflow, or of the whole tensor.
     """
 
     shape: torch.Size
@@ -73,7 +80,8 @@ def _parts(change: Change) -> list[torch.Tensor]:
 
 
 def places_of(heads: Iterable[ChangeHead]) -> tuple[list[list[slice]], int]:
-    """Returns where the parts of each change lie in the memory of all changes, and how many bytes that has."""
+    """Returns (for each change, the byte ranges of its parts in the memory of all changes; the size of this memory in
+    bytes)."""
     places, end = [], 0
     for head in heads:
         if head.fields is None:
@@ -88,7 +96,7 @@ def places_of(heads: Iterable[ChangeHead]) -> tuple[list[list[slice]], int]:
 
 
 def pack(changes: Iterable[Change], places: Iterable[Sequence[slice]], data: torch.Tensor) -> None:
-    """Copies the parts of changes to memory. data: uint8, of as many bytes as `places_of` says."""
+    """Copies the parts of changes into `data`, uint8, which has the size that `places_of` returns."""
     pairs = [
         (data[where], part.reshape(-1).view(torch.uint8))
         for change, place in zip(changes, places)
@@ -100,8 +108,8 @@ def pack(changes: Iterable[Change], places: Iterable[Sequence[slice]], data: tor
 
 
 def opened(heads: Sequence[ChangeHead], data: torch.Tensor) -> list[Change]:
-    """Returns the changes whose parts are in data, which they share. CorruptTableError: a head is not that of its
-    parts."""
+    """Returns the changes whose parts are in `data`. They share its memory. Raises CorruptTableError if a head does not
+    fit its parts."""
     if any(len(head.sizes) != (1 if head.fields is None else len(_PARTS)) or min(head.sizes) < 0 for head in heads):
         raise CorruptTableError("the message has a change whose head does not say how large it is")
     places, end = places_of(heads)
@@ -139,30 +147,36 @@ def _change(head: ChangeHead, parts: Sequence[torch.Tensor]) -> Change:
 
 
 def message_of(head: Any, heads: Sequence[ChangeHead], changes: Iterable[Change], device: torch.device) -> torch.Tensor:
-    """Returns uint8 [bytes] on a device: what `wire` writes of a head, and the parts of changes behind it. Does not
-    wait for a GPU."""
+    """Returns a message, uint8 [bytes] on a device. Does not wait for a GPU.
+
+    Args:
+        head: the head of the message, any value that `wire.written` accepts.
+        heads: the result of `head_of` for each change.
+    """
     text, (places, num_bytes) = wire.written(head), places_of(heads)
     first = _PREFIX.size + rounded_up(len(text), _ALIGNMENT)
-    message = torch.zeros(first + num_bytes, dtype=torch.uint8, device=device)  # its fingerprint covers gaps
+    # Zeros, because the fingerprint covers the gaps between the parts, too.
+    message = torch.zeros(first + num_bytes, dtype=torch.uint8, device=device)
     prefix = _PREFIX.pack(_MAGIC, len(text), num_bytes, mix(message.numel() - _PREFIX.size))
     begin = torch.frombuffer(bytearray(prefix + text), dtype=torch.uint8)
     message[: begin.numel()].copy_(staging.queued(begin, device))
     pack(changes, places, message[first:])
-    fingerprint_of_both = message[_PREFIX.size - 8 : _PREFIX.size].view(torch.int64)  # so far of the number of bytes
+    # So far it is what the number of bytes adds to the fingerprint. sum_words adds what the bytes add to it.
+    fingerprint_of_both = message[_PREFIX.size - 8 : _PREFIX.size].view(torch.int64)
     torch.ops.ibp.sum_words.default(message[_PREFIX.size :], 0, fingerprint_of_both)
     return message
 
 
 def read_message(message: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Returns (head, memory of the parts) of what `message_of` made, once all of its bytes are checked. TypeError: the
-    message is not uint8 [bytes]. CorruptTableError: it is damaged, or something else."""
+    """Checks all bytes of a message, and returns (its head, the memory of the parts). Raises TypeError if the message
+    is not uint8 [bytes], and CorruptTableError if it is damaged or was not made by `message_of`."""
     if not isinstance(message, torch.Tensor) or message.dtype != torch.uint8 or message.dim() != 1:
         what = f"{message.dtype} {list(message.shape)}" if isinstance(message, torch.Tensor) else type(message).__name__
         raise TypeError(f"the message is a {what}; wanted a torch.uint8 tensor of one dimension")
     if message.data_ptr() % _ALIGNMENT or not message.is_contiguous():
         message = message.clone(memory_format=torch.contiguous_format)
     coming = staging.Coming(message[:_BEGIN_BYTES])
-    found = fingerprint(message[_PREFIX.size :])  # this waits for both
+    found = fingerprint(message[_PREFIX.size :])  # waits for the GPU, so `coming` has arrived, too
     begin = coming.wait().numpy().tobytes()
     prefix = begin[: _PREFIX.size]
     if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):

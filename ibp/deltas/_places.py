@@ -1,4 +1,4 @@
-"""`PlacedReceiver`: receives weights for engines that keep them merged, sharded or coded."""
+"""`PlacedReceiver`: receives weights for engines that keep them merged, sharded or compressed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from ._regions import Region, TensorRows
 
 
 class ShardPlace(NamedTuple):
-    """The place where a process keeps a part of a checkpoint's tensor.
+    """The place where a process keeps a part of a checkpoint's tensor. The part is a box, which is a range of elements
+    in each dimension.
 
     Example:
         >>> merged = torch.zeros(8, 4)
-        >>> place = ibp.deltas.ShardPlace(merged, first_row=4, box=((0, 4), (0, 4)))    # its lower half
+        >>> place = ibp.deltas.ShardPlace(merged, first_row=4, box=((0, 4), (0, 4)))  # the lower half of merged
         >>> place.memory[place.first_row :].shape
         torch.Size([4, 4])
 
     Attributes:
-        memory: a table, or a tensor whose rows are as long as the part's rows. A tensor without dimensions is one row.
-        first_row: the first row in the memory.
-        box: for each dimension of the checkpoint's tensor, the first element of the part, and how many it has.
+        memory: a tensor or a table. Its rows have the same shape as the part's rows. A tensor without dimensions is one
+            row.
+        first_row: the row of the memory at which the part begins.
+        box: for each dimension of the checkpoint's tensor, (index of the part's first element, number of elements).
     """
 
     memory: torch.Tensor | CompressedTensor
@@ -35,8 +37,8 @@ class ShardPlace(NamedTuple):
     box: tuple[tuple[int, int], ...]
 
     def _within(self, rows: TensorRows) -> tuple[Memory, tuple[slice, ...]] | None:
-        """Returns the memory here that holds a part of a tensor's rows, and the place of that part in the rows, or
-        None if no part is here."""
+        """Returns (the memory that holds a part of `rows`; the box of the part in these rows, a slice for each
+        dimension), or None if this place holds no part of them."""
         if not rows.shape:
             return rows_of(self.memory, 0, 1), ()
         (start, length), *others = self.box
@@ -48,8 +50,9 @@ class ShardPlace(NamedTuple):
 
 
 class PlacedReceiver(Receiver, ABC):
-    """A `Receiver` of an engine that keeps a checkpoint's tensors in another way than the sender names them: several in
-    one tensor, parts of them, or as tables. A subclass tells where, by `places_of`.
+    """A `Receiver` for an engine whose tensors are not those of the checkpoint: the engine may merge several of the
+    checkpoint's tensors, keep only parts of them, or keep them as tables. A subclass implements `places_of`, which says
+    where the engine keeps each tensor.
 
     Example:
         >>> merged = torch.zeros(8, 4)
@@ -71,18 +74,18 @@ class PlacedReceiver(Receiver, ABC):
 
     @abstractmethod
     def places_of(self, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> Mapping[str, Sequence[ShardPlace]]:
-        """Returns the places of tensors of a checkpoint in this process. It is called once for each name.
+        """Returns the places of a checkpoint's tensors in this process. It is called only once for each name.
 
         Args:
-            tensors: shape and dtype of each tensor, by name.
+            tensors: (shape, dtype) of each tensor, by name.
 
         Returns:
-            Places by name. A tensor of which this process keeps nothing has none. Places of a tensor do not overlap,
-            unless they are equal.
+            For each name, the places of the tensor's parts; an empty sequence if this process keeps no part of it. The
+            boxes of a tensor's places must not overlap, unless they are equal.
         """
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
-        """Returns the memory of rows that a message names. `Receiver.apply` calls it."""
+        """Returns, for each region of a message, the memory of its rows. `Receiver.apply` calls it."""
         all_rows = [region.tensor_rows() for region in regions]
         asked = {
             name: (rows.full_shape, region.dtype)
@@ -99,5 +102,6 @@ class PlacedReceiver(Receiver, ABC):
         ]
 
     def _parts_here(self, rows: TensorRows) -> list[tuple[Memory, tuple[slice, ...]]]:
+        """Returns the results of `ShardPlace._within` for the places that hold a part of `rows`."""
         places = [place._within(rows) for name in rows.names for place in self._places[name]]
         return [place for place in places if place is not None]

@@ -1,4 +1,9 @@
-"""`ibp.deltas.Receiver`: an engine's side of keeping weights the same."""
+"""`ibp.deltas.Receiver`: keeps an engine's weights equal to those of a trainer, which has the `ibp.deltas.Sender`.
+
+A push, one call of `Sender.push`, makes several messages. If there are several senders of the same weights (parts), the
+messages of all of them form the push. A message names regions: rows of a tensor, or of several tensors that are joined.
+The *bases* of a region are the memory in this process that holds these rows.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +27,26 @@ _WANTED = "the weights are as they were, and are wanted whole unless what is mis
 
 
 class OutOfSyncError(DeltaMismatchError):
-    """A message was lost or came again, contradicts the other messages of its push, or is for other weights. The
-    weights are as they were. `Sender.push(weights, full=True)` makes messages that any receiver takes."""
+    """A message cannot be applied: an earlier message was lost, this one has come before, it contradicts other messages
+    of its push, or it is for other weights. The weights are unchanged. `Sender.push(weights, full=True)` makes messages
+    that can be applied to any weights of these names, shapes and dtypes."""
 
 
 class _Pieces(NamedTuple):
-    """The messages of a sender's push that have come, by their numbers."""
+    """The messages of one sender's push that have come, by number. Each is (head, memory of the parts). head: the head
+    of the first one that came."""
 
     head: PushHead
     came: dict[int, tuple[PushHead, torch.Tensor]]
 
 
 class Receiver:
-    """Keeps weights as an `ibp.deltas.Sender` pushes them: the engine's side.
+    """Changes an engine's weights to the versions that an `ibp.deltas.Sender` pushes.
 
-    All changes of a push are applied at once, in the memory of the weights, when its last message is there: the weights
-    are one version or the next, never a mixture, also where the call is interrupted. The messages of a push may come in
-    any order. The receiver copies each message but the last one, where it came, so that its memory may be used for the
-    next message.
+    The messages of a push may come in any order. When the last of them has come, all changes are applied in the memory
+    of the weights. If the call fails or is interrupted, the changes are undone, so the weights are never a mixture of
+    two versions. The receiver copies each message except the last one on the message's device. So the caller may use
+    the memory of a message again when `apply` has returned.
 
     Example:
         >>> there, here = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
@@ -50,16 +57,17 @@ class Receiver:
         True
 
     Args:
-        weights: a module, whose state dict is taken, or tensors by name, as a mapping or pairs, on the CPU or a GPU,
-            whose memory stays where it is. Of an `ibp.CompressedTensor`, such as the table of an `ibp.nn.Linear`, one
-            piece of a push after the other is decoded, changed and coded anew in its slots (`update_`): CUDA graphs
-            that multiply by it have to be captured again, after `prepare_linear`.
+        weights: a module, whose state dict is used; or a mapping or pairs of names and tensors. The tensors are on the
+            CPU or a GPU, and are changed in their memory. They may be `ibp.CompressedTensor`s, such as the table of an
+            `ibp.nn.Linear`. The rows of a table are decompressed, changed and compressed again in the table's slots
+            (`update_`), region by region. CUDA graphs that multiply by such a table must be captured again, after
+            `prepare_linear`.
 
     Attributes:
-        version: of the weights, as the sender counts; None before the first push.
+        version: the sender's number of the weights' version; None before the first push.
 
     Raises:
-        TypeError: weights are none of these.
+        TypeError: a weight is neither a tensor nor a table.
     """
 
     def __init__(self, weights: Named) -> None:
@@ -67,26 +75,27 @@ class Receiver:
         for name, weight in self._weights.items():
             check_source(weight, name)
         self.version: int | None = None
-        self._senders: dict[int, str] = {}  # by part
-        self._pending: dict[int, _Pieces] = {}  # by part
-        self._known: dict[bytes, int] = {}  # fingerprints of the version
-        self._bases: dict[tuple[bytes, torch.dtype], list[Base]] = {}  # of rows
+        self._senders: dict[int, str] = {}  # PushHead.sender by part, of the present version
+        self._pending: dict[int, _Pieces] = {}  # by part, of the next version
+        self._known: dict[bytes, int] = {}  # fingerprints of the present version, by Region.rows
+        self._bases: dict[tuple[bytes, torch.dtype], list[Base]] = {}  # by Region.rows and dtype
 
     def apply(self, message: torch.Tensor) -> bool:
-        """Takes a message.
+        """Receives a message. If it is the last one of its push, applies all changes of the push.
 
         Args:
             message: uint8 [bytes], on any device.
 
         Returns:
-            Whether the weights have become the version that the message is of; False: more messages of it are wanted.
+            True if the weights have become the version of the message; False if more messages of the push must come
+            first.
 
         Raises:
-            OutOfSyncError: a message before this one is lost, this one came before or contradicts the other messages of
-                its push, or the weights are other ones than those it is for.
-            CorruptTableError: the message is damaged; it may be sent again.
+            OutOfSyncError: an earlier message is lost, this one has come before, it contradicts other messages of its
+                push, or it is for other weights.
+            CorruptTableError: the message is damaged. It may be sent again.
             KeyError, TypeError, ValueError: a name, dtype or shape is not that of the weights.
-        In each case the weights are as they were.
+        After each of these errors the weights are as they were.
         """
         head, data = read_message(message)
         if not isinstance(head, PushHead):
@@ -101,7 +110,7 @@ class Receiver:
         all_parts = self._pending.values()
         num_wanted = sum(each.head.piece[1] - len(each.came) for each in all_parts)
         is_last = len(all_parts) == head.part[1] and num_wanted == 1
-        pieces.came[number] = head, data if is_last else data.clone()  # the caller may write to its own
+        pieces.came[number] = head, data if is_last else data.clone()  # the caller may overwrite its message
         if not is_last:
             return False
         try:
@@ -113,7 +122,7 @@ class Receiver:
         return True
 
     def _check_order(self, head: PushHead) -> None:
-        """OutOfSyncError for a message that came before, or follows one that did not come."""
+        """Raises OutOfSyncError if a message has come before, or an earlier message is lost."""
         part, (number, count) = head.part[0], head.piece
         if self.version is not None and self._senders.get(part) == head.sender:
             if head.version <= self.version:
@@ -135,8 +144,8 @@ class Receiver:
             )
 
     def _check_agreement(self, head: PushHead) -> None:
-        """CorruptTableError for a message whose numbers contradict each other; OutOfSyncError where they contradict
-        those of other messages of the push."""
+        """Raises CorruptTableError if the numbers in a message's head contradict each other, and OutOfSyncError if they
+        contradict the numbers of other messages of the push."""
         if not all(0 <= number < count for number, count in (head.part, head.piece)):
             raise CorruptTableError(
                 f"the message is damaged: it says that it is number {head.piece[0]} of {head.piece[1]}, of sender "
@@ -155,7 +164,8 @@ class Receiver:
                 )
 
     def _become(self, came: list[tuple[PushHead, torch.Tensor]]) -> None:
-        """Makes the weights what all messages of a push say, or leaves them."""
+        """Applies all changes of a push, given all of its messages. If an error is raised, the weights are
+        unchanged."""
         jobs: list[tuple[str, Delta, Base]] = []
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         results: dict[bytes, int] = {}
@@ -175,7 +185,8 @@ class Receiver:
                             jobs.append((_name(region), delta, in_one_piece(memory)))
                         else:
                             whole.append((memory, new))
-        self._known = {}  # until all is written: interrupted, the next push reads the weights
+        # If the call is interrupted, the next push must compute fingerprints of the weights.
+        self._known = {}
         try:
             apply_all(apart(jobs), whole)
         except DeltaMismatchError as error:
@@ -183,8 +194,8 @@ class Receiver:
         self._known = results
 
     def _changes(self, came: list[tuple[PushHead, torch.Tensor]]) -> Iterator[tuple[Region, Change | None, list[Base]]]:
-        """(region, change, what it changes here) of messages. Coded changes are brought to the weights' device, those
-        of a message together."""
+        """Yields (region, its change, its bases) for all regions of messages. The change is None if the region has not
+        changed. If a message has tables, the parts of all its changes are first copied to the weights' device."""
         for head, data in came:
             new = [region for region in head.regions if (region.rows, region.dtype) not in self._bases]
             self._bases |= {(region.rows, region.dtype): found for region, found in zip(new, self.bases_of(new))}
@@ -198,11 +209,11 @@ class Receiver:
                 yield region, None if region.change is None else next(changes), found
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
-        """Returns, for each region, the memory of its rows: several bases if a tensor has several names. Subclasses
-        override it for engines that lay out weights in another way than the sender does.
+        """Returns the bases of each region: one, or several if a tensor has several names. Subclasses for engines that
+        lay out weights in another way than the sender override it.
 
         Raises:
-            KeyError, TypeError, ValueError: as `apply`.
+            KeyError, TypeError, ValueError: as in `apply`.
         """
         return [
             bases_of_rows(
@@ -216,6 +227,7 @@ class Receiver:
         ]
 
     def _whole_place(self, name: str, rows: TensorRows, region: Region) -> tuple[Memory, tuple[slice, ...]]:
+        """Returns (the memory that holds `rows`; a box of all of them, a slice for each dimension)."""
         if name not in self._weights:
             raise KeyError(f"there is no tensor {name!r} here, which the message changes")
         weight = self._weights[name]
@@ -227,8 +239,8 @@ class Receiver:
         return memory, (slice(None),) * len(rows.shape)
 
     def _check_before(self, region: Region, base: Base) -> None:
-        """OutOfSyncError for rows that are other ones than before the push, as far as that is known without reading
-        them; unchanged ones are read where it is not."""
+        """Raises OutOfSyncError if the rows in a base are not those that the sender had before the push. Rows whose
+        fingerprint is not known are read only if the region does not change; otherwise `apply_all` checks them."""
         known = self._known.get(region.rows)
         if known is None and region.change is None:
             if isinstance(base, torch.Tensor):
@@ -243,12 +255,13 @@ class Receiver:
 
 
 def _name(region: Region) -> str:
+    """Returns the name of a region for messages."""
     names = [rows.names[0] for rows in region.tensor_rows()]
     return names[0] if len(names) == 1 else f"{names[0]}, joined with {len(names) - 1} others,"
 
 
 def _check_whole(regions: Sequence[Region]) -> None:
-    """OutOfSyncError unless the regions of a push have all rows of each of their tensors."""
+    """Raises OutOfSyncError unless the regions of a push together have all rows of each tensor that they name."""
     found: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for rows in (rows for region in regions for rows in region.tensor_rows()):
         for name in rows.names:
@@ -262,7 +275,8 @@ def _check_whole(regions: Sequence[Region]) -> None:
 
 
 def _check_result(region: Region, change: Change | None) -> None:
-    """CorruptTableError for a change that makes something else of a region than its head says."""
+    """Raises CorruptTableError if a change does not have the fingerprint of the result that its region names. A table
+    that is sent whole is not checked."""
     if isinstance(change, torch.Tensor):
         result = fingerprint(change)
     else:
@@ -274,7 +288,8 @@ def _check_result(region: Region, change: Change | None) -> None:
 
 
 def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> Memory:
-    """Rows first to last - 1, or a tensor of no dimension."""
+    """Returns rows `first` to `last` - 1 of a weight, as memory that can be changed. A tensor without dimensions is
+    returned as it is."""
     if isinstance(weight, CompressedTensor):
         return TableRows(weight, first, last)
     return weight.detach()[first:last] if weight.dim() else weight.detach()
@@ -283,8 +298,19 @@ def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> M
 def bases_of_rows(
     places: Sequence[tuple[TensorRows, Sequence[tuple[Memory, tuple[slice, ...]]]]], dtype: torch.dtype
 ) -> list[Base]:
-    """The bases of joined rows, or of a tensor's rows alone: tensors where each place has all of these. places: of each
-    tensor's rows, memory and where it is in the rows; places that differ do not overlap, unless one has all rows."""
+    """Returns the bases of one region.
+
+    - If the region has rows of a single tensor, and each memory is a tensor that holds all of these rows, each memory
+      is a base. So a tensor with several names has several bases.
+    - Otherwise there is one base (`Pieces`), which consists of all memories.
+    - If this process holds none of the rows, there is no base.
+
+    Args:
+        places: (rows, parts) for each tensor of the region. `parts` has (memory, box) for each part of the rows that
+            this process holds. The box says which part that is, by a slice for each dimension of the rows. Different
+            boxes of a tensor must not overlap, unless one of them has all of the rows.
+        dtype: the dtype of the rows.
+    """
     if len(places) == 1:
         rows, found = places[0]
         if all(isinstance(memory, torch.Tensor) and memory.shape == rows.shape for memory, _ in found):
@@ -300,7 +326,8 @@ def bases_of_rows(
 
 
 def _written(base: Base, change: Change) -> list[tuple[Memory, torch.Tensor]]:
-    """(memory, its new values) of a change that is no delta: a plain tensor like its base."""
+    """Returns (memory, its new values) for each memory of a base whose elements are sent whole. Raises
+    CorruptTableError unless the change is a tensor with the shape and dtype of the base."""
     if not isinstance(change, torch.Tensor) or (change.shape, change.dtype) != (base.shape, base.dtype):
         raise CorruptTableError("the message holds something else than deltas and plain tensors of the weights' shapes")
     if isinstance(base, torch.Tensor):

@@ -1,4 +1,8 @@
-"""The rows of tensors that a sender sends, and the heads of its messages."""
+"""Divides weights into the regions that a sender sends, and defines the heads of its messages.
+
+A region is what a sender compares and codes at a time: some rows of a tensor. Small tensors are *joined*: their region
+has the elements of several of them, one after the other. A piece is the regions whose changes one message holds.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,20 @@ from ._packing import ChangeHead
 
 Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
 
-_ROW_STEP = 16  # rows of any dtype begin at multiples of 16 bytes, where kernels are at their rate
-_JOINED_SHARE = 16  # smaller tensors than this part of a piece are joined: each region takes the host's time
+# Regions of more than 16 rows have a multiple of 16 rows. So the next region begins at a multiple of 16 bytes for any
+# dtype, and kernels are fastest there.
+_ROW_STEP = 16
+# Tensors of at most 1/16 of the size of a piece are joined, because each region takes time on the host.
+_JOINED_SHARE = 16
 
 
 class TensorRows(NamedTuple):
-    """Rows of a tensor, in dimension 0.
+    """Some rows of a tensor, along dimension 0.
 
-    names: of the tensor, several where weights are tied. full_shape: of all its rows. start: the first row. shape: of
-    these rows.
+    names: the names of the tensor; several if weights are tied.
+    full_shape: the shape of the whole tensor.
+    start: the index of the first row.
+    shape: the shape of these rows.
     """
 
     names: tuple[str, ...]
@@ -36,25 +45,27 @@ class TensorRows(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The row behind the last one."""
+        """The index of the row after the last one."""
         return self.start + (self.shape[0] if self.shape else 1)
 
     @property
     def num_tensor_rows(self) -> int:
-        """Rows of the whole tensor; a tensor of no dimension is one row."""
+        """The number of rows of the whole tensor. A tensor without dimensions is one row."""
         return self.full_shape[0] if self.full_shape else 1
 
     def are_in_tensor(self) -> bool:
-        """Whether the tensor has such rows."""
+        """Returns whether a tensor of shape full_shape has these rows."""
         is_like_rows = len(self.shape) == len(self.full_shape) and self.shape[1:] == self.full_shape[1:]
         return is_like_rows and 0 <= self.start <= self.end <= self.num_tensor_rows
 
 
 @wire.sent
 class Region(NamedTuple):
-    """Rows of a tensor, or of several whose elements are joined, and what a push makes of them.
+    """A region in the head of a message.
 
-    rows: JSON of their `TensorRows`. result: their fingerprint after the push. change: None where nothing has changed.
+    rows: a list of the `TensorRows` of each of its tensors, as JSON.
+    result: the fingerprint of the region's elements after the push.
+    change: the head of the change; None if the region has not changed.
     """
 
     rows: bytes
@@ -66,9 +77,9 @@ class Region(NamedTuple):
         return _rows_in(self.rows)
 
 
-@functools.lru_cache(4096)  # they are the same in each push
+@functools.lru_cache(4096)  # each push has the same regions
 def _rows_in(text: bytes) -> list[TensorRows]:
-    """CorruptTableError: no `OwnRegion` has this text."""
+    """Returns the rows in the JSON of a region. Raises CorruptTableError if they are not valid."""
     try:
         found = [
             wire.checked(TensorRows(tuple(names), torch.Size(full_shape), start, torch.Size(shape)))
@@ -83,11 +94,14 @@ def _rows_in(text: bytes) -> list[TensorRows]:
 
 @wire.sent
 class PushHead(NamedTuple):
-    """What stands in front of a message.
+    """The head of a message.
 
-    sender: tells senders apart. part: which of how many senders of the same weights. version, base: what the weights
-    become, and what they have to be; base is None where all are sent whole. piece: which of how many messages of this
-    sender's push.
+    sender: a text that identifies the sender.
+    part: (index of the sender among the senders of the same weights, number of these senders).
+    version: the number of the version that the push makes.
+    base: the number of the version to which it must be applied; None if all weights are sent whole.
+    piece: (index of the message among those of this sender's push, number of these messages).
+    regions: the regions whose changes the message has.
     """
 
     sender: str
@@ -99,7 +113,17 @@ class PushHead(NamedTuple):
 
 
 class OwnRegion:
-    """Rows that this process sends. rows: as in `Region`; nbytes: of them."""
+    """A region that this process sends.
+
+    Args:
+        members: (rows, their values) for each tensor of the region.
+
+    Attributes:
+        rows: as in `Region`.
+        names: the names of the first tensor.
+        nbytes: the size of the region in bytes.
+        dtype, device: the dtype and the device of all its tensors.
+    """
 
     def __init__(self, members: Sequence[tuple[TensorRows, torch.Tensor]]) -> None:
         self.rows = json.dumps([rows for rows, _ in members]).encode()
@@ -113,23 +137,36 @@ class OwnRegion:
         return len(self._tensors) > 1
 
     def values(self) -> torch.Tensor:
-        """The rows, or joined elements in memory of their own, 1-D."""
+        """Returns the rows; if tensors are joined, a copy of their elements, 1-D."""
         if not self.is_joined:
             return self._tensors[0]
         return torch.cat([bits_of(tensor).reshape(-1) for tensor in self._tensors]).view(self.dtype)
 
 
 def named(weights: Named) -> dict[str, Any]:
-    """Tensors by name: of a module its state dict."""
+    """Returns tensors by name. If weights is a module, these are the tensors of its state dict."""
     return dict(weights.state_dict() if isinstance(weights, torch.nn.Module) else weights)
 
 
 def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[OwnRegion]:
-    """What a sender sends of weights, tied tensors once, in regions of most_bytes or one row. A collective call where
-    DTensors are sharded otherwise than by rows: these are gathered. TypeError, ValueError: what is given are no
-    tensors, or shards of more ranks than `part` says."""
-    found: dict[tuple[Any, ...], tuple[list[str], torch.Size, int, torch.Tensor]] = {}  # by memory: names, and a shard
-    alone: list[tuple[Any, ...]] = []  # what other senders may send too
+    """Returns the regions that this process sends. Tied tensors are sent once. A region has at most most_bytes bytes,
+    or one row if a row is larger.
+
+    DTensors are gathered unless they are replicated, or sharded by rows along one dimension of their mesh. If a DTensor
+    is gathered, this is a collective call.
+
+    Args:
+        part: as in `PushHead`.
+
+    Raises:
+        TypeError: a weight is not a tensor that can be compressed.
+        ValueError: a DTensor is sharded over more ranks than there are senders.
+    """
+    # By `memory_of`: the names of the tensor, and the result of _shard_of for it.
+    found: dict[tuple[Any, ...], tuple[list[str], torch.Size, int, torch.Tensor]] = {}
+    # The keys of tensors that other senders may send, too. They are not joined, because each sender could join them
+    # with other tensors.
+    alone: list[tuple[Any, ...]] = []
     for name, tensor in named(weights).items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
@@ -151,7 +188,8 @@ def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[
 
 
 def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int) -> list[OwnRegion]:
-    """Regions of rows; small ones are joined."""
+    """Returns the regions that have these rows. Small members with one dtype and device are joined. members: (rows,
+    their values)."""
     regions: list[OwnRegion] = []
     small: dict[tuple[Any, ...], list[tuple[TensorRows, torch.Tensor]]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
@@ -169,7 +207,8 @@ def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int)
 
 
 def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, rows) of parts of a tensor."""
+    """Yields (index of the first row, rows) for parts of a tensor of at most most_bytes bytes, or of one row if a row
+    is larger."""
     if tensor.nbytes <= most_bytes or tensor.dim() == 0:
         yield 0, tensor
         return
@@ -179,7 +218,8 @@ def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Ten
 
 
 def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[torch.Size, int, torch.Tensor] | None:
-    """(shape of all, first row, rows) that this process sends of a tensor; None: other ranks do."""
+    """Returns (shape of the whole tensor, index of the first row, rows) for the rows of a tensor that this process
+    sends, or None if only other ranks send rows of it."""
     if not hasattr(tensor, "device_mesh"):
         return tensor.shape, 0, tensor
     from torch.distributed.tensor import DTensor, Shard

@@ -1,4 +1,4 @@
-"""Delta: the differences of two versions of a tensor."""
+"""Delta: the differences between two versions of a tensor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ._applying import apply_all
 
 
 class Delta(Movable):
-    """What changed from one version of a tensor, its base, to another one. Made by `ibp.deltas.make`, and by reading
-    files.
+    """The differences between two versions of a tensor: the base and the new version. `ibp.deltas.make` makes deltas,
+    and files of deltas are read as such. A delta is immutable.
 
-    The table holds new - base for each element: integers of its width, of the elements' bits, modulo 2^w (of complex
-    numbers two each). Elements that did not change take next to nothing. It never changes.
+    The bits of each element are taken as an unsigned integer of w bits. The table holds new - base modulo 2^w for each
+    element. The two parts of a complex number are subtracted separately. Elements that did not change take almost no
+    memory.
 
     Example:
         >>> old = torch.zeros(1000, 64)
@@ -30,16 +31,18 @@ class Delta(Movable):
         tensor([0., 1., 0.])
 
     Args:
-        table: the differences, of the tensor's shape and dtype.
-        base, result: fingerprints (`ibp.deltas.fingerprint`) of what the delta is applied to, and of what that becomes.
+        table: the differences. It has the shape and dtype of the tensor.
+        base: the fingerprint (`ibp.deltas.fingerprint`) of the base.
+        result: the fingerprint of the new version.
 
     Attributes:
         table, base, result: the arguments.
-        shape, dtype: of the tensor.
-        device: where the coded differences are.
+        shape, dtype: the shape and dtype of the tensor.
+        device: the device of the compressed differences.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
+        TypeError: table is not an `ibp.CompressedTensor`, or a fingerprint is not a whole number.
+        ValueError: a fingerprint is not from 0 to 2^64 - 1.
     """
 
     __slots__ = ("base", "result", "table")
@@ -75,23 +78,23 @@ class Delta(Movable):
 
     @property
     def is_empty(self) -> bool:
-        """Whether both versions are the same, as far as their fingerprints tell."""
+        """Whether both versions have the same fingerprint, so that they are almost certainly equal."""
         return self.base == self.result
 
     @property
     def original_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size of the tensor in bytes."""
         return self.table.original_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the coded differences, the index of their rows and the codebook: what is sent, or stands in a
-        file."""
+        """Size of the delta in bytes as it is sent or stored in a file: the compressed differences, the index of their
+        rows and the codebook."""
         return self.table.stored_bytes + self.table.index_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the delta takes."""
+        """Size in bytes of the memory that the delta takes."""
         return self.table.nbytes
 
     def __repr__(self) -> str:
@@ -102,25 +105,24 @@ class Delta(Movable):
         )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Delta:
-        """The delta on another device: itself if it is there."""
+        """Returns the delta on a device; if it is there already, returns itself."""
         target = memory.canonical(device)
         return (
             self if target == self.device else Delta(self.table.to(target, None, non_blocking), self.base, self.result)
         )
 
     def apply_(self, base: torch.Tensor) -> torch.Tensor:
-        """Makes the new version of the base, in its memory. Returns it.
+        """Turns the base into the new version, in the memory of the base. Returns the base.
 
-        All is checked before the call returns: that the base is the one that the delta was made for, and that what it
-        becomes is the new version. Where either is not so, the base holds the bits that it held before. It takes no
-        gradient into account.
+        The call checks that the base is the one that the delta was made for, and that it becomes the new version. If an
+        error is raised, the base holds the same bits as before the call. Gradients are not computed.
 
         Args:
-            base: tensor of the delta's shape and dtype, of any strides without overlaps, on the CPU or a CUDA device.
-                The coded differences are brought there.
+            base: a tensor of the delta's shape and dtype on the CPU or a CUDA device. It may have any strides, but
+                elements must not overlap. The delta is copied to its device if necessary.
 
         Raises:
-            TypeError: base is no tensor, has another dtype, or is a conjugated or negated view.
+            TypeError: base is not a tensor, has another dtype, or is a conjugated or negated view.
             DeltaMismatchError: base has another shape or other bits than the base of the delta.
             CorruptTableError: the delta is damaged.
         """
@@ -128,5 +130,5 @@ class Delta(Movable):
         return base
 
     def apply(self, base: torch.Tensor) -> torch.Tensor:
-        """As `apply_`, of a copy: the base stays as it is."""
+        """Returns the new version. Works like `apply_`, but on a copy of the base."""
         return self.apply_(base.detach().clone())

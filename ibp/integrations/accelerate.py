@@ -31,8 +31,9 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
     use it for `accelerate.dispatch_model(model, device_map, state_dict=weights, offload_index={})`. Any other code that
     takes a mapping from names to tensors can also use it.
 
-    A tensor that several names share is stored once. Tensors of less than 4 KiB, and of subclasses, are kept raw. The
-    given tensors are not kept alive, so that a checkpoint can be passed shard by shard, as pairs.
+    A tensor that several names share is stored once. Tensors of less than 4 KiB, and tensors of subclasses of
+    torch.Tensor, are kept raw. The given tensors are not kept alive, so that a checkpoint can be passed shard by shard,
+    as pairs.
 
     Args:
         weights: a state dict, or pairs (name, tensor).
@@ -65,7 +66,8 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
                 raise ValueError(f"{name!r} comes twice; wanted each name once")
             if x.is_meta:
                 raise ValueError(f"{name!r} is on the meta device; wanted a tensor with values")
-            version = None if x.is_inference() else x._version  # a buffer that is filled again holds another tensor
+            # If a buffer is filled again, its version changes, because it then holds the values of another tensor.
+            version = None if x.is_inference() else x._version
             key = (x.data_ptr(), version, x.device, x.dtype, x.shape, x.stride())
             alive, stored = seen.get(key, (None, None))
             if stored is None or alive is None or alive() is None or not x.numel():

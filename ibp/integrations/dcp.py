@@ -114,7 +114,8 @@ class Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         written = {result.storage_data.relative_path for of_rank in results for result in of_rank}
-        # If every rank writes metadata of its own, `results` has only this rank's files, so only these can be removed.
+        # If every rank writes separate metadata, `results` has only the files of this rank. Then only old files of this
+        # rank are removed.
         rank = r"\d+" if self.use_collectives or self.rank is None else str(self.rank)
         own = re.compile(rf"__{rank}_[0-9a-f]{{32}}_(tensors{re.escape(_SUFFIX)}|\d+\.distcp)")
         for file in Path(self.path).iterdir():

@@ -8,10 +8,10 @@ From the command line, with the arguments of `python -m flexgen.flex_opt`:
 
     python -m ibp.integrations.flexgen --model facebook/opt-6.7b --percent 0 100 100 0 100 0
 
-FlexGen's files are not changed. Two kinds of its functions are replaced at run time. `flex_opt.init_weight_list`
-returns a `CompressedWeight` for a weight in host memory, whose `copy` decodes the weight. `load_weight` of a layer
-decodes all weights that it copies in one call of `ibp.decompress`. Weights on the GPU and on disk, weights that FlexGen
-quantises (`--compress-weight`), vectors, caches and activations stay FlexGen's own.
+FlexGen's files are not changed. Two kinds of its functions are replaced at run time. `flex_opt.init_weight_list` then
+returns a `CompressedWeight` for each matrix in host memory; its `copy` decodes the weight. `load_weight` of a layer
+then decodes all weights that it copies in one call of `ibp.decompress`. FlexGen handles everything else as before:
+weights on the GPU and on disk, weights that it quantises (`--compress-weight`), vectors, caches and activations.
 """
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -127,7 +127,7 @@ _fetching: dict[str, Any] = {}  # options of decompress
 
 
 def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
-    """Decodes a table into `out`: at once, or, if a layer's load_weight is running, when that ends."""
+    """Decodes a table into `out`. If a layer's load_weight is running, this happens when load_weight ends."""
     if _loading is None:
         _decode([(table, out)])
     else:
@@ -159,10 +159,11 @@ def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
 
 # ---- enabling --------------------------------------------------------------------------------------------------------
 
-_enabled = contextlib.ExitStack()  # restores FlexGen's own functions
+_enabled = contextlib.ExitStack()  # restores FlexGen's functions
 
 
 def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces a function of FlexGen by make(function) until `close` is called."""
     original = getattr(owner, name)
     _enabled.callback(setattr, owner, name, original)
     setattr(owner, name, make(original))
@@ -200,7 +201,7 @@ def enable(*, path: str | None = None, max_sms: int | None = None, **compress_op
 
 
 def close() -> None:
-    """Gives FlexGen its own functions back. Does nothing if compression is not enabled.
+    """Restores FlexGen's functions. Does nothing if compression is not enabled.
 
     Models that already have compressed weights still work, but decode a layer's weights one by one.
     """
@@ -214,7 +215,7 @@ def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightC
     def init_weight_list(weight_specs: list[tuple], policy: Any, env: Any) -> list[TorchTensor]:
         if policy.compress_weight:  # FlexGen quantises its matrices itself, so only vectors would remain
             return original(weight_specs, policy, env)
-        # Raw weights are soon freed. They are not pinned, because torch would not return freed pinned memory.
+        # Raw weights are soon freed. They are not pinned, because torch keeps pinned memory after it is freed.
         weights = original(weight_specs, dataclasses.replace(policy, pin_weight=False), env)
         defaults: dict[str, Any] = {"device": env.gpu.dev, "memory": None if policy.pin_weight else "host"}
         for i, (weight, (_, _, file)) in enumerate(zip(weights, weight_specs)):

@@ -65,8 +65,8 @@ class Feature(gb.Feature, Closing):
         return self.table.decompress() if ids is None else fetch(self.table, ids, None, "the feature")
 
     def read_async(self, ids: torch.Tensor) -> Iterator[ibp.Prefetch | torch.futures.Future[torch.Tensor]]:
-        """Yields, once, an object whose `wait()` returns the rows. For ids on a GPU, the rows are fetched on another
-        stream than the current one."""
+        """Yields one object, whose `wait()` returns the rows. For ids on a GPU, the rows are fetched on another stream
+        than the current one."""
         if ids.is_cuda:
             yield self.table.prefetch(ids)
         else:

@@ -3,8 +3,8 @@
     lmcache server ... --l2-adapter '{"type": "plugin", "module_path": "ibp.integrations.lmcache",
         "class_name": "IBPL2Adapter", "adapter_params": {"pool_bytes": 34359738368}}'
 
-`docs/serving.md` names the versions that were tried, and how. Objects are chunks of a KV-cache. There is an
-`ibp.kv.KeyedPages` for each size of objects, which drops the least recently used objects if it is full, except those
+`docs/serving.md` names the versions that were tried, and how. Objects are chunks of a KV-cache. Objects of the same
+size share a pool, an `ibp.kv.KeyedPages`. If a pool is full, it drops the least recently used objects, except those
 that LMCache has locked in order to load them.
 """
 
@@ -44,10 +44,10 @@ __all__ = ["IBPL2Adapter"]
 class IBPL2Adapter(L2AdapterInterface):
     """The adapter that LMCache makes from `module_path` and `class_name`.
 
-    `adapter_params` has these options: `pool_bytes`, size in bytes of the host memory for the objects of each size;
-    optionally `device`, the device that codes, "cpu" (the default) or "cuda"; and `level`, "default" or "fast". Stores,
-    lookups and loads run on a thread each. If the pool has no room for an object, the object is not stored, and LMCache
-    does not find it later. LMCache is told the original sizes of objects.
+    `adapter_params` has these options: `pool_bytes`, the size of each pool's host memory in bytes; optionally `device`,
+    the device that codes, "cpu" (the default) or "cuda"; and `level`, "default" or "fast". Stores, lookups and loads
+    run on three threads, one for each kind. If the pool has no room for an object, the object is not stored, and
+    LMCache does not find it later. LMCache is told the original sizes of objects.
 
     Raises:
         ImportError: LMCache is not installed, or lacks a class that is needed.
@@ -97,7 +97,7 @@ class IBPL2Adapter(L2AdapterInterface):
         return self._lookups.submit(self._find, keys, failed=Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """Returns which objects are stored, once, or None while the lookup is under way."""
+        """Returns a bitmap of the objects that were found, and forgets it. Returns None if the lookup has not ended."""
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
@@ -111,7 +111,8 @@ class IBPL2Adapter(L2AdapterInterface):
         return self._loads.submit(self._load, keys, objects, failed=Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """Returns which objects have been loaded, once, or None while the load is under way."""
+        """Returns a bitmap of the objects that have been loaded, and forgets it. Returns None if the load has not
+        ended."""
         return self._loads.take(task_id)
 
     def delete(self, keys: list[ObjectKey]) -> None:

@@ -1,10 +1,18 @@
-// apply.cu - deltas added to their bases (FORMAT.md section 9). A warp takes a row of differences: it is decoded in
-// shared memory as by decode_listed.cuh, and its listed elements are added to the words of the base that they lie in,
-// 32 elements at a time: a word is written once, by the lane of its first element, and the next ones are on their way
-// meanwhile. What a changed word adds to the base's sum gives the sum of the result without reading it.
+// apply.cu - adds deltas to their bases (FORMAT.md section 9). A warp processes one row of differences at a time. It
+// decodes the row in shared memory, as decode_listed.cuh does, and adds the listed elements to the 8-byte words of the
+// base in which they lie, 32 elements at a time. If several elements lie in one word, the lane of the first of them
+// adds all of them and writes the word once. Meanwhile the words for the next elements are loaded. Each changed word
+// also changes the base's sum of words; so the sum of the result is known without reading the result.
 //
-// All is queued at once: the bases' sums, a verdict, the changes if it is good, a verdict again, and the same changes
-// taken back if that is not. A row that is corrupt changes nothing, both times.
+// A call queues these kernels at once:
+//
+// 1. sum_versions computes the sums of the bases.
+// 2. judge_deltas compares them with the sums that the deltas name.
+// 3. add_deltas adds the differences if the verdict is good.
+// 4. judge_deltas compares the sums of the results.
+// 5. add_deltas subtracts the same differences if the second verdict is bad.
+//
+// A corrupt row is skipped both when the differences are added and when they are subtracted.
 #include "../decode/decode_listed.cuh"
 #include "versions.cuh"
 
@@ -13,9 +21,10 @@
 namespace ibp {
 
 constexpr uint32_t kApplyThreads = 256, kSumOfVersionsThreads = 256, kJudgeThreads = 256;
-constexpr uint32_t kMostSharedBytes = 98 << 10; // of a block, on any GPU
+constexpr uint32_t kMostSharedBytes = 98 << 10; // size in bytes of the shared memory that a block can have on any GPU
 
-// The state of a call (ibp_cuda_apply_deltas).
+// The argument `state` of ibp_cuda_apply_deltas. base_sum, change and corrupt return the addresses of the three numbers
+// of a version.
 struct DeltaState {
     uint64_t *words;
 
@@ -49,7 +58,9 @@ __global__ void __launch_bounds__(kSumOfVersionsThreads)
     total.flush();
 }
 
-// Whether the bases are those wanted, and, where the changes have been made, their results.
+// Sets the verdict if something is wrong. If is_applied is false, compares the sums of the bases with those that the
+// deltas name. If it is true, compares the sums of the results, and checks that no row was corrupt. The launch has one
+// block.
 __global__ void __launch_bounds__(kJudgeThreads)
     judge_deltas(const ibp_delta_tensor *versions, const uint32_t num_versions, const bool is_applied,
                  const DeltaState state)
@@ -63,10 +74,12 @@ __global__ void __launch_bounds__(kJudgeThreads)
         else
             wrong = wrong || base != versions[v].base_sum;
     }
-    __syncthreads(); // all have read the verdict
+    __syncthreads(); // before the verdict is written, which all threads have read
     if (wrong) state.verdict() = is_applied ? IBP_DELTA_DAMAGED : IBP_DELTA_OTHER_BASE;
 }
 
+// Adds rows of differences to a base, or subtracts them if takes_back. T: an unsigned integer that has the size of an
+// element. One warp processes a row; all its lanes must call the functions together.
 template <typename T> struct DeltaAdder {
     using Decoder = ListedDecoder<T, kConsecutive>;
     using Book = typename Decoder::Book;
@@ -77,27 +90,29 @@ template <typename T> struct DeltaAdder {
     const Stage stage;
     const bool negates;
 
-    // Shared memory of a warp: a stage for coded bytes, and what the decoder has.
+    // Returns the size of a warp's shared memory in bytes: a stage, which holds a coded row, and the decoder's scratch.
     static __host__ __device__ __forceinline__ uint32_t shared_bytes_of(const ibp_codebook &cb, Coded coded)
     {
         return (row_stage_bytes(most_stored(coded, cb.row_bytes)) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
     }
+    // first: the shared byte at which the warp's memory begins.
     __device__ __forceinline__ DeltaAdder(const ibp_codebook &codebook, Coded coded, uint32_t first, bool takes_back)
         : cb(codebook), decoder(codebook, in_register(first + row_stage_bytes(most_stored(coded, codebook.row_bytes)))),
           stage(stage_at(first, most_stored(coded, codebook.row_bytes))), negates(takes_back)
     {
-        __syncwarp(); // the entries are there
+        __syncwarp(); // before the decoder's entries are read
     }
 
-    // ---- a row's bytes ----
+    // ---- the stored bytes of a row ----
 
-    // The row's entry of lengths, and where its bytes are: in overflow, unless it is corrupt.
+    // length: the row's entry of lengths. start, stored: the byte of overflow at which the stored row begins, and its
+    // size in bytes. good: the stored row lies in overflow; if false, the row is corrupt.
     struct Place {
         uint32_t length, stored;
         uint64_t start;
         bool good;
     };
-    // What it takes is loaded at once. By all lanes together.
+    // Finds the stored bytes of a row. Loads the lengths of the rows that share its base, and the base, at once.
     __device__ __forceinline__ Place look_up(const ibp_delta_tensor &version, const VersionRow &row) const
     {
         const int64_t first = ibp_first_of_group(row.row);
@@ -113,7 +128,8 @@ template <typename T> struct DeltaAdder {
                           ibp_part_in_bounds(start, stored, version.overflow_bytes);
         return {length, stored, start, static_cast<bool>(__all_sync(kAllLanes, good))};
     }
-    // Prefetches num_bytes from `start` on: the warp's next row is mostly there, and about as long.
+    // Prefetches num_bytes bytes of overflow, beginning at byte `start`. The warp's next row mostly begins where the
+    // present one ends, and has about the same size.
     __device__ __forceinline__ void prefetch_behind(const ibp_delta_tensor &version, uint64_t start,
                                                     uint32_t num_bytes) const
     {
@@ -124,7 +140,7 @@ template <typename T> struct DeltaAdder {
             asm volatile("prefetch.global.L2 [%0];" ::"l"(version.overflow + start + first));
 #endif
     }
-    // Stages them. Returns the bit that they begin with.
+    // Copies a stored row into the stage. Returns the bit of shared memory at which the row begins.
     __device__ __forceinline__ uint32_t receive(const ibp_delta_tensor &version, uint64_t start, uint32_t stored) const
     {
         const uint8_t *const from = version.overflow + start;
@@ -148,25 +164,26 @@ template <typename T> struct DeltaAdder {
 
     // ---- adding ----
 
-    // A row of a base, and what its changes add to the sum of its words. By all lanes together.
+    // A row of a base, to which differences are added. change: by how much this changes the base's sum of words; each
+    // lane has the part of the words that it adds to.
     struct Target {
         uint8_t *bytes;
-        uint32_t valid;       // bytes
-        bool is_whole;        // all words are there, and aligned
-        uint64_t key, change; // key: what a word is mixed with besides its number in the row
+        uint32_t valid;       // number of bytes that the row has
+        bool is_whole;        // the row has row_bytes bytes and begins at a multiple of 8
+        uint64_t key, change; // key: makes ibp_mix_word(word + key, w) the mixed word of word w of the row
 
         __device__ __forceinline__ Target(uint8_t *row, uint32_t num_bytes, uint32_t row_bytes, uint64_t first_word)
             : bytes(row), valid(num_bytes), is_whole(__all_sync(kAllLanes, aligned(row, 8) && num_bytes == row_bytes)),
               key(first_word * IBP_GOLDEN), change(0)
         {
         }
-        // Word w; 0 past the row's end.
+        // Returns word w; bytes past the row's end count as zeros.
         __device__ __forceinline__ uint64_t load(uint32_t w) const
         {
             return is_whole ? __ldcg(reinterpret_cast<const unsigned long long *>(bytes) + w)
                             : load_any_word(bytes, valid, w);
         }
-        // Adds elements to word w, which was `before`, unless it is past the row's end.
+        // Adds a word of elements to word w, which is `before` so far. Bytes past the row's end are dropped.
         __device__ __forceinline__ void add(uint32_t w, uint64_t before, uint64_t elements)
         {
             const uint64_t after = ibp_add_elements(before, elements, ibp_highest_bits(sizeof(T)));
@@ -179,22 +196,29 @@ template <typename T> struct DeltaAdder {
             change += ibp_mix_word(after + key, w) - ibp_mix_word(before + key, w);
         }
     };
+    // Returns a word of differences, negated if they are subtracted.
     __device__ __forceinline__ uint64_t signed_elements(uint64_t elements) const
     {
         return negates ? ibp_subtract_elements(0, elements, ibp_highest_bits(sizeof(T))) : elements;
     }
+    // Adds a row that is stored raw. start: the byte of overflow at which it begins.
     __device__ __forceinline__ void add_raw(const ibp_delta_tensor &version, uint64_t start, Target &target) const
     {
         for (uint32_t w = lane_id(); 8u * w < target.valid; w += kWarp)
             target.add(w, target.load(w), signed_elements(load_any_word(version.overflow + start, target.valid, w)));
         __syncwarp();
     }
-    // Elements from one number on of those whose columns are in decoder.numbers(), one a lane, and the words that they
-    // are added to: without those whose word the elements behind share, so that the next words can be loaded before.
+    // Up to 32 consecutive listed elements, one for each lane. The elements of a word are never split between two
+    // batches: a batch has fewer elements instead. So the words of the next batch can be loaded before this batch is
+    // added.
     struct Batch {
-        uint32_t count, column, joined; // joined: a bit each of the elements whose word the next one has too
-        uint64_t before;
+        // count: number of elements. column: the column of the lane's element. joined: a bit for each lane, set if the
+        // element of the next lane lies in the same word.
+        uint32_t count, column, joined;
+        uint64_t before; // the word of the base in which the lane's element lies
     };
+    // Returns the batch that begins with element `first` of the n elements whose columns are in decoder.numbers().
+    // Loads the words of the base.
     __device__ __forceinline__ Batch begin_batch(uint32_t first, uint32_t n, const Target &target) const
     {
         Batch batch;
@@ -208,12 +232,13 @@ template <typename T> struct DeltaAdder {
         batch.joined &= low_bits(~0u, batch.count);
         return batch;
     }
-    // Adds an element a lane: the first one's lane adds those of a word. By all lanes together.
+    // Adds the elements of a batch, of which each lane passes its own. The lane of the first element of a word adds all
+    // elements of the word.
     __device__ __forceinline__ void add_elements_of(const Batch &batch, T element, Target &target) const
     {
         const auto mine = static_cast<uint64_t>(element) << kBits * (batch.column % kPerWord) % 64u;
         uint64_t elements = mine;
-        uint32_t joined = batch.joined; // lanes whose word the next d lanes have too
+        uint32_t joined = batch.joined; // a bit for each lane, set if the next d lanes have the same word
 #pragma unroll 1
         for (uint32_t d = 1; joined != 0u; d++, joined &= batch.joined >> (d - 1u)) {
             const uint32_t low = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine), d),
@@ -226,13 +251,15 @@ template <typename T> struct DeltaAdder {
 
     // ---- listed rows ----
 
-    // Where the values of the next elements are. By all lanes together, as all that follows.
+    // The values of the listed elements that have not been read yet. parts: the bits of shared memory at which their
+    // residuals, the digits of each plane, and the raw symbols begin. closed: the row has no values, because all its
+    // listed elements equal the codebook's closed value.
     struct Values {
-        ValueParts parts; // digits and residuals from the next one on
+        ValueParts parts;
         bool closed;
     };
-    // The values of n consecutive elements, one a lane. Planes that none of them reaches, and residuals of no bits, are
-    // not looked at.
+    // Returns the next n elements, one for each lane, and advances `values` past them. Planes that the elements do not
+    // reach are not read; neither are residuals without bits.
     __device__ __forceinline__ T next_elements(const Book &book, Values &values, uint32_t n) const
     {
         if (values.closed) return static_cast<T>(cb.planes.closed_value);
@@ -260,15 +287,17 @@ template <typename T> struct DeltaAdder {
         parts.residuals += n * r;
         return static_cast<T>(decoder.entries()[rank] | decoder.element_of(raw));
     }
-    // Columns that decoder.numbers() has room for: at least those of 32 lanes' words of a bitmap.
+    // A tile is 32 * kWarp columns: each lane takes one word of the bitmap. Returns the number of columns that
+    // decoder.numbers() can hold: a tile, or about all columns of the row if these are fewer.
     __device__ __forceinline__ uint32_t most_columns() const { return ibp_min_u32(Decoder::batch_of(cb), 32u * kWarp); }
-    // Puts the next columns of a bitmap, from column *tile on, into decoder.numbers(): all, which are `left`, or, where
-    // these are too many, those of the next tile that has any. Returns how many.
+    // Writes listed columns of a bitmap to decoder.numbers(), beginning with the tile whose first column is *tile, and
+    // advances *tile past them. If all listed columns that are left fit, it writes all; otherwise it writes those of
+    // the next tile that has any. left: number of listed columns that are left. Returns the number of columns written.
     __device__ __forceinline__ uint32_t take_columns(const typename Decoder::Bitmap &map, uint32_t left,
                                                      uint32_t *tile) const
     {
         uint32_t held = 0;
-        __syncwarp(); // the columns before have been read
+        __syncwarp(); // before the previous columns are overwritten
 #pragma unroll 1
         do {
             uint32_t listed = map.word(*tile + 32u * lane_id());
@@ -278,9 +307,10 @@ template <typename T> struct DeltaAdder {
                 *to++ = static_cast<uint16_t>(*tile + 32u * lane_id() + ibp_popcount((listed & (0u - listed)) - 1u));
             held += Decoder::G::last_lane(sums), *tile += 32u * kWarp;
         } while (held == 0u || (held < left && left <= most_columns()));
-        __syncwarp(); // the columns are there
+        __syncwarp(); // before the columns are read
         return held;
     }
+    // Returns whether a bitmap has k ones.
     __device__ __forceinline__ bool has_ones(const typename Decoder::Bitmap &map, uint32_t columns, uint32_t k) const
     {
         uint32_t count = 0;
@@ -289,7 +319,8 @@ template <typename T> struct DeltaAdder {
         return __reduce_add_sync(kAllLanes, count) == k;
     }
 
-    // Adds a coded row that is staged from start_bit on. Returns false, and has added nothing, if it is corrupt.
+    // Adds the coded row of coded_bytes bytes that begins at bit start_bit of shared memory. If the row is corrupt,
+    // adds nothing and returns false.
     __device__ __forceinline__ bool add_coded(uint32_t start_bit, uint32_t coded_bytes, Target &target) const
     {
         const Book book(cb, 0);
@@ -305,7 +336,7 @@ template <typename T> struct DeltaAdder {
         if (start > end) return false;
         const bool is_direct = form.is_list && !form.is_complement && k <= most_columns();
         typename Decoder::Bitmap map{};
-        uint32_t held = k, tile = 0; // columns that are taken; the next one of the bitmap
+        uint32_t held = k, tile = 0; // number of columns in decoder.numbers(); first column of the next tile
         if (is_direct) {
             uint16_t *const to = decoder.numbers();
             if (!decoder.walk_list(form, columns, positions, [&](uint32_t rank, uint32_t position) {
@@ -316,7 +347,7 @@ template <typename T> struct DeltaAdder {
             if (!decoder.find_bitmap(stage, form, columns, positions, map) || !has_ones(map, columns, k)) return false;
             held = take_columns(map, k, &tile);
         }
-        Batch batch = begin_batch(0, held, target); // on its way while the values are looked for
+        Batch batch = begin_batch(0, held, target); // its words are loaded while the values are found
         Values values{};
         values.closed = header.is_closed;
         if (!values.closed)
@@ -326,7 +357,8 @@ template <typename T> struct DeltaAdder {
                     return Book::template count_escapes<typename Decoder::G>(from, range, num_bits);
                 });
         if ((values.closed ? start : values.parts.end) != end) return false;
-        uint32_t first = 0, left = k - held; // held columns that are used; columns still to come
+        // first: number of columns in decoder.numbers() that are done. left: number of columns that come after these.
+        uint32_t first = 0, left = k - held;
         bool goes_on;
 #pragma unroll 1
         do {
@@ -334,7 +366,7 @@ template <typename T> struct DeltaAdder {
             first += batch.count;
             if (first == held && left != 0u) held = take_columns(map, left, &tile), left -= held, first = 0;
             goes_on = first != held;
-            if (goes_on) next = begin_batch(first, held, target); // on its way meanwhile
+            if (goes_on) next = begin_batch(first, held, target); // loaded while the present batch is added
             T element = next_elements(book, values, batch.count);
             if (negates) element = static_cast<T>(T{0} - element);
             add_elements_of(batch, element, target);
@@ -343,8 +375,8 @@ template <typename T> struct DeltaAdder {
         return true;
     }
 
-    // Adds row `row` of a version. Returns what that adds to the sum of its words, for each lane; *good: whether it is
-    // not corrupt.
+    // Adds a row of differences to its version's base. Returns in each lane a part of the change of the base's sum of
+    // words; the parts of all lanes add up to the change. *good: receives false if the row is corrupt, else true.
     __device__ __forceinline__ uint64_t add(const ibp_delta_tensor &version, const VersionRow &row, const Place &place,
                                             bool *good) const
     {
@@ -355,11 +387,13 @@ template <typename T> struct DeltaAdder {
             add_raw(version, place.start, target);
         else
             *good = add_coded(receive(version, place.start, place.stored), place.stored, target);
-        __syncwarp(); // the stage is free for the next row
+        __syncwarp(); // before the stage is overwritten by the next row
         return target.change;
     }
 };
 
+// Adds the rows that `coded` selects, unless the verdict is bad; or, if takes_back, subtracts them if the verdict is
+// IBP_DELTA_DAMAGED.
 template <typename T>
 __global__ void __launch_bounds__(kApplyThreads, 4)
     add_deltas(const __grid_constant__ ibp_codebook cb, const ibp_delta_tensor *versions, const uint32_t num_versions,
@@ -375,7 +409,9 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
     const auto is_taken_row = [&](const VersionRow &row) {
         return row.valid != 0u && is_taken(__ldg(versions[row.version].lengths + row.row));
     };
-    uint32_t taken = 0, version_of_lane = 0; // of the warp's rows from one on, a lane each
+    // taken: a bit for each of 32 rows of the warp, set if this launch processes the row. version_of_lane: the index of
+    // the version of one of these rows, a different row in each lane.
+    uint32_t taken = 0, version_of_lane = 0;
 #pragma unroll 1
     for (uint32_t k = 0; mine.has(k); k++) {
         if (k % kWarp == 0u) {
@@ -387,14 +423,14 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
         if ((taken >> k % kWarp & 1u) == 0u) continue;
         VersionRow row =
             row_of(versions, __shfl_sync(kAllLanes, version_of_lane, k % kWarp), cb.row_bytes, mine.row(k));
-        row.valid = __shfl_sync(kAllLanes, row.valid, 0); // known as uniform
+        row.valid = __shfl_sync(kAllLanes, row.valid, 0); // tells the compiler that all lanes have the same value
         const ibp_delta_tensor &version = versions[row.version];
         const typename DeltaAdder<T>::Place place = adder.look_up(version, row);
-        if (!is_taken(place.length)) continue; // it has changed
+        if (!is_taken(place.length)) continue; // the row's entry of lengths has changed since it was first read
         bool good;
         const uint64_t added = adder.add(version, row, place, &good);
         change.open(state.change(row.version));
-        if (!takes_back) change.own[0] += added; // the judged sum stays
+        if (!takes_back) change.own[0] += added; // else the state keeps the sum that was judged
         if (!good && lane_id() == 0u)
             atomicOr(reinterpret_cast<unsigned long long *>(state.corrupt(row.version)), 1ull);
     }

@@ -1,5 +1,5 @@
-// fingerprint.cu - sums of words for fingerprints (FORMAT.md section 10). Bound by memory where the data is aligned to
-// 16 bytes: some 30 instructions a word.
+// fingerprint.cu - computes the sum of words of a part of a tensor, from which its fingerprint is made (FORMAT.md
+// section 10). A word takes about 30 instructions. Device memory limits the kernel if the data is aligned to 16 bytes.
 #include "../../internal/ibp_delta.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"

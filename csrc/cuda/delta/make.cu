@@ -1,9 +1,13 @@
-// make.cu - the differences of two versions of tensors, measured and coded while they are subtracted (FORMAT.md,
-// sections 6 and 9). A warp takes a row: 16 bytes a lane of both versions at a time.
+// make.cu - computes the differences between two versions of tensors, and measures and codes them (FORMAT.md sections 6
+// and 9). The differences are not stored: both kernels subtract anew. A warp processes one row at a time. In each step
+// a lane loads 16 bytes of both versions.
 //
-// Measuring is bound by issue: some 130 instructions a step are the four words of two fingerprints. It leaves for
-// coding how many elements each plane has, so that coding knows where the parts are; there each listed element finds by
-// sums over the lanes which bits are its.
+// measure_deltas also adds up the words of both versions for their fingerprints. It writes to memory how many listed
+// elements reach each plane, that is, have a digit there. From these counts encode_deltas knows where each part of the
+// coded row begins. It counts the listed elements before each one, which says where the bits of that element are.
+//
+// The rate at which instructions are issued limits measure_deltas: in a step a lane mixes four words for the
+// fingerprints, which takes about 130 instructions.
 #include "../encode/encoder.cuh"
 #include "../positions.cuh"
 #include "versions.cuh"
@@ -12,19 +16,26 @@ namespace ibp {
 
 using MakeGroup = EncodeGroup<kWarp>;
 
-// The elements of a row, as a codebook whose entries are -1, 1, -2, 2, ... counts them.
+// Counts of a row's listed elements, which fix the layout of the coded row. reaching[p]: number of elements that have a
+// digit in plane p; reaching[IBP_MAX_PLANES]: number of elements that have a raw symbol. closed: 1 if there are listed
+// elements and all of them equal the codebook's closed value, else 0.
 struct DeltaCounts {
-    uint32_t reaching[IBP_MAX_PLANES + 1]; // plane p, of all listed elements; behind the last plane: raw symbols
-    uint32_t closed;                       // 1: all listed are the closed value
+    uint32_t reaching[IBP_MAX_PLANES + 1];
+    uint32_t closed;
 };
 static_assert(sizeof(DeltaCounts) / 4 <= IBP_DELTA_COUNTS, "they are kept");
 
+// Measures and codes rows of differences with a codebook whose entries are -1, 1, -2, 2, ... T: an unsigned integer
+// that has the size of an element. One warp processes a row; all its lanes must call the functions together.
 template <typename T> struct DeltaRows {
+    // kPerLane, kPerWord: number of elements in 16 bytes and in 8 bytes. kStep: number of bytes of a version that a
+    // warp loads in a step.
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T), kPerWord = 8u / sizeof(T),
-                              kStep = kVector * kWarp; // bytes
+                              kStep = kVector * kWarp;
     const ibp_planes &planes;
     const uint32_t columns;
-    uint32_t first[IBP_MAX_PLANES + 1]; // entry of each plane; of absent ones, and of raw symbols, all entries
+    // The index of each plane's first entry. If a plane is absent, and for raw symbols, it is the number of entries.
+    uint32_t first[IBP_MAX_PLANES + 1];
 
     __device__ __forceinline__ explicit DeltaRows(const ibp_codebook &cb)
         : planes(cb.planes), columns(cb.row_bytes / static_cast<uint32_t>(sizeof(T)))
@@ -36,25 +47,27 @@ template <typename T> struct DeltaRows {
             if (p < IBP_MAX_PLANES) entries += (1u << width_of(p)) - 1u;
         }
     }
-    // Bits of a plane's digits; 0 of an absent one.
+    // Returns the number of bits of a plane's digits; 0 if the plane is absent.
     __device__ __forceinline__ uint32_t width_of(uint32_t p) const
     {
         return p < planes.num_planes ? planes.digit_bits[p] : 0u;
     }
-    // The entry of a listed element; that behind the last one where there is none.
+    // Returns the index of the entry that equals a listed element. If no entry equals it, returns the number of
+    // entries.
     __device__ __forceinline__ uint32_t rank_of(T element) const
     {
         const T negative = static_cast<T>(T{0} - element);
         const bool is_negative = element >> (kBits - 1u) != 0u;
-        const T size = is_negative ? negative : element; // 2^(w-1) of itself
+        const T size = is_negative ? negative : element; // -2^(w - 1) is its own negative, and has the size 2^(w - 1)
         const uint32_t rank = size <= 64u ? 2u * static_cast<uint32_t>(size) - (is_negative ? 2u : 1u) : ~0u;
         return ibp_min_u32(rank, first[IBP_MAX_PLANES]);
     }
 
-    // 16 bytes of both versions, and their differences.
+    // 16 bytes of both versions, and the differences between their elements (words).
     struct Loaded {
         uint64_t newer[2], base[2], words[2];
     };
+    // Loads the 16 bytes that begin at byte `at` of a row. Bytes past the row's end count as zeros.
     static __device__ __forceinline__ void load(const ibp_delta_tensor &version, const VersionRow &row, uint32_t at,
                                                 Loaded &loaded)
     {
@@ -68,7 +81,7 @@ template <typename T> struct DeltaRows {
             loaded.words[i] = ibp_subtract_elements(loaded.newer[i], loaded.base[i], ibp_highest_bits(sizeof(T)));
         }
     }
-    // Makes the words of a base those of the newer version, where they differ.
+    // Copies the loaded words of the newer version to the base where they differ from it.
     static __device__ __forceinline__ void update(const ibp_delta_tensor &version, const VersionRow &row, uint32_t at,
                                                   const Loaded &loaded)
     {
@@ -77,11 +90,12 @@ template <typename T> struct DeltaRows {
             if (loaded.words[i] != 0u)
                 store_any_word(version.base + row.start, row.valid, at / 8u + i, loaded.newer[i]);
     }
+    // Returns difference e of the loaded ones.
     static __device__ __forceinline__ T element(const Loaded &loaded, uint32_t e)
     {
         return static_cast<T>((e < kPerWord ? loaded.words[0] : loaded.words[1]) >> kBits * (e % kPerWord) % 64u);
     }
-    // A bit for each element that is not 0.
+    // Returns a bit for each loaded difference, set if the difference is not 0. Such elements are listed.
     static __device__ __forceinline__ uint32_t listed_of(const Loaded &loaded)
     {
         uint32_t listed = 0;
@@ -89,7 +103,7 @@ template <typename T> struct DeltaRows {
         for (uint32_t e = 0; e < kPerLane; e++) listed |= static_cast<uint32_t>(element(loaded, e) != 0u) << e;
         return listed;
     }
-    // Calls take(e, element) for the listed elements of a lane, in order.
+    // Calls take(e, element) for each loaded difference whose bit is set in `listed`, in order.
     template <class Take>
     static __device__ __forceinline__ void over_listed(const Loaded &loaded, uint32_t listed, const Take &take)
     {
@@ -102,6 +116,8 @@ template <typename T> struct DeltaRows {
 
     // ---- measuring ----
 
+    // Counts the listed elements of a row. Adds the mixed words of the base and of the newer version to base_sum and
+    // newer_sum; each lane adds those of the words that it loads.
     __device__ __forceinline__ DeltaCounts count(const ibp_delta_tensor &version, const VersionRow &row,
                                                  uint64_t &base_sum, uint64_t &newer_sum) const
     {
@@ -112,7 +128,7 @@ template <typename T> struct DeltaRows {
         for (uint32_t at = kVector * lane_id(); at < row.valid; at += kStep) {
             Loaded loaded;
             load(version, row, at, loaded);
-            const uint32_t held = row.valid - at > 8u ? 2u : 1u; // words
+            const uint32_t held = row.valid - at > 8u ? 2u : 1u; // number of loaded words that lie in the row
 #pragma unroll
             for (uint32_t i = 0; i < 2u; i++) {
                 if (i >= held) continue;
@@ -135,11 +151,13 @@ template <typename T> struct DeltaRows {
         return counts;
     }
 
-    // Where the parts of a row with such counts are, in bits. Absent planes have no bits.
+    // The bits of a coded row at which its parts begin, and at which it ends. form: the form of its positions. The raw
+    // symbols begin at digits[IBP_MAX_PLANES].
     struct Parts {
         ibp_position_form form;
         uint32_t positions, digits[IBP_MAX_PLANES + 1], end;
     };
+    // Returns the layout of a coded row with these counts. Absent planes get no bits.
     __device__ __forceinline__ Parts lay_out(const DeltaCounts &counts) const
     {
         Parts parts{};
@@ -159,8 +177,9 @@ template <typename T> struct DeltaRows {
 
     // ---- coding ----
 
-    // Listed elements and their columns, in order: room for the elements of a step besides the ones that wait until a
-    // whole warp has one each.
+    // A ring buffer in shared memory of listed elements and their columns. Elements wait in it until there are enough
+    // to give one to each lane. It has room for the up to kWarp - 1 waiting elements and for all elements of a step.
+    // kRing: number of elements in the buffer.
     static constexpr uint32_t kRing = 2u * kStep / sizeof(T);
     struct Ring {
         T *elements;
@@ -168,16 +187,17 @@ template <typename T> struct DeltaRows {
     };
     static constexpr uint32_t kRingBytes = kRing * (sizeof(T) + 2u);
 
-    // A row that is being coded.
+    // The state of a row that is being coded. closed: the row has no values. lists: its positions are a list of the
+    // listed positions. next: the number of elements coded so far that have a digit in each plane.
     struct Work {
         const Parts &parts;
         const BitStage &stage;
         const Ring &ring;
-        bool closed, lists;                // lists: the positions of what is listed, as a list
-        uint32_t next[IBP_MAX_PLANES + 1]; // elements so far that reached each plane
+        bool closed, lists;
+        uint32_t next[IBP_MAX_PLANES + 1];
     };
 
-    // Puts the positions and the values of the listed elements of a row into a stage of zeros.
+    // Codes a row into a stage, whose bytes must be zeros. parts: the result of lay_out(counts).
     __device__ __forceinline__ void encode(const ibp_delta_tensor &version, const VersionRow &row, bool updates_base,
                                            const DeltaCounts &counts, const Parts &parts, const BitStage &stage,
                                            const Ring &ring) const
@@ -185,9 +205,9 @@ template <typename T> struct DeltaRows {
         if (lane_id() == 0u) stage.or_bits(0, counts.reaching[0] | (counts.closed ? ibp_closed_bit(columns) : 0u));
         const ibp_position_form &form = parts.form;
         Work work{parts, stage, ring, counts.closed != 0u, form.is_list && !form.is_complement, {}};
-        // The others of a short row are named to its end.
+        // A list of the positions that are not listed goes on past the end of a short row, up to row_bytes.
         const uint32_t end = form.is_complement ? columns * static_cast<uint32_t>(sizeof(T)) : row.valid;
-        uint32_t held = 0, done = 0; // listed elements that are in the ring, and have left it
+        uint32_t held = 0, done = 0; // number of elements that have been put into the ring, and taken from it
 #pragma unroll 1
         for (uint32_t base = 0; base < end; base += kStep) {
             Loaded loaded{};
@@ -204,13 +224,14 @@ template <typename T> struct DeltaRows {
                 ring.columns[to++ % kRing] = static_cast<uint16_t>(column + e);
             });
             held += total[0];
-            __syncwarp(); // the elements are there
+            __syncwarp(); // before the ring is read
             for (; held - done >= kWarp; done += kWarp) put_elements(work, done, kWarp);
         }
         if (held != done) put_elements(work, done, held - done);
     }
-    // A bitmap, or the list of what is not listed. rank: of the first of the lane's listed elements, whose columns are
-    // `column` and those behind it.
+    // Writes positions as a bitmap, or as a list of the positions that are not listed, for kPerLane columns of a lane.
+    // column: the first of these columns. listed: a bit for each of them, set if it is listed. rank: number of listed
+    // elements of the row in earlier columns.
     __device__ __forceinline__ void put_positions(const Parts &parts, const BitStage &stage, uint32_t column,
                                                   uint32_t listed, uint32_t rank) const
     {
@@ -224,6 +245,7 @@ template <typename T> struct DeltaRows {
         for (uint32_t named = low_bits(~listed, held); named != 0u; named &= named - 1u, rank++)
             put_position(parts, stage, column + ibp_popcount((named & (0u - named)) - 1u), rank);
     }
+    // Writes a position to a list. rank: index of the position in the list.
     static __device__ __forceinline__ void put_position(const Parts &parts, const BitStage &stage, uint32_t position,
                                                         uint32_t rank)
     {
@@ -234,7 +256,8 @@ template <typename T> struct DeltaRows {
             stage.or_bits(parts.positions + to_byte(form.upper_bits) + rank * form.low_bits,
                           low_bits(position, form.low_bits));
     }
-    // Elements first to first + n - 1 of the row, one a lane. By all lanes together.
+    // Takes n listed elements from the ring, one for each lane, and writes their values and, if work.lists, their
+    // positions. first_element: the index of the first of them among the row's listed elements.
     __device__ __forceinline__ void put_elements(Work &work, uint32_t first_element, uint32_t n) const
     {
         const uint32_t number = first_element + lane_id();
@@ -242,8 +265,9 @@ template <typename T> struct DeltaRows {
         const T element = work.ring.elements[number % kRing];
         if (active && work.lists) put_position(work.parts, work.stage, work.ring.columns[number % kRing], number);
         if (!work.closed) put_value(work, element, active);
-        __syncwarp(); // they leave the ring
+        __syncwarp(); // before the ring's elements are overwritten
     }
+    // Writes the digits, or the raw symbol, of one element for each lane that is active.
     __device__ __forceinline__ void put_value(Work &work, T element, bool active) const
     {
         const uint32_t rank = rank_of(element);
@@ -270,7 +294,7 @@ template <typename T> struct DeltaRows {
         else
             stage.or_bits(at, static_cast<uint32_t>(element));
     }
-    // The differences themselves.
+    // Writes the differences of a row to the stage as they are, for a row that is stored raw.
     static __device__ __forceinline__ void stage_raw(const ibp_delta_tensor &version, const VersionRow &row,
                                                      bool updates_base, const BitStage &stage)
     {
@@ -293,7 +317,7 @@ __global__ void __launch_bounds__(kMakeThreads)
 {
     const DeltaRows<T> rows(cb);
     const WarpRows mine(num_rows);
-    PlacedSums<2> placed; // of the base and of the newer version
+    PlacedSums<2> placed; // the sums of words of a base and of its newer version
 #pragma unroll 1
     for (uint32_t k = 0; mine.row(k) < num_rows; k++) {
         const int64_t r = mine.row(k);
@@ -319,7 +343,7 @@ __global__ void __launch_bounds__(kMakeThreads)
     placed.flush();
 }
 
-// Where row r of the sequence begins in overflow. By all lanes together.
+// Returns the byte of overflow at which row r of the sequence begins. All lanes of the warp must call it together.
 __device__ __forceinline__ uint64_t start_of_row(const uint16_t *lengths, const uint64_t *bases, uint32_t row_bytes,
                                                  int64_t r)
 {
@@ -329,7 +353,7 @@ __device__ __forceinline__ uint64_t start_of_row(const uint16_t *lengths, const 
     return bases[ibp_group_of_row(r)] + __reduce_add_sync(kAllLanes, room);
 }
 
-// Shared memory of a warp that codes.
+// Returns the size in bytes of the shared memory of a warp of encode_deltas: its stage and its ring.
 template <typename T> __host__ __device__ __forceinline__ uint32_t encode_bytes(uint32_t row_bytes, Coded coded)
 {
     return bit_stage_bytes(most_stored(coded, row_bytes)) + DeltaRows<T>::kRingBytes;
@@ -372,7 +396,7 @@ __global__ void __launch_bounds__(kMakeThreads)
         }
         __syncwarp();
         copy_out<MakeGroup>(overflow + start, stage, 0, stored);
-        __syncwarp(); // the stage is free for the next row
+        __syncwarp(); // before the stage is overwritten by the next row
     }
 }
 

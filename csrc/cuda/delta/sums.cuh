@@ -1,4 +1,5 @@
-// sums.cuh - words of tensors at any address, and their sums for fingerprints (FORMAT.md section 10).
+// sums.cuh - loads and stores the 8-byte words of tensors at any address, and computes the sums of words from which
+// fingerprints are made (FORMAT.md section 10).
 #ifndef IBP_SUMS_CUH
 #define IBP_SUMS_CUH
 
@@ -6,7 +7,8 @@
 
 namespace ibp {
 
-// Sum of v over the lanes of a warp, in lane 0.
+// Returns the sum of v over the lanes of a warp in lane 0; the result in other lanes is meaningless. All lanes must
+// call it together.
 __device__ __forceinline__ uint64_t sum_of_warp(uint64_t v)
 {
     for (uint32_t step = kWarp / 2u; step != 0u; step /= 2u) {
@@ -17,10 +19,11 @@ __device__ __forceinline__ uint64_t sum_of_warp(uint64_t v)
     return v;
 }
 
-constexpr uint32_t kPairsAhead = 4; // pairs of words that a thread loads at once
+constexpr uint32_t kPairsAhead = 4; // number of pairs of words that a thread loads before it uses any of them
 
-// The words of pairs [first, num_pairs), every `step`-th, of data that is aligned to 16 bytes. Number is of 32 or 64
-// bits. first_word: number of the first pair's first word.
+// Returns the sum of the mixed words (ibp_mix_word) of the pairs first, first + step, first + 2 * step, ... below
+// num_pairs. A pair is 16 bytes. Number: an unsigned or signed integer of 32 or 64 bits. pairs: aligned to 16 bytes.
+// first_word: the index in the tensor of the first word of pairs[0].
 template <typename Number>
 __device__ __forceinline__ uint64_t sum_pairs(const ulonglong2 *pairs, Number num_pairs, Number first, Number step,
                                               uint64_t first_word)
@@ -41,7 +44,7 @@ __device__ __forceinline__ uint64_t sum_pairs(const ulonglong2 *pairs, Number nu
     return sum;
 }
 
-// Word i of num_bytes bytes at any address, zeros past them. Reads no byte outside them.
+// Returns word i of num_bytes bytes at any address. Bytes past the end count as zeros; no byte outside is read.
 __device__ __forceinline__ uint64_t load_any_word(const uint8_t *data, int64_t num_bytes, int64_t i)
 {
     const uint8_t *const from = data + 8 * i;
@@ -55,7 +58,7 @@ __device__ __forceinline__ uint64_t load_any_word(const uint8_t *data, int64_t n
     return word;
 }
 
-// Stores word i, as far as it lies in num_bytes bytes, which begin at any address.
+// Stores word i of num_bytes bytes at any address. Its bytes past the end are dropped.
 __device__ __forceinline__ void store_any_word(uint8_t *data, int64_t num_bytes, int64_t i, uint64_t word)
 {
     uint8_t *const to = data + 8 * i;

@@ -1,5 +1,6 @@
-// versions.cuh - what the kernels of deltas share: the rows of many tensors as one sequence, elements side by side in
-// words, and sums for fingerprints.
+// versions.cuh - what the kernels that make and apply deltas share: the sequence of the rows of all tensors, the
+// distribution of these rows over warps, sums in device memory, and launches. Here a version is an ibp_delta_tensor, a
+// tensor whose delta is made or applied.
 #ifndef IBP_DELTA_VERSIONS_CUH
 #define IBP_DELTA_VERSIONS_CUH
 
@@ -12,20 +13,20 @@
 
 namespace ibp {
 
-constexpr uint32_t kMostDeltaRow = 8192; // bytes
-// Most rows take few bytes as coded: these are worked on with little shared memory each, by many warps at once, the
-// others by a launch of their own.
+constexpr uint32_t kMostDeltaRow = 8192; // largest size of a row in bytes
+// Coded rows of at most kShortCoded bytes, which most rows are, and all other rows are processed by separate launches.
+// Short rows need little shared memory, so more warps can be resident.
 constexpr uint32_t kShortCoded = 2048;
 
-// Rows that a launch takes.
+// The rows that a launch processes: coded rows of at most kShortCoded bytes; or longer coded rows, and raw rows.
 enum class Coded : uint32_t { kShort, kLong };
 
-// Whether a launch takes a row of this entry of lengths that is stored.
+// Returns whether a launch processes a row with this entry of lengths. The row must not be a default row.
 __device__ __forceinline__ bool takes(Coded coded, uint32_t length)
 {
     return (length != 0u && length <= kShortCoded) == (coded == Coded::kShort);
 }
-// Bytes of a row as stored, at most, where a launch takes it.
+// Returns the largest size in bytes, as stored, of the rows that a launch processes.
 __host__ __device__ __forceinline__ uint32_t most_stored(Coded coded, uint32_t row_bytes)
 {
     return coded == Coded::kShort ? ibp_min_u32(kShortCoded, row_bytes) : row_bytes;
@@ -33,13 +34,15 @@ __host__ __device__ __forceinline__ uint32_t most_stored(Coded coded, uint32_t r
 
 // ---- the sequence of rows ----
 
-// Row `row` of a version: bytes from `start` on, `valid` of them; none of a row that no version has.
+// A row of the sequence. version: index of its version. row: its number among the rows of the version. start: the byte
+// of the tensor at which the row begins. valid: number of bytes that the row has; 0 if it belongs to no version.
 struct VersionRow {
     int64_t row, start;
     uint32_t version, valid;
 };
 
-// The version that has row r of the sequence.
+// Returns the index of the version to which row r of the sequence belongs; if there is none, that of the version before
+// it.
 __device__ __forceinline__ uint32_t find_version(const ibp_delta_tensor *versions, uint32_t num_versions, int64_t r)
 {
     uint32_t first = 0, last = num_versions;
@@ -52,6 +55,7 @@ __device__ __forceinline__ uint32_t find_version(const ibp_delta_tensor *version
     }
     return first;
 }
+// Returns row r of the sequence. version: the result of find_version for r.
 __device__ __forceinline__ VersionRow row_of(const ibp_delta_tensor *versions, uint32_t version, uint32_t row_bytes,
                                              int64_t r)
 {
@@ -65,45 +69,50 @@ __device__ __forceinline__ VersionRow find_row(const ibp_delta_tensor *versions,
     return row_of(versions, find_version(versions, num_versions, r), row_bytes, r);
 }
 
-// The rows of a warp: runs of rows behind each other, mostly of one version, where there are enough. Few blocks take
-// the same version at the same time then: warps that add to the sums of one version at once wait for each other.
+// The rows of the sequence that a warp processes. If there are enough rows for all warps, a warp takes runs of
+// 2^kRunBits consecutive rows, which mostly belong to one version. Fewer warps then add to the sums of the same version
+// at the same time; such atomic additions wait for each other.
 struct WarpRows {
-    static constexpr uint32_t kRunBits = 3; // of the number of rows in a run
+    static constexpr uint32_t kRunBits = 3;
     const int64_t num_rows;
     const uint32_t warps = blockDim.x / kWarp;
-    const uint32_t warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0); // known as uniform
+    // The index of the warp in its block. The shuffle tells the compiler that all lanes have the same value.
+    const uint32_t warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
     const uint32_t run_bits;
 
     __device__ __forceinline__ explicit WarpRows(int64_t rows_of_all)
         : num_rows(rows_of_all), run_bits(num_rows >> kRunBits >= int64_t{warps} * gridDim.x ? kRunBits : 0u)
     {
     }
-    // The number of its k-th row, which rises with k.
+    // Returns the number, in the sequence, of the warp's k-th row. It increases with k, and may be num_rows or more.
     __device__ __forceinline__ int64_t row(uint32_t k) const
     {
         const int64_t run = (int64_t{k >> run_bits} * gridDim.x + blockIdx.x) * warps + warp;
         return (run << run_bits) + low_bits(k, run_bits);
     }
-    // Whether it is there. By all lanes together: a vote, from which the compiler knows that lanes stay together.
+    // Returns whether the warp has a k-th row. All lanes must call it together. It is a vote, although all lanes have
+    // the same value, because the vote tells the compiler that the lanes stay together.
     __device__ __forceinline__ bool has(uint32_t k) const { return __any_sync(kAllLanes, row(k) < num_rows); }
 };
 
-// Sums of lanes, which are added to a place of device memory and those behind it when the place changes, and at the
-// end. By all lanes together.
+// Accumulates N sums in each lane, in own[]. When the destination changes, and when the caller calls flush() at the
+// end, the warp's totals are added atomically to N consecutive words of device memory, beginning at `place`. All lanes
+// must call every function together.
 template <uint32_t N> struct PlacedSums {
     unsigned long long *place = nullptr;
     uint64_t own[N] = {};
 
-    // Turns to a place.
+    // Makes `to` the destination of what is added to own[] from now on.
     __device__ __forceinline__ void open(uint64_t *to)
     {
         if (reinterpret_cast<unsigned long long *>(to) != place) flush(to);
     }
+    // Adds the totals to the present destination, clears own[], and makes `next` the destination.
     __device__ __forceinline__ void flush(uint64_t *next = nullptr)
     {
 #pragma unroll
         for (uint32_t i = 0; i < N; i++) {
-            const uint64_t sum = sum_of_warp(own[i]); // 0 without a place
+            const uint64_t sum = sum_of_warp(own[i]); // 0 if there is no destination yet
             if (lane_id() == 0u && sum != 0u) atomicAdd(place + i, static_cast<unsigned long long>(sum));
             own[i] = 0;
         }
@@ -113,6 +122,7 @@ template <uint32_t N> struct PlacedSums {
 
 // ---- codebooks ----
 
+// Returns whether deltas that are coded with a codebook can be applied (ibp_cuda_applies_deltas).
 inline bool has_delta_rows(const ibp_codebook *codebook)
 {
     if (!is_codebook(codebook) || codebook->scheme != IBP_SCHEME_PLANES) return false;
@@ -120,6 +130,7 @@ inline bool has_delta_rows(const ibp_codebook *codebook)
            !ibp_has_clusters(codebook) && codebook->row_bytes % 16u == 0u && codebook->row_bytes <= kMostDeltaRow;
 }
 
+// Checks the arguments that describe the tensors. The structs are in device memory and are not checked.
 inline bool are_versions(const ibp_delta_tensor *versions, uint32_t num_versions, int64_t num_rows)
 {
     return versions != nullptr && num_versions > 0u && num_rows >= 0 && num_rows % IBP_ROWS_PER_BASE == 0 &&
@@ -128,7 +139,7 @@ inline bool are_versions(const ibp_delta_tensor *versions, uint32_t num_versions
 
 // ---- launching ----
 
-// What the functions of deltas are asked for.
+// The arguments that all functions which launch kernels for deltas have in common.
 struct DeltaCall {
     const ibp_codebook &cb;
     const ibp_delta_tensor *versions;
@@ -137,7 +148,8 @@ struct DeltaCall {
     ibp_stream stream;
 };
 
-// Launches a kernel whose warps take the rows of a call.
+// Launches a kernel whose warps process the rows of a call, one row at a time (WarpRows). shared_bytes: size of a
+// block's dynamic shared memory.
 template <class... Parameters, class... Arguments>
 ibp_status launch_rows(void (*kernel)(Parameters...), uint32_t num_threads, uint32_t shared_bytes,
                        const DeltaCall &call, const Arguments &...arguments)

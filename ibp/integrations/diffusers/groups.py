@@ -1,7 +1,7 @@
 """The group offloading of diffusers with compressed weights.
 
-Hooks, prefetching and streams stay diffusers' own. Only the source of a group's parameters changes: instead of copying
-raw parameters from host memory, the onload device decodes tables, all tables of a group in one call.
+diffusers still runs hooks, prefetches groups and uses its streams. Only the source of a group's parameters changes: raw
+parameters would be copied from host memory; tables are decoded on the onload device, all tables of a group in one call.
 """
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -62,7 +62,8 @@ class CompressedGroups(ModelChange):
         return [weight.coded.table for weight in _weights_of(_groups_of(self.model)).values()]
 
     def close(self) -> None:
-        """Gives the model's groups raw parameters in host memory again. Does nothing if they have raw parameters."""
+        """Undoes the compression: the parameters of the model's groups become raw tensors in host memory again. Does
+        nothing for groups that are not compressed."""
         for group in _groups_of(self.model):
             compressed = _compressed(group)
             if compressed is not None:
@@ -84,13 +85,13 @@ def compress_groups(
     """Compresses the parameters of a model that has diffusers' group offloading.
 
     diffusers itself still moves buffers, parameters of less than 4 KiB, and parameters of other classes than
-    torch.nn.Parameter (such as quantised ones). Tables are in host memory, pinned if there is a GPU, whatever
-    low_cpu_mem_usage says, because that option is about additional pinned copies. While a group is offloaded, its
-    parameters keep their shape, dtype and device, and take no memory. Code that reads their values gets a decoded copy;
-    examples are `model.state_dict()` and a module that is called while its group is not on the onload device. The
-    parameters cannot be written to. If the function is called again, it compresses groups that are not compressed yet.
-    When diffusers removes its hooks, for instance to load LoRAs, the parameters become raw again: call this function
-    again afterwards.
+    torch.nn.Parameter (such as quantised ones). Tables are in host memory, which is pinned if there is a GPU. The
+    option low_cpu_mem_usage does not change this, because it is about additional pinned copies. While a group is
+    offloaded, its parameters keep their shape, dtype and device, and take no memory. Code that reads their values gets
+    a decoded copy; examples are `model.state_dict()` and a module that is called while its group is not on the onload
+    device. The parameters cannot be written to. If the function is called again, it compresses groups that are not
+    compressed yet. When diffusers removes its hooks, for instance to load LoRAs, the parameters become raw again; call
+    this function again afterwards.
 
     Args:
         model: a module whose groups are offloaded to the CPU. For a pipeline, call it for each of its models.
@@ -139,8 +140,8 @@ def compress_groups(
 
 
 def close(model: torch.nn.Module) -> None:
-    """Undoes `compress_groups`: gives the model's groups raw parameters in host memory again. Does nothing for groups
-    that are not compressed.
+    """Undoes `compress_groups`: the parameters of the model's groups become raw tensors in host memory again. Does
+    nothing for groups that are not compressed.
 
     Raises:
         TypeError: model is not a module.
@@ -149,12 +150,12 @@ def close(model: torch.nn.Module) -> None:
 
 
 class _CompressedGroup:
-    """Makes the parameters of one of diffusers' groups come from tables. Its `onload` and `offload` replace the group's
-    functions `_onload_from_memory` and `_offload_to_memory`.
+    """One of diffusers' groups, whose parameters come from tables. The methods `onload` and `offload` replace the
+    group's functions `_onload_from_memory` and `_offload_to_memory`.
 
     Attributes:
         weights: the coded weights, by parameter.
-        rest: an ordinary group of diffusers, which has the other tensors of the group.
+        rest: an ordinary group of diffusers, which has the group's tensors that are not coded.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class _CompressedGroup:
                 weight.wake(parameter, values)
                 if group.record_stream:
                     values.record_stream(current)
-        # no other group prefetches these parameters, so they are needed at once
+        # If no other group prefetches these parameters, they are needed at once.
         if group.stream is not None and group.onload_self:
             current.wait_stream(group.stream)
 
@@ -210,8 +211,8 @@ class _CompressedGroup:
         self._let_go()
 
     def restore(self) -> None:
-        """Gives the group raw parameters in host memory and diffusers' own functions again. Does nothing if it has
-        them."""
+        """Undoes the compression of the group: its parameters become raw tensors in host memory, and it has diffusers'
+        functions again. Does nothing if the group is not compressed."""
         group = self.group
         if _compressed(group) is not self:
             return
@@ -225,6 +226,7 @@ class _CompressedGroup:
             del hook.deinitalize_hook
 
     def _let_go(self) -> None:
+        """Frees the memory of the decoded parameters, which rest from now on."""
         for parameter, weight in self.weights.items():
             weight.rest(parameter)
 

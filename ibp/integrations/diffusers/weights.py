@@ -30,8 +30,8 @@ class _Method(str, Enum):
 
 
 class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
-    """`quantization_config` of `from_pretrained` of a model of diffusers: its matrices become tables while they are
-    loaded, as `ibp.nn.compress` makes them.
+    """The argument `quantization_config` of `from_pretrained`, for models of diffusers. The matrices of the model
+    become tables while they are loaded. The tables are like those of `ibp.nn.compress`.
 
     For a pipeline, load the model in this way and pass it to the pipeline. During the loading, memory holds the coded
     model and one memory-mapped file of plain weights. `model.save_pretrained` writes plain weights and a plain

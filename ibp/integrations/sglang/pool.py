@@ -1,13 +1,13 @@
-"""SGLang's hierarchical cache with coded pages in its host pool: the same memory keeps 1.4 times the tokens.
+"""SGLang's hierarchical cache with coded pages in its host pool: 1.4 times as many tokens fit the same memory.
 
     SGLANG_PLUGINS=ibp_host_pool python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache
         --hicache-size 32 --hicache-io-backend direct --page-size 64
 
 The plugin calls `register`. `docs/serving.md` names the releases that were tried, and how.
 
-SGLang cannot handle the loss of a page, and may overwrite GPU blocks as soon as their store has ended. Therefore, if
-there may be no room for a page that is being stored, the host waits for the store, and keeps raw copies of pages that
-did not fit; `IBPHostPool.blocks.num_raw_pages` counts these pages.
+SGLang cannot handle the loss of a page, and may overwrite GPU blocks as soon as their store has ended. If the pool may
+be too full for pages that are being stored, the host therefore waits for the store, and keeps raw copies of the pages
+that did not fit. `IBPHostPool.blocks.num_raw_pages` counts these pages.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def _class_of(found: type, *args: Any, **kwargs: Any) -> type:
 class IBPHostPool(MHATokenToKVPoolHost):
     """SGLang's host pool, with pages in an `ibp.kv.BlockStore`. SGLang makes it with the arguments of its own pool.
 
-    With `--hicache-size`, host memory of the given size holds `gain` times the tokens that would fit raw. With
-    `--hicache-ratio`, the number of tokens is the same as without coding, and the pool takes less memory. Transfers run
-    on the current stream.
+    With `--hicache-size`, the pool has the given size, and the number of its tokens is `gain` times that of a raw pool.
+    With `--hicache-ratio`, the number of tokens is the same as without coding, and the pool takes less memory.
+    Transfers run on the current stream.
 
     Attributes:
-        gain: number of tokens that are kept for each one that would fit raw. It is an attribute of the class: set it
-            before SGLang starts.
+        gain: number of coded tokens that the pool keeps in the memory of one raw token. It is an attribute of the
+            class: set it before SGLang starts.
         blocks: the `ibp.kv.BlockStore`.
 
     Raises:

@@ -5,8 +5,8 @@
         --hicache-storage-backend-extra-config '{"backend_name": "ibp", "module_path": "ibp.integrations.sglang",
         "class_name": "IBPHiCacheStorage", "interface_v1": 1, "pool_bytes": 34359738368}'
 
-`docs/serving.md` names the versions that were tried, and how. There is an `ibp.kv.KeyedPages` for each of SGLang's host
-pools, which drops the least recently used pages if it is full.
+`docs/serving.md` names the versions that were tried, and how. The pages of each of SGLang's host pools are kept in a
+separate `ibp.kv.KeyedPages`. If it is full, it drops the least recently used pages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ALL_PAGES, _BLOCK_GROUPS = "all_pages", "block_groups"  # PoolHitPolicy; BLOCK_
 class IBPHiCacheStorage(HiCacheStorage):
     """The storage that SGLang makes from `module_path` and `class_name`.
 
-    The extra config has these options: `pool_bytes`, size in bytes of the host memory for the pages of each host pool;
+    The extra config has these options: `pool_bytes`, the size in bytes of the memory for coded pages of each host pool;
     optionally `device`, the device that codes, "cpu" (the default) or "cuda"; and `level`, "default" or "fast". Calls
     return when their work is done. Several threads may call at the same time.
 

@@ -1,7 +1,9 @@
 """Code that the adapters of several frameworks share.
 
-`engines.py` is for engines that serve models, `features.py` for stores of features, `loading.py` for frameworks that
-load models by a configuration, and `releases.py` checks which release of a framework is installed.
+- `engines.py`: for serving engines, such as vLLM.
+- `features.py`: for stores of features of graphs.
+- `loading.py`: for the quantizers of transformers and diffusers.
+- `releases.py`: compares the installed release of a framework with those that an adapter supports.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from typing import Any
 
 
 def lazily(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Returns a function `__getattr__` for a package, which imports a module of the package when the module, or a name
-    that the package has from it, is first read. An adapter then needs only those classes of its framework that it uses.
+    """Returns a function `__getattr__` for a package, which imports the package's modules lazily. A module is imported
+    when it is first read from the package, or when one of its names is. So a user needs only those parts of a framework
+    that the used modules import.
 
-    modules: for each module, the names that the package also has.
+    modules: for each module, the names of the module that can also be read from the package.
     """
     places = {name: module for module, names in modules.items() for name in names}
 

@@ -1,4 +1,5 @@
-"""Code that the adapters of serving engines share: the releases that were tried, options, tasks, and dtypes."""
+"""Code that the adapters of serving engines share. It checks the engines' releases, reads options of pools, runs tasks
+on threads, and converts names of dtypes."""
 
 from __future__ import annotations
 
@@ -95,11 +96,12 @@ class Tasks:
         return number
 
     def take(self, number: int) -> Any:
-        """Returns a task's result, once, or None while the task is under way."""
+        """Returns a task's result and forgets it. Returns None if the task has not ended, or its result has been taken
+        before."""
         return self._results.pop(number, None)
 
     def take_all(self) -> dict[int, Any]:
-        """Returns the results of all finished tasks by number, each result once."""
+        """Returns the results of all tasks that have ended, by number, and forgets them."""
         return {number: self._results.pop(number) for number in list(self._results)}
 
     def wait(self) -> None:

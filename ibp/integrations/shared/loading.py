@@ -48,8 +48,8 @@ def away_of(device_map: object) -> dict[str, str]:
 
 
 class CodingQuantizer:
-    """The base of the quantizers of both frameworks: it has a report, and a `ModelLoading` while a model is loaded. It
-    must come before the framework's class in the list of bases."""
+    """The base class of the quantizers of both frameworks. It must come before the framework's class in the list of
+    bases. `report` is the report of the last model that was loaded; `_loading` is set while a model is loaded."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -45,7 +45,8 @@ _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False
 
 @register_quantization_config(METHOD)
 class IbpConfig(CodingFields, QuantizationConfigMixin):
-    """`quantization_config` of `from_pretrained`: matrices of the model become tables while they are loaded.
+    """The argument `quantization_config` of `from_pretrained`. The matrices of the model become tables while they are
+    loaded.
 
     The model becomes what `ibp.nn.compress` would make of it. Each weight is coded as soon as it is read, so memory
     holds the coded model and one plain weight. Weights that several modules share, such as a tied head and its
@@ -92,8 +93,7 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
 
     Attributes:
         report: which weights are coded, and why others stay plain. None until the model has been loaded.
-        offloaded: the result of `ibp.offload`, if a device map puts a part of the model on "cpu" or "disk". None: there
-            is no such part.
+        offloaded: the result of `ibp.offload` if a device map puts a part of the model on "cpu" or "disk", else None.
     """
 
     __module__ = "ibp.integrations.transformers"
@@ -419,8 +419,8 @@ def save_coded(
 
 
 def _in_file(model: PreTrainedModel) -> dict[str, Any]:
-    """Returns the tables and tensors to write, by their names in the model's checkpoint. One that has several names is
-    returned under one of them only."""
+    """Returns the tables and tensors to write, by their names in the model's checkpoint. A table or tensor with several
+    names is returned only under the first of them."""
     held: dict[object, str] = {}
     state = {}
     for key, value in ibp.nn.coded_state_dict(model).items():
@@ -453,7 +453,7 @@ def _set(config: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_weights() -> Iterator[None]:
-    """Makes `save_pretrained` write everything except weights inside the context."""
+    """Inside the context, `save_pretrained` writes everything except weights."""
     token = _without_weights.set(True)
     try:
         yield

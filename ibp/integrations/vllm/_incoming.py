@@ -1,4 +1,5 @@
-"""Represents tensors of a checkpoint without memory while vLLM's weight loaders take views of them and copy these."""
+"""`IncomingTensor`: represents a tensor of a checkpoint without memory. vLLM's weight loaders take views of it, as they
+do of other tensors, and copy the views to weights. Each copy is passed to the `Origin` of the tensor."""
 
 from __future__ import annotations
 
@@ -93,8 +94,8 @@ def incoming(table: CompressedTensor) -> IncomingTensor:
 
 
 class CodedOrigin:
-    """The origin of a table of a checkpoint. If the loader of a coded layer's weight is running, parts of the table are
-    noted in its list (see `noted`); otherwise they are decoded, on the device to which they are copied."""
+    """The origin of a table of a checkpoint. If the loader of a coded layer's weight is running, a part that is copied
+    is only added to the list `noted`. Otherwise it is decoded on the device to which it is copied."""
 
     def __init__(self, table: CompressedTensor) -> None:
         self.table = table

@@ -22,14 +22,17 @@ except ImportError:  # `weights` reports the error
 
 
 class CodedMethod:
-    """The method of a layer whose weights, which are vLLM's shards, become tables once they are loaded. If the layer is
-    made without memory (`uses_meta_device`), it is coded during the loading of the model, as soon as its weights are
-    complete. If the checkpoint is coded, the weight loaders only note the rows of tables that make up the weights.
+    """The object by which vLLM loads and computes one layer (its quantization method). The layer's weights, which are
+    this rank's shards, become tables after they have been loaded.
+
+    If the layer is made without memory (`uses_meta_device`), it is coded as soon as its weights are complete, while the
+    rest of the model is still being loaded. If the checkpoint is coded, the weight loaders copy nothing: they only note
+    which rows of tables make up the weights.
 
     Args:
         config: the `IBPConfig`.
         prefix: the name of the layer.
-        plain: vLLM's own method, for weights that stay plain.
+        plain: vLLM's method for the layer, which is used if the weights stay plain.
 
     Attributes:
         names: names of the parameters that may become tables.
@@ -175,7 +178,8 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
     def _multiplied(
         self, layer: Any, experts: ExpertTables, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Returns what vLLM's kernel would return, except that products are added in another order."""
+        """Returns the layer's result. It may differ from that of vLLM's kernel in rounding, because products are added
+        in another order."""
 
         def activate(y: torch.Tensor) -> torch.Tensor:
             out = y.new_empty(len(y), experts.down.shape[1])

@@ -1,4 +1,4 @@
-"""vLLM's KV-cache offloading with coded pages in host memory: the same memory keeps 1.4 times the tokens.
+"""vLLM's KV-cache offloading with coded pages in host memory: 1.4 times as many tokens fit the same memory.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"spec_name": "IBPOffloadingSpec", "spec_module_path": "ibp.integrations.vllm",
@@ -40,7 +40,8 @@ except ImportError as error:
 
 __all__ = ["IBPOffloadingSpec", "IBPOffloadingWorker"]
 
-USUAL_GAIN = 1.4  # number of chunks that are kept for each one that would fit raw; BF16 keys and values allow this gain
+# Default number of coded chunks that are kept in the memory of one raw chunk. BF16 keys and values allow this gain.
+USUAL_GAIN = 1.4
 # Pages are rounded up to a multiple of this size in bytes, if the tensor's padding allows it, so that they can be cut
 # into whole rows.
 _WHOLE_ROWS = 2048
@@ -51,9 +52,9 @@ class IBPOffloadingSpec(CPUOffloadingSpec):
     worker.
 
     `kv_connector_extra_config` has these options: `cpu_bytes_to_use`, size in bytes of the host memory of all workers
-    together; optionally `ibp_gain`, the number of chunks that are kept for each one that would fit raw, 1.4 by default;
-    `ibp_level`, "default" or "fast"; and `ibp_dtype`, the dtype of the pages. Give `ibp_dtype` if `--kv-cache-dtype`
-    does not say it: with the default "auto", pages are taken for BF16. The options of `CPUOffloadingSpec`, such as
+    together; optionally `ibp_gain`, the number of coded chunks that are kept in the memory of one raw chunk, 1.4 by
+    default; `ibp_level`, "default" or "fast"; and `ibp_dtype`, the dtype of the pages. Give `ibp_dtype` if
+    `--kv-cache-dtype` is "auto", its default, and the pages are not BF16. The options of `CPUOffloadingSpec`, such as
     `eviction_policy` and `store_threshold`, also apply. vLLM's metrics count chunks at their original size.
 
     Attributes:
@@ -78,7 +79,7 @@ class IBPOffloadingSpec(CPUOffloadingSpec):
         host_bytes = int(options["cpu_bytes_to_use"])
         self.pool_bytes = host_bytes // max(1, config.parallel.world_size)
         changes: dict[str, Any] = {"extra_config": {**options, "cpu_bytes_to_use": int(host_bytes * gain)}}
-        # vLLM may keep one copy of replicated pages for all workers; here each worker has a pool of its own
+        # vLLM may keep one copy of replicated pages for all workers. Here each worker has a separate pool.
         if hasattr(config, "replicated_layout"):
             changes["replicated_layout"] = False
         super().__init__(dataclasses.replace(config, **changes))
@@ -191,9 +192,9 @@ class IBPOffloadingWorker(OffloadingWorker):
 
 
 def _groups_of(kv_caches: CanonicalKVCaches) -> list[list[torch.Tensor]]:
-    """Returns for each group of layers its tensors, which are views of vLLM's memory: int8 [num_blocks, bytes of a
-    block]. A group may use only the first bytes of each block of a tensor. The view of a tensor has as many bytes of
-    each block as the group that uses most, rounded up to a multiple of _WHOLE_ROWS."""
+    """Returns the tensors of each group of layers, as views of vLLM's memory: int8 [num_blocks, n]. A group may use
+    only the first bytes of each block of a tensor. n is the largest number of bytes that a group uses, rounded up to a
+    multiple of _WHOLE_ROWS."""
     used: dict[int, int] = {}
     for refs in kv_caches.group_data_refs:
         for ref in refs:

@@ -253,9 +253,9 @@ def _(ids: torch.Tensor, slots: torch.Tensor, num_columns: int) -> torch.Tensor:
 class IBPModelLoader(DefaultModelLoader):
     """The loader that `--load-format ibp` makes. It reads a directory of `ibp compress` or `save_coded`.
 
-    Coded layers use the coded rows of their shards as they are, if `save_coded` wrote them in the form that
-    `ibp.linear` multiplies, with one codebook for all weights of a merged layer. Other tables are copied to the GPU in
-    coded form and decoded there. If a directory has no coded files, vLLM reads it as usual.
+    A coded layer can use coded rows of the files as they are. For this, `save_coded` must have written them in the form
+    that `ibp.linear` can multiply by, and all weights of a merged layer must have the same codebook. Other tables are
+    copied to the GPU in coded form and decoded there. If a directory has no coded files, vLLM reads it as usual.
     """
 
     def __init__(self, load_config: Any) -> None:
