@@ -114,12 +114,13 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         """
         self._check_names(base)
         jobs = [(name, self._changes[name], base[name]) for name in self.changed]
-        others = {tensor.device for tensor in base.values() if isinstance(tensor, torch.Tensor)}
+        devices = {tensor.device for tensor in base.values() if isinstance(tensor, torch.Tensor)}
+        only = devices.pop() if len(devices) == 1 else None
         whole = {}  # the new tensors by name
         for name in self.new:
             change = self._changes[name]
             assert not isinstance(change, Delta)
-            device = base[name].device if name in base else others.pop() if len(others) == 1 else change.device
+            device = base[name].device if name in base else only or change.device
             whole[name] = (
                 change.decompress(device=device, check=True)
                 if isinstance(change, CompressedTensor)

@@ -528,3 +528,12 @@ def test_cuda_checkpoints(cuda):
 
 def test_cuda_a_damaged_new_tensor_leaves_the_base(cuda):
     check_damaged_new_tensor(cuda)
+
+
+def test_the_device_of_new_tensors():
+    """It is that of the base's tensors, for each of them, if these are all on one device."""
+    changes = {name: torch.ones(3) for name in "abc"}
+    base = ibp.deltas.CheckpointDelta(changes).apply_({"x": torch.empty(2, device="meta")})
+    assert {name: tensor.device.type for name, tensor in base.items()} == dict.fromkeys("xabc", "meta")
+    base = ibp.deltas.CheckpointDelta(changes).apply_({"x": torch.empty(2, device="meta"), "y": torch.empty(2)})
+    assert [base[name].device.type for name in "abc"] == ["cpu"] * 3
