@@ -10,12 +10,12 @@
 extern "C" {
 #endif
 
-/* Check whether the fields of a codebook, or of a table and its codebook, fit each other. Return IBP_OK or
- * IBP_INVALID_ARGUMENT (schemes.c). */
+/* Check the fields of a codebook, or of a table and its codebook. Return IBP_OK, or IBP_INVALID_ARGUMENT if a field is
+ * out of range or fields contradict each other. schemes.c defines these functions. */
 ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
 ibp_status ibp_check_table_fields(const ibp_table *table);
-/* Returns whether the fields of a place fit each other, the slots are large enough for its rows, and there is an index
- * if the rows need one. */
+/* Returns whether a place is valid: its fields fit each other, its slots are large enough for all rows, and it has the
+ * arrays of the index that its rows need. */
 bool ibp_is_place(const ibp_place *place);
 /* Returns whether ibp_move_parts accepts these arguments. */
 bool ibp_can_move_parts(const ibp_table *table, const ibp_place *from, const uint8_t *overflow);

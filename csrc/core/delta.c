@@ -9,8 +9,8 @@ typedef struct adding {
     bool subtracts;
 } adding;
 
-/* Adds a row's differences word by word. first: the number of its first word in the tensor. Bytes past the end of the
- * row count as zeros. */
+/* Adds or subtracts a row's differences word by word. first: the number of the row's first word in the tensor. Bytes
+ * past the end of the row count as zeros. */
 static void add_row(adding *add, uint8_t *base, const uint8_t *differences, uint32_t num_bytes, uint64_t first)
 {
     for (uint32_t at = 0; at < num_bytes; at += 8) {

@@ -16,7 +16,7 @@ typedef struct ibp_slot_rule {
     double part_cost;     /* cost of a row that has a part in overflow, in addition to that of its bytes */
     double most_spilled;  /* largest number of rows with a part in overflow */
     double near;          /* the largest size is chosen whose cost is at most `near` times the least cost */
-    const int64_t *sizes; /* num_sizes sizes to choose from; NULL: all */
+    const int64_t *sizes; /* num_sizes sizes to choose from; NULL: any size is allowed */
     size_t num_sizes;
 } ibp_slot_rule;
 
@@ -58,8 +58,8 @@ IBP_INLINE uint32_t ibp_choose_slots(const uint64_t *sectors, uint32_t row_bytes
     double costs[IBP_MAX_ROW_BYTES / IBP_OVERFLOW_ALIGN + 1], least = INFINITY, num_rows = 0.0;
     for (uint32_t k = 0; k <= last; k++) num_rows += (double)sectors[k];
     if (num_rows < 1.0) num_rows = 1.0;
-    uint64_t above = 0, in_overflow = 0; /* number of rows that do not fit slots of k sectors, and of sectors of their
-                                            parts */
+    uint64_t above = 0, in_overflow = 0; /* number of rows that do not fit slots of k sectors, and number of sectors
+                                            that the overflow parts of these rows need */
     for (uint32_t k = last + 1; k-- > 0;) {
         const uint32_t slot_bytes = ibp_slot_of(row_bytes, k);
         costs[k] = INFINITY;

@@ -1,5 +1,6 @@
-/* ibp_delta.h - fingerprints (section 10 of FORMAT.md), and differences added to tensors (section 9); on a GPU deltas
- * of many tensors are made or applied by one launch.
+/* ibp_delta.h - computes fingerprints (section 10 of FORMAT.md), and adds differences to tensors (section 9). A delta
+ * is a table of the differences between two versions of a tensor. On a GPU the deltas of many tensors are made or
+ * applied by one launch.
  *
  *     // state: in device memory, 1 + 3 * num_tensors zeros; its first entry becomes the verdict.
  *     ibp_status apply(const ibp_codebook *codebook, const ibp_delta_tensor *tensors, uint32_t num_tensors,
@@ -38,13 +39,13 @@ IBP_API uint64_t ibp_fingerprint(const uint8_t *data, int64_t num_bytes);
 /* ---- deltas (section 9) ------------------------------------------------------------------------------------------ */
 
 /* Adds the rows first_row to last_row - 1 of a table of differences to a tensor, or subtracts them, element by element
- * modulo 2^w. A corrupt row changes nothing, neither when it is added nor when it is subtracted. It is noted in *fault
- * if *fault is still zero, and the other rows are still added. Several threads may each take rows of one table.
+ * modulo 2^w. A corrupt row changes nothing, whether it is added or subtracted. It is noted in *fault if *fault is
+ * still zero, and the other rows are still processed. Several threads may each take rows of one table.
  *
- * base: the whole tensor, of as many bytes as the table, at any alignment.
- * change: the change of the tensor's sum (ibp_sum_words) is added to it.
+ * base: the whole tensor, which has the size of the table's tensor, at any alignment.
+ * change: the function adds to it the change of the tensor's sum (ibp_sum_words).
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) + row_bytes bytes.
- * @return the first fault's status, or IBP_OK; IBP_INVALID_ARGUMENT also if row_bytes is no multiple of 8. */
+ * @return the first fault's status, or IBP_OK; IBP_INVALID_ARGUMENT also if row_bytes is not a multiple of 8. */
 IBP_API ibp_status ibp_add_rows(const ibp_table *table, uint32_t element_bytes, bool subtracts, int64_t first_row,
                                 int64_t last_row, uint8_t *base, uint64_t *change, void *scratch, size_t scratch_bytes,
                                 ibp_fault *fault);
@@ -56,16 +57,18 @@ IBP_API ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes, ui
                                       ibp_stream stream);
 
 /* A tensor whose delta is made or applied together with the deltas of other tensors, by one launch. Arrays of these
- * structs are in device memory. The rows of all tensors are numbered in one sequence, in which the rows of each tensor
- * begin with a multiple of IBP_ROWS_PER_BASE. Elements may begin at any address that is a multiple of their size. */
+ * structs are in device memory. The rows of all tensors are numbered in one sequence, in which the first row of each
+ * tensor has a multiple of IBP_ROWS_PER_BASE as its number. Elements may begin at any address that is a multiple of
+ * their size. */
 typedef struct ibp_delta_tensor {
-    uint8_t *base;           /* num_bytes bytes; written if a delta is applied, or if updates_bases is set */
-    const uint8_t *newer;    /* num_bytes bytes; read if a delta is made */
-    int64_t num_bytes;       /* a whole number of elements */
-    int64_t first_row;       /* number of the tensor's first row in the sequence; 0 for the first tensor, and larger for
+    uint8_t *base;        /* num_bytes bytes; written if a delta is applied, or if updates_bases is set */
+    const uint8_t *newer; /* num_bytes bytes; read if a delta is made */
+    int64_t num_bytes;    /* a whole number of elements */
+    int64_t first_row;    /* number of the tensor's first row in the sequence; 0 for the first tensor, and larger for
                                 each following one */
-    const uint16_t *lengths; /* the tensor's own packed table of differences: read if a delta is applied */
-    const uint64_t *bases;   /* an entry for every IBP_ROWS_PER_BASE rows, or NULL */
+    /* The tensor's table of differences, in packed layout: read if a delta is applied. */
+    const uint16_t *lengths;
+    const uint64_t *bases; /* an entry for every IBP_ROWS_PER_BASE rows, or NULL */
     const uint8_t *overflow;
     int64_t overflow_bytes;
     uint64_t base_sum, result_sum; /* sums by ibp_sum_words: of the base, and of the base after the delta has been
@@ -94,10 +97,11 @@ IBP_API bool ibp_cuda_applies_deltas(const ibp_codebook *codebook);
 IBP_API ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                            uint32_t num_tensors, int64_t num_rows, uint16_t *lengths, uint16_t *counts,
                                            uint64_t *sums, ibp_stream stream);
-/* Codes the differences that ibp_cuda_measure_deltas has measured: writes the rows of the sequence back to back. Parts
- * that do not lie in overflow are left out; this happens if a tensor has changed since it was measured.
+/* Codes the differences that ibp_cuda_measure_deltas has measured: writes the rows of the sequence back to back to
+ * overflow. A row that would not lie inside overflow is left out; this happens if a tensor has changed since it was
+ * measured.
  *
- * bases: as ibp_cuda_index_rows makes them from lengths, as if all rows were whole.
+ * bases: as ibp_cuda_index_rows makes them from lengths, with slot_bytes 0 and num_bytes = num_rows * row_bytes.
  * updates_bases: if true, `base` of each tensor receives the elements of the newer version in the rows that are coded.
  *   Elements that do not differ are not written. */
 IBP_API ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
