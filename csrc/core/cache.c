@@ -84,8 +84,8 @@ ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps
 
 /* ---- fill ---- */
 
-/* Finds the place of a row that is to be copied, and its size in bytes as stored. Returns IBP_INDEX_OUT_OF_RANGE or
- * IBP_CORRUPT_ROW if the row cannot be copied. */
+/* Finds where the stored bytes of a row lie, and how many they are. Returns IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW
+ * if the row cannot be copied. */
 static ibp_status find_stored(const ibp_table *table, int64_t row, ibp_row_place *place, uint32_t *stored)
 {
     *stored = 0;

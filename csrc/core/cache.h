@@ -71,9 +71,9 @@ IBP_INLINE uint32_t ibp_home_of_hash(uint64_t hash, const ibp_cache_map *map)
     return (uint32_t)((hash >> 32) * (uint32_t)map->num_sets >> 32);
 }
 
-/* Returns the distance from one set of a search to the next (double hashing). It differs from row to row, so that full
- * sets lie apart and searches stay short in a map that is nearly full. The distance is 1 in a map of few sets, which is
- * searched completely. */
+/* Returns the distance from one set of a search to the next (double hashing). It differs from row to row: rows with the
+ * same home set go on to different sets, so searches stay short in a map that is nearly full. In a map of few sets,
+ * which is searched completely, the distance is 1. */
 IBP_INLINE uint32_t ibp_step_of_hash(uint64_t hash, const ibp_cache_map *map)
 {
     if (map->num_sets <= (int64_t)IBP_SEARCHED_WAYS) return 1;

@@ -16,7 +16,7 @@ static uint64_t align_up(uint64_t v) { return align_down(v + IBP_CHUNK_ALIGN - 1
 
 int64_t ibp_size_chunk(int64_t done_bytes, int64_t left_bytes, int64_t most_bytes, bool ends)
 {
-    /* Each chunk is as large as all chunks before it and FIRST_CHUNK_BYTES together, so the sizes double. */
+    /* Each chunk is as large as FIRST_CHUNK_BYTES plus all chunks before it, so the sizes double. */
     int64_t bytes = min_i64(most_bytes, done_bytes + FIRST_CHUNK_BYTES);
     if (ends) bytes = min_i64(bytes, max_i64(left_bytes / LAST_CHUNKS_SHARE, LAST_CHUNK_BYTES));
     if (left_bytes <= bytes) return left_bytes;

@@ -3,7 +3,8 @@
 #include "bits.h"
 #include "rows.h"
 
-/* The state of an addition: the highest bit of each element, the change of the tensor's sum so far, and the sign. */
+/* The state of an addition: a word with the highest bit of each element set, the change of the tensor's sum so far, and
+ * whether differences are subtracted. */
 typedef struct adding {
     uint64_t highest, change;
     bool subtracts;

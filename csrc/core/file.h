@@ -7,7 +7,7 @@
 #include "../internal/ibp_file_fields.h"
 #include "json.h"
 
-#define IBP_FILE_ALIGN 128u                                    /* the writer pads tensors to a multiple of this */
+#define IBP_FILE_ALIGN 128u                                    /* the writer pads tensors to a multiple of this size */
 #define IBP_SHAPE_BITS "2^63 - 1 bits, each size 0 taken as 1" /* the limit on the size of a tensor, for messages */
 
 /* ---- file_fields.c ----------------------------------------------------------------------------------------------- */

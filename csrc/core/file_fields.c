@@ -331,7 +331,7 @@ ibp_status ibp_read_table(ibp_text line, ibp_field fields[IBP_TABLE_FIELDS], ibp
 
 #define BIT(name) (1u << IBP_C_##name)
 
-/* Checks that the fields of a codebook of scheme planes fit each other. Stores the list digit_bits also as a number, in
+/* Checks that the fields of a codebook of scheme planes are consistent. Stores the list digit_bits also as a number, in
  * which each byte is the width of one plane's digits. */
 static ibp_status check_planes(ibp_field *fields, ibp_refusal *refusal)
 {

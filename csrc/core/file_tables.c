@@ -126,7 +126,7 @@ static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_
         status = find_codebook(file, plan->members[0], fields, refusal);
     }
     if (status != IBP_OK) return status;
-    if (fields[IBP_C_CLUSTERS].is_given) return IBP_BAD_FILE; /* clusters must not have clusters of their own */
+    if (fields[IBP_C_CLUSTERS].is_given) return IBP_BAD_FILE; /* a cluster must not have clusters itself */
     plan->scheme = (ibp_scheme)fields[IBP_C_SCHEME].number;
     plan->row_bytes = number_of(plan, IBP_C_ROW);
     if (plan->scheme == IBP_SCHEME_IBP)

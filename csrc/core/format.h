@@ -5,8 +5,7 @@
  *
  * The functions for scheme ibp (section 5) work on 32-bit words of a row; byte 4w is the low byte of word w. A chunk
  * participates if its invariant bits have the codebook's values; these bits are then left out of the coded row. All
- * other bits of the row are kept bits. They are stored in the order of their positions, whatever the size of a chunk
- * is. */
+ * other bits of the row are kept bits. They are stored in the order of their positions, for every size of chunks. */
 #ifndef IBP_FORMAT_H
 #define IBP_FORMAT_H
 
@@ -239,8 +238,8 @@ IBP_INLINE ibp_position_form ibp_list_form(uint32_t k, uint32_t columns, uint32_
     return form;
 }
 /* Returns whether k and columns - k are both so large that a bitmap is the shortest form. A list of m positions with l
- * low bits has at least m * (l + 1) + (columns - 1) / 2^l bits. For such k, this is more than the size of a bitmap,
- * whatever l is. */
+ * low bits has at least m * (l + 1) + (columns - 1) / 2^l bits. For such k, this is more than the size of a bitmap for
+ * every l. */
 IBP_INLINE bool ibp_is_bitmap_shortest(uint32_t k, uint32_t columns)
 {
     return 4u * ibp_min_u32(k, columns - k) >= columns + 4u;

@@ -22,8 +22,8 @@ static inline int64_t ibp_id_at(const ibp_ids *ids, int64_t k)
 IBP_INLINE int64_t ibp_num_positions(const ibp_ids *ids) { return ids->positions ? ids->out_items : ids->count; }
 
 /* Returns whether the output can hold all positions. If it has addresses, it must have neither positions nor
- * dimensions. If it is strided, it must have at least as many positions as ids need, and their numbers and offsets must
- * not overflow. */
+ * dimensions. If it is strided, it must have at least ibp_num_positions(ids) positions, and the numbers and offsets of
+ * its positions must not overflow. */
 IBP_INLINE bool ibp_are_dims(const ibp_ids *ids)
 {
     int64_t positions = 1, reach = 0;

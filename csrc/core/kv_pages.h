@@ -7,7 +7,7 @@
 #include "format.h"
 #include "ibp.h"
 
-/* Returns whether the numbers of a transfer fit each other, and, if it has pages, whether its arrays are not NULL. */
+/* Returns whether the numbers of a transfer are consistent, and, if it has pages, whether its arrays are not NULL. */
 IBP_INLINE bool ibp_is_page_transfer(const ibp_page_transfer *t)
 {
     if (t->count < 0 || t->num_pages < 0 || t->num_blocks < 0 || t->pieces < 1 || t->ids_per_block < t->pieces)

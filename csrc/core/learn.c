@@ -56,7 +56,7 @@ enum {
     HASH_BITS = 16,
     /* If a sample has fewer rows, no column is taken to be constant. */
     LEAST_CONSTANT_ROWS = 64,
-    /* Least number of bits of an element that are coded, however many of them are invariant. */
+    /* Least number of bits of an element that are coded, even if more of them are invariant. */
     LEAST_CODED_BITS = 2,
     /* A codebook of level fast has one plane of digits of FAST_DIGIT_BITS bits, and FAST_ENTRIES entries. */
     FAST_DIGIT_BITS = 4,

@@ -50,15 +50,16 @@ IBP_INLINE uint32_t ibp_stored_bytes(uint32_t length, uint32_t row_bytes, uint32
     return length != 0u ? length : valid_bytes;
 }
 
-/* Returns the number of bytes that a row takes in overflow, including padding. valid_bytes is row_bytes for every row
- * that is not the last row of the table. The result is at most 65,536, so the sum over a group fits 32 bits. */
+/* Returns the number of bytes that a row takes in overflow, including padding. valid_bytes: size of the row before
+ * coding, which is row_bytes for all rows but the last. The result is at most 65,536, so the sum over a group fits in
+ * 32 bits. */
 IBP_INLINE uint32_t ibp_room_of(uint32_t length, uint32_t row_bytes, uint32_t valid_bytes, uint32_t slot_bytes)
 {
     return ibp_overflow_room(ibp_overflow_part(ibp_stored_bytes(length, row_bytes, valid_bytes), slot_bytes),
                              slot_bytes);
 }
 
-/* The place of a row's stored bytes. The first in_slot bytes begin at slot_start of table->slots; the other in_overflow
+/* Where a row's stored bytes lie. The first in_slot bytes begin at slot_start of table->slots; the other in_overflow
  * bytes begin at overflow_start of table->overflow. The start of an empty part has no meaning. */
 typedef struct ibp_row_place {
     uint64_t slot_start, overflow_start;

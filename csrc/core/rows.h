@@ -29,7 +29,7 @@ static inline uint32_t ibp_length_of_row(const uint16_t *lengths, int64_t row)
     return lengths ? IBP_LOAD_ONCE(lengths[row]) : 0;
 }
 
-/* Finds the place of a row of a table. Returns false if the index contradicts the table's buffers. */
+/* Finds where the stored bytes of a table's row lie. Returns false if the index contradicts the table's buffers. */
 static inline bool ibp_locate_row(const ibp_table *table, int64_t row, ibp_row_place *place)
 {
     const uint32_t row_bytes = table->codebook.row_bytes;

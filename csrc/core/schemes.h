@@ -38,8 +38,8 @@ static inline void *ibp_take(ibp_scratch *scratch, size_t num_bytes)
 /* ---- coders of single rows ---- */
 
 /* The coders of a scheme for one kind of processor. They accept codebooks whose fields have been checked, and which
- * have no clusters, constant columns or consecutive entries. They fulfil the contracts of ibp.h, and the coders for all
- * kinds of processors give the same bytes and the same statuses. The contents of the codebook's arrays are not trusted.
+ * have no clusters, constant columns or consecutive entries. They keep the rules of ibp.h. The coders for all kinds of
+ * processors give the same bytes and the same statuses. The contents of the codebook's arrays are not trusted.
  * coded_bytes is NULL if measuring a row is not faster than encoding it into a buffer of 0 bytes. */
 typedef struct ibp_row_coder {
     size_t (*coded_bytes)(const ibp_codebook *codebook, const uint8_t *row);
@@ -64,8 +64,8 @@ typedef struct ibp_scheme_row {
     /* Coders for processors without features, with IBP_CPU_AVX2_BMI2, and also with IBP_CPU_AVX512. All are NULL if the
      * scheme has no coded rows. */
     const ibp_row_coder *plain, *avx2, *avx512;
-    /* Returns whether the scheme's own fields of a codebook fit each other and its row_bytes. Called after the fields
-     * that all schemes have are checked. */
+    /* Returns whether those fields of a codebook that only this scheme has are consistent, also with row_bytes. Called
+     * after the fields that all schemes have are checked. */
     bool (*are_fields)(const ibp_codebook *codebook);
     /* Returns whether the arrays of a codebook hold valid contents. The codebook must have no clusters, and its fields
      * must have been checked. */

@@ -8,14 +8,15 @@
 
 #include <math.h>
 
-/* The rule by which a size of slots is chosen: among the sizes that at most most_spilled rows exceed, the size whose
- * slots and overflow together cost the least. */
+/* The rule by which the size of slots is chosen. Sizes that more than most_spilled rows exceed are not allowed. Among
+ * the others, the largest size is chosen whose slots and overflow together cost at most `near` times the least possible
+ * cost. */
 typedef struct ibp_slot_rule {
     uint32_t least_bytes; /* least size of a slot */
     double overflow_cost; /* cost of a byte in overflow; a byte in a slot costs 1 */
     double part_cost;     /* cost of a row that has a part in overflow, in addition to that of its bytes */
     double most_spilled;  /* largest number of rows with a part in overflow */
-    double near;          /* the largest size is chosen whose cost is at most `near` times the least cost */
+    double near;          /* factor by which the chosen size may cost more than the cheapest size; at least 1 */
     const int64_t *sizes; /* num_sizes sizes to choose from; NULL: any size is allowed */
     size_t num_sizes;
 } ibp_slot_rule;

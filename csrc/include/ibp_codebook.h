@@ -30,12 +30,15 @@ typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLA
 #define IBP_MAX_PLANES 4u
 #define IBP_MAX_DIGIT_BITS 4u
 
-/* The codebook of scheme planes (section 6). ibp_learn_planes fills it in. */
+/* The codebook of scheme planes (section 6). Each element of a row is split into a symbol and a residual. The entries
+ * are the frequent symbols. A symbol with an entry is coded as a digit of a few bits in one of the planes; other
+ * symbols are stored as they are. ibp_learn_planes fills in the struct. */
 typedef struct ibp_planes {
-    const void *entries;    /* symbols [live columns or 1][num_entries] of symbol_bytes bytes each, aligned to
-                               symbol_bytes; NULL if num_entries is 0; not read if `consecutive` is true */
+    const void *entries;    /* symbols [N][num_entries] of symbol_bytes bytes each, aligned to symbol_bytes, where N is
+                               the number of live columns with per_column, else 1; NULL if num_entries is 0; not read
+                               if `consecutive` is true */
     uint64_t default_value; /* the element that a default row repeats, and that a listed row leaves out */
-    uint64_t closed_value;  /* in a closed row, the value of all listed elements, which are not stored */
+    uint64_t closed_value;  /* in a closed row all listed elements have this value, and are not stored */
     uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
     uint32_t residual_bits; /* number of low coded bits, after the rotation, that are stored as they are: 0 to
                                8 * element_bytes - invariant_bits */
@@ -50,8 +53,8 @@ typedef struct ibp_planes {
                                  store only the elements that differ from default_value. Not both */
     bool consecutive;         /* entry i is first_symbol + i, cut to the bits of a symbol; not allowed with per_column
                                  or with clusters */
-    bool signed_default;      /* elements that differ from default_value only in the highest bit are not listed; only
-                                 allowed with `listed` */
+    bool signed_default;      /* elements that differ from default_value only in the highest bit are not listed, and
+                                 their highest bits are stored; only allowed with `listed` */
     uint32_t invariant_bits;  /* number of lowest bits that are the same in every element: 0 to 8 * element_bytes - 1 */
     uint64_t invariant_value; /* the value of the invariant bits */
     uint64_t first_symbol;    /* read if entries are consecutive */
@@ -59,7 +62,7 @@ typedef struct ibp_planes {
     uint32_t num_constant;        /* number of constant columns, less than the number of columns; if 0, the following
                                      fields are not read */
     const uint16_t *live_columns; /* the numbers of the live columns, in increasing order */
-    const uint8_t *row_template;  /* row_bytes bytes, aligned to 16 bytes: the default row, which is default_value in
+    const uint8_t *row_template;  /* row_bytes bytes, aligned to 16 bytes: the default row, which has default_value in
                                      the live columns */
 } ibp_planes;
 
@@ -81,7 +84,8 @@ typedef struct ibp_codebook {
     uint32_t chunk_bytes;   /* 1, 2, 4 or 8 */
     uint32_t num_flags;     /* number of participation bits of a row */
     ibp_planes planes;      /* scheme planes */
-    /* Clusters (section 7): if there are several codebooks, the fields above describe the first one. */
+    /* Clusters (section 7): there may be several codebooks, of which each coded row names one. Then the fields above
+     * describe the first one. */
     uint32_t num_clusters;         /* at most IBP_MAX_CLUSTERS; 0 or 1: one codebook */
     uint32_t cluster_stride;       /* distance from one codebook to the next, in entries of mask, bitval and flags, or
                                       in bytes of planes.entries */
@@ -91,8 +95,8 @@ typedef struct ibp_codebook {
 /* Returns "raw", "ibp" or "planes"; NULL if `scheme` has another value. */
 IBP_API const char *ibp_scheme_name(ibp_scheme scheme);
 
-/* Returns the number of entries of each of the arrays mask, bitval and flags in a codebook of scheme ibp: row_bytes /
- * 4, rounded up to a multiple of 4. */
+/* Returns the number of entries of each of the arrays mask, bitval and flags in a codebook of scheme ibp. This is a
+ * quarter of row_bytes, rounded up to a multiple of 4. */
 IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
 
 /* Builds a codebook of scheme ibp (section 5) from the invariant bits of a row, which ibp_threshold_bits or
@@ -128,8 +132,7 @@ IBP_API ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t 
 /* Checks the fields of a codebook and the contents of its arrays. Call it for a codebook that comes from elsewhere. It
  * reads all arrays, which must be in host memory. It requires that
  *
- *   - in every cluster, flags match the masks, no mask has bits past the end of the row, and bitval is 0 where mask is
- *     0;
+ *   - in every cluster, flags match the mask, mask is 0 past the end of the row, and bitval is 0 where mask is 0;
  *   - entries have no more bits than symbols;
  *   - live_columns are existing columns in increasing order, and row_template has default_value in all of them.
  *

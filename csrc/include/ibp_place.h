@@ -103,7 +103,7 @@ typedef struct ibp_row_source {
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
  * fault: receives the first fault if *fault is still zero. An id outside the table is noted as IBP_INDEX_OUT_OF_RANGE,
  *   and its row is left out.
- * @return IBP_OK, or the status of this call's first fault. Lost rows are no fault. */
+ * @return IBP_OK, or the status of this call's first fault. A lost row is not a fault. */
 IBP_API ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                    int64_t first_row, int64_t first, int64_t last, void *scratch, size_t scratch_bytes,
                                    ibp_fault *fault);

@@ -40,7 +40,8 @@ typedef struct ibp_table {
     const uint8_t *slots;    /* NULL if slots_bytes is 0 */
     const uint8_t *overflow; /* NULL if overflow_bytes is 0 */
     const uint16_t *lengths; /* an entry for each row, or NULL: every row is raw; NULL in scheme raw */
-    const uint64_t *bases;   /* an entry for every rows_per_base rows, or NULL: no row has an overflow part */
+    const uint64_t *bases;   /* an entry for every 32 rows or for each row (rows_per_base), or NULL: no row has an
+                                overflow part */
     int64_t slots_bytes;
     int64_t overflow_bytes;
     uint64_t slots_start, overflow_start; /* 0 if slots and overflow are those of the whole table. If they hold only
@@ -98,8 +99,8 @@ IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, ui
 
 /* Counts the sizes of rows as stored, so that the caller can choose the size of slots.
  *
- * lengths: an entry for each row, as ibp_measure_rows makes them. A row whose entry is wrong, above row_bytes, is
- *   counted among the rows that take the most sectors.
+ * lengths: an entry for each row, as ibp_measure_rows makes them. If an entry is above row_bytes, and so wrong, its row
+ *   is counted among the rows that take the most sectors.
  * num_bytes: size of the tensor in bytes. It has num_bytes / row_bytes rows, rounded up.
  * survey: 2 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) counters, to which the function adds; set them to 0 before the first
  *   call. The function adds the size of all rows as stored, in bytes, to survey[0], and the number of rows that take k

@@ -148,9 +148,9 @@ typedef struct ibp_cache_slab {
  * are copied to the slab but not entered in a map; then only default rows and rows with a negative number or offset are
  * left out.
  *
- * @return IBP_INDEX_OUT_OF_RANGE if the table does not have one of the rows; IBP_CORRUPT_ROW if a row lies outside the
- * table's arrays, as a lost row does (ibp_place.h); IBP_BUFFER_TOO_SMALL if a row would not lie inside the slab. Such
- * rows are left out, and the first one is noted in *fault. */
+ * @return IBP_INDEX_OUT_OF_RANGE if the table does not have one of the rows; IBP_CORRUPT_ROW if the index of the table
+ * is wrong for a row, or the row is lost (ibp_place.h); IBP_BUFFER_TOO_SMALL if a row would not lie inside the slab.
+ * Such rows are left out, and the first one is noted in *fault. */
 IBP_API ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t first,
                                  int64_t last, const ibp_cache_slab *slab, ibp_fault *fault);
 

@@ -22,7 +22,8 @@ extern "C" {
 
 /* ---- fingerprints (section 10) ---------------------------------------------------------------------------------- */
 
-/* Adds to *sum the contribution of a part of a tensor to its fingerprint. Parts may come in any order.
+/* Adds to *sum what a part of a tensor contributes to the tensor's fingerprint. The parts of a tensor may be added in
+ * any order.
  *
  * part, num_bytes: the bytes of the part, at any alignment. num_bytes is a multiple of 8 except for the last part.
  * first_word: the number of the part's first 8-byte word in the tensor. */
@@ -65,7 +66,7 @@ typedef struct ibp_delta_tensor {
     const uint8_t *newer; /* num_bytes bytes; read if a delta is made */
     int64_t num_bytes;    /* a whole number of elements */
     int64_t first_row;    /* number of the tensor's first row in the sequence; 0 for the first tensor, and larger for
-                                each following one */
+                             each following one */
     /* The tensor's table of differences, in packed layout: read if a delta is applied. */
     const uint16_t *lengths;
     const uint64_t *bases; /* an entry for every IBP_ROWS_PER_BASE rows, or NULL */
@@ -77,8 +78,8 @@ typedef struct ibp_delta_tensor {
 
 /* Return whether the functions below can make, or apply, deltas with a codebook. Its rows must be listed, have a
  * multiple of 16 bytes and at most 8192, and have the default 0. It must have no clusters, constant columns, invariant
- * bits or signed default. To make deltas, symbols must also be whole elements, neither rotated nor consecutive, and the
- * closed value must be 1. */
+ * bits or signed default. To make deltas, symbols must also be whole elements that are not rotated, entries must not be
+ * consecutive, and the closed value must be 1. */
 IBP_API bool ibp_cuda_makes_deltas(const ibp_codebook *codebook);
 IBP_API bool ibp_cuda_applies_deltas(const ibp_codebook *codebook);
 
@@ -112,15 +113,16 @@ IBP_API ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ib
 /* The outcome of a call of ibp_cuda_apply_deltas. */
 typedef enum ibp_delta_verdict {
     IBP_DELTA_APPLIED = 0,
-    IBP_DELTA_OTHER_BASE = 1, /* a base does not have the sum that it should: nothing was written */
-    IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or a result does not have its sum: all changes were undone */
+    IBP_DELTA_OTHER_BASE = 1, /* a base does not have the sum base_sum: nothing was written */
+    IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or a result does not have the sum result_sum: all changes were
+                                 undone */
 } ibp_delta_verdict;
 
 /* Adds the differences of all tensors to their bases, or changes no base if a base, a row or a result is wrong. Only
  * the parts of the bases that change are written. Bases must not share memory with anything else. Rows are not trusted.
  *
- * takes_back: if true, undoes the changes of an earlier call. `state` must then be the result of that call, with
- *   IBP_DELTA_DAMAGED in place of its verdict.
+ * takes_back: if true, undoes the changes of an earlier call. `state` must then be what that call wrote, with the first
+ *   entry set to IBP_DELTA_DAMAGED.
  * state: 1 + 3 * num_tensors entries, set to 0 by the caller. The first entry receives the verdict. The others receive
  *   three numbers for each tensor: the sum of its base's words, what its changes added to that sum, and whether rows
  *   were corrupt. */

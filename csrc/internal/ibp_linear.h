@@ -69,7 +69,7 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
 #define IBP_MOST_INVARIANT 64 /* up to this number of vectors, results do not depend on the number of vectors */
 #define IBP_MOST_MATRICES 4   /* largest number of matrices of one call */
 
-/* An element of a row whose digit is the escape. */
+/* An element that is coded as the escape, because its exponent is not among the entries of the codebook. */
 typedef struct {
     uint32_t column;
     uint16_t weight; /* the bits of the element */

@@ -26,11 +26,12 @@
 extern "C" {
 #endif
 
-/* A transfer of pages between the blocks of paged tensors and a place. Page k of the transfer is page pages[k] of the
- * place, and block blocks[k] of each tensor. A page has one block of each of num_tensors tensors. The transfer moves
- * the blocks of only `tensors` consecutive tensors, beginning with tensor first_tensor. A block of a tensor consists of
- * `pieces` pieces of memory of equal size. For each block the place has ids_per_block rows (or items), a multiple of
- * `pieces`. Any page numbers and block numbers are allowed. */
+/* A transfer of pages between the blocks of paged tensors and a place, which is the memory of a table whose rows are
+ * coded one by one (ibp_place.h). Page k of the transfer is page pages[k] of the place, and block blocks[k] of each
+ * tensor. A page has one block of each of num_tensors tensors. The transfer moves the blocks of only `tensors`
+ * consecutive tensors, beginning with tensor first_tensor. A block of a tensor consists of `pieces` pieces of memory of
+ * equal size. For each block the place has ids_per_block rows (or items), a multiple of `pieces`. Any page numbers and
+ * block numbers are allowed. */
 typedef struct ibp_page_transfer {
     const int64_t *pages, *blocks;
     int64_t count, num_pages, num_blocks; /* number of pages of the transfer, of pages of the place, and of blocks of

@@ -26,10 +26,10 @@ extern "C" {
 /* ---- items with the CPU's help ----------------------------------------------------------------------------------- */
 
 /* A stager brings items of tables in pinned host memory to the GPU; their ids are in host memory, too. It is for tables
- * so large that address translation limits a GPU that fetches rows at random places itself. Three steps run at the same
- * time: threads of the CPU gather slots into a ring of pinned memory, the copy engine moves them to a ring on the GPU,
- * and the GPU decodes them there. A stager owns a stream and events of the device that is current when it is created.
- * One call at a time may use it. */
+ * so large that address translation would slow down a GPU that fetches rows at random addresses itself. Three steps run
+ * at the same time: threads of the CPU gather slots into a ring of pinned memory, the copy engine moves them to a ring
+ * on the GPU, and the GPU decodes them there. A stager owns a stream and events of the device that is current when it
+ * is created. One call at a time may use it. */
 typedef struct ibp_stager ibp_stager;
 
 /* Creates a stager.
@@ -83,8 +83,8 @@ IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
 IBP_API ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes);
 
 /* Begins another stream through the ring of the previous stream. Nothing else may have used the ring since. The first
- * copies wait only for room in the ring, so that the link stays busy from one stream into the next. Neither stream may
- * be captured.
+ * copies wait only for room in the ring, so that the link stays busy from one stream into the next. Neither of the two
+ * streams may be captured in a CUDA graph.
  *
  * @return IBP_INVALID_ARGUMENT if no stream has begun. */
 IBP_API ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer);
