@@ -44,9 +44,9 @@ typedef struct ibp_table {
                                 overflow part */
     int64_t slots_bytes;
     int64_t overflow_bytes;
-    uint64_t slots_start, overflow_start; /* 0 if slots and overflow are those of the whole table. If they hold only
-                                             a block of the table's rows: the offset in bytes, in the whole array, of
-                                             the first byte of each */
+    uint64_t slots_start, overflow_start; /* 0 if slots and overflow hold all rows. If they hold only a block of the
+                                             table's rows: the offsets, in bytes, of the two arrays in the arrays of
+                                             the whole table */
     uint32_t slot_bytes;                  /* 0, row_bytes, or a multiple of IBP_OVERFLOW_ALIGN below row_bytes */
     ibp_codebook codebook;
     uint32_t rows_per_base; /* 0 or IBP_ROWS_PER_BASE: overflow parts lie in the order of the rows. 1: every row has

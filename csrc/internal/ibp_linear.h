@@ -55,8 +55,8 @@ typedef struct ibp_bags {
  * cache: if not NULL, rows whose entries are present are read from its slabs, as in ibp_cuda_gather_cached. If NULL,
  *   all rows are read from the table.
  * bags: an offset that is negative, lies past the ids, or is less than the offset before it, is noted as
- *   IBP_INVALID_ARGUMENT, with its position and value. It is then unspecified which of the rows between the
- *   neighbouring bags the bags before and after the offset have.
+ *   IBP_INVALID_ARGUMENT, with its position and value. The bags before and after this offset then have unspecified
+ *   rows, from the range between their neighbouring bags.
  * out: aligned to the elements.
  * fault, max_sms: as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
