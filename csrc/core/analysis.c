@@ -1,5 +1,5 @@
-/* analysis.c - counts bits and hits, and finds masks for rows by the paper's threshold (section 4.1) or by a greedy
- * choice, in plain C. */
+/* analysis.c - counts bits, counts the rows in which chunks participate (hits), and finds masks for rows by the paper's
+ * threshold (section 4.1) or by a greedy choice, in plain C. */
 #include "bits.h"
 #include "format.h"
 #include "greedy_gain.h"

@@ -50,8 +50,8 @@ static inline uint64_t ibp_load_field(const uint8_t *src, size_t src_bytes, size
 }
 
 /* ORs a field of up to 64 bits into a buffer whose bits must still be zero there. `bits` must have no bits above the
- * field. Bits past the end of the buffer are dropped; there are such bits only if a row changes while it is coded, or
- * if a codebook is wrong. */
+ * field. Bits past the end of the buffer are dropped. This happens only if a row changes while it is coded, or if a
+ * codebook is wrong. */
 static inline void ibp_or_bits(uint8_t *dst, size_t dst_bytes, size_t position, uint64_t bits)
 {
     const uint32_t shift = position % 8;

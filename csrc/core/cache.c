@@ -1,4 +1,4 @@
-/* cache.c - a cache of rows in host memory. The kernels of cuda/cache/cache.cu are compared with it. */
+/* cache.c - a cache of rows in host memory. Tests compare the kernels of cuda/cache/cache.cu with it. */
 #include "cache.h"
 #include "ids.h"
 #include "rows.h"
@@ -13,8 +13,8 @@ ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_s
 /* ---- maps: several threads may insert rows in a map while others read it ---- */
 
 /* Finds the way of a row. Returns NULL if the map does not have the row. If `takes` is true, inserts the row instead:
- * claims an empty way for it and returns this way; the caller must then write its entry. It then returns NULL if the
- * map has the row already, or if no way is empty. */
+ * claims an empty way for it and returns this way, whose entry the caller must then write. In this case the result is
+ * NULL if the map has the row already, or if no way is empty. */
 static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row, bool takes)
 {
     const uint64_t hash = ibp_hash_of_row(row);
@@ -84,8 +84,8 @@ ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps
 
 /* ---- fill ---- */
 
-/* Finds the place of a row that is to be copied, and its size in bytes as stored. Returns IBP_INDEX_OUT_OF_RANGE or
- * IBP_CORRUPT_ROW if the row cannot be copied. */
+/* Finds where the stored bytes of a row lie, and how many they are. Returns IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW
+ * if the row cannot be copied. */
 static ibp_status find_stored(const ibp_table *table, int64_t row, ibp_row_place *place, uint32_t *stored)
 {
     *stored = 0;
@@ -96,8 +96,8 @@ static ibp_status find_stored(const ibp_table *table, int64_t row, ibp_row_place
     return IBP_OK;
 }
 
-/* Returns the entry of lengths from which a place was computed, for a row that has bytes. The entry in the table may
- * have changed meanwhile. */
+/* Returns the entry of lengths of a row that has bytes, computed from the row's place. The entry in the table may have
+ * changed since the place was computed. */
 static uint32_t length_of_place(const ibp_row_place *place)
 {
     return place->raw ? 0u : place->in_slot + place->in_overflow;
@@ -180,8 +180,8 @@ ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ib
     const uint32_t now = (uint32_t)lru->clock[0] + 1u;
     ibp_cache_counts mine = {{0}, 0, 0};
     ibp_fault_log log = {fault, IBP_OK};
-    for (int claims = 0; claims < 2; claims++) /* the first pass looks up the rows that are in the cache, so that
-                                                  none of them is replaced */
+    for (int claims = 0; claims < 2; claims++) /* the first pass stamps the rows that are in the cache, so that the
+                                                  second pass does not replace them */
         for (int64_t n = 0; n < ids->count * rows_per_item; n++) {
             const int64_t item = n / rows_per_item, id = ibp_id_at(ids, item),
                           row = ibp_row_of_item(id, n - item * rows_per_item, rows_per_item, num_rows);

@@ -29,7 +29,8 @@ IBP_INLINE uint64_t ibp_make_entry(uint32_t slab, uint64_t offset, uint32_t leng
 {
     return offset | (uint64_t)slab << IBP_ENTRY_SLAB_SHIFT | ibp_entry_of_length(length) | IBP_ENTRY_PRESENT;
 }
-/* Returns the entry of a row whose cached bytes were rewritten. */
+/* Returns the new entry of a row whose cached bytes were rewritten. entry: the old one. length: the row's new entry of
+ * lengths. */
 IBP_INLINE uint64_t ibp_rewrite_entry(uint64_t entry, uint32_t length, bool dirty)
 {
     const uint64_t kept = entry & ~(ibp_entry_of_length(0xffffu) | IBP_ENTRY_DIRTY);
@@ -37,8 +38,8 @@ IBP_INLINE uint64_t ibp_rewrite_entry(uint64_t entry, uint32_t length, bool dirt
 }
 
 /* Finds the stored bytes of a cached row. Fills in *place as ibp_split_row does: in_slot is the size of the whole
- * stored row, which begins at slot_start of *slab. Returns false if the row is corrupt: its entry names an absent slab,
- * or gives a length above row_bytes or a range outside the slab. */
+ * stored row, which begins at slot_start of *slab. Returns false if the row is corrupt: its entry names a slab that the
+ * cache does not have, or gives a length above row_bytes or a range outside the slab. */
 IBP_INLINE bool ibp_place_in_slab(const ibp_cache *cache, uint64_t entry, uint32_t row_bytes, ibp_row_place *place,
                                   const uint8_t **slab)
 {
@@ -70,9 +71,9 @@ IBP_INLINE uint32_t ibp_home_of_hash(uint64_t hash, const ibp_cache_map *map)
     return (uint32_t)((hash >> 32) * (uint32_t)map->num_sets >> 32);
 }
 
-/* Returns the distance from one set of a search to the next (double hashing). It differs from row to row, so that full
- * sets lie apart and searches stay short in a map that is nearly full. The distance is 1 in a map of few sets, which is
- * searched completely. */
+/* Returns the distance from one set of a search to the next (double hashing). It differs from row to row: rows with the
+ * same home set go on to different sets, so searches stay short in a map that is nearly full. In a map of few sets,
+ * which is searched completely, the distance is 1. */
 IBP_INLINE uint32_t ibp_step_of_hash(uint64_t hash, const ibp_cache_map *map)
 {
     if (map->num_sets <= (int64_t)IBP_SEARCHED_WAYS) return 1;

@@ -10,16 +10,16 @@
 extern "C" {
 #endif
 
-/* Check whether the fields of a codebook, or of a table and its codebook, fit each other. Return IBP_OK or
- * IBP_INVALID_ARGUMENT (schemes.c). */
+/* Check the fields of a codebook, or of a table and its codebook. Return IBP_OK, or IBP_INVALID_ARGUMENT if a field is
+ * out of range or fields contradict each other. schemes.c defines these functions. */
 ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
 ibp_status ibp_check_table_fields(const ibp_table *table);
-/* Returns whether the fields of a place fit each other, the slots are large enough for its rows, and there is an index
- * if the rows need one. */
+/* Returns whether a place is valid: its fields are consistent, its slots are large enough for all rows, and it has the
+ * arrays of the index that its rows need. */
 bool ibp_is_place(const ibp_place *place);
 /* Returns whether ibp_move_parts accepts these arguments. */
 bool ibp_can_move_parts(const ibp_table *table, const ibp_place *from, const uint8_t *overflow);
-/* Returns whether the fields of a source fit each other. */
+/* Returns whether the fields of a source are in range and consistent. row_bytes: size of the table's rows. */
 bool ibp_is_row_source(const ibp_row_source *source, uint32_t row_bytes);
 
 #ifdef __cplusplus
@@ -52,7 +52,7 @@ IBP_INLINE bool ibp_is_element_size(uint32_t num_bytes)
     return num_bytes == 1u || num_bytes == 2u || num_bytes == 4u || num_bytes == 8u;
 }
 
-/* Returns whether slots and overflow are not NULL, or have no bytes. */
+/* Returns whether the arrays slots and overflow exist. An array without bytes may be NULL. */
 IBP_INLINE bool ibp_has_arrays(const ibp_table *table, const uint8_t *slots, const uint8_t *overflow)
 {
     return (slots != NULL || table->slots_bytes == 0) && (overflow != NULL || table->overflow_bytes == 0);

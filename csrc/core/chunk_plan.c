@@ -16,7 +16,7 @@ static uint64_t align_up(uint64_t v) { return align_down(v + IBP_CHUNK_ALIGN - 1
 
 int64_t ibp_size_chunk(int64_t done_bytes, int64_t left_bytes, int64_t most_bytes, bool ends)
 {
-    /* Each chunk is as large as all chunks before it and FIRST_CHUNK_BYTES together, so the sizes double. */
+    /* Each chunk is as large as FIRST_CHUNK_BYTES plus all chunks before it, so the sizes double. */
     int64_t bytes = min_i64(most_bytes, done_bytes + FIRST_CHUNK_BYTES);
     if (ends) bytes = min_i64(bytes, max_i64(left_bytes / LAST_CHUNKS_SHARE, LAST_CHUNK_BYTES));
     if (left_bytes <= bytes) return left_bytes;
@@ -24,13 +24,14 @@ int64_t ibp_size_chunk(int64_t done_bytes, int64_t left_bytes, int64_t most_byte
     return (left_bytes - 1) / num_equal + 1;
 }
 
-/* Return the number of bytes of slots, and of overflow, before a row. The row must be a multiple of IBP_ROWS_PER_BASE,
- * or the end of the table. */
+/* Returns the number of bytes of slots before a row, or in all slots if the row is the end of the table. */
 static uint64_t slots_before(const ibp_table *table, int64_t row)
 {
     const uint64_t before = (uint64_t)row * table->slot_bytes, all = (uint64_t)table->slots_bytes;
     return before < all ? before : all;
 }
+/* Returns the number of bytes of overflow before a row, which must be a multiple of IBP_ROWS_PER_BASE or the end of the
+ * table. */
 static uint64_t overflow_before(const ibp_table *table, const uint64_t *bases, int64_t row)
 {
     if (!bases || ibp_has_own_bases(table)) return 0; /* overflow parts lie in any order, so chunks have none */
@@ -42,9 +43,9 @@ static int64_t bytes_between(const ibp_table *table, const uint64_t *bases, int6
                      overflow_before(table, bases, row));
 }
 
-/* Returns the end of a chunk that begins at first_row: the last end of a group of IBP_ROWS_PER_BASE rows, at most
- * end_row, for which the chunk has at most wanted_bytes bytes. If even the first group has more bytes, returns the end
- * of that group. */
+/* Returns the end of a chunk that begins at first_row and has at most wanted_bytes bytes. The chunk consists of as many
+ * groups of IBP_ROWS_PER_BASE rows as possible and ends at end_row at the latest. It has at least one group, even if
+ * this group is larger than wanted_bytes. */
 static int64_t find_end(const ibp_table *table, const uint64_t *bases, int64_t first_row, int64_t end_row,
                         int64_t wanted_bytes)
 {

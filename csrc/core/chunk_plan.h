@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-#define IBP_CHUNK_ALIGN 128 /* alignment in bytes of a chunk's parts in the table's arrays and in the ring */
+#define IBP_CHUNK_ALIGN 128 /* alignment in bytes of a chunk's parts in the table's arrays and in the buffer */
 
 /* A chunk: some consecutive rows of a table, and the ranges of slots and overflow that hold these rows. */
 typedef struct ibp_chunk {
@@ -18,7 +18,8 @@ typedef struct ibp_chunk {
                      the table */
     uint64_t slots_start, slots_bytes;
     uint64_t overflow_start, overflow_bytes; /* 0 if every row has its own base */
-    bool fits; /* false: the ranges mean nothing, because bases are out of order or 32 rows are larger than the room */
+    bool fits; /* false if bases are out of order, or if IBP_ROWS_PER_BASE rows are larger than the buffer. Then the
+                  ranges must not be used */
 } ibp_chunk;
 
 /* Returns the size in bytes that the next chunk should have, 1 to most_bytes. The first chunks are small and grow, so
@@ -27,11 +28,11 @@ typedef struct ibp_chunk {
  *
  * done_bytes: number of bytes of the stream before this chunk.
  * left_bytes: number of bytes of the stream from this chunk to the end; above 0.
- * ends: whether the stream ends with these bytes. */
+ * ends: whether the stream ends with the left_bytes bytes. */
 int64_t ibp_size_chunk(int64_t done_bytes, int64_t left_bytes, int64_t most_bytes, bool ends);
 
-/* Returns the next chunk, which begins at first_row and ends at end_row or before. Its size is at most what
- * ibp_size_chunk returns, but it has at least IBP_ROWS_PER_BASE rows, unless end_row comes first.
+/* Returns the next chunk, which begins at first_row and ends at end_row or before. It has at least IBP_ROWS_PER_BASE
+ * rows, or all rows up to end_row. If it has more rows, its size is at most what ibp_size_chunk returns.
  *
  * bases: the table's bases in host memory; table->bases is not read.
  * first_row: a multiple of IBP_ROWS_PER_BASE below end_row.

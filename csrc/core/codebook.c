@@ -9,8 +9,7 @@ _Static_assert(IBP_MAX_ROW_BYTES < 1u << IBP_FLAG_POS_BITS,
 
 size_t ibp_codebook_words(uint32_t row_bytes) { return ((size_t)row_bytes + 15u) / 16u * 4u; }
 
-/* Return a set of chunks that start in word w of a row, with the same bits as in an entry of flags: all of these
- * chunks, or only those with a mask. */
+/* Returns the set of the chunks that start in word w of a row, with the same bits as in an entry of flags. */
 static uint32_t chunks_of_word(const ibp_codebook *cb, uint32_t w)
 {
     uint32_t chunks = 0;
@@ -18,6 +17,7 @@ static uint32_t chunks_of_word(const ibp_codebook *cb, uint32_t w)
         if (first % cb->chunk_bytes == 0) chunks |= 1u << first % 4 / cb->chunk_bytes;
     return chunks;
 }
+/* Returns the set of the chunks that start in word w and whose mask is not 0. */
 static uint32_t masked_chunks_of_word(const ibp_codebook *cb, uint32_t w)
 {
     const uint32_t chunks = chunks_of_word(cb, w);

@@ -3,14 +3,15 @@
 #include "bits.h"
 #include "rows.h"
 
-/* The state of an addition: the highest bit of each element, the change of the tensor's sum so far, and the sign. */
+/* The state of an addition: a word with the highest bit of each element set, the change of the tensor's sum so far, and
+ * whether differences are subtracted. */
 typedef struct adding {
     uint64_t highest, change;
     bool subtracts;
 } adding;
 
-/* Adds a row's differences word by word. first: the number of its first word in the tensor. Bytes past the end of the
- * row count as zeros. */
+/* Adds or subtracts a row's differences word by word. first: the number of the row's first word in the tensor. Bytes
+ * past the end of the row count as zeros. */
 static void add_row(adding *add, uint8_t *base, const uint8_t *differences, uint32_t num_bytes, uint64_t first)
 {
     for (uint32_t at = 0; at < num_bytes; at += 8) {

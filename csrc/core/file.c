@@ -29,14 +29,14 @@ static bool take_key(ibp_json *json, bool is_first, ibp_text *key)
     return (is_first || ibp_take_symbol(json, ',')) && ibp_take_string(json, key) && ibp_take_symbol(json, ':');
 }
 
-/* Returns the rest of an object's inside, or of the JSON text, for messages that show where an error is. */
+/* Returns the part of a text that begins at the address `at`, for messages that show where an error is. */
 static ibp_text rest_of(const char *at, ibp_text inside)
 {
     return (ibp_text){at, (size_t)(inside.data + inside.num_bytes - at)};
 }
 
-/* Begins to read the entry of an object that follows the first `cursor` bytes of the object's inside, and takes the
- * entry's key. Returns IBP_NOT_IN_FILE if there is no further entry. */
+/* Begins to read the entry of an object that follows the first `cursor` bytes of `inside`, and takes the entry's key.
+ * inside: the object without its braces. Returns IBP_NOT_IN_FILE if there is no further entry. */
 static ibp_status open_entry(ibp_text inside, size_t cursor, ibp_json *json, ibp_text *key)
 {
     if (cursor > inside.num_bytes) return IBP_INVALID_ARGUMENT;
@@ -56,7 +56,7 @@ ibp_status ibp_next_metadata(const ibp_file *file, size_t *cursor, ibp_text *key
     return IBP_OK;
 }
 
-/* Takes an object {"key": "value", ...} and returns its inside in *metadata. */
+/* Takes an object {"key": "value", ...}. metadata: receives the object without its braces. */
 static bool take_metadata(ibp_json *json, ibp_text *metadata)
 {
     ibp_text key, value;
@@ -158,9 +158,10 @@ ibp_status ibp_next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor
 /* ---- opening ---- */
 
 /* Counts the tensors and finds the metadata. Checks that the tensors lie one after the other up to the end of the data,
- * whatever their order in the header. They do if the tensors' starts and the end of the data are the same set of
- * numbers as 0 and the tensors' ends. The function compares the sums of a hash over these two sets, because this needs
- * no memory for the numbers. Memory safety does not depend on this check. */
+ * whatever their order in the header. This is the case if two sets of numbers are equal: the starts of all tensors
+ * together with the end of the data, and 0 together with the ends of all tensors. The function compares the sums of a
+ * hash over these two sets, because this needs no memory for the numbers. Memory safety does not depend on this
+ * check. */
 static ibp_status read_tensors(ibp_file *file)
 {
     ibp_file_tensor tensor;
@@ -187,8 +188,8 @@ static bool find_own_metadata(const ibp_file *file, ibp_text *own)
     return false;
 }
 
-/* Refuses a file because one of the names that this format requires is missing or occurs twice. found: a name that the
- * file has. */
+/* Refuses a file because one of the names that this format requires is missing, or occurs twice if status is
+ * IBP_BAD_FILE. found: a key of the metadata that shows that the file has this format. */
 static ibp_status refuse_name(ibp_file *file, ibp_status status, ibp_text found, const char *wanted)
 {
     return ibp_refuse(&file->refusal, found, status == IBP_BAD_FILE ? "each name of a file of ibp once" : wanted);
@@ -221,7 +222,7 @@ static ibp_status read_metadata(ibp_file *file)
     return status == IBP_NOT_IN_FILE ? IBP_OK : status;
 }
 
-/* Finds the inside of the header, which white space may follow. */
+/* Finds the header's JSON object without its braces. White space may follow the object. */
 static bool find_header(const uint8_t *bytes, uint64_t header_bytes, ibp_text *header)
 {
     const char *const start = (const char *)bytes + LENGTH_BYTES, *end = start + header_bytes;
@@ -295,8 +296,8 @@ ibp_status ibp_find_tensor(const ibp_file *file, const char *name, ibp_file_tens
     return status == IBP_NOT_IN_FILE && is_found ? IBP_OK : status;
 }
 
-/* Removes `other` from the beginning of *text. Returns false if *text begins with something else. The two texts may
- * have different escapes. */
+/* Takes the characters of `other` from the beginning of *text. Returns whether *text begins with them. The two texts
+ * may have different escapes. */
 static bool take_text(ibp_text *text, ibp_text other)
 {
     uint8_t ours[4], theirs[4];

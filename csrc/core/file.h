@@ -1,13 +1,13 @@
 /* file.h - declarations that the source files of the file reader share. json.c reads texts, file_fields.c reads the
- * fields in texts, file.c reads the header of a file, and file_tables.c opens tables. Each of these needs only those
- * before it. */
+ * fields in texts, file.c reads the header of a file, and file_tables.c opens tables. Each of these files uses only the
+ * ones named before it. */
 #ifndef IBP_CORE_FILE_H
 #define IBP_CORE_FILE_H
 
 #include "../internal/ibp_file_fields.h"
 #include "json.h"
 
-#define IBP_FILE_ALIGN 128u                                    /* the writer pads tensors to a multiple of this */
+#define IBP_FILE_ALIGN 128u                                    /* the writer pads tensors to a multiple of this size */
 #define IBP_SHAPE_BITS "2^63 - 1 bits, each size 0 taken as 1" /* the limit on the size of a tensor, for messages */
 
 /* ---- file_fields.c ----------------------------------------------------------------------------------------------- */
@@ -38,25 +38,26 @@ enum {
     IBP_C_COUNT
 };
 
-/* Records why a file is refused. Returns IBP_BAD_FILE. */
+/* Records why a file is refused: what was found and what was wanted. Returns IBP_BAD_FILE. */
 ibp_status ibp_refuse(ibp_refusal *refusal, ibp_text found, const char *wanted);
 /* Reads all fields of a line, "key=value key=value". If the line also has keys that are not in `fields`, it reads the
  * other fields and returns IBP_UNSUPPORTED_TABLE. */
 ibp_status ibp_read_fields(ibp_text line, ibp_field *fields, size_t num_fields, ibp_refusal *refusal);
-/* Checks that all needed fields are given, and no other fields except the optional ones. needed, optional: sets of
+/* Checks that all needed fields are given, and that all other given fields are optional ones. needed, optional: sets of
  * fields, in which bit i means fields[i]. Returns IBP_BAD_FILE if a needed field is missing, or IBP_UNSUPPORTED_TABLE
  * if another field is given. */
 ibp_status ibp_check_given(const ibp_field *fields, size_t num_fields, uint32_t needed, uint32_t optional,
                            ibp_refusal *refusal);
 /* Records that a field is missing or has a wrong value. Returns IBP_BAD_FILE. */
 ibp_status ibp_refuse_field(ibp_refusal *refusal, const ibp_field *of);
-/* Takes a number of a list, and the comma before it unless it is the first. */
+/* Takes the next number of a list, and the comma before it unless the number is the first. Returns whether such a
+ * number comes next. */
 bool ibp_take_listed(ibp_text *list, bool is_first, uint64_t *number);
 
 /* Returns the number of bits of an element of a dtype, or 0 if the dtype is unknown. */
 uint32_t ibp_bits_of_dtype(ibp_text dtype);
-/* Computes the bytes of a tensor of num_dims dimensions whose elements have `bits` bits. Returns false if the bytes
- * are not a whole number, or if the bits, with each size 0 taken as 1, do not fit an int64_t. */
+/* Computes the size in bytes of a tensor of num_dims dimensions whose elements have `bits` bits. Returns false if it is
+ * not a whole number of bytes, or if the number of bits, with each size 0 taken as 1, does not fit an int64_t. */
 bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, int64_t *num_bytes);
 
 /* ---- file.c ------------------------------------------------------------------------------------------------------ */

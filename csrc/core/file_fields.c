@@ -1,5 +1,5 @@
 /* file_fields.c - reads the lines of a header's metadata, "key=value key=value", which have the fields of tables and
- * codebooks (FORMAT.md section 9), and knows the sizes of dtypes. It reads texts alone, and needs no file. */
+ * codebooks (FORMAT.md section 9), and knows the sizes of dtypes. It needs only these texts, not the file. */
 #include "checks.h"
 #include "file.h"
 
@@ -113,7 +113,7 @@ static bool take_list(const ibp_field *of, ibp_text *list)
     return true;
 }
 
-/* Checks the text of a field against its kind. If it is a number, stores the number. */
+/* Checks the text of a field against the field's kind. Stores the value of a number or a fingerprint in of->number. */
 static bool read_value(ibp_field *of)
 {
     ibp_text rest = of->text;
@@ -265,7 +265,8 @@ static const ibp_field codebook_fields[IBP_C_COUNT] = {
 
 /* ---- a table ----------------------------------------------------------------------------------------------------- */
 
-/* Checks that exactly the fields are given that a table of its kind has. */
+/* Checks that a table has all fields that its kind needs, and no field that its kind cannot have. A table is coded by
+ * an external codec, or by a scheme with or without a codebook. A table with a scheme may also be a delta. */
 static ibp_status check_kind(ibp_field *fields, ibp_refusal *refusal)
 {
     const bool is_delta = fields[T_BASE].is_given || fields[T_RESULT].is_given;
@@ -330,8 +331,8 @@ ibp_status ibp_read_table(ibp_text line, ibp_field fields[IBP_TABLE_FIELDS], ibp
 
 #define BIT(name) (1u << IBP_C_##name)
 
-/* Checks that the fields of a codebook of scheme planes fit each other. Stores the numbers of bits of its digits as the
- * bytes of one number. */
+/* Checks that the fields of a codebook of scheme planes are consistent. Stores the list digit_bits also as a number, in
+ * which each byte is the width of one plane's digits. */
 static ibp_status check_planes(ibp_field *fields, ibp_refusal *refusal)
 {
     const uint64_t element_bytes = fields[IBP_C_ELEMENT].number, bits = 8 * element_bytes,

@@ -1,4 +1,5 @@
-/* file_tables.c - opens tables of a file and builds their codebooks in working form (FORMAT.md section 9). */
+/* file_tables.c - opens tables of a file (FORMAT.md section 9). It builds their codebooks in working form: an
+ * ibp_codebook whose arrays are in the caller's workspace. */
 #include "checks.h"
 #include "file.h"
 #include "locate.h"
@@ -29,7 +30,8 @@ typedef struct codebook_plan {
     uint32_t num_live;      /* number of live columns */
     size_t set_bytes;       /* size in bytes of one cluster's words or entries */
     size_t constants_bytes; /* size in bytes of the template and the live columns */
-    size_t spare_bytes;     /* size in bytes of room for a row's mask and bitval, or another cluster's constants */
+    size_t spare_bytes;     /* size in bytes of a spare buffer, for a row's mask and bitval, or for the constants of
+                               another cluster */
     size_t workspace_bytes;
 } codebook_plan;
 
@@ -82,12 +84,12 @@ static bool plan_planes(codebook_plan *plan)
     plan->spare_bytes = plan->num_members > 1 ? plan->constants_bytes : 0;
     if (!p->consecutive)
         plan->set_bytes = (p->per_column ? plan->num_live : 1) * num_entries * ibp_bytes_of_symbol(ibp_symbol_bits(p));
-    /* A cluster must not need more workspace than the size of the file's data. */
+    /* The entries of a cluster are stored in the file, so they cannot be larger than its data. */
     if (plan->set_bytes > plan->file->data_bytes) return false;
     return plan->num_members == 1 || plan->set_bytes != 0;
 }
 
-/* Writes a number in decimal digits, with a final 0, to the end of `text`. Returns its first digit. */
+/* Writes a number in decimal digits, with a final 0, to the end of `text`. Returns the address of the first digit. */
 static const char *to_decimal(uint32_t number, char text[11])
 {
     char *at = text + 10;
@@ -105,7 +107,7 @@ static ibp_status find_codebook(const ibp_file *file, uint32_t number, ibp_field
     return status == IBP_OK ? ibp_read_codebook(text, fields, refusal) : status;
 }
 
-/* Takes the numbers of a codebook's clusters. */
+/* Takes the numbers of a codebook's clusters from a list. Returns false if there are fewer than two. */
 static bool plan_members(ibp_text list, codebook_plan *plan)
 {
     uint64_t member;
@@ -124,7 +126,7 @@ static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_
         status = find_codebook(file, plan->members[0], fields, refusal);
     }
     if (status != IBP_OK) return status;
-    if (fields[IBP_C_CLUSTERS].is_given) return IBP_BAD_FILE; /* clusters must not have clusters of their own */
+    if (fields[IBP_C_CLUSTERS].is_given) return IBP_BAD_FILE; /* a cluster must not have clusters itself */
     plan->scheme = (ibp_scheme)fields[IBP_C_SCHEME].number;
     plan->row_bytes = number_of(plan, IBP_C_ROW);
     if (plan->scheme == IBP_SCHEME_IBP)
@@ -138,7 +140,7 @@ static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_
 
 /* ---- a codebook's working form ----------------------------------------------------------------------------------- */
 
-/* Records a part. Returns whether it is the first part of its name, has one dimension and consists of unsigned
+/* Records a part. Returns whether it is the first tensor with this name, has one dimension and consists of unsigned
  * numbers. */
 static bool note_part(const ibp_file_tensor *tensor, file_part *part)
 {
@@ -299,7 +301,7 @@ static ibp_status build_codebook(const codebook_plan *plan, void *workspace, ibp
 
 /* ---- tables ------------------------------------------------------------------------------------------------------ */
 
-/* Finds the fields of a table in one of the files. */
+/* Finds the fields of a table in the first file that has them. */
 static ibp_status find_fields(const ibp_file *files, size_t num_files, const char *name, size_t *file, ibp_text *text)
 {
     ibp_status status = IBP_NOT_IN_FILE;

@@ -1,10 +1,11 @@
 /* format.h - the rules of FORMAT.md as inline functions, shared by gcc, g++ and nvcc.
  *
- * The functions are for words of scheme ibp, headers and positions of listed rows, fingerprints, differences, and sizes
+ * The functions cover words of scheme ibp, headers and positions of listed rows, fingerprints, differences, and sizes
  * of rows.
  *
- * Scheme ibp (section 5) works on 32-bit words of a row; byte 4w is the low byte of word w. The kept bits of a row are
- * stored in the order of their positions, whatever the size of a chunk is. */
+ * The functions for scheme ibp (section 5) work on 32-bit words of a row; byte 4w is the low byte of word w. A chunk
+ * participates if its invariant bits have the codebook's values; these bits are then left out of the coded row. All
+ * other bits of the row are kept bits. They are stored in the order of their positions, for every size of chunks. */
 #ifndef IBP_FORMAT_H
 #define IBP_FORMAT_H
 
@@ -16,11 +17,12 @@
 #define IBP_INLINE static inline
 #endif
 
-/* The fields of an entry of ibp_codebook.flags. Participating chunks leave their invariant bits out of a word; each run
- * of these bits is a gap.
+/* The fields of an entry of ibp_codebook.flags, which describes a word of a row. A chunk is flagged if it has a
+ * participation bit, which says in each coded row whether the chunk participates. A gap is a run of invariant bits in
+ * the word, which are left out if their chunk participates.
  *
  *   bits 0-16    position of the word's first participation bit
- *   bits 17-20   which of the word's chunks are flagged
+ *   bits 17-20   which of the chunks that start in the word are flagged
  *   bits 21-25   where the first gap starts
  *   bits 26-30   where the last gap starts
  *   bit 31       there are more than two gaps */
@@ -122,8 +124,10 @@ IBP_INLINE uint32_t ibp_row_bits_of_word(uint32_t row_bytes, uint32_t w)
     return 4u * w >= row_bytes ? 0u : (1u << (8u * (row_bytes - 4u * w))) - 1u;
 }
 
-/* Return the position of a word's first participation bit, and the set of its (up to four) chunks that have one. */
+/* Returns the position of a word's first participation bit in a coded row. */
 IBP_INLINE uint32_t ibp_flag_position(uint32_t flags_entry) { return flags_entry & ((1u << IBP_FLAG_POS_BITS) - 1u); }
+/* Returns the set of the chunks, up to four, that start in a word and are flagged: bit i stands for the word's chunk
+ * i. */
 IBP_INLINE uint32_t ibp_flagged_chunks(uint32_t flags_entry) { return flags_entry >> IBP_FLAG_POS_BITS & 0xfu; }
 
 /* Returns the fields of a flags entry that describe the gaps of a word. Gaps are the runs of ones of its mask, cut at
@@ -153,9 +157,9 @@ IBP_INLINE uint32_t ibp_insert_two_gaps(uint32_t word, uint32_t removed, uint32_
     return ibp_insert_gap(ibp_insert_gap(word, removed & ~from_last, first), removed & from_last, last);
 }
 
-/* Returns the kept bits of a word, from its mask, its flags entry and the participation bits that start at its flag
- * position. A chunk of 4 or 8 bytes has one participation bit for the whole word. If such a chunk is not flagged, its
- * mask is 0, so that it does not matter which bit is read for it. */
+/* Returns a mask of the kept bits of a word. mask, flags_entry: those of the word. participation: bit 0 is the word's
+ * first participation bit. A chunk of 4 or 8 bytes has one participation bit for the whole word. If such a chunk is not
+ * flagged, its mask is 0, so it does not matter which bit is read for it. */
 IBP_INLINE uint32_t ibp_keep_word(uint32_t participation, uint32_t mask, uint32_t flags_entry, uint32_t chunk_bytes)
 {
     if (chunk_bytes >= 4u) return ~(mask * (participation & 1u));
@@ -170,8 +174,8 @@ IBP_INLINE uint32_t ibp_keep_word(uint32_t participation, uint32_t mask, uint32_
     return ~removed;
 }
 
-/* Returns the participation bits of the flagged chunks that start in a word, packed. mismatch: (word ^ bitval) & mask;
- * for chunks of 8 bytes, the OR of this value for both words of the chunk. */
+/* Returns the participation bits of the flagged chunks that start in a word, one after the other from bit 0. mismatch:
+ * (word ^ bitval) & mask; for chunks of 8 bytes, the OR of this value for both words of the chunk. */
 IBP_INLINE uint32_t ibp_match_word(uint32_t mismatch, uint32_t flags_entry, uint32_t chunk_bytes)
 {
     const uint32_t flagged = ibp_flagged_chunks(flags_entry);
@@ -188,16 +192,17 @@ IBP_INLINE uint32_t ibp_match_word(uint32_t mismatch, uint32_t flags_entry, uint
 
 /* ---- scheme planes (section 6) ---- */
 
-#define IBP_MAX_LOW_BITS 13u
+#define IBP_MAX_LOW_BITS 13u /* largest number of low bits of a position in a list */
 
-/* Return the size in bytes of a listed row's header, and the bit of the header that means is_closed. */
+/* Returns the size in bytes of a listed row's header. */
 IBP_INLINE uint32_t ibp_header_bytes(uint32_t columns) { return columns < 128u ? 1u : columns < 32768u ? 2u : 3u; }
+/* Returns the bit of a listed row's header that says whether the row is closed. */
 IBP_INLINE uint32_t ibp_closed_bit(uint32_t columns) { return 1u << (8u * ibp_header_bytes(columns) - 1u); }
 
 /* The header of a listed row. */
 typedef struct ibp_listed_header {
-    uint32_t num_listed;
-    bool is_closed;
+    uint32_t num_listed; /* number of listed elements */
+    bool is_closed;      /* whether all listed elements equal the codebook's closed_value and are not stored */
 } ibp_listed_header;
 
 /* Splits the bits of a header. Returns false if the row of src_bytes bytes is too short for a header, or if it lists
@@ -212,7 +217,7 @@ IBP_INLINE bool ibp_split_header(uint32_t bits, uint32_t src_bytes, uint32_t col
 /* The form in which the k listed positions of a row are stored. */
 typedef struct ibp_position_form {
     uint32_t is_list;       /* 1: a list; 0: a bitmap */
-    uint32_t is_complement; /* 1: the list names the positions that are not listed */
+    uint32_t is_complement; /* 1: the list has the other columns - k positions, those that are not listed */
     uint32_t low_bits;      /* number of low bits of each position in a list */
     uint32_t num_positions; /* number of positions in the list, or of ones in the bitmap */
     uint32_t upper_bits;    /* number of upper bits of a list, or of bits of a bitmap */
@@ -224,20 +229,23 @@ IBP_INLINE ibp_position_form ibp_bitmap_form(uint32_t k, uint32_t columns)
     const ibp_position_form form = {0, 0, 0, k, columns, (columns + 7u) / 8u};
     return form;
 }
-/* Returns the list (m, l) of the listed positions, or of the complement. */
+/* Returns the form of a list with l low bits for each position. complement: 0 for a list of the k listed positions, 1
+ * for a list of the positions that are not listed. */
 IBP_INLINE ibp_position_form ibp_list_form(uint32_t k, uint32_t columns, uint32_t complement, uint32_t l)
 {
     const uint32_t m = complement ? columns - k : k, upper = m + ((columns - 1u) >> l);
     const ibp_position_form form = {1, complement, l, m, upper, (upper + 7u) / 8u + (m * l + 7u) / 8u};
     return form;
 }
-/* Returns whether k and columns - k are both so large that a bitmap is the shortest form. A list of m positions has at
- * least m * (l + 1) + (columns - 1) / 2^l bits. For such k, this is more than the size of a bitmap. */
+/* Returns whether k and columns - k are both so large that a bitmap is the shortest form. A list of m positions with l
+ * low bits has at least m * (l + 1) + (columns - 1) / 2^l bits. For such k, this is more than the size of a bitmap for
+ * every l. */
 IBP_INLINE bool ibp_is_bitmap_shortest(uint32_t k, uint32_t columns)
 {
     return 4u * ibp_min_u32(k, columns - k) >= columns + 4u;
 }
-/* Returns the shortest form. If several are equally short, it returns the first of them. */
+/* Returns the shortest form for k listed positions. If several forms are equally short, returns the first in the order
+ * of section 6. */
 IBP_INLINE ibp_position_form ibp_choose_position_form(uint32_t k, uint32_t columns)
 {
     ibp_position_form best = ibp_bitmap_form(k, columns);
@@ -252,7 +260,7 @@ IBP_INLINE ibp_position_form ibp_choose_position_form(uint32_t k, uint32_t colum
 
 /* ---- fingerprints (section 10) ---- */
 
-#define IBP_GOLDEN 0x9E3779B97F4A7C15u
+#define IBP_GOLDEN 0x9E3779B97F4A7C15u /* 2^64 divided by the golden ratio */
 
 /* The finalizer of SplitMix64 (Steele, Lea, Flood 2014). */
 IBP_INLINE uint64_t ibp_mix(uint64_t x)
@@ -261,7 +269,7 @@ IBP_INLINE uint64_t ibp_mix(uint64_t x)
     x = (x ^ x >> 27) * 0x94D049BB133111EBu;
     return x ^ x >> 31;
 }
-/* Returns the number that word i of a tensor contributes to the sum that is the tensor's fingerprint. */
+/* Returns what word i of a tensor contributes to the sum from which the tensor's fingerprint is computed. */
 IBP_INLINE uint64_t ibp_mix_word(uint64_t word, uint64_t i) { return ibp_mix(word + (i + 1u) * IBP_GOLDEN); }
 
 /* ---- differences (section 9): several elements packed in 64 bits, each modulo 2^w ---- */
@@ -272,6 +280,7 @@ IBP_INLINE uint64_t ibp_highest_bits(uint32_t element_bytes)
     const uint64_t each = element_bytes == 8u ? 1u : ~(uint64_t)0 / (((uint64_t)1 << 8u * element_bytes) - 1u);
     return each << (8u * element_bytes - 1u);
 }
+/* Return the sums, or the differences, of the elements of a and b. highest: ibp_highest_bits(element_bytes). */
 IBP_INLINE uint64_t ibp_add_elements(uint64_t a, uint64_t b, uint64_t highest)
 {
     return ((a & ~highest) + (b & ~highest)) ^ ((a ^ b) & highest);
@@ -299,31 +308,34 @@ IBP_INLINE const uint8_t *ibp_template_of(const ibp_codebook *codebook)
     return has_constants ? codebook->planes.row_template : NULL;
 }
 
-/* Returns the entry of lengths of a row whose coded form has coded_bytes bytes: this number if it is less than
- * valid_bytes and less than the length that marks a default row, else 0 (raw). */
+/* Returns the entry of lengths of a row whose coded form has coded_bytes bytes: coded_bytes if it is less than
+ * valid_bytes and less than the length that marks a default row, else 0 (raw). valid_bytes: size of the row before
+ * coding, which is row_bytes unless the row is a short last row. */
 IBP_INLINE uint32_t ibp_length_of_coded(size_t coded_bytes, uint32_t row_bytes, uint32_t valid_bytes)
 {
     return coded_bytes < ibp_min_u32(valid_bytes, IBP_DEFAULT_LENGTH(row_bytes)) ? (uint32_t)coded_bytes : 0u;
 }
 
-/* Return the number of sectors of IBP_OVERFLOW_ALIGN bytes that num_bytes bytes need, and the size of these sectors in
- * bytes. */
+/* Returns the number of sectors of IBP_OVERFLOW_ALIGN bytes that num_bytes bytes need. */
 IBP_INLINE uint32_t ibp_sectors_of(uint32_t num_bytes)
 {
     return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN;
 }
+/* Returns num_bytes rounded up to whole sectors. */
 IBP_INLINE uint32_t ibp_sector_bytes(uint32_t num_bytes) { return ibp_sectors_of(num_bytes) * IBP_OVERFLOW_ALIGN; }
 
-/* Return sizes in bytes: of a row before coding, of its overflow part, and of this part with padding. */
+/* Returns the size in bytes of a row before coding. num_bytes: size of the tensor in bytes. */
 IBP_INLINE uint32_t ibp_valid_bytes(int64_t num_bytes, uint32_t row_bytes, int64_t row)
 {
     const int64_t left = num_bytes - row * (int64_t)row_bytes;
     return left < (int64_t)row_bytes ? (uint32_t)left : row_bytes;
 }
+/* Returns the size in bytes of the overflow part of a row of stored_bytes bytes. */
 IBP_INLINE uint32_t ibp_overflow_part(uint32_t stored_bytes, uint32_t slot_bytes)
 {
     return stored_bytes > slot_bytes ? stored_bytes - slot_bytes : 0u;
 }
+/* Returns the size in bytes of an overflow part with its padding. There is no padding in a table without slots. */
 IBP_INLINE uint32_t ibp_overflow_room(uint32_t part_bytes, uint32_t slot_bytes)
 {
     return slot_bytes == 0u ? part_bytes : ibp_sector_bytes(part_bytes);

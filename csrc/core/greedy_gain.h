@@ -16,8 +16,8 @@ static inline uint32_t ibp_count_ones(uint64_t word)
     return (uint32_t)(word * 0x0101010101010101u >> 56);
 }
 
-/* Returns the number of bits that the greedy choice of a mask saves in all rows. columns: bit r of columns[b] is bit b
- * of the chunk in row r. num_rows: 1 to 64. */
+/* Returns the number of bits that the greedy choice of a chunk's mask saves in all rows, less the participation bits.
+ * columns: bit r of columns[b] is bit b of the chunk in row r. num_rows: 1 to 64. */
 static inline uint64_t ibp_greedy_gain(const uint64_t *columns, uint32_t num_bits, uint32_t num_rows)
 {
     uint64_t matching = ~(uint64_t)0 >> (64 - num_rows), used = 0;

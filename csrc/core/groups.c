@@ -1,5 +1,5 @@
 /* groups.c - sorts vectors by the matrices that multiply them, makes groups of the sorted vectors, and lists the
- * matrices that ids ask for. It sorts by counting. */
+ * matrices that ids name. It sorts by counting. */
 #include "groups.h"
 
 #include "ids.h"
@@ -32,7 +32,7 @@ ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *
 ibp_status ibp_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed)
 {
     if (!ibp_can_list(ids, num_matrices, listed)) return IBP_INVALID_ARGUMENT;
-    uint32_t slots[IBP_MOST_STACKED + 1] = {0}; /* at first, whether a matrix is asked for; later, its slot */
+    uint32_t slots[IBP_MOST_STACKED + 1] = {0}; /* at first, whether an id names the matrix; later, its slot */
     int64_t used = 0, *row = listed->rows;
     for (int64_t k = 0; k < ids->count; k++) {
         /* The matrix of each id is kept, because ids may change meanwhile. */

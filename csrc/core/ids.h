@@ -5,11 +5,12 @@
 #include "format.h"
 #include "ibp.h"
 
-/* Returns the index of the item that an id names. If from_end is num_items, ids below 0 count from the end. If it is 0,
- * they stay below 0, which is out of range. */
+/* Returns the index of the item that an id names. If ids->from_end is num_items, ids below 0 count from the end. If it
+ * is 0, the result is below 0, which is out of range. */
 IBP_INLINE int64_t ibp_item_of_id(const ibp_ids *ids, int64_t id) { return id < 0 ? id + ids->from_end : id; }
 
-/* Returns the item of ids[k]. Each call loads the id anew, so a caller that checks an item must keep it. */
+/* Returns the item of ids[k]. Each call loads the id again, and the id may have changed. So a caller that checks the
+ * result must keep it. */
 static inline int64_t ibp_id_at(const ibp_ids *ids, int64_t k)
 {
     if (ids->id_bytes == 0) return k;
@@ -21,8 +22,8 @@ static inline int64_t ibp_id_at(const ibp_ids *ids, int64_t k)
 IBP_INLINE int64_t ibp_num_positions(const ibp_ids *ids) { return ids->positions ? ids->out_items : ids->count; }
 
 /* Returns whether the output can hold all positions. If it has addresses, it must have neither positions nor
- * dimensions. If it is strided, it must have at least as many positions as ids need, and their numbers and offsets must
- * not overflow. */
+ * dimensions. If it is strided, it must have at least ibp_num_positions(ids) positions, and the numbers and offsets of
+ * its positions must not overflow. */
 IBP_INLINE bool ibp_are_dims(const ibp_ids *ids)
 {
     int64_t positions = 1, reach = 0;
@@ -47,8 +48,8 @@ static inline bool ibp_are_ids(const ibp_ids *ids, int64_t first, int64_t last)
     return ids->id_bytes == 0 ? ids->data == NULL : ids->data != NULL || ids->count == 0;
 }
 
-/* Returns the offset of a position in the output. position: 0 to the number of positions less 1. Kernels have a
- * function of their own (cuda/decode/fetch.cuh). */
+/* Returns the offset of a position in the output. position: 0 to the number of positions less 1. Kernels use another
+ * function (cuda/decode/fetch.cuh). */
 static inline int64_t ibp_offset_of_position(const ibp_ids *ids, int64_t position, int64_t item_bytes)
 {
     int64_t offset = 0;
@@ -61,7 +62,7 @@ static inline int64_t ibp_offset_of_position(const ibp_ids *ids, int64_t positio
     return offset + position * ids->strides[0];
 }
 
-/* Returns the address of a position. out: the address of position 0, if there are no addresses. */
+/* Returns the address of a position. out: the address of position 0; not used if ids->addresses is not NULL. */
 static inline uint8_t *ibp_memory_of_position(const ibp_ids *ids, uint8_t *out, int64_t position, int64_t item_bytes)
 {
     if (ids->addresses) return (uint8_t *)(uintptr_t)ids->addresses[position];

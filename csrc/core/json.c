@@ -27,8 +27,8 @@ static uint32_t write_utf8(uint32_t code, uint8_t utf8[4])
     return num_bytes;
 }
 
-/* Takes the digits after \u. If they are the first half of a surrogate pair, takes the escape of the second half,
- * too. */
+/* Takes the four digits after \u. If they are the first half of a surrogate pair, takes the escape of the second half,
+ * too. Returns the number of bytes written to utf8; 0 if the digits are not valid. */
 static uint32_t take_escaped_code(const char **at, const char *end, uint8_t utf8[4])
 {
     uint32_t code, low;

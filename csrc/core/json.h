@@ -1,5 +1,6 @@
 /* json.h - reads the parts of JSON (RFC 8259) that headers of files need: strings and whole numbers. Strings are not
- * copied; they are returned as parts of the input. No byte is trusted, and nothing past the end is read. */
+ * copied; they are returned as parts of the input. No byte is trusted, and nothing past the end is read. The functions
+ * named ibp_take_... read something from the beginning of the input and move the beginning past it. */
 #ifndef IBP_JSON_H
 #define IBP_JSON_H
 

@@ -1,5 +1,5 @@
-/* kv_pages.h - computes the row ids and the addresses of pieces for a transfer of pages, one by one. For gcc, g++ and
- * nvcc. */
+/* kv_pages.h - computes the row ids and the addresses of a transfer of pages (ibp_pages.h), one by one. For gcc, g++
+ * and nvcc. */
 #ifndef IBP_KV_PAGES_H
 #define IBP_KV_PAGES_H
 
@@ -7,7 +7,7 @@
 #include "format.h"
 #include "ibp.h"
 
-/* Returns whether the numbers of a transfer fit each other, and whether its arrays are there if it has pages. */
+/* Returns whether the numbers of a transfer are consistent, and, if it has pages, whether its arrays are not NULL. */
 IBP_INLINE bool ibp_is_page_transfer(const ibp_page_transfer *t)
 {
     if (t->count < 0 || t->num_pages < 0 || t->num_blocks < 0 || t->pieces < 1 || t->ids_per_block < t->pieces)
@@ -52,8 +52,8 @@ IBP_INLINE void ibp_plan_id(const ibp_page_transfer *t, const uint8_t *stored, i
     addresses[i / ids_per_piece] = from + (is_there ? t->starts[in_page / ids_per_piece] : 0u);
 }
 
-/* Returns whether a row of a place is lost: its entries say that it is raw but has no overflow part, so it is not
- * stored. A row that does not exist counts as lost. rooms: NULL if slots hold whole rows. */
+/* Returns whether a row of a place is lost: its entries of lengths and rooms say that it is raw but has no overflow
+ * part. So it is not stored. A row that does not exist counts as lost. rooms: NULL if slots hold whole rows. */
 IBP_INLINE bool ibp_is_lost_row(const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, int64_t row)
 {
     if (row < 0 || row >= num_rows) return true;

@@ -1,17 +1,19 @@
 /* learn.c - learns a codebook of scheme planes from counts (FORMAT.md, section 6).
  *
- * A plan consists of a shape, which says which bits of an element are its symbol, and of a list of digit widths; it
- * also says whether rows are listed and whether every column has entries of its own. The mean size of a row under a
- * plan follows from the frequencies of the symbols: if symbols are ranked by frequency, it is enough to know for every
- * k how many elements have a symbol of rank k or higher. These numbers are called the tails of the shape.
+ * A plan says how to code rows. It consists of a shape, which says which bits of an element are its symbol, and of a
+ * list of digit widths. It also says whether rows are listed, and whether every column has its own entries. The mean
+ * size of a row under a plan follows from the frequencies of the symbols: if symbols are ranked by frequency, it is
+ * enough to know for every k how many elements have a symbol of rank k or higher. These numbers are called the tails of
+ * the shape.
  *
  * Bits and columns that are the same in all rows are left out first, and default rows are not counted. If leaving bits
- * or columns out does not pay, the search is repeated with them.
+ * or columns out does not pay, the search is repeated with these bits or columns.
  *
- * The elements are counted once, in the order of their values: prefixes of up to 16 bits in an array, and longer
- * elements by sorting a sample. The symbols of every shape are prefixes of the values, possibly without the sign, so
- * that one pass over these counts gives the counts of a shape. Plans for listed rows and plans with entries for each
- * column get tails in the same way, from the elements that are listed and from counts of some columns.
+ * The elements are counted once, in the order of their values. Prefixes, which are the highest bits of elements, are
+ * counted in an array if they have up to 16 bits. Longer elements are counted by sorting a sample. The symbols of every
+ * shape are prefixes of the values, possibly without the sign. So one pass over these counts gives the counts of a
+ * shape. Tails of plans for listed rows are computed in the same way from the listed elements, and tails of plans with
+ * entries for each column from counts of some columns.
  *
  * All plans are then compared by cost: the mean size of a row in bytes, its share of the codebook included. The
  * cheapest plan is not always taken: a plan that a GPU decodes fastest may cost up to 0.6 % more (choose). */
@@ -42,20 +44,19 @@ enum {
     /* Plans are compared by counting about FEW_ELEMENTS elements, or about FEW_BYTES elements if elements are bytes. */
     FEW_ELEMENTS = 1 << 16,
     FEW_BYTES = 1 << 17,
-    /* Least number of rows that are counted, however long they are. */
+    /* Least number of rows that are counted, even if rows are long. */
     LEAST_ROWS = 16,
     /* Shapes with entries for each column are compared by counting up to MOST_TRIED_COLUMNS columns, and up to twice
      * TRIED_ELEMENTS elements. */
     MOST_TRIED_COLUMNS = 64,
     TRIED_ELEMENTS = 1 << 16,
-    /* If every column has entries of its own, these are chosen from the MOST_CHOSEN most frequent symbols of the
-     * table. */
+    /* If every column has its own entries, they are chosen from the MOST_CHOSEN most frequent symbols of the table. */
     MOST_CHOSEN = 255,
     /* Symbols of more than MOST_PREFIX_BITS bits are found by a hash of this many bits. */
     HASH_BITS = 16,
-    /* Least number of rows in a sample by which a column can be found to be constant. */
+    /* If a sample has fewer rows, no column is taken to be constant. */
     LEAST_CONSTANT_ROWS = 64,
-    /* Least number of bits of an element that are coded, however many of them are invariant. */
+    /* Least number of bits of an element that are coded, even if more of them are invariant. */
     LEAST_CODED_BITS = 2,
     /* A codebook of level fast has one plane of digits of FAST_DIGIT_BITS bits, and FAST_ENTRIES entries. */
     FAST_DIGIT_BITS = 4,
@@ -72,20 +73,21 @@ static const double FAST_COST = 1.006;
 /* A plan with entries for each column, which a GPU decodes less fast, is taken if its cost is within this factor of the
  * least. */
 static const double FAST_COLUMNS_COST = 1.003;
-/* Rotated shapes with entries for each column are searched only if the first of them costs at most this factor times as
- * much as the best shape that is not rotated. */
+/* With entries for each column, further rotated shapes are tried only if the first of them costs at most this factor
+ * times as much as the best shape that is not rotated. */
 static const double FAR_WORSE = 1.03;
 /* The best rotated shape and the best other shape are both tried on all columns if the costs of the two are within this
  * factor of each other. */
 static const double WORSE = 1.01;
-/* The search for entries for each column ends at once unless, on some columns, they cost at most this share of the cost
- * of entries for the table. */
+/* The search for entries for each column ends after its first shape unless their cost, measured on some columns, is at
+ * most this share of the cost of entries for the table. */
 static const double COLUMNS_PAY = 0.9995;
 /* Entries for each column are not tried if dense rows are larger than listed ones by more than this factor. */
 static const double COLUMNS_GAIN = 1.25;
-/* Rows are listed only if at least this share of the elements equals the default. */
+/* Plans for listed rows are tried only if at least this share of the elements equals the default. */
 static const double LEAST_SHARE = 1.0 / 256;
-/* If a smaller share of the columns is constant, leaving them out does not pay for the slower decoder. */
+/* Constant columns are left out only if at least this share of the columns is constant. Otherwise it does not pay for
+ * the slower decoder. */
 static const double CONSTANT_SHARE = 1.0 / 8;
 /* Largest share of the rows that may lack the invariant bits and are therefore stored raw. */
 static const double MOST_LACKING = 0.2;
@@ -104,7 +106,7 @@ typedef struct value_counts {
     value_count *items;
     size_t size;
     uint32_t bits;
-    double scale; /* number of elements that each counted element represents */
+    double scale; /* number of elements that each counted element stands for */
 } value_counts;
 
 /* The symbol of an element: its highest bits, or, if it is rotated, the bits that follow the highest one. */
@@ -115,7 +117,7 @@ typedef struct shape {
 typedef struct digit_list {
     uint32_t num_planes, num_entries;
     uint8_t widths[IBP_MAX_PLANES];
-    bool is_fast; /* whether dense rows with these digits and short symbols have a decoder of their own
+    bool is_fast; /* whether GPUs have a fast decoder for dense rows with these digits and short symbols
                      (csrc/cuda/decode/decode_pairs.cuh) */
 } digit_list;
 
@@ -130,9 +132,9 @@ typedef struct values {
     double total;          /* number of elements */
     double num_rows;       /* number of rows that have these elements */
     double extra_bytes;    /* mean number of bytes that a row takes besides the values */
-    uint64_t closed_value; /* the value of all listed elements of closed rows; these elements are not counted */
-    bool has_uniform;      /* whether some row lists one value only */
-    listing as;
+    uint64_t closed_value; /* the value of all listed elements of closed rows, which are not counted */
+    bool has_uniform;      /* whether in some row all listed elements are equal */
+    listing as;            /* which elements these are */
 } values;
 
 /* A plan of how to code rows, and its cost: the mean size of a row in bytes, including the row's share of the
@@ -148,15 +150,16 @@ typedef struct plan {
     double cost;
 } plan;
 
-/* The plans that may be chosen. Kind 0 is dense rows with entries for the table, kind 1 is dense rows with entries for
- * each column, and the other kinds are the listings of listed rows. */
+/* The plans that may be chosen. Plans have kinds: 0 for dense rows with entries for the table, 1 for dense rows with
+ * entries for each column, 1 + LISTED and 1 + LISTED_SIGNED for listed rows. */
 typedef struct candidates {
     double least;                                      /* least cost of any plan */
     plan simple[NUM_LISTINGS + 1][IBP_MAX_PLANES + 1]; /* the cheapest plan of each kind and number of planes */
-    plan fast[2];                                      /* the cheapest plan of kind 0, and of kind 1, that is fast */
+    plan fast[2];                                      /* the cheapest plans of kinds 0 and 1 whose digits are fast */
 } candidates;
 
-/* The state of a search: facts about the table and its sample. Values of elements are without the invariant bits. */
+/* The state of a search: facts about the table and its sample. Values of elements are without the invariant bits.
+ * width: number of bits of such a value. columns: number of live columns. */
 typedef struct search {
     const uint8_t *rows;
     size_t num_rows, step, num_counted; /* number of rows of the sample, and of counted rows: one in every `step`
@@ -176,16 +179,16 @@ typedef struct search {
     digit_list lists[MOST_LISTS];
 } search;
 
-/* The arrays for counting. `elements` and `listed` have room for all elements of the counted rows. Each listing has
- * counts of its own. */
+/* The arrays for counting. `elements` and `listed` have room for all elements of the counted rows; `longs` and
+ * `other_longs` are for sorting. Each listing has separate counts. */
 typedef struct room {
     uint64_t *elements, *listed, *longs, *other_longs;
     size_t num_long; /* largest number of whole elements that are counted */
     uint32_t *bins;
     value_count *prefixes[NUM_LISTINGS], *whole[NUM_LISTINGS], *folded, *without_sign;
     uint32_t *column_counts; /* for each column the counts of the dictionary's symbols */
-    uint8_t *ranks;          /* for each column the ranks of the same symbols */
-    uint8_t *places;         /* index in the dictionary of each symbol, or of each hash */
+    uint8_t *ranks;          /* for each column the ranks of the dictionary's symbols */
+    uint8_t *places;         /* index in the dictionary of each symbol, or of each hash of a symbol */
     uint32_t *offsets;       /* offset of each column in a row, in bytes */
 } room;
 
@@ -386,8 +389,9 @@ static void add_candidate(const search *s, const plan *made, uint32_t list, doub
     if (cost < c->least) c->least = cost;
 }
 
-/* Compares all lists of digits for a shape with the given tails, whose rows take extra_bytes bytes besides the values.
- * Adds the plans to the candidates if c is not NULL. Returns the least cost. */
+/* Compares all lists of digits for a plan. made: the plan without digits. tails: those of its shape. extra_bytes: mean
+ * number of bytes of a row besides the values. Adds the plans to the candidates if c is not NULL. Returns the least
+ * cost. */
 static double try_digits(const search *s, const plan *made, const double *tails, double extra_bytes, candidates *c)
 {
     const uint32_t symbol_bits = made->shape.symbol_bits;
@@ -418,9 +422,9 @@ static double try_digits(const search *s, const plan *made, const double *tails,
     return least / 8.0;
 }
 
-/* Chooses a plan. Takes the cheapest of the plans that decode fastest, unless other plans cost clearly less. Otherwise
- * looks at the plans that are as good as the cheapest, and takes one of the first kind among these, with the fewest
- * planes. */
+/* Chooses a plan. Takes the cheapest of the plans that a GPU decodes fastest, unless another plan costs clearly less.
+ * In that case it considers the plans that are about as good as the cheapest: of these it takes the plan of the first
+ * kind, with the fewest planes. */
 static const plan *choose(const candidates *c)
 {
     const plan *best = NULL;
@@ -539,7 +543,8 @@ static uint64_t most_frequent(const values *v, uint32_t width, double *share)
     return top.value;
 }
 
-/* Returns the entropy, in bits for each element, of the choice of a share of the elements. */
+/* Returns the binary entropy of a share in bits: what it costs at least, for each element, to say which elements belong
+ * to this share. */
 static double entropy(double share)
 {
     return share <= 0 || share >= 1 ? 0.0 : -share * log2(share) - (1 - share) * log2(1 - share);
@@ -554,8 +559,8 @@ static bool is_run(const uint64_t *elements, size_t count)
 }
 
 /* Counts the elements that rows list, and computes the mean number of bytes that a row takes besides the values of
- * these elements: its header, positions and signs. If has_closed is true, the elements of closed rows are not counted.
- * */
+ * these elements: its header, positions and signs. If has_closed is true, the elements of closed rows are not
+ * counted. */
 static void count_listed(const search *s, const room *r, bool has_closed, values *v)
 {
     const uint32_t signs = v->as == LISTED_SIGNED;                  /* number of bits stored for each unlisted
@@ -582,8 +587,8 @@ static void count_listed(const search *s, const room *r, bool has_closed, values
     count_values(listed, size, s->width, r, v);
 }
 
-/* Counts the elements that rows list under a listing. If any row lists one value only, the closed value is the most
- * frequent listed element. */
+/* Counts the elements that rows list under a listing. The closed value is the most frequent of them. If in any row all
+ * listed elements are equal, counts again without the elements of closed rows. */
 static void count_as(const search *s, const room *r, listing as, values *v)
 {
     double unused;
@@ -623,9 +628,9 @@ static double try_shapes(const search *s, const values *v, const room *r, candid
 
 /* ---- entries for each column ------------------------------------------------------------------------------------- */
 
-/* The symbols that columns choose from, the most frequent first. `places` gives the index of a symbol in the
- * dictionary: by the symbol itself if symbols are short, else by its hash. A long symbol must be compared with the
- * symbol at that index. */
+/* The symbols from which the entries of columns are chosen, the most frequent first. `places` gives the index of a
+ * symbol in the dictionary: by the symbol itself if symbols are short, else by its hash. A long symbol must be compared
+ * with the symbol at that index, because symbols may have the same hash. */
 typedef struct dictionary {
     uint32_t size; /* number of symbols; also the index of all symbols that are not in the dictionary */
     bool is_short;
@@ -754,10 +759,11 @@ static part tried_part(const search *s)
     return p;
 }
 
-/* Finds the shape that suits entries for each column best, among either the rotated shapes or the others. The search
- * begins with the best shape for the table, and tries longer and shorter symbols as long as the cost falls.
- * table_costs[p]: the cost of the shape with a prefix of p bits and entries for the table. Returns the cost; INFINITY
- * if no shape pays, or if the first shape costs more than `most`. */
+/* Finds the shape that has the least cost with entries for each column, among the rotated shapes or among the others.
+ * The search begins with the shape that is best with entries for the table, and tries longer and shorter symbols as
+ * long as the cost falls. table_costs[p]: the cost of the shape with a prefix of p bits and entries for the table.
+ * Returns the cost of the shape; INFINITY if entries for each column do not pay for the first shape, or if it costs
+ * more than `most`. */
 static double find_column_shape(const search *s, const values *v, const double *table_costs, uint32_t rotate,
                                 double most, const room *r, shape *best)
 {
@@ -780,8 +786,8 @@ static double find_column_shape(const search *s, const values *v, const double *
     return here;
 }
 
-/* Adds plans with entries for each column: for the best rotated shape and for the best other shape, or only for one of
- * the two if it is clearly better on a part of the sample. */
+/* Adds plans with entries for each column, for the best rotated shape and for the best other shape. If one of the two
+ * is clearly better on a part of the sample, adds plans for this shape only. */
 static void add_columns(const search *s, const values *v, double (*table_costs)[MOST_BITS + 1], const room *r,
                         candidates *c)
 {
@@ -823,7 +829,8 @@ static size_t counted_rows(const ibp_sample *sample)
 
 static size_t align_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-/* Returns the next num_bytes bytes of scratch. If scratch is NULL, it only counts them. */
+/* Returns the next num_bytes bytes of scratch, and adds their number, rounded up, to *used. If scratch is NULL, returns
+ * NULL. */
 static void *take(uint8_t *scratch, size_t *used, size_t num_bytes)
 {
     uint8_t *const at = scratch == NULL ? NULL : scratch + *used;
@@ -938,8 +945,8 @@ static bool search_fast(const search *s, const room *r, const values *v, plan *f
     return found->cost < s->columns * s->width / 8.0 - LEAST_FAST * s->row_bytes;
 }
 
-/* Finds the best of all plans. known: for each listing the counts of the elements that rows code. known[DENSE] is
- * given; the function fills in the counts of the listings that it tries. */
+/* Finds the best of all plans. known: for each listing the counts of the elements that rows code. The caller fills in
+ * known[DENSE], and the function fills in the counts of the other listings that it tries. */
 static void search_all(search *s, const room *r, values *known, plan *found)
 {
     candidates c;
@@ -979,7 +986,7 @@ static void init_search(const ibp_sample *sample, search *s)
 }
 
 /* Finds the value of default rows by a majority vote among the loaded rows whose elements are all equal. Removes the
- * default rows, because they take no bytes and must not be counted. At least one row stays. */
+ * default rows, because they take no bytes and must not be counted. If all rows are default rows, keeps one of them. */
 static void drop_default_rows(search *s, const room *r)
 {
     int64_t ahead = 0;
@@ -1001,7 +1008,7 @@ static void drop_default_rows(search *s, const room *r)
     s->num_loaded = kept;
 }
 
-/* Sets up the search for a plan, without the constant columns and without the lowest invariant_bits bits. Loads and
+/* Prepares the search for a plan that leaves out the constant columns and the lowest invariant_bits bits. Loads and
  * counts the elements. live_columns: the columns that are not constant, if num_constant is not 0. */
 static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_constant, uint32_t invariant_bits,
                          const room *r, values *all)
@@ -1018,7 +1025,7 @@ static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_c
 /* Returns the number of lowest bits that are the same in all elements of a row. *first receives the first element. */
 static uint32_t common_bits(const search *s, size_t row, uint64_t *first)
 {
-    enum { SOME = 64 }; /* the elements of most rows have no bit in common, as the first SOME elements show */
+    enum { SOME = 64 }; /* in most rows the first SOME elements show already that no bit is common to all */
     const uint8_t *const from = s->rows + row * s->row_bytes;
     const uint32_t width = 8 * s->element_bytes, columns = s->row_bytes / s->element_bytes;
     uint64_t differing = 0, some[SOME];
@@ -1041,7 +1048,7 @@ static uint32_t find_invariant_bits(search *s)
     uint32_t rows_with[65] = {0}, bits = most, found = 0;
     for (size_t i = 0; i < s->num_counted; i++) {
         const uint32_t common = common_bits(s, i * s->step, &s->invariant_value);
-        /* The elements of other rows are all or nearly equal; such rows may be default rows. */
+        /* Other rows have elements that are all equal or nearly so. They may be default rows. */
         if (common <= most) rows_with[common]++, found++;
     }
     uint32_t lacking = 0;
@@ -1064,8 +1071,8 @@ static uint32_t find_invariant_bits(search *s)
     return s->lacking <= MOST_LACKING ? bits : 0;
 }
 
-/* Lists the columns whose elements are not the same in all rows of the sample, and stops when there are more than
- * `most`. Returns the number of listed columns. element_bytes is a constant at every call. */
+/* Lists the columns whose elements are not the same in all rows of the sample, until there are more than `most` of
+ * them. Returns the number of listed columns. element_bytes is a constant at every call. */
 static inline uint32_t list_live_of(const search *s, uint32_t most, uint16_t *live_columns, uint32_t element_bytes)
 {
     const uint32_t columns = s->row_bytes / element_bytes;
@@ -1093,8 +1100,8 @@ static uint32_t find_constant_columns(const search *s, uint16_t *live_columns)
     return pays ? columns - num_live : 0;
 }
 
-/* Searches for a plan that leaves out the bits and columns that are the same in all rows of the sample. If this does
- * not pay, searches again for a plan that codes them. */
+/* Searches for a plan that leaves out the bits and columns that are the same in all rows of the sample. If leaving the
+ * bits or the columns out does not pay, searches again for a plan that codes them. */
 static void find_plan(search *s, const ibp_sample *sample, const room *r, uint16_t *live_columns, values *known,
                       plan *found)
 {

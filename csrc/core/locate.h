@@ -8,32 +8,35 @@
  *         rooms = sum of ibp_room_of over the rows from ibp_first_of_base(&table, row) to the one before it;
  *     if (!ibp_place_in_bounds(&table, base, rooms, &place)) the row is corrupt;    else read or write it
  *
- * The caller adds up the rooms: CPU code adds one after the other, and a kernel adds them by the lanes of a warp. */
+ * A row's room is the number of bytes that it takes in overflow, with padding. The caller adds up the rooms: CPU code
+ * adds one after the other, and in a kernel the lanes of a warp add them together. */
 #ifndef IBP_LOCATE_H
 #define IBP_LOCATE_H
 
 #include "format.h"
 #include "ibp.h"
 
-/* Return the size in bytes of a table's tensor, and the number of rows of a tensor. The results do not overflow for a
- * table that ibp_check_table accepts. */
+/* Returns the size in bytes of a table's tensor. It does not overflow for a table that ibp_check_table accepts. */
 IBP_INLINE int64_t ibp_bytes_of_table(const ibp_table *table) { return table->num_items * table->item_bytes; }
+/* Returns the number of rows of a tensor of num_bytes bytes. */
 IBP_INLINE int64_t ibp_rows_of_bytes(int64_t num_bytes, uint32_t row_bytes)
 {
     return (num_bytes + row_bytes - 1) / row_bytes;
 }
 
-/* Return the index of the group of IBP_ROWS_PER_BASE rows to which a row belongs, and the group's first row. */
+/* Returns the index of a row's group. Each group has IBP_ROWS_PER_BASE consecutive rows. */
 IBP_INLINE int64_t ibp_group_of_row(int64_t row) { return (int64_t)((uint64_t)row / IBP_ROWS_PER_BASE); }
+/* Returns the first row of the group that a row belongs to. */
 IBP_INLINE int64_t ibp_first_of_group(int64_t row) { return ibp_group_of_row(row) * (int64_t)IBP_ROWS_PER_BASE; }
 
 /* Returns whether every row of a table has its own base. Otherwise the rows of a group share one. */
 IBP_INLINE bool ibp_has_own_bases(const ibp_table *table) { return table->rows_per_base == 1u; }
-/* Return the index of a row's entry of bases, and the first of the rows that share this entry. */
+/* Returns the index of a row's entry of bases. */
 IBP_INLINE int64_t ibp_base_of_row(const ibp_table *table, int64_t row)
 {
     return ibp_has_own_bases(table) ? row : ibp_group_of_row(row);
 }
+/* Returns the first of the rows that share a row's entry of bases. */
 IBP_INLINE int64_t ibp_first_of_base(const ibp_table *table, int64_t row)
 {
     return ibp_has_own_bases(table) ? row : ibp_first_of_group(row);
@@ -47,15 +50,16 @@ IBP_INLINE uint32_t ibp_stored_bytes(uint32_t length, uint32_t row_bytes, uint32
     return length != 0u ? length : valid_bytes;
 }
 
-/* Returns the number of bytes that a row takes in overflow, including padding. valid_bytes is row_bytes for every row
- * that is not the last row of the table. The result is at most 65,536, so the sum over a group fits 32 bits. */
+/* Returns the number of bytes that a row takes in overflow, including padding. valid_bytes: size of the row before
+ * coding, which is row_bytes for all rows but the last. The result is at most 65,536, so the sum over a group fits in
+ * 32 bits. */
 IBP_INLINE uint32_t ibp_room_of(uint32_t length, uint32_t row_bytes, uint32_t valid_bytes, uint32_t slot_bytes)
 {
     return ibp_overflow_room(ibp_overflow_part(ibp_stored_bytes(length, row_bytes, valid_bytes), slot_bytes),
                              slot_bytes);
 }
 
-/* The place of a row's stored bytes. The first in_slot bytes begin at slot_start of table->slots; the other in_overflow
+/* Where a row's stored bytes lie. The first in_slot bytes begin at slot_start of table->slots; the other in_overflow
  * bytes begin at overflow_start of table->overflow. The start of an empty part has no meaning. */
 typedef struct ibp_row_place {
     uint64_t slot_start, overflow_start;
@@ -88,14 +92,15 @@ IBP_INLINE bool ibp_needs_base(const ibp_table *table, const ibp_row_place *plac
     return place->in_overflow != 0u && table->bases != NULL;
 }
 
-/* Returns whether num_bytes bytes that begin at `start` lie in an array of array_bytes bytes. This holds also if
- * `start` has wrapped around. */
+/* Returns whether num_bytes bytes that begin at `start` lie in an array of array_bytes bytes. The result is right for
+ * any `start`, also if its computation has wrapped around. */
 IBP_INLINE bool ibp_part_in_bounds(uint64_t start, uint32_t num_bytes, int64_t array_bytes)
 {
     return start <= (uint64_t)array_bytes && num_bytes <= (uint64_t)array_bytes - start;
 }
 
-/* Returns whether a row is no longer than it may be, and its slot part lies inside the table's slots. */
+/* Returns whether a row as stored is not larger than the row before coding, and its slot part lies inside the table's
+ * slots. */
 IBP_INLINE bool ibp_slot_in_bounds(const ibp_table *table, const ibp_row_place *place)
 {
     return place->in_slot + place->in_overflow <= place->valid &&
@@ -104,7 +109,7 @@ IBP_INLINE bool ibp_slot_in_bounds(const ibp_table *table, const ibp_row_place *
 
 /* Fills in overflow_start, and returns whether the overflow part is empty or lies inside overflow. base: the row's
  * entry of bases, which may be any number. rooms: the sum of ibp_room_of over the earlier rows that share the base.
- * Both are read only if ibp_needs_base returns true. */
+ * base and rooms are used only if ibp_needs_base returns true. */
 IBP_INLINE bool ibp_overflow_in_bounds(const ibp_table *table, uint64_t base, uint32_t rooms, ibp_row_place *place)
 {
     if (place->in_overflow == 0u) return true;
@@ -115,8 +120,8 @@ IBP_INLINE bool ibp_overflow_in_bounds(const ibp_table *table, uint64_t base, ui
     return ibp_part_in_bounds(place->overflow_start, place->in_overflow, table->overflow_bytes);
 }
 
-/* Checks both parts of a row. Returns false if the row is corrupt: it claims to be longer than it may be, or a part of
- * it lies outside the table's arrays. */
+/* Checks both parts of a row. Returns false if the row is corrupt: as stored it would be larger than the row before
+ * coding, or a part of it lies outside the table's arrays. */
 IBP_INLINE bool ibp_place_in_bounds(const ibp_table *table, uint64_t base, uint32_t rooms, ibp_row_place *place)
 {
     return ibp_slot_in_bounds(table, place) && ibp_overflow_in_bounds(table, base, rooms, place);

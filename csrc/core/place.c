@@ -1,7 +1,7 @@
 /* place.c - codes rows one by one into the memory of a table, and allocates parts of overflow when rows need them. */
 #include "rows.h"
 
-/* The base of a row while a thread is coding it. */
+/* Stands for the base of a row while a thread is coding the row. */
 #define CLAIMED (IBP_NO_BASE - 1u)
 
 /* A part of overflow that a row owns. */
@@ -29,8 +29,9 @@ static part claim_part(const ibp_place *place, int64_t row, uint32_t valid)
     return base == CLAIMED ? (part){CLAIMED, 0} : part_of(place, row, base, valid);
 }
 
-/* Allocates a new part of overflow; returns an empty part if there is no room. The function reads the counter before it
- * adds to the counter, so that this stays close to the size of overflow, however many rows find no room. */
+/* Allocates a new part of overflow; returns an empty part if there is no room. The function reads the counter
+ * place->used before it adds to it. So the counter stays close to the size of overflow, even if many rows find no
+ * room. */
 static part take_part(const ibp_place *place, uint32_t sectors)
 {
     const uint32_t num_bytes = IBP_OVERFLOW_ALIGN * sectors;
@@ -74,8 +75,8 @@ static inline const uint8_t *address_of(const ibp_row_source *source, uint32_t r
     return source->data + i * (int64_t)row_bytes;
 }
 
-/* Returns row i of a source as a row of the table with `valid` valid bytes: the source's own bytes, or a copy in the
- * workspace that is extended with zeros. */
+/* Returns row i of a source as a row of the table whose size before coding is `valid` bytes. The result points to the
+ * source's own bytes, or to a copy in the workspace that is extended with zeros. */
 static const uint8_t *source_row(const ibp_row_source *source, uint32_t row_bytes, int64_t i, uint32_t valid,
                                  const ibp_workspace *work)
 {

@@ -145,7 +145,8 @@ static uint32_t rank_of(const ibp_planes *planes, uint32_t column, uint64_t symb
 
 /* ---- encoding ---- */
 
-/* The counts of a row from which its coded size follows. */
+/* Facts about a row from which its coded size follows. reaching: as in ibp_lay_out. closed: whether all listed elements
+ * equal closed_value. has_form: whether the codebook can code the row. */
 typedef struct row_census {
     uint32_t reaching[IBP_MAX_PLANES + 1];
     bool closed, has_form;
@@ -274,7 +275,7 @@ typedef struct value_reader {
     ibp_value_parts parts;
 } value_reader;
 
-/* Finds the parts of n values that begin at bit `start`. Returns false unless they end exactly where src does. */
+/* Finds the parts of n values that begin at bit `start`. Returns false unless the values end exactly where src does. */
 static bool open_values(value_reader *reader, size_t start, uint32_t n)
 {
     const ibp_planes *const planes = reader->planes;

@@ -31,16 +31,17 @@ static inline uint32_t ibp_bytes_of_symbol(uint32_t symbol_bits)
     return symbol_bits <= 8 ? 1 : symbol_bits <= 16 ? 2 : symbol_bits <= 32 ? 4 : 8;
 }
 
+/* Returns the digit of a plane that says that the symbol is not among the plane's entries: all bits are set. */
 static inline uint32_t ibp_escape_of(const ibp_planes *planes, uint32_t plane)
 {
     return (1u << planes->digit_bits[plane]) - 1;
 }
 
-/* The positions of the parts of the values of n elements, in bits from the start of the coded row. Each part begins at
- * a byte. */
+/* Where the residuals, the digits of each plane, and the raw symbols of n elements begin, in bits from the start of the
+ * coded row. Each of these parts begins at a byte. */
 typedef struct ibp_value_parts {
     size_t residuals;
-    size_t digits[IBP_MAX_PLANES + 1]; /* digits[num_planes]: the raw symbols */
+    size_t digits[IBP_MAX_PLANES + 1]; /* digits[p]: the digits of plane p; digits[num_planes]: the raw symbols */
     size_t end;
 } ibp_value_parts;
 
@@ -59,8 +60,9 @@ static inline ibp_value_parts ibp_lay_out(const ibp_planes *planes, size_t start
     return parts;
 }
 
-/* The layout of a row with k listed elements: the form of their positions, and the bits at which the highest bits of
- * the other elements and the values begin. All fields are 0 if rows are dense. */
+/* The layout of a row with k listed elements: the form in which their positions are stored, and the bits at which two
+ * parts begin: `signs`, the highest bits of the unlisted elements, and `values`, the values of the listed elements. All
+ * fields are 0 if rows are dense. */
 typedef struct ibp_listed_parts {
     ibp_position_form form;
     size_t signs, values;

@@ -29,7 +29,7 @@ static inline uint32_t ibp_length_of_row(const uint16_t *lengths, int64_t row)
     return lengths ? IBP_LOAD_ONCE(lengths[row]) : 0;
 }
 
-/* Finds the place of a row of a table. Returns false if the index contradicts the table's buffers. */
+/* Finds where the stored bytes of a table's row lie. Returns false if the index contradicts the table's buffers. */
 static inline bool ibp_locate_row(const ibp_table *table, int64_t row, ibp_row_place *place)
 {
     const uint32_t row_bytes = table->codebook.row_bytes;
@@ -51,8 +51,8 @@ static inline void ibp_copy_stored(const ibp_table *table, const ibp_row_place *
     if (place->in_overflow) memcpy(dst + place->in_slot, table->overflow + place->overflow_start, place->in_overflow);
 }
 
-/* Extends num_bytes bytes with zeros to row_bytes. Returns `from` itself if it is long enough, else a copy in
- * `room`. */
+/* Returns a row of num_bytes bytes extended with zeros to row_bytes bytes: `from` itself if num_bytes is row_bytes,
+ * else a copy in `room`. */
 static inline const uint8_t *ibp_whole_row(const uint8_t *from, uint32_t num_bytes, uint32_t row_bytes, uint8_t *room)
 {
     if (num_bytes == row_bytes) return from;
@@ -68,8 +68,8 @@ static inline bool ibp_is_default_row(const ibp_codebook *cb, const uint8_t *row
     const uint64_t bytes = ibp_default_bytes(cb);
     uint64_t first;
     if (num_bytes < sizeof first) return memcmp(row, &bytes, num_bytes) == 0;
-    memcpy(&first, row, sizeof first); /* most rows differ from a default row in the first 8 bytes; the other rows are
-                                          compared with themselves, shifted by 8 bytes */
+    memcpy(&first, row, sizeof first); /* most rows differ from a default row in the first 8 bytes. In other rows each
+                                          byte is compared with the byte that lies 8 bytes before it */
     return first == bytes && memcmp(row + sizeof first, row, num_bytes - sizeof first) == 0;
 }
 
@@ -94,8 +94,9 @@ static inline ibp_status ibp_open_workspace(const ibp_codebook *cb, bool has_cod
     return ibp_open_codec(cb, work->stored + two_rows, &work->codec);
 }
 
-/* Codes a row with valid_bytes valid bytes into dst. work: must have been opened for coded rows. Returns the row's
- * entry of lengths. If this says that the row is raw or a default row, the content of dst is unspecified. */
+/* Codes a row into dst. valid_bytes: size of the row before it was extended to row_bytes bytes. work: must have been
+ * opened for coded rows. Returns the row's entry of lengths. If this says that the row is raw or a default row, the
+ * content of dst is unspecified. */
 static inline uint32_t ibp_code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t valid_bytes,
                                     const ibp_workspace *work, uint8_t *dst, size_t dst_bytes)
 {

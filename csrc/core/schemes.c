@@ -11,7 +11,8 @@
 #define CODERS_OF_PLANES &ibp_planes_plain, &ibp_planes_plain, &ibp_planes_plain
 #endif
 
-/* Checks a codebook of scheme raw, which has no arrays, and therefore no clusters. */
+/* Returns whether a codebook has no clusters. This is all that is checked in scheme raw, whose codebooks have no
+ * arrays. */
 static bool has_no_clusters(const ibp_codebook *cb) { return !ibp_has_clusters(cb); }
 
 static const ibp_scheme_row schemes[] = {

@@ -15,8 +15,8 @@
 /* ---- scratch of row coders ---- */
 
 /* The unused rest of a caller's scratch. Coders take arrays from it, one after the other. All arrays of a coder
- * together must fit IBP_SCRATCH_BYTES bytes without the two rows that functions on tables use; tests/c/test_cpu_paths.c
- * checks this. */
+ * together must fit in IBP_SCRATCH_BYTES(row_bytes) bytes, less the two rows that functions on tables use.
+ * tests/c/test_cpu_paths.c checks this. */
 typedef struct ibp_scratch {
     uint8_t *at;
 } ibp_scratch;
@@ -38,8 +38,8 @@ static inline void *ibp_take(ibp_scratch *scratch, size_t num_bytes)
 /* ---- coders of single rows ---- */
 
 /* The coders of a scheme for one kind of processor. They accept codebooks whose fields have been checked, and which
- * have no clusters, constant columns or consecutive entries. They fulfil the contracts of ibp.h, and the coders for all
- * kinds of processors give the same bytes and the same statuses. The contents of the codebook's arrays are not trusted.
+ * have no clusters, constant columns or consecutive entries. They keep the rules of ibp.h. The coders for all kinds of
+ * processors give the same bytes and the same statuses. The contents of the codebook's arrays are not trusted.
  * coded_bytes is NULL if measuring a row is not faster than encoding it into a buffer of 0 bytes. */
 typedef struct ibp_row_coder {
     size_t (*coded_bytes)(const ibp_codebook *codebook, const uint8_t *row);
@@ -64,8 +64,8 @@ typedef struct ibp_scheme_row {
     /* Coders for processors without features, with IBP_CPU_AVX2_BMI2, and also with IBP_CPU_AVX512. All are NULL if the
      * scheme has no coded rows. */
     const ibp_row_coder *plain, *avx2, *avx512;
-    /* Returns whether the scheme's own fields of a codebook fit each other and its row_bytes. Called after the fields
-     * that all schemes have are checked. */
+    /* Returns whether those fields of a codebook that only this scheme has are consistent, also with row_bytes. Called
+     * after the fields that all schemes have are checked. */
     bool (*are_fields)(const ibp_codebook *codebook);
     /* Returns whether the arrays of a codebook hold valid contents. The codebook must have no clusters, and its fields
      * must have been checked. */
@@ -90,7 +90,7 @@ static inline ibp_codebook ibp_cluster_of(const ibp_scheme_row *scheme, const ib
  * because `coded` may point to `entries`. */
 typedef struct ibp_row_codec {
     const ibp_codebook *codebook;
-    ibp_codebook coded; /* the codebook that coders receive: of the live columns only, and with its entries written out
+    ibp_codebook coded; /* the codebook that coders receive: it has the live columns only, and an array of entries even
                            if they are consecutive */
     uint64_t entries[IBP_MAX_PLANES << IBP_MAX_DIGIT_BITS];
     const ibp_scheme_row *scheme;
@@ -99,8 +99,9 @@ typedef struct ibp_row_codec {
     uint8_t *live; /* room for a row's live elements; NULL if all columns are live */
 } ibp_row_codec;
 
-/* Opens a codec. scratch: the scratch of a function of ibp.h, without the two rows that tables use. Returns
- * IBP_INVALID_ARGUMENT if fields contradict each other, or if the scheme has no coded rows. */
+/* Opens a codec. scratch: the part of a caller's scratch that is for coders, which is all but the two rows that
+ * functions on tables use. Returns IBP_INVALID_ARGUMENT if fields contradict each other, or if the scheme has no coded
+ * rows. */
 ibp_status ibp_open_codec(const ibp_codebook *codebook, void *scratch, ibp_row_codec *codec);
 /* Returns the size of a coded row; IBP_NO_CODED_FORM if the codebook cannot code it. */
 size_t ibp_measure_with(const ibp_row_codec *codec, const uint8_t *row);
@@ -110,7 +111,7 @@ ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8
 /* Decodes a row, as ibp_decode_row does. */
 ibp_status ibp_decode_with(const ibp_row_codec *codec, const uint8_t *src, size_t src_bytes, uint8_t *row);
 
-/* ibp_sum_words for whole words, and ibp_greedy_gain, for processors with IBP_CPU_AVX512. */
+/* Do the same as ibp_greedy_gain, and as ibp_sum_words for whole words, on processors with IBP_CPU_AVX512. */
 #if IBP_HAS_X86_ROWS
 uint64_t ibp_greedy_gain_avx512(const uint64_t *columns, uint32_t num_bits, uint32_t num_rows);
 uint64_t ibp_sum_words_avx512(const uint8_t *words, int64_t num_words, uint64_t first_word);
@@ -123,7 +124,8 @@ void ibp_select_masks(ibp_codebook *one, uint32_t k);
 bool ibp_are_planes_fields(const ibp_codebook *codebook);
 bool ibp_are_planes_arrays(const ibp_codebook *codebook);
 void ibp_select_planes(ibp_codebook *one, uint32_t k);
-/* Makes a codebook of the live columns of cb. If its entries are consecutive, they are written to `entries`. */
+/* Makes a codebook that has only the live columns of cb. If the entries of cb are consecutive, they are written to
+ * `entries`. */
 void ibp_write_out_planes(const ibp_codebook *cb, uint64_t *entries, ibp_codebook *out);
 
 #endif

@@ -8,15 +8,16 @@
 
 #include <math.h>
 
-/* The rule by which a size of slots is chosen: among the sizes that at most most_spilled rows exceed, the size whose
- * slots and overflow together cost the least. */
+/* The rule by which the size of slots is chosen. Sizes that more than most_spilled rows exceed are not allowed. Among
+ * the others, the largest size is chosen whose slots and overflow together cost at most `near` times the least possible
+ * cost. */
 typedef struct ibp_slot_rule {
     uint32_t least_bytes; /* least size of a slot */
     double overflow_cost; /* cost of a byte in overflow; a byte in a slot costs 1 */
     double part_cost;     /* cost of a row that has a part in overflow, in addition to that of its bytes */
     double most_spilled;  /* largest number of rows with a part in overflow */
-    double near;          /* the largest size is chosen whose cost is at most `near` times the least cost */
-    const int64_t *sizes; /* num_sizes sizes to choose from; NULL: all */
+    double near;          /* factor by which the chosen size may cost more than the cheapest size; at least 1 */
+    const int64_t *sizes; /* num_sizes sizes to choose from; NULL: any size is allowed */
     size_t num_sizes;
 } ibp_slot_rule;
 
@@ -58,8 +59,8 @@ IBP_INLINE uint32_t ibp_choose_slots(const uint64_t *sectors, uint32_t row_bytes
     double costs[IBP_MAX_ROW_BYTES / IBP_OVERFLOW_ALIGN + 1], least = INFINITY, num_rows = 0.0;
     for (uint32_t k = 0; k <= last; k++) num_rows += (double)sectors[k];
     if (num_rows < 1.0) num_rows = 1.0;
-    uint64_t above = 0, in_overflow = 0; /* number of rows that do not fit slots of k sectors, and of sectors of their
-                                            parts */
+    uint64_t above = 0, in_overflow = 0; /* number of rows that do not fit slots of k sectors, and number of sectors
+                                            that the overflow parts of these rows need */
     for (uint32_t k = last + 1; k-- > 0;) {
         const uint32_t slot_bytes = ibp_slot_of(row_bytes, k);
         costs[k] = INFINITY;

@@ -10,9 +10,8 @@
 #endif
 
 /* The speed of reading slots at random addresses depends on how many cache lines are requested at the same time.
- * Therefore the slots of an item that comes about BYTES_AHEAD bytes later, but at most MOST_AHEAD items later, are
- * prefetched, which is further ahead than a processor looks by itself. At most MOST_PREFETCHED bytes of each item are
- * prefetched. */
+ * Therefore slots are prefetched about BYTES_AHEAD bytes ahead, but at most MOST_AHEAD items ahead. This is further
+ * than a processor looks ahead by itself. At most MOST_PREFETCHED bytes of each item are prefetched. */
 enum { BYTES_AHEAD = 6144, MOST_AHEAD = 16, LINE_BYTES = 64, MOST_PREFETCHED = 4096 };
 
 static void prefetch(const uint8_t *from, uint64_t num_bytes)

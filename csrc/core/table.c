@@ -85,7 +85,8 @@ static void prefetch_row(const ibp_table *table, int64_t row, const uint8_t *slo
     if (place.in_overflow) ibp_prefetch(overflow + place.overflow_start, place.in_overflow);
 }
 
-/* Writes zeros after the num_bytes bytes of a part that begins at `start`, up to the end of its room. */
+/* Writes zeros after the num_bytes bytes of a part that begins at `start`. room: size in bytes of the part with
+ * padding. */
 static void clear_room(uint8_t *array, int64_t array_bytes, uint64_t start, uint32_t num_bytes, uint32_t room)
 {
     if (start > (uint64_t)array_bytes) return;
@@ -226,9 +227,10 @@ static void prefetch_item(const ibp_table *table, int64_t id)
     prefetch_row(table, id * table->item_bytes / table->codebook.row_bytes, table->slots, table->overflow);
 }
 
-/* Return whether the table's arrays can be read; and whether, in addition, the ids first to last - 1 exist and the size
- * of the output does not overflow. */
+/* Returns whether the table's arrays can be read. */
 static bool can_read(const ibp_table *table) { return ibp_has_arrays(table, table->slots, table->overflow); }
+/* Returns whether the table's arrays can be read, the ids first to last - 1 exist, and the size of the output does not
+ * overflow. */
 static bool can_gather(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last)
 {
     if (!can_read(table) || !ibp_are_ids(ids, first, last)) return false;
@@ -247,8 +249,8 @@ static bool can_use(const ibp_cache *cache, const ibp_table *table, const ibp_id
     return true;
 }
 
-/* Decodes the item `id` to out. cache: NULL, or a cache from which rows with an entry are read; the item's entries
- * begin at cache->entries[first]. Returns whether all rows are intact; corrupt rows become zeros. */
+/* Decodes item number `id` to out. cache: NULL, or a cache from which rows with an entry are read. The entry of row r
+ * of the item is cache->entries[first + r]. Returns whether all rows are intact; corrupt rows become zeros. */
 static bool read_item(const ibp_table *table, int64_t id, const ibp_cache *cache, int64_t first, uint8_t *out,
                       const ibp_workspace *work)
 {
@@ -326,8 +328,8 @@ typedef struct selection {
     ibp_fault_log log;
 } selection;
 
-/* Opens a selection, of which the caller will use the rows first_row to last_row - 1. Returns IBP_INVALID_ARGUMENT if
- * the selection does not have these rows. */
+/* Opens a selection, for the rows first_row to last_row - 1. Returns IBP_INVALID_ARGUMENT if the selection does not
+ * have these rows. */
 static ibp_status open_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
                                  ibp_fault *fault, selection *of)
 {
@@ -355,8 +357,8 @@ static ibp_status note_row(selection *of, int64_t q, ibp_status status)
     return of->log.status;
 }
 
-/* How many rows ahead lengths are prefetched. The speed of reading lengths at random addresses depends on how many
- * cache lines are requested at the same time. */
+/* The length of a row is prefetched this number of rows before it is read. The speed of reading lengths at random
+ * addresses depends on how many cache lines are requested at the same time. */
 #define PREFETCH_LENGTHS 32
 
 static void prefetch_length(const selection *of, int64_t q)
@@ -386,7 +388,7 @@ ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int
 }
 
 /* Copies rows with few instructions for each, so that the processor requests the cache lines of many rows at the same
- * time. A prefetch gains nothing here. */
+ * time. Prefetching the rows would not make it faster. */
 ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
                               uint8_t *dst, uint64_t dst_bytes, ibp_fault *fault)
 {

@@ -2,8 +2,8 @@
  *
  * Lossless compression of tensors whose rows can be decoded one by one. FORMAT.md specifies the bytes; the headers
  * refer to its sections. This header includes the other headers for host memory, except ibp_file.h, which reads files.
- * ibp_cuda.h declares the CUDA twins, which take device pointers and a stream. Each header may also be included alone.
- * The following rules hold for all of them.
+ * ibp_cuda.h declares the same functions for GPUs, which take device pointers and a stream. Each header may also be
+ * included alone. The following rules hold for all of them.
  *
  *     bool is_current(void) // returns whether the linked library has everything that this header declares
  *     {
@@ -21,23 +21,24 @@
  * Threads. Several threads may call any function at once if their outputs and their scratch differ; they may share
  * inputs. The library has a single piece of state, an atomic that says which features of the processor it uses.
  *
- * Arguments. Pointers are not NULL unless NULL is mentioned. Sizes are exact. Every function checks its numbers and the
- * fields of its codebook or table, which takes a few nanoseconds, and returns IBP_INVALID_ARGUMENT if the scheme is
- * unknown, if a value is out of range, or if values contradict each other. It does not check the contents of arrays:
- * call ibp_check_codebook and ibp_check_table once for codebooks and tables that come from elsewhere.
+ * Arguments. Pointers are not NULL unless NULL is mentioned. Sizes are exact. Every function checks its numeric
+ * arguments and the fields of its codebook or table. This takes a few nanoseconds. It returns IBP_INVALID_ARGUMENT if
+ * the scheme is unknown, if a value is out of range, or if values contradict each other. It does not check the contents
+ * of arrays: call ibp_check_codebook and ibp_check_table once for codebooks and tables that come from elsewhere.
  *
  * Safety. Coded bytes, lengths and bases may be hostile: they are refused or give wrong data, and nothing outside the
  * buffers is read or written. The same holds if a codebook's fields are in range and its arrays have any contents. It
  * also holds if another thread writes rows, ids, positions, offsets, lengths, bases or the arrays of codebooks during
- * the call, because a function reads each value that it checks only once. Addresses in arrays are trusted. During a
- * call no other thread may write these addresses, the structs that arguments point to, scratch, or workspaces.
+ * the call, because a function reads each value that it checks only once. Addresses that are stored in arrays, such as
+ * ibp_ids.addresses, are trusted. During a call no other thread may write these addresses, the structs that arguments
+ * point to, scratch, or workspaces.
  *
  * ABI. While the major version is 0, a minor version may change anything in these headers; a patch version changes no
  * declaration. Beginning with version 1, a minor version only adds functions, enumerators, and fields at the end of
  * ibp_codebook, ibp_planes and ibp_table. If a new field is zero, the struct means what it meant before the field
  * existed. So set structs to zero before you fill them in. Compare ibp_version_number() with IBP_VERSION_NUMBER if
  * header and library may come from different builds. The name of the shared library changes with every version that is
- * not compatible. The format of stored bytes has a version of its own. */
+ * not compatible. The format of stored bytes has a separate version, IBP_FORMAT_VERSION. */
 #ifndef IBP_H
 #define IBP_H
 

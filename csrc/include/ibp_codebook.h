@@ -30,34 +30,39 @@ typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLA
 #define IBP_MAX_PLANES 4u
 #define IBP_MAX_DIGIT_BITS 4u
 
-/* The codebook of scheme planes (section 6). ibp_learn_planes fills it in. */
+/* The codebook of scheme planes (section 6). Each element of a row is split into a symbol and a residual. The entries
+ * are the frequent symbols. A symbol with an entry is coded as a digit of a few bits in one of the planes; other
+ * symbols are stored as they are. ibp_learn_planes fills in the struct. */
 typedef struct ibp_planes {
-    const void *entries;    /* symbols [columns or 1][num_entries] of symbol_bytes bytes each, aligned to symbol_bytes;
-                               NULL if num_entries is 0; not read if `consecutive` is true */
-    uint64_t default_value; /* the element that listed rows leave out and default rows consist of (section 2) */
-    uint64_t closed_value;  /* the element that all listed elements of a closed row equal */
+    const void *entries;    /* symbols [N][num_entries] of symbol_bytes bytes each, aligned to symbol_bytes, where N is
+                               the number of live columns with per_column, else 1; NULL if num_entries is 0; not read
+                               if `consecutive` is true */
+    uint64_t default_value; /* the element that a default row repeats, and that a listed row leaves out */
+    uint64_t closed_value;  /* in a closed row all listed elements have this value, and are not stored */
     uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
-    uint32_t residual_bits; /* 0 to 8 * element_bytes - invariant_bits */
-    uint32_t rotate;        /* 0 or 1 */
+    uint32_t residual_bits; /* number of low coded bits, after the rotation, that are stored as they are: 0 to
+                               8 * element_bytes - invariant_bits */
+    uint32_t rotate;        /* 0 or 1: number of bits by which the coded bits of an element are rotated left before
+                               they are split into symbol and residual */
     uint32_t num_planes;    /* 0 to IBP_MAX_PLANES */
     uint32_t num_entries;   /* sum of 2^digit_bits[p] - 1 over the planes p */
     uint32_t symbol_bytes;  /* 1, 2, 4 or 8: the smallest of these sizes that holds a symbol. A symbol consists of the
                                bits of an element that are neither invariant nor residual */
-    uint8_t digit_bits[IBP_MAX_PLANES]; /* 1 to IBP_MAX_DIGIT_BITS */
-    bool per_column, listed;            /* not both */
+    uint8_t digit_bits[IBP_MAX_PLANES]; /* size in bits of each plane's digits: 1 to IBP_MAX_DIGIT_BITS */
+    bool per_column, listed;  /* per_column: each live column has its own entries. listed: rows are listed rows, which
+                                 store only the elements that differ from default_value. Not both */
     bool consecutive;         /* entry i is first_symbol + i, cut to the bits of a symbol; not allowed with per_column
                                  or with clusters */
-    bool signed_default;      /* the highest bit of elements that are not listed may differ from default_value's; only
-                                 with `listed` */
+    bool signed_default;      /* elements that differ from default_value only in the highest bit are not listed, and
+                                 their highest bits are stored; only allowed with `listed` */
     uint32_t invariant_bits;  /* number of lowest bits that are the same in every element: 0 to 8 * element_bytes - 1 */
     uint64_t invariant_value; /* the value of the invariant bits */
     uint64_t first_symbol;    /* read if entries are consecutive */
-    /* Constant columns hold the same element in every row; the other columns are live. If there are constant columns,
-     * only live columns have entries with per_column. */
+    /* Constant columns hold the same element in every row, and are not coded. The other columns are live. */
     uint32_t num_constant;        /* number of constant columns, less than the number of columns; if 0, the following
                                      fields are not read */
     const uint16_t *live_columns; /* the numbers of the live columns, in increasing order */
-    const uint8_t *row_template;  /* row_bytes bytes, aligned to 16 bytes: the default row, which is default_value in
+    const uint8_t *row_template;  /* row_bytes bytes, aligned to 16 bytes: the default row, which has default_value in
                                      the live columns */
 } ibp_planes;
 
@@ -66,19 +71,21 @@ typedef struct ibp_planes {
  *
  * The pointers are host pointers for the functions of ibp.h and device pointers for the functions of ibp_cuda.h. To use
  * a codebook on a GPU, copy its arrays there and change the pointers. Only the fields of the codebook's own scheme are
- * read. In scheme ibp mask, bitval and flags have an entry for each 32-bit word of a row: ibp_codebook_words(row_bytes)
- * entries, aligned to 16 bytes. Entries past the end of the row are zero. */
+ * read. In scheme ibp the arrays `mask`, `bitval` and `flags` each have an entry for every 32-bit word of a row:
+ * ibp_codebook_words(row_bytes) entries, aligned to 16 bytes. Entries past the end of the row are zero. */
 typedef struct ibp_codebook {
     ibp_scheme scheme;
     uint32_t row_bytes;     /* 1 to IBP_MAX_ROW_BYTES; read in every scheme */
     const uint32_t *mask;   /* scheme ibp: 1 for each invariant bit of a row */
     const uint32_t *bitval; /* the values of invariant bits; the other bits are 0 */
-    const uint32_t *flags;  /* bits 0-16: bit position of the word's first participation bit; bits 17-20: which of
-                               the chunks that start in the word are flagged; bits 21-31: see format.h */
+    const uint32_t *flags;  /* bits 0-16: position, in the coded row, of the word's first participation bit; bits
+                               17-20: which of the chunks that start in the word have a participation bit; bits
+                               21-31: where bits are left out of the word (format.h) */
     uint32_t chunk_bytes;   /* 1, 2, 4 or 8 */
     uint32_t num_flags;     /* number of participation bits of a row */
     ibp_planes planes;      /* scheme planes */
-    /* Clusters (section 7): if there are several codebooks, the fields above describe the first one. */
+    /* Clusters (section 7): there may be several codebooks, of which each coded row names one. Then the fields above
+     * describe the first one. */
     uint32_t num_clusters;         /* at most IBP_MAX_CLUSTERS; 0 or 1: one codebook */
     uint32_t cluster_stride;       /* distance from one codebook to the next, in entries of mask, bitval and flags, or
                                       in bytes of planes.entries */
@@ -88,8 +95,8 @@ typedef struct ibp_codebook {
 /* Returns "raw", "ibp" or "planes"; NULL if `scheme` has another value. */
 IBP_API const char *ibp_scheme_name(ibp_scheme scheme);
 
-/* Returns the number of entries that mask, bitval and flags have each in a codebook of scheme ibp: row_bytes / 4,
- * rounded up to a multiple of 4. */
+/* Returns the number of entries of each of the arrays mask, bitval and flags in a codebook of scheme ibp. This is a
+ * quarter of row_bytes, rounded up to a multiple of 4. */
 IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
 
 /* Builds a codebook of scheme ibp (section 5) from the invariant bits of a row, which ibp_threshold_bits or
@@ -97,8 +104,9 @@ IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
  *
  * mask, bitval: row_bytes bytes each: 1 for each invariant bit, and the values of the invariant bits.
  * row_bytes: 1 to IBP_MAX_ROW_BYTES.
- * chunk_bytes: 1, 2, 4 or 8. A row is coded in chunks of this size. A chunk is coded without its invariant bits if it
- *   has their values, and is stored as it is otherwise; a participation bit says which.
+ * chunk_bytes: 1, 2, 4 or 8. A row is coded in chunks of this size. If the invariant bits of a chunk have the values in
+ *   bitval, they are left out of the coded row. Otherwise the whole chunk is stored. The chunk's participation bit is 1
+ *   in the first case and 0 in the second.
  * flag_all: if true, every chunk has a participation bit, as in the paper; otherwise only chunks with invariant bits
  *   have one.
  * words: 3 * ibp_codebook_words(row_bytes) entries, aligned to 16 bytes. The function fills them with mask, bitval and
@@ -124,11 +132,11 @@ IBP_API ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t 
 /* Checks the fields of a codebook and the contents of its arrays. Call it for a codebook that comes from elsewhere. It
  * reads all arrays, which must be in host memory. It requires that
  *
- *   - in every cluster flags fit the masks, masks lie inside the row, and bitvals lie inside masks;
+ *   - in every cluster, flags match the mask, mask is 0 past the end of the row, and bitval is 0 where mask is 0;
  *   - entries have no more bits than symbols;
- *   - live columns exist and increase, and the template has the default value in them.
+ *   - live_columns are existing columns in increasing order, and row_template has default_value in all of them.
  *
- * A codebook that fails only because of its arrays does no harm in other calls, but rows may come back wrong.
+ * If only the arrays of a codebook are wrong, other calls with it are safe, but may return wrong rows.
  *
  * @return IBP_OK if the codebook is right, else IBP_INVALID_ARGUMENT. */
 IBP_API ibp_status ibp_check_codebook(const ibp_codebook *codebook);

@@ -39,8 +39,8 @@ IBP_API const char *ibp_cuda_last_error(void);
  * may wait for the GPU.
  *
  * num_bytes: exactly this many bytes are allocated, without rounding to a power of two.
- * node: the NUMA node whose memory is preferred; if negative, the node of the calling thread. If the system refuses or
- *   the node is full, pages lie elsewhere.
+ * node: the NUMA node whose memory is preferred; if negative, the node of the calling thread. If the system refuses
+ *   this or the node is full, the memory lies on other nodes.
  * host: receives the address for the CPU; NULL if num_bytes is 0.
  * @return IBP_CUDA_ERROR if there is not enough memory. */
 IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host);

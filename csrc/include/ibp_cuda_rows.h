@@ -1,4 +1,4 @@
-/* ibp_cuda_rows.h - the CUDA twins of ibp_table.h and ibp_place.h.
+/* ibp_cuda_rows.h - the functions of ibp_table.h and ibp_place.h for GPUs.
  *
  *     // Gathers 32 items. The arrays of the table, ids, out and *fault are in memory that the device can use.
  *     ibp_status gather_32(const ibp_table *table, const int64_t *ids, uint8_t *out, ibp_fault *fault,
@@ -22,15 +22,15 @@
 extern "C" {
 #endif
 
-/* Measures on a stream the coded length of each row of a tensor, as ibp_measure_rows does.
+/* Measures the coded size of each row of a tensor on a stream, as ibp_measure_rows does.
  *
  * codebook: the struct is read before the function returns; its arrays are in device memory.
  * data, lengths: memory that the device can use. */
 IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
                                          uint16_t *lengths, ibp_stream stream);
 
-/* Computes on a stream where the overflow parts of a table's rows lie and how large overflow must be, as ibp_index_rows
- * does.
+/* Computes on a stream where the overflow parts of a table's rows lie, and how large overflow must be, as
+ * ibp_index_rows does.
  *
  * lengths: memory that the device can use; NULL if all rows are raw.
  * bases: memory that the device can use.
@@ -39,7 +39,7 @@ IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uin
 IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                        uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
                                        ibp_stream stream);
-/* Counts on a stream the sizes of rows, as ibp_survey_rows does. Adds to the counters in `survey`.
+/* Counts the sizes of rows on a stream, as ibp_survey_rows does. The counts are added to `survey`.
  *
  * lengths, survey: memory that the device can use. */
 IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
@@ -48,11 +48,11 @@ IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_byt
  *
  * table: sizes, codebook, lengths and bases; the struct is read before the function returns.
  * data, slots, overflow: memory that the device can use, such as mapped pinned host memory.
- * fault: memory that the device can write, zero before the call; or NULL. It receives one of the rows whose entries of
- *   lengths do not belong to data, if there are any. */
+ * fault: memory that the device can write, zero before the call; or NULL. If entries of lengths do not fit their rows
+ *   in data, it receives one of these rows. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
-/* Copies on a stream the overflow parts of new rows to the places that the index of a table gives them, as
+/* Copies the overflow parts of new rows on a stream to the offsets that the index of a table gives them, as
  * ibp_move_parts does.
  *
  * overflow: memory that the device can use. */
@@ -64,12 +64,12 @@ IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *
  *
  * place, source: the structs are read before the function returns. place->slots, place->overflow and the rows of the
  *   source may each be in device memory or in mapped pinned host memory; all other arrays are in device memory. Packed
- *   rows are refused. The bytes that follow a row's own bytes in its slot or overflow part become zeros up to a
- *   multiple of IBP_OVERFLOW_ALIGN, or stay as they were.
+ *   rows are refused. The bytes between the end of a row and the next multiple of IBP_OVERFLOW_ALIGN, in its slot or
+ *   overflow part, become zeros or stay as they were.
  * row_ids: in device memory. If NULL, row i becomes row first_row + i of the table. Ids must differ. If two are equal
- *   and the table has bases, the rows are coded one after the other, except that a row is left out, and noted as
- *   IBP_INVALID_ARGUMENT, while the other row is being coded. If they are equal and the table has no bases, the table's
- *   row may become a mixture of both. No other row is harmed.
+ *   and the table has bases, the table's row becomes one of the two rows, and the other one may be noted as
+ *   IBP_INVALID_ARGUMENT. If two are equal and the table has no bases, the table's row may become a mixture of both
+ *   rows. No other row is harmed.
  * fault: memory that the device can write, zero before the call; or NULL.
  * max_sms: largest number of SMs that the kernel may keep busy; 0: all.
  * stream: the work is queued here; the function does not wait for it.
@@ -78,17 +78,18 @@ IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *
 IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                         int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream);
 
-/* Gathers all items of `ids`, as ibp_gather_items does. If an id is out of range or an item has a corrupt row, zeros
- * are written in its place; all other items are right.
+/* Gathers all items of `ids`, as ibp_gather_items does. If an id is out of range, its item becomes zeros. A corrupt row
+ * of an item becomes zeros, too. All other rows are right.
  *
  * table: its slots and overflow may be in device memory or in mapped pinned host memory, from which the kernel reads
  *   the rows that it needs over the link. Lengths, bases and the arrays of the codebook are best in device memory. The
  *   struct itself is read before the function returns.
  * ids: the struct is in host memory; its arrays are in memory that the device can use.
  * out: position 0 of the output.
- * fault: memory that the device can write, zero before the call. It receives the fault that a warp meets first; read it
- *   after the stream is synchronised.
- * max_sms: largest number of SMs that the kernel may keep busy; 0: all. Rows that come over the link need few.
+ * fault: memory that the device can write, zero before the call. It receives the first fault in time that any thread
+ *   records. Read it after the stream is synchronised.
+ * max_sms: largest number of SMs that the kernel may keep busy; 0: all. A few SMs suffice for rows that come over the
+ *   link.
  * stream: the work is queued here; the function does not wait for it.
  * @return IBP_OK if the arguments are right and the work is queued. Faults of rows are reported in *fault. */
 IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,

@@ -40,8 +40,8 @@ extern "C" {
 
 #define IBP_MAX_FILE_DIMS 64u /* dimensions that torch's tensors have at most */
 
-/* A name or a value: the inside of a string of the header in JSON, with its escapes. It points into the bytes of the
- * file and ends without a 0. */
+/* A name or a value in the header: the characters between the quotation marks of a JSON string, with its escapes. It
+ * points into the bytes of the file, and no 0 follows it. */
 typedef struct ibp_text {
     const char *data;
     size_t num_bytes;
@@ -60,9 +60,9 @@ IBP_API size_t ibp_copy_text(ibp_text text, char *utf8, size_t room);
 
 /* Why a file or a table is refused, in words. */
 typedef struct ibp_refusal {
-    ibp_text found;     /* the piece of the header that is wrong; its data is NULL if something is missing */
+    ibp_text found;     /* the part of the header that is wrong; its data is NULL if something is missing */
     const char *wanted; /* says in English what should stand there; NULL if nothing was refused */
-    const char *key;    /* the key of the field whose value is wrong; NULL if it is not the value of a field */
+    const char *key;    /* the key of the field whose value is wrong; NULL if something else is wrong */
 } ibp_refusal;
 
 /* ---- a file ------------------------------------------------------------------------------------------------------ */
@@ -71,11 +71,11 @@ typedef struct ibp_refusal {
 typedef struct ibp_file {
     const uint8_t *bytes;
     size_t num_bytes;
-    ibp_text header;     /* the inside of the JSON object that the header is */
-    ibp_text metadata;   /* the inside of the metadata's JSON object; empty if there is none */
-    const uint8_t *data; /* the bytes of all tensors, behind the header; NULL if only the header was given */
+    ibp_text header;     /* the JSON object of the header, without its braces */
+    ibp_text metadata;   /* the JSON object of the metadata, without its braces; empty if there is no metadata */
+    const uint8_t *data; /* the bytes of all tensors, after the header; NULL if only the header was given */
     size_t data_bytes;
-    uint32_t version; /* of the format; 0: a safetensors file without tables */
+    uint32_t version; /* the version of the format; 0 for a safetensors file without tables */
     ibp_text release; /* the release of the library that wrote the file; may be empty */
     size_t num_tensors, num_tables;
     ibp_refusal refusal; /* why the file is refused, if it is */
@@ -83,12 +83,13 @@ typedef struct ibp_file {
 
 /* Opens a file and reads its header once.
  *
- * bytes, num_bytes: the whole file, aligned to 16 bytes, as a mapping or in memory. Keep it in its place as long as the
- *   file, its tensors and its tables are used.
- * file: receives the open file; if it is refused, file->refusal says why.
- * @return IBP_BAD_FILE if this is no safetensors file, if its header contradicts itself or its length, or if it has
- * only some of the names by which checksums are found ("ibp.format", "ibp.checks" and the tensor "ibp.checks");
- * IBP_NEWER_FILE if the file has a newer format: file->release then says which release of the library reads it. */
+ * bytes, num_bytes: the whole file, aligned to 16 bytes, as a mapping or in memory. Keep it at its address as long as
+ *   *file, its tensors and its tables are used.
+ * file: receives the open file; if the file is refused, file->refusal says why.
+ * @return IBP_BAD_FILE if the bytes are not a safetensors file, if the header contradicts itself or the size of the
+ * file, or if the metadata has a key that begins with "ibp." but the key "ibp.format", the key "ibp.checks" or the
+ * tensor "ibp.checks" is missing or occurs twice; IBP_NEWER_FILE if the file has a newer format. Then file->release is
+ * the release of the library that wrote the file, which can read it. */
 IBP_API ibp_status ibp_open_file(const uint8_t *bytes, size_t num_bytes, ibp_file *file);
 
 /* Finds the name of the next table of a file, in the order of the header.
@@ -106,7 +107,7 @@ typedef struct ibp_file_tensor {
     int64_t shape[IBP_MAX_FILE_DIMS];
     const uint8_t *data; /* at any alignment; NULL if only the header was given */
     size_t num_bytes;
-    size_t start; /* where its bytes begin in the data of the file */
+    size_t start; /* offset of its first byte in the data of the file */
 } ibp_file_tensor;
 
 /* Finds the next stored tensor of a file, in the order of the header. ibp_is_part says whether it is a plain tensor.
@@ -116,8 +117,8 @@ typedef struct ibp_file_tensor {
  * @return IBP_NOT_IN_FILE after the last tensor. */
 IBP_API ibp_status ibp_next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor *tensor);
 
-/* Returns whether a stored tensor is a part of a table whose fields are in this file, or a tensor of the format
- * ("ibp.checks"); false for a plain tensor. */
+/* Returns whether a stored tensor is a part of a table whose fields are in this file, or has a name that begins with
+ * "ibp.", such as the tensor of checksums "ibp.checks". Returns false for a plain tensor. */
 IBP_API bool ibp_is_part(const ibp_file *file, const ibp_file_tensor *tensor);
 
 /* Finds a stored tensor by its name.
@@ -136,7 +137,7 @@ typedef uint64_t (*ibp_hash_function)(const void *bytes, size_t num_bytes);
  * block: receives the index in "ibp.checks" of the first checksum that does not match: the blocks of the data come
  *   first, then the header, then the checksums themselves.
  * @return IBP_OK if all checksums are right; IBP_WRONG_CHECKSUM if one is not; IBP_NOT_IN_FILE if the file has no
- * checksums, as ordinary safetensors files; IBP_BAD_FILE if what it says about its checksums is wrong. */
+ * checksums, like ordinary safetensors files; IBP_BAD_FILE if what the file says about its checksums is wrong. */
 IBP_API ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t *block);
 
 /* ---- its tables -------------------------------------------------------------------------------------------------- */
@@ -146,42 +147,42 @@ typedef struct ibp_file_table {
     ibp_text dtype; /* of the original tensor: "BF16"; torch's name in capitals if safetensors has none */
     uint32_t num_dims;
     int64_t shape[IBP_MAX_FILE_DIMS];
-    int64_t num_items;  /* along the first dimension; 1 if there are no dimensions */
-    int64_t item_bytes; /* -1 if the dtype is not known */
+    int64_t num_items;  /* the size of the first dimension; 1 if there are no dimensions */
+    int64_t item_bytes; /* the size of an item in bytes; -1 if the dtype is not known */
     ibp_scheme scheme;
     uint32_t row_bytes, slot_bytes, rows_per_base;
-    uint32_t codebook; /* the number of the table's codebook; not in scheme raw */
+    uint32_t codebook; /* the number of the table's codebook in the file; 0 in scheme raw */
     bool has_content;  /* whether `content` is known: the fingerprint of the original bytes (section 10) */
-    bool is_delta;     /* whether the items are differences from bytes with the fingerprint `base`; the sums have the
-                          fingerprint `result` */
+    bool is_delta;     /* whether the table holds differences. Added to a tensor with the fingerprint `base`, they give
+                          a tensor with the fingerprint `result` */
     uint64_t content, base, result;
-    ibp_text codec;         /* the external codec of a table that has no scheme and no rows; otherwise empty */
+    ibp_text codec;         /* the name of the external codec, if one is used in place of a scheme; otherwise empty */
     size_t workspace_bytes; /* bytes that ibp_open_table needs */
     const char *name;       /* as given to ibp_find_table */
     const ibp_file *files;  /* as given to ibp_find_table */
-    size_t num_files, file; /* file: the number of the file that has the fields */
+    size_t num_files, file; /* file: the index in `files` of the file that has the fields */
     ibp_refusal refusal;    /* why the fields of the table are refused, if they are */
 } ibp_file_table;
 
 /* Finds a table by its name and reads its fields.
  *
- * files, num_files: one file, or all files of a set; the parts of a table may be spread among them. Keep the array in
- *   its place as long as *table is used.
+ * files, num_files: one file, or all files of a set; the parts of a table may be spread among these files. Keep the
+ *   array at its address as long as *table is used.
  * name: in UTF-8; keep it as long as *table is used.
- * table: receives what the fields say; if they are refused, table->refusal says why.
+ * table: receives what the fields say; if the fields are refused, table->refusal says why.
  * @return IBP_NOT_IN_FILE if there is no such table; IBP_BAD_FILE if its fields contradict each other;
- * IBP_UNSUPPORTED_TABLE if it has fields, a scheme, a dtype or a codec that this library does not know. table->codec
- * may then say which codec. */
+ * IBP_UNSUPPORTED_TABLE if the table has fields, a scheme or a dtype that this library does not know, or is coded by an
+ * external codec. table->codec then is the name of the codec, if there is one. */
 IBP_API ibp_status ibp_find_table(const ibp_file *files, size_t num_files, const char *name, ibp_file_table *table);
 
-/* Opens a table that ibp_find_table has found, for the functions of ibp.h. It checks the codebook. It does not read
- * lengths and bases, because calls that decode rows check them row by row.
+/* Opens a table that ibp_find_table has found, for the functions of ibp.h. The codebook is checked. Lengths and bases
+ * are not read, because calls that decode rows check them row by row.
  *
  * workspace, workspace_bytes: at least found->workspace_bytes bytes, aligned to 16. They receive the codebook; keep
  *   them as long as the table.
  * table: receives the table, whose arrays lie in the files.
- * @return IBP_BAD_FILE if a part or the codebook does not fit the fields; IBP_NOT_IN_FILE if a part is in none of the
- * files; IBP_BUFFER_TOO_SMALL if the workspace is too small. */
+ * @return IBP_BAD_FILE if a part or the codebook does not fit the fields; IBP_NOT_IN_FILE if no file has a part that
+ * the table needs; IBP_BUFFER_TOO_SMALL if the workspace is too small. */
 IBP_API ibp_status ibp_open_table(const ibp_file_table *found, void *workspace, size_t workspace_bytes,
                                   ibp_table *table);
 

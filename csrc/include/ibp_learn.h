@@ -40,10 +40,11 @@ IBP_API ibp_status ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t
 IBP_API ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows, uint32_t row_bytes, double tau,
                                       uint8_t *mask, uint8_t *bitval);
 
-/* Finds for each of the chunks first_chunk to last_chunk - 1 of a row the mask that saves most bits on the given rows.
- * The search is greedy: in each step it adds to the mask the bit on which most of the rows that match the mask so far
- * agree. It returns the best of all these masks. A chunk gets an empty mask if no mask saves more than its
- * participation bit costs. This goes beyond the paper, which compares each bit alone with a threshold.
+/* For each of the chunks first_chunk to last_chunk - 1 of a row, finds a mask that saves many bits in the given rows.
+ * The search is greedy: it begins with an empty mask. In each step it considers the rows that match the mask so far,
+ * and adds the bit on which most of these rows agree. Of the masks of all steps, the one that saves the most bits is
+ * taken. A chunk gets an empty mask if no mask saves more bits than participation bits cost. This goes beyond the
+ * paper, which compares each bit alone with a threshold.
  *
  * mask, bitval: row_bytes bytes each; only the bytes of these chunks are written. */
 IBP_API ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes,
@@ -56,7 +57,8 @@ IBP_API ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32
  * num_rows: at least 1. */
 IBP_API ibp_status ibp_estimate_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, double *savings);
 
-/* Adds to hits[i] the number of rows whose chunk i participates under the first cluster of a codebook of scheme ibp.
+/* Adds to hits[i] the number of rows in which chunk i participates, which means that its invariant bits have the values
+ * of the codebook. The codebook is of scheme ibp; if it has clusters, the first one is used.
  *
  * hits: ceil(row_bytes / chunk_bytes) entries. */
 IBP_API ibp_status ibp_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows, uint64_t *hits);
@@ -73,29 +75,30 @@ typedef enum ibp_level { IBP_LEVEL_DEFAULT = 0, IBP_LEVEL_FAST = 1 } ibp_level;
 typedef struct ibp_sample {
     const uint8_t *rows;    /* num_rows * row_bytes bytes, at most 2^30 */
     int64_t num_rows;       /* at least 1 */
-    int64_t table_rows;     /* number of rows of the whole table, over which the size of the codebook is spread; if
-                               num_rows is larger, it is used instead */
+    int64_t table_rows;     /* number of rows of the whole table, over which the size of the codebook is spread;
+                               num_rows is used instead if it is larger */
     uint32_t row_bytes;     /* 1 to IBP_MAX_ROW_BYTES */
     uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
     uint32_t exponent_bits; /* number of exponent bits of floats, below 8 * element_bytes; 0 if elements are not
                                floats */
     ibp_level level;
-    bool codes_invariant; /* also code the bits and columns on which all rows of the sample agree, so that the codebook
-                             has a coded form for any row */
+    bool codes_invariant; /* if true, bits and columns that are the same in all rows of the sample are coded, too, so
+                             that the codebook can code any row */
 } ibp_sample;
 
 /* Returns the size in bytes of the scratch that ibp_learn_planes and ibp_learn_entries need, which must be aligned to
- * 16 bytes; 0 for a sample that they refuse. */
+ * 16 bytes; 0 for a sample that these functions refuse. */
 IBP_API size_t ibp_learn_scratch_bytes(const ibp_sample *sample);
 
-/* Returns the largest size in bytes of the arrays of a codebook of scheme planes for such rows; 0 for an invalid
- * argument. */
+/* Returns the largest size in bytes that the arrays of a codebook of scheme planes can have, for rows of row_bytes
+ * bytes and elements of element_bytes bytes; 0 for an invalid argument. */
 IBP_API size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes);
 
-/* Learns the best codebook of scheme planes (section 6) for a level. It compares choices of invariant bits, constant
- * columns, symbol widths, rotation, digit widths, dense or listed rows, and entries for the table or for each column.
- * It compares them by the mean size of a row, which it computes from counts of the symbols. Unless the sample is the
- * whole table, entries for each column are learned from the even rows, and their cost is measured on the odd rows.
+/* Learns the best codebook of scheme planes (section 6) for sample->level. It compares choices of invariant bits,
+ * constant columns, symbol widths, rotation, digit widths, dense or listed rows, and entries for the table or for each
+ * column. It compares them by the mean size of a row, which it computes from counts of the symbols. Unless the sample
+ * is the whole table, the cost of entries for each column is measured on the odd rows of the sample, with entries
+ * learned from the even rows.
  *
  * scratch, scratch_bytes: at least ibp_learn_scratch_bytes(sample) bytes, aligned to 16 bytes.
  * arrays, arrays_bytes: at least ibp_max_planes_bytes bytes, aligned to 16 bytes; the pointers of *planes point into
@@ -106,8 +109,8 @@ IBP_API size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes);
 IBP_API ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scratch_bytes, uint8_t *arrays,
                                     size_t arrays_bytes, ibp_planes *planes, double *coded_bytes);
 
-/* Learns new entries for a codebook whose other fields are given: the most frequent of the symbols that it codes in the
- * sample's rows.
+/* Learns new entries for a codebook whose other fields are given: the symbols that are the most frequent in the rows of
+ * the sample.
  *
  * planes: has one cluster and entries that are not consecutive; the old entries are not read.
  * scratch, scratch_bytes: as ibp_learn_planes needs them for the same sample.

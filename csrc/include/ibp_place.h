@@ -25,31 +25,33 @@ extern "C" {
 /* Counts of the rows that were coded into a place. Each call adds to them. */
 typedef struct ibp_place_counts {
     uint64_t spilled; /* number of rows with an overflow part */
-    uint64_t lost;    /* number of rows for whose overflow part there was no room */
+    uint64_t lost;    /* number of rows that were not stored, because overflow had no room for their part */
 } ibp_place_counts;
 
-/* The memory of a table whose rows are coded one by one, in any order, and again whenever they change. Every row has a
- * base of its own (rows_per_base 1), and parts of overflow are handed out as rows need them. To read rows, set the
- * pointers of `table` to the same arrays and use it as any table.
+/* The memory of a table whose rows are coded one by one, in any order, and again whenever they change. Every row has
+ * its own base (rows_per_base 1), and parts of overflow are allocated when rows need them. To read rows, set the
+ * pointers of `table` to the same arrays and use it like any other table.
  *
  * A row that has never been coded has base IBP_NO_BASE, and 0 in rooms. Fill lengths and rooms with 0 and bases with
  * IBP_NO_BASE before the first row is coded. Then reading a row that has not been coded is a fault, unless slot_bytes
  * is row_bytes.
  *
  * A row keeps its part of overflow as long as its bytes fit. Otherwise it gets a new part, at a multiple of
- * IBP_OVERFLOW_ALIGN, and the old part is lost to the table. With `rooms` the size of a row's part is remembered while
- * the row needs less, and a row that outgrows its part gets room for its raw bytes, so that no row ever takes more than
- * two parts. Without `rooms` the size of a row's part follows from the row's length.
+ * IBP_OVERFLOW_ALIGN, and the old part is not used again. If the place has `rooms`, the size of a row's part is
+ * remembered while the row needs less. A row that outgrows its part then gets a part with room for its raw bytes, if
+ * overflow still has that much room, so the row never needs a third part. Without `rooms` the size of a row's part
+ * follows from the row's length.
  *
  * is_new: 1 if none of the rows that a call codes has been coded before. Then bases need no values before the call, and
- * only the bases of rows with a part are written. Whole slots are written, with zeros after a row's bytes. A row
- * without room for its part gets base IBP_NO_BASE, but its length and slot are right, so that ibp_survey_rows can count
- * the sizes of all rows. If all parts found room, ibp_move_parts brings them into the order of a table's index. Slots,
- * lengths and overflow are then the same as ibp_encode_rows would write, but the data was read only once.
+ *   only the bases of rows that need a part are written. Whole slots are written, with zeros after a row's bytes. If
+ *   overflow has no room for a row's part, the row's base becomes IBP_NO_BASE, but its length and slot are right, so
+ *   that ibp_survey_rows can count the sizes of all rows. If overflow had room for all parts, ibp_move_parts copies
+ *   them in the order of a table's index. Slots, lengths and overflow are then the same as ibp_encode_rows would write,
+ *   but the data was read only once.
  *
- * If bases is NULL and slot_bytes is 0, rows are packed: each begins in overflow where the row before it ends, at byte
- * *used. One thread codes them in their order, in host memory, and the result is a table in packed layout. A row is
- * lost if overflow has no room for its raw bytes. */
+ * If bases is NULL and slot_bytes is 0, rows are packed: each row begins in overflow where the row before it ends, and
+ * the next row begins at byte *used. One thread codes the rows in their order, in host memory, and the result is a
+ * table in packed layout. A row is lost if overflow has no room for its raw bytes, even if the coded row would fit. */
 typedef struct ibp_place {
     ibp_table table;   /* sizes and codebook; its pointers are not read. rows_per_base is 1, and both starts are 0 */
     uint8_t *slots;    /* table.slots_bytes bytes */
@@ -57,10 +59,10 @@ typedef struct ibp_place {
     uint16_t *lengths; /* an entry for each row; NULL in scheme raw */
     uint64_t *bases;   /* an entry for each row; NULL if rows are packed, or if they have no parts because slot_bytes is
                           row_bytes */
-    uint16_t *rooms;   /* for each row the size of the part that it owns, in units of IBP_OVERFLOW_ALIGN bytes; or
-                          NULL */
-    uint64_t *used;    /* number of bytes of overflow that have been handed out. It may become larger than overflow if
-                          parts are refused. NULL only if slot_bytes is row_bytes and bases is NULL */
+    uint16_t *rooms;   /* for each row the size of its overflow part, in units of IBP_OVERFLOW_ALIGN bytes; or NULL */
+    uint64_t *used;    /* number of bytes of overflow that have been allocated. It may become larger than
+                          overflow_bytes if there was no room for a part. NULL only if slot_bytes is row_bytes and
+                          bases is NULL */
     ibp_place_counts *counts; /* or NULL */
     uint32_t is_new;          /* 0 or 1 */
 } ibp_place;
@@ -82,35 +84,35 @@ typedef struct ibp_row_source {
                                              number of rows of a buffer. The first one is not read */
     int64_t strides[IBP_MAX_SOURCE_DIMS]; /* in bytes */
     uint32_t num_dims;                    /* 0: rows lie one after the other */
-    uint32_t last_row_bytes;              /* size of row num_rows - 1 in bytes if it is short, which is allowed with
-                                             num_dims 0; 0: row_bytes */
+    uint32_t last_row_bytes;              /* size of row num_rows - 1 in bytes, at most row_bytes; 0: row_bytes. Only
+                                             with num_dims 0 */
 } ibp_row_source;
 
-/* Measures and codes rows of a source into a place, in one pass over them. A row that does not shrink is stored raw. A
- * row is lost if there is no room for its part of overflow: its base becomes IBP_NO_BASE and its length 0 (unless the
- * place is new), so that reading it is a fault, and place->counts counts it.
+/* Measures and codes rows of a source into a place, in one pass over them. A row that does not shrink is stored raw. If
+ * overflow has no room for a row's part, the row is lost: its base becomes IBP_NO_BASE, so that reading it is a fault,
+ * and place->counts counts it. Its length becomes 0, unless the place is new.
  *
  * place: with arrays in host memory. Its lengths, bases and rooms are not trusted: a row whose part does not lie in
  *   overflow is treated as a row without a part.
  * source: the rows. A row with fewer bytes than the table's row is extended with zeros; a row with more bytes is cut.
  * row_ids: row i of the source becomes row row_ids[i] of the table. If NULL, it becomes row first_row + i. row_ids must
- *   be NULL for new and for packed rows. Ids must differ. If two are equal and the table has bases, one of the rows is
- *   coded, and the other id may be noted as IBP_INVALID_ARGUMENT.
+ *   be NULL for new and for packed rows. Ids must differ. If two are equal and the table has bases, the table's row
+ *   becomes one of the two rows, and the other one may be noted as IBP_INVALID_ARGUMENT.
  * first, last: the rows first to last - 1 of the source are coded. Several threads may each code rows of one source,
  *   unless rows are packed. The order in which they run changes only where parts of overflow lie.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
  * fault: receives the first fault if *fault is still zero. An id outside the table is noted as IBP_INDEX_OUT_OF_RANGE,
  *   and its row is left out.
- * @return IBP_OK, or the status of this call's first fault. Lost rows are no fault. */
+ * @return IBP_OK, or the status of this call's first fault. A lost row is not a fault. */
 IBP_API ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                    int64_t first_row, int64_t first, int64_t last, void *scratch, size_t scratch_bytes,
                                    ibp_fault *fault);
 
-/* Copies the overflow parts of new rows, in the order of the rows, to the places that the index of a table gives them.
+/* Copies the overflow parts of new rows, in the order of the rows, to the offsets that the index of a table gives them.
  *
  * table: the place's sizes and lengths, and bases as ibp_index_rows makes them from these lengths. Slots stay where
  *   they are, and are not read.
- * from: the place, with is_new, whose rows have all found room.
+ * from: the place that the rows were coded into, with is_new 1. None of its rows may be lost.
  * overflow: receives the parts; table->overflow_bytes bytes, which must not overlap from->overflow. A part whose source
  *   or destination is out of bounds is skipped. */
 IBP_API ibp_status ibp_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow);

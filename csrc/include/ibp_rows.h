@@ -24,10 +24,10 @@ extern "C" {
  *
  * codebook: its arrays are in host memory.
  * row: codebook->row_bytes bytes.
- * dst, dst_bytes: receives the coded row; nothing behind dst_bytes is written. ibp_max_coded_row_bytes bytes are always
- *   enough.
- * coded_bytes: receives the exact size of the coded row, whether or not it fits into dst or is smaller than the row;
- *   IBP_NO_CODED_FORM if the codebook cannot code the row; 0 for an invalid argument.
+ * dst, dst_bytes: receives the coded row; nothing past dst_bytes bytes is written. ibp_max_coded_row_bytes(row_bytes)
+ *   bytes are always enough.
+ * coded_bytes: receives the exact size of the coded row, even if the coded row does not fit into dst or is larger than
+ *   the row; IBP_NO_CODED_FORM if the codebook cannot code the row; 0 for an invalid argument.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(codebook->row_bytes) bytes.
  * @return IBP_BUFFER_TOO_SMALL if the coded row needs more than dst_bytes bytes, or if the codebook cannot code the
  * row; dst then has unspecified contents. */
@@ -40,8 +40,7 @@ IBP_API ibp_status ibp_encode_row(const ibp_codebook *codebook, const uint8_t *r
  * src, src_bytes: the coded row, of exactly src_bytes bytes; it may be hostile. Nothing outside src is read.
  * row: receives codebook->row_bytes bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(codebook->row_bytes) bytes.
- * @return IBP_CORRUPT_ROW if the coded row does not have exactly src_bytes bytes; `row` then has unspecified
- * contents. */
+ * @return IBP_CORRUPT_ROW if src is not a coded row of exactly src_bytes bytes; `row` then has unspecified contents. */
 IBP_API ibp_status ibp_decode_row(const ibp_codebook *codebook, const uint8_t *src, size_t src_bytes, uint8_t *row,
                                   void *scratch, size_t scratch_bytes);
 

@@ -49,8 +49,8 @@ typedef enum ibp_status {
 #undef IBP_STATUS_ENUM
 } ibp_status;
 
-/* Returns a text that says in English what a status means. The text is never NULL, even if `status` is no ibp_status,
- * and lives as long as the library is loaded. */
+/* Returns a text that says in English what a status means. The text is never NULL, even if `status` is not an
+ * ibp_status, and lives as long as the library is loaded. */
 IBP_API const char *ibp_status_string(ibp_status status);
 
 /* ---- bounds ----------------------------------------------------------------------------------------------------- */
@@ -59,20 +59,23 @@ IBP_API const char *ibp_status_string(ibp_status status);
 #define IBP_MAX_STACK_BYTES 32768u /* most bytes of stack of any function, which tests/c/test_stack.c measures */
 
 /* Size of the scratch for rows of row_bytes bytes, in bytes, as a constant expression. The AVX2 decoder of scheme
- * planes needs the most, for elements of one byte:
+ * planes (planes_avx2.c) needs the most, for elements of one byte:
  *
- *   - three times a row for the largest coded row (section 6: 8 bits of symbol and residual, 16 of digits);
+ *   - three times the size of a row for the largest coded row, in which an element takes 8 bits of symbol and residual,
+ *     and 16 bits of digits (section 6);
  *   - seven rows for levels, symbols and listed elements, bitmaps included;
  *   - one row for the live columns;
- *   - two rows for a row that lies in two parts or of which only a part is wanted.
+ *   - two rows for functions on tables: a row that lies partly in a slot and partly in overflow, and a row of which
+ *     only a part is wanted.
  *
  * The rest is padding and alignment. */
 #define IBP_SCRATCH_BYTES(row_bytes) (14 * (size_t)(row_bytes) + 4096)
 #define IBP_MAX_SCRATCH_BYTES IBP_SCRATCH_BYTES(IBP_MAX_ROW_BYTES)
 
-/* Largest size in bytes of the coded form of a row of row_bytes bytes with any codebook, as a constant expression: 24
- * bits for each element of one byte, a bitmap of positions, and the header, the cluster's number and the padding of
- * eight parts. A table needs less, because it stores rows raw that would not shrink. */
+/* Largest size in bytes of the coded form of a row of row_bytes bytes with any codebook, as a constant expression. It
+ * is the sum of 24 bits for each element of one byte, a bitmap of positions, and 16 bytes for the header, the number of
+ * the cluster, and the padding of eight parts. In a table rows take less, because rows that would not shrink are stored
+ * raw. */
 #define IBP_CODED_ROW_BYTES(row_bytes) (3 * (size_t)(row_bytes) + ((size_t)(row_bytes) + 7) / 8 + 16)
 #define IBP_MAX_CODED_ROW_BYTES IBP_CODED_ROW_BYTES(IBP_MAX_ROW_BYTES)
 
@@ -81,7 +84,7 @@ IBP_API const char *ibp_status_string(ibp_status status);
 #define IBP_NO_CODED_FORM ((size_t)UINT32_MAX)
 
 /* Returns the size in bytes of the scratch for calls that code or decode rows of row_bytes bytes, as IBP_SCRATCH_BYTES
- * does; 0 unless row_bytes is 1 to IBP_MAX_ROW_BYTES. Each thread needs scratch of its own. */
+ * does; 0 unless row_bytes is 1 to IBP_MAX_ROW_BYTES. Each thread needs its own scratch. */
 IBP_API size_t ibp_scratch_bytes(uint32_t row_bytes);
 
 /* Returns the largest size in bytes of a coded row with any codebook, as IBP_CODED_ROW_BYTES does; 0 unless row_bytes
@@ -90,14 +93,14 @@ IBP_API size_t ibp_max_coded_row_bytes(uint32_t row_bytes);
 
 /* ---- faults ------------------------------------------------------------------------------------------------------ */
 
-/* The first fault among many rows. The caller sets it to zero before the call, and it stays zero if all rows are right.
- * It is written only while it is zero, so that one fault can serve several calls. Its fields have eight bytes each so
- * that a GPU can write them into mapped memory. */
+/* The first fault among many rows. The caller sets the struct to zero before the call, and it stays zero if all rows
+ * are right. It is written only while it is zero, so several calls can share one struct, which then receives the first
+ * fault of all of them. Each field has eight bytes, so that a GPU can write it into mapped memory. */
 typedef struct ibp_fault {
     int64_t status;   /* an ibp_status, such as IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW */
     int64_t position; /* position in the output; a row number in calls without ids */
     int64_t id;       /* the id at this position; a row number in calls without ids */
-    int64_t taken;    /* written by GPUs, so that only the first fault is stored */
+    int64_t taken;    /* 1 once a fault is stored; GPUs set it before the other fields */
 } ibp_fault;
 
 #ifdef __cplusplus

@@ -1,5 +1,5 @@
-/* ibp_table.h - tables of rows (sections 1 to 3 of FORMAT.md). To make a table, measure its rows, index them and code
- * them, in this order; then gather items or decode bytes.
+/* ibp_table.h - tables of rows (sections 1 to 3 of FORMAT.md). To make a table, measure its rows (ibp_measure_rows),
+ * index them (ibp_index_rows) and code them (ibp_encode_rows), in this order. Then gather items or decode bytes.
  *
  *     ibp_status three_items(const ibp_table *table, uint8_t *out, void *scratch) // items 7, 0 and 7
  *     {
@@ -26,8 +26,9 @@ extern "C" {
  * bytes, back to back. Its bytes are cut into rows of codebook.row_bytes bytes, which are coded one by one. Row r has
  * slot_bytes bytes of `slots` for itself, and a part in `overflow` if it needs more:
  *
- *     lengths    a number for each row: its size as coded; 0 if it is stored raw; a special value for a default row
- *     bases      a number for every 32 rows, or for each row: where their parts begin in overflow
+ *     lengths    a number for each row: its size as coded; 0 if it is stored raw; a special value for a default row,
+ *                which equals the codebook's default row and is not stored
+ *     bases      an offset in overflow for every 32 rows, or for each row: where their overflow parts begin
  *     slots      | row 0 | row 1 | row 2 | ...                 slot_bytes bytes each
  *     overflow   | rest of row 0 | rest of row 2 | ...         for rows that are longer than their slot
  *
@@ -39,15 +40,17 @@ typedef struct ibp_table {
     const uint8_t *slots;    /* NULL if slots_bytes is 0 */
     const uint8_t *overflow; /* NULL if overflow_bytes is 0 */
     const uint16_t *lengths; /* an entry for each row, or NULL: every row is raw; NULL in scheme raw */
-    const uint64_t *bases;   /* an entry for every rows_per_base rows, or NULL: no row has an overflow part */
+    const uint64_t *bases;   /* an entry for every 32 rows or for each row (rows_per_base), or NULL: no row has an
+                                overflow part */
     int64_t slots_bytes;
     int64_t overflow_bytes;
-    uint64_t slots_start, overflow_start; /* 0, unless the arrays hold a block of a larger table's rows; then the
-                                             byte of the larger table's array at which each array begins */
+    uint64_t slots_start, overflow_start; /* 0 if slots and overflow hold all rows. If they hold only a block of the
+                                             table's rows: the offsets, in bytes, of the two arrays in the arrays of
+                                             the whole table */
     uint32_t slot_bytes;                  /* 0, row_bytes, or a multiple of IBP_OVERFLOW_ALIGN below row_bytes */
     ibp_codebook codebook;
     uint32_t rows_per_base; /* 0 or IBP_ROWS_PER_BASE: overflow parts lie in the order of the rows. 1: every row has
-                               its own base, and its part may lie anywhere */
+                               its own base, and its part may lie anywhere in overflow */
 } ibp_table;
 
 /* The entry of lengths that marks a default row, which has no bytes (section 2). */
@@ -55,11 +58,12 @@ typedef struct ibp_table {
 
 /* Number of rows that share an entry of bases if overflow parts are in order (section 2). */
 #define IBP_ROWS_PER_BASE 32u
-/* Unit of overflow parts and slots in bytes (section 3): a sector of GPU memory. */
+/* Slots, and overflow parts with padding, are multiples of this number of bytes, the size of a sector of GPU memory.
+ * Section 3 names the exceptions: slots as large as rows, and tables without slots. */
 #define IBP_OVERFLOW_ALIGN 32u
 
-/* Checks a table that comes from elsewhere: whether its fields fit each other, and its codebook as ibp_check_codebook
- * does. Rows, lengths and bases are not read, because calls that decode rows check them row by row.
+/* Checks the fields of a table that comes from elsewhere, and its codebook as ibp_check_codebook does. Rows, lengths
+ * and bases are not read, because calls that decode rows check them row by row.
  *
  * table: all its pointers are host pointers.
  * @return IBP_OK if the table is right, else IBP_INVALID_ARGUMENT. */
@@ -71,7 +75,7 @@ IBP_API int64_t ibp_num_rows(const ibp_table *table);
 
 /* Measures the size that each row of a tensor has as coded with a codebook, without writing coded rows.
  *
- * codebook: of scheme ibp or planes; raw rows have no lengths.
+ * codebook: of scheme ibp or planes; a table of scheme raw has no lengths.
  * data, num_bytes: the bytes of the tensor. The last row may be shorter than codebook->row_bytes.
  * lengths: receives an entry for each row: the size of the coded row; 0 if the coded row would not be smaller than the
  *   row, which is then stored raw; IBP_DEFAULT_LENGTH(row_bytes) if the row equals the codebook's default row, which
@@ -88,31 +92,33 @@ IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t 
  * lengths: an entry for each row, as ibp_measure_rows makes them; NULL: all rows are raw.
  * num_bytes: size of the tensor in bytes. It has num_bytes / row_bytes rows, rounded up.
  * slot_bytes: 0, row_bytes, or a multiple of IBP_OVERFLOW_ALIGN below row_bytes.
- * bases: receives an entry for every IBP_ROWS_PER_BASE rows, rounded up.
+ * bases: receives an entry for every IBP_ROWS_PER_BASE rows, and one for the remaining rows if there are any.
  * overflow_bytes: receives the size of overflow. */
 IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
                                   uint64_t *bases, int64_t *overflow_bytes);
 
 /* Counts the sizes of rows as stored, so that the caller can choose the size of slots.
  *
- * lengths: an entry for each row, as ibp_measure_rows makes them. An entry above row_bytes counts as a raw row.
+ * lengths: an entry for each row, as ibp_measure_rows makes them. If an entry is above row_bytes, and so wrong, its row
+ *   is counted among the rows that take the most sectors.
  * num_bytes: size of the tensor in bytes. It has num_bytes / row_bytes rows, rounded up.
  * survey: 2 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) counters, to which the function adds; set them to 0 before the first
  *   call. The function adds the size of all rows as stored, in bytes, to survey[0], and the number of rows that take k
  *   sectors of IBP_OVERFLOW_ALIGN bytes to survey[1 + k]. */
 IBP_API ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey);
 
-/* Codes rows of a tensor into slots and overflow, for a table whose lengths and bases are known. Zeros fill each part
- * up to the end of its slot, or to the next multiple of IBP_OVERFLOW_ALIGN in overflow. Call it after ibp_index_rows.
+/* Codes rows of a tensor into slots and overflow, for a table whose lengths and bases are known. Call it after
+ * ibp_index_rows. The rest of a row's slot is filled with zeros. In a table with slots, an overflow part is filled with
+ * zeros up to a multiple of IBP_OVERFLOW_ALIGN.
  *
  * table: sizes, codebook, lengths and bases. Its pointers slots and overflow are not read.
  * data: the whole tensor, even if only some of its rows are coded.
  * first_row, last_row: the rows first_row to last_row - 1 are coded. Several threads may each code a range of rows.
  * slots, overflow: receive the rows; table->slots_bytes and table->overflow_bytes bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
- * fault: receives the first row that cannot be coded if *fault is still zero; no later row is coded.
- * @return IBP_OK; IBP_CORRUPT_ROW if an entry of lengths does not belong to data; IBP_BUFFER_TOO_SMALL if a part does
- * not lie in its array. */
+ * fault: receives the first row that cannot be coded if *fault is still zero. The call ends with this row.
+ * @return IBP_OK; IBP_CORRUPT_ROW if an entry of lengths does not fit its row in data; IBP_BUFFER_TOO_SMALL if a part
+ * of a row would not lie inside slots or overflow. */
 IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
                                    uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes,
                                    ibp_fault *fault);
@@ -144,13 +150,13 @@ typedef struct ibp_ids {
     int64_t from_end;                  /* num_items if ids below 0 count from the end; 0 if they are out of range */
 } ibp_ids;
 
-/* Gathers items of a table: decodes item ids[k] into its place in the output, for first <= k < last. If an id is out of
- * range or an item has a corrupt row, zeros are written in its place; all other items are right.
+/* Gathers items of a table: decodes item ids[k] to its position in the output, for first <= k < last. If an id is out
+ * of range, its item becomes zeros. A corrupt row of an item becomes zeros, too. All other rows are right.
  *
  * table: with arrays in host memory.
  * ids: which items, and where they go.
- * first, last: the part of the ids that this call takes; 0 and ids->count gather everything. Several threads may share
- *   one gather, each with its own part and scratch.
+ * first, last: this call gathers the items ids[first] to ids[last - 1]; 0 and ids->count gather everything. Several
+ *   threads may share one gather, each with its own range and its own scratch.
  * out: position 0 of the output, item_bytes bytes for each position.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
  * fault: receives the first fault if *fault is still zero.
@@ -158,7 +164,7 @@ typedef struct ibp_ids {
 IBP_API ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last,
                                     uint8_t *out, void *scratch, size_t scratch_bytes, ibp_fault *fault);
 
-/* Decodes a range of a table's bytes. Zeros are written in the place of a corrupt row.
+/* Decodes a range of a table's bytes. A corrupt row becomes zeros.
  *
  * table: with arrays in host memory.
  * start, end: the range, in bytes of the original tensor; 0 and num_items * item_bytes decode everything. Several

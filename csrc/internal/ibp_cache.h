@@ -46,8 +46,8 @@ extern "C" {
  * the rows that have an entry from the slabs, and all others from the table. Caches are for tables whose items are
  * whole rows: item_bytes is a multiple of row_bytes.
  *
- * Nothing in a cache is trusted. An entry that lies outside its slab is a corrupt row. A map with arbitrary contents
- * gives wrong rows; a search in it ends after IBP_SEARCHED_WAYS ways. */
+ * Nothing in a cache is trusted. If the bytes that an entry names lie outside the slab, the row counts as corrupt. A
+ * map with arbitrary contents gives wrong rows, but a search in it still ends after IBP_SEARCHED_WAYS ways. */
 #define IBP_MAX_SLABS 8u
 #define IBP_ENTRY_OFFSET_BITS 40u
 #define IBP_ENTRY_SLAB_SHIFT 40u
@@ -63,7 +63,7 @@ typedef struct ibp_cached_row {
 } ibp_cached_row;
 
 #define IBP_WAY_EMPTY ((int64_t)-1)   /* a way that has never been used: a search ends in the set that has one */
-#define IBP_WAY_REMOVED ((int64_t)-2) /* a way whose row was removed: a search goes on */
+#define IBP_WAY_REMOVED ((int64_t)-2) /* a way whose row was removed: a search goes on past it */
 
 /* Number of ways that a search looks at. A hash of the row's number gives a sequence of sets, of which the first is the
  * row's home set. A row is stored in the first set of this sequence that has an empty way, so a search looks at the
@@ -120,7 +120,7 @@ typedef struct ibp_row_query {
  *
  * maps, num_maps: at most IBP_MAX_SLABS maps. A row is looked up in the map that ibp_owners_of_rows names.
  * entries: entries[k * rows_per_item + r] receives the entry of row r of item ids[k]; 0 if no map has the row.
- * counts: the counts are added to it atomically, so that threads may share it; or NULL. */
+ * counts: receives the counts, which are added to it atomically, so that threads may share it; or NULL. */
 IBP_API ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
                                    int64_t first, int64_t last, uint64_t *entries, ibp_cache_counts *counts);
 
@@ -144,34 +144,35 @@ typedef struct ibp_cache_slab {
  *
  * A row is left out if it is in the map already, if it is a default row, if all ways that a search would look at are
  * taken, or if its number or its offset is negative. If `rows` has the same number several times, the row is copied
- * once. Rows whose bytes overlap in the slab come back wrong. If the map has no sets, rows are copied without being
- * entered anywhere; then only default rows and rows with a negative number or offset are left out.
+ * once. If the bytes of two rows overlap in the slab, reading these rows gives wrong data. If the map has no sets, rows
+ * are copied to the slab but not entered in a map; then only default rows and rows with a negative number or offset are
+ * left out.
  *
- * @return IBP_INDEX_OUT_OF_RANGE if the table has no such row; IBP_CORRUPT_ROW if the row lies outside the table, or is
- * lost; IBP_BUFFER_TOO_SMALL if the row does not lie in the slab. Such rows are left out, and the first one is noted in
- * *fault. */
+ * @return IBP_INDEX_OUT_OF_RANGE if the table does not have one of the rows; IBP_CORRUPT_ROW if the index of the table
+ * is wrong for a row, or the row is lost (ibp_place.h); IBP_BUFFER_TOO_SMALL if a row would not lie inside the slab.
+ * Such rows are left out, and the first one is noted in *fault. */
 IBP_API ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t first,
                                  int64_t last, const ibp_cache_slab *slab, ibp_fault *fault);
 
-/* A cache that replaces the rows that were used longest ago by the rows that are asked for (least recently used). Its
- * sets have IBP_SEARCHED_WAYS ways, and a row is always in its home set. Way i of the map owns the slot_bytes bytes of
- * the slab that begin at byte i * slot_bytes. */
+/* A cache that replaces the least recently used rows by the rows that are asked for. Its sets have IBP_SEARCHED_WAYS
+ * ways, and a row is always in its home set. Way i of the map owns the slot_bytes bytes of the slab that begin at byte
+ * i * slot_bytes. */
 typedef struct ibp_lru {
     ibp_cache_slab slab;
     uint32_t slot_bytes; /* a multiple of IBP_OVERFLOW_ALIGN; longer rows are not cached */
-    uint32_t *stamps;    /* for each way the time of its last use, then for each set a number that is 0 between calls.
-                            Set all to 0 before the first call */
+    uint32_t *stamps;    /* for each way the number of the call that used it last, then for each set a lock, which is
+                            0 between calls. Set all to 0 before the first call */
     uint64_t *clock;     /* two numbers; between calls each is the number of calls so far */
 } ibp_lru;
 
-/* Looks up the rows of all ids, and copies missing rows into the cache in place of the rows that were used longest ago.
+/* Looks up the rows of all ids, and copies missing rows into the cache in place of the least recently used rows.
  * entries[k * rows_per_item + r] receives the entry of row r of item ids[k].
  *
  * Rows that the cache holds when the call begins keep their places. Each missing row, in the order of the ids, takes a
  * way of its set that has no row. If every way has a row, it takes the way that was used longest ago, among the ways
  * that this call does not use and that are not dirty. The row's bytes are copied there. If there is no such way either,
- * or if the row is longer than a slot, its entry is 0. Equal ids get the same entry; the second and later ones count as
- * hits.
+ * or if the row is longer than a slot, the row is not cached and its entry is 0. Equal ids get the same entry; the
+ * second and later ones count as hits.
  *
  * counts: this call's counts are added to it. May be NULL.
  * @return the status of the first fault, which is noted in *fault if *fault is still zero: an id out of range, or a row
@@ -194,7 +195,7 @@ IBP_API ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, 
 
 /* ---- on a GPU --------------------------------------------------------------------------------------------------- */
 
-/* Finds owners on a GPU as ibp_owners_of_rows does. */
+/* Finds the slabs of rows on a GPU as ibp_owners_of_rows does. */
 IBP_API ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
                                            ibp_stream stream);
 /* Finds the entries of all ids as ibp_find_cached does, for at most 2^31 rows. The array `maps` is in host memory. The

@@ -1,4 +1,4 @@
-/* ibp_coding.h - measures coded rows; on a GPU also collects statistics of rows and fills arrays. */
+/* ibp_coding.h - measures a coded row on the CPU; on a GPU counts bits and hits, and fills arrays. */
 #ifndef IBP_CODING_H
 #define IBP_CODING_H
 

@@ -21,7 +21,8 @@ extern "C" {
 
 /* ---- fingerprints (section 10) ---------------------------------------------------------------------------------- */
 
-/* Adds to *sum the contribution of a part of a tensor to its fingerprint. Parts may come in any order.
+/* Adds to *sum what a part of a tensor contributes to the tensor's fingerprint. The parts of a tensor may be added in
+ * any order.
  *
  * part, num_bytes: the bytes of the part, at any alignment. num_bytes is a multiple of 8 except for the last part.
  * first_word: the index in the tensor of the part's first word. Words have 8 bytes. */
@@ -126,8 +127,8 @@ typedef enum ibp_delta_verdict {
  * bytes. Default rows, which have no differences, are not written. A base must not overlap another base or any other
  * memory that the call reads. Lengths, bases and coded rows are checked, so they may come from elsewhere.
  *
- * takes_back: if true, undoes the changes of an earlier call. `state` must then be the result of that call, with
- *   IBP_DELTA_DAMAGED in place of its verdict.
+ * takes_back: if true, undoes the changes of an earlier call. `state` must then be what that call wrote, with the first
+ *   entry set to IBP_DELTA_DAMAGED.
  * state: 1 + 3 * num_tensors entries, set to 0 by the caller. The first entry receives the verdict. The others receive
  *   three numbers for each tensor: the sum of its base's words, the change of that sum by the differences, and 1 if a
  *   row was corrupt, else 0. */

@@ -8,10 +8,10 @@
 extern "C" {
 #endif
 
-/* Opens a file of file_bytes bytes as ibp_open_file does, but from its header alone. The file's tensors have places but
- * no data; its tables can be found but not opened.
+/* Opens a file of file_bytes bytes as ibp_open_file does, but from its header alone. The file's tensors then have a
+ * start and a size but no data; its tables can be found but not opened.
  *
- * bytes, num_bytes: the bytes of the file in front of the data.
+ * bytes, num_bytes: the bytes of the file before the data.
  * file_bytes: the size of the whole file. */
 IBP_API ibp_status ibp_open_header(const uint8_t *bytes, size_t num_bytes, size_t file_bytes, ibp_file *file);
 
@@ -21,17 +21,17 @@ IBP_API ibp_status ibp_open_header(const uint8_t *bytes, size_t num_bytes, size_
  * @return IBP_NOT_IN_FILE after the last entry. */
 IBP_API ibp_status ibp_next_metadata(const ibp_file *file, size_t *cursor, ibp_text *key, ibp_text *value);
 
-/* The checksums of a file, as its header describes them: one for each block of the data in front of the checksums, one
- * for the bytes in front of the data, and one for the checksums themselves. */
+/* The checksums of a file, as its header describes them: one for each block of the data before the checksums, one for
+ * the bytes before the data, and one for all checksums before it. */
 typedef struct ibp_file_checks {
     uint64_t block_bytes, num_blocks;
-    size_t start; /* where the entries begin in the data of the file */
+    size_t start; /* offset of the checksums in the data of the file */
 } ibp_file_checks;
 
 /* Finds the checksums of a file.
  *
- * refusal: says why they are refused, if they are.
- * @return IBP_NOT_IN_FILE if the file has no checksums, as ordinary safetensors files; IBP_BAD_FILE if what the file
+ * refusal: says why the checksums are refused, if they are.
+ * @return IBP_NOT_IN_FILE if the file has no checksums, like ordinary safetensors files; IBP_BAD_FILE if what the file
  * says about them is wrong. */
 IBP_API ibp_status ibp_find_checks(const ibp_file *file, ibp_file_checks *checks, ibp_refusal *refusal);
 
@@ -44,18 +44,19 @@ typedef enum ibp_field_kind {
     IBP_FIELD_REAL,
     IBP_FIELD_LIST, /* a list of numbers */
     IBP_FIELD_TEXT,
-    IBP_FIELD_OTHERS /* stands for all fields whose keys begin with `key`; its text is the rest of the last such key,
-                        "=" and the value */
+    IBP_FIELD_OTHERS /* all fields whose keys begin with `key`. The text of such a field is the last of them: the rest
+                        of its key, "=" and its value */
 } ibp_field_kind;
 
-/* A field that a table or a codebook can have, and its value in a line of the metadata. */
+/* A field that a table or a codebook can have, and its value in a line. A line is the text of one key of the metadata,
+ * "key=value key=value". */
 typedef struct ibp_field {
     const char *key, *wanted; /* wanted: describes in English the values that the field can have */
     ibp_field_kind kind;
     uint64_t least, most;  /* bounds of a number, and of each number of a list */
     uint32_t most_entries; /* largest number of entries of a list */
     bool is_given;         /* whether the line has the field */
-    uint64_t number;       /* the value of a number or a fingerprint, or the number of a scheme */
+    uint64_t number;       /* the value of a number or a fingerprint; the ibp_scheme that the field `scheme` names */
     ibp_text text;         /* the value as it stands in the line, for every kind */
 } ibp_field;
 

@@ -20,26 +20,27 @@ typedef struct ibp_gather {
     ibp_fault *fault;
 } ibp_gather;
 
-/* Does all gathers, in any order. It takes 32 gathers at a time. Among these, all gathers that the same kernel decodes
- * share one launch: their tables have the same scheme, the same element size and similar row lengths. Tables with rows
- * above 2 KiB have launches of their own. */
+/* Does all gathers, in any order. It takes 32 gathers at a time, or max_sms gathers if max_sms is smaller and not 0.
+ * Among these, gathers that the same kernel decodes share one launch: their tables have the same scheme, the same
+ * element size and similar row lengths. The exceptions have separate launches: tables with rows above 2 KiB, and tables
+ * with slots in device memory and much overflow in host memory. */
 IBP_API ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t num_gathers, int max_sms,
                                           ibp_stream stream);
 
 /* ---- ids by windows --------------------------------------------------------------------------------------------- */
 
+/* A window is a run of 2^window_bits consecutive items of a table. */
 #define IBP_MAX_WINDOWS 65536
 
-/* Returns the number of windows of 2^window_bits items that num_items items fall into, at least 1; 0 if window_bits is
- * above 62 or num_items is negative. */
+/* Returns the number of windows of a table of num_items items, at least 1; 0 if window_bits is above 62 or num_items is
+ * negative. */
 IBP_API int64_t ibp_num_windows(int64_t num_items, uint32_t window_bits);
 
 /* Returns the size in bytes of the workspace for sorting `count` ids, which must be aligned to 8 bytes; 0 for arguments
  * that ibp_partition_ids refuses. */
 IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, uint32_t window_bits);
 
-/* Sorts ids by windows of 2^window_bits items, so that a gather goes through the table once. The order inside a window
- * is kept.
+/* Sorts ids by windows, so that a gather goes through the table once. Ids in the same window keep their order.
  *
  * ids: ids->positions is not read. An id out of range is sorted into the nearest window.
  * workspace: ibp_partition_workspace_bytes bytes, aligned to 8.
@@ -50,7 +51,7 @@ IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, u
  * num_items is negative. */
 IBP_API ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
                                      void *sorted_ids, uint32_t *positions);
-/* Sorts ids on a GPU as ibp_partition_ids does, except that the order inside a window is not specified. */
+/* Sorts ids on a GPU as ibp_partition_ids does, except that the order of ids in the same window is not specified. */
 IBP_API ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
                                           void *sorted_ids, uint32_t *positions, ibp_stream stream);
 

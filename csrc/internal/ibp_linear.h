@@ -1,4 +1,5 @@
-/* ibp_linear.h - sums of coded rows (bags), and products of vectors with a coded matrix. On a GPU only.
+/* ibp_linear.h - sums of coded rows (bags), and products of vectors with a coded matrix. Sums and products run on a GPU
+ * only.
  *
  *     // Sums of four rows of float32 each.
  *     ibp_status sums_of_four(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
@@ -28,8 +29,9 @@ extern "C" {
 typedef enum ibp_bag_mode { IBP_BAG_SUM, IBP_BAG_MEAN, IBP_BAG_MAX } ibp_bag_mode;
 typedef enum ibp_float_kind { IBP_FLOAT32, IBP_FLOAT16, IBP_BFLOAT16 } ibp_float_kind;
 
-/* Bags of ids. Bag b has the ids offsets[b] to offsets[b + 1] - 1. The first bag begins with id 0 and the last bag ends
- * with the last id, whatever the offsets say. */
+/* Bags of ids, which lie one bag after the other in an ibp_ids. Bag b has the ids with the indices offsets[b] to
+ * offsets[b + 1] - 1. The first bag begins with the first id, and the last bag ends with the last id, whatever the
+ * offsets say. */
 typedef struct ibp_bags {
     const void *offsets;   /* in device memory: int32_t or int64_t [num_bags], ascending; NULL: bags of bag_size ids
                               each */
@@ -39,7 +41,7 @@ typedef struct ibp_bags {
                             IBP_BAG_SUM only */
     ibp_bag_mode mode;
     ibp_float_kind kind; /* kind of the elements of rows */
-    int64_t padding_id;  /* ids that equal it are skipped; if negative, no id is skipped */
+    int64_t padding_id;  /* ids with this value are skipped; if it is negative, no id is skipped */
 } ibp_bags;
 
 /* Decodes the rows of each bag and reduces them to their sum, mean or maximum, by one kernel. out[b] receives row_bytes
@@ -52,8 +54,9 @@ typedef struct ibp_bags {
  *   of zeros.
  * cache: if not NULL, rows whose entries are present are read from its slabs, as in ibp_cuda_gather_cached. If NULL,
  *   all rows are read from the table.
- * bags: an offset that lies past the ids, or is less than the one before it, is noted as IBP_INVALID_ARGUMENT, with its
- *   position and value. The bags before and after the offset then consist of any of the rows between their neighbours.
+ * bags: an offset that is negative, lies past the ids, or is less than the offset before it, is noted as
+ *   IBP_INVALID_ARGUMENT, with its position and value. The bags before and after this offset then have unspecified
+ *   rows, from the range between their neighbouring bags.
  * out: aligned to the elements.
  * fault, max_sms: as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
@@ -68,17 +71,18 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
  * holds 64 vectors of up to 14,336 columns. */
 #define IBP_MOST_INVARIANT(K) ((K) <= 14336u ? 64u : 32u)
 
-/* An element of a row whose digit is the escape. */
+/* An element that is coded as the escape, because its exponent is not among the entries of the codebook. */
 typedef struct {
     uint32_t column;
     uint16_t weight; /* the bits of the element */
-    uint16_t taken;  /* the weight with its exponent replaced by first_symbol + 15: kernels multiply by it before
-                        they correct the sum */
+    uint16_t taken;  /* the weight with its exponent replaced by first_symbol + 15, which is what kernels decode for
+                        the escape. They multiply by this number and correct the sum later */
 } ibp_escape;
 
 /* A matrix [N, K] of BF16 in device memory. Its rows are the items of a table of scheme planes with one plane of
  * four-bit digits, consecutive entries, rotated elements, residuals of sign and mantissa (8 bits), no constant columns
- * and no clusters. Kernels read only the residuals and digits of a slot, which are its first 3 K / 2 bytes. */
+ * and no clusters. Kernels read only the residuals and digits of a slot, which are its first 3 K / 2 bytes: one byte
+ * and half a byte for each element. */
 typedef struct {
     const uint8_t *slots; /* aligned to 16 bytes */
     int64_t slots_bytes;
@@ -98,12 +102,12 @@ typedef struct {
     uint16_t *y;          /* [num_vectors, N] */
 } ibp_product;
 
-/* Multiplies vectors by up to IBP_MOST_MATRICES matrices of K columns each, by one launch. So the query, key and value
- * matrices of a model take as long as one matrix with the rows of all three. Rows are decoded in registers and never
- * written.
+/* Multiplies vectors by up to IBP_MOST_MATRICES matrices of K columns each, by one launch. So the products with the
+ * query, key and value matrices of a model take as long as with one matrix that has the rows of all three. Rows are
+ * decoded in registers and never written.
  *
- * A matrix is read once for every 8 vectors. GPUs of compute capability 9.0 read it once for up to 256 vectors, and
- * split more vectors into groups of 256.
+ * A matrix is read once for every 8 vectors. On GPUs of compute capability 9.0 it is read once for up to 256 vectors.
+ * More vectors are split into groups of 256.
  *
  * Products are added in float and rounded once. For up to IBP_MOST_INVARIANT(K) vectors the order of additions depends
  * on K alone, so that the result of a vector depends neither on the number of vectors nor on the other matrices. For
@@ -134,6 +138,8 @@ IBP_API ibp_status ibp_cuda_decode_matrix(const ibp_digit_matrix *matrix, uint16
 
 /* ---- vectors that matrices of a stack multiply ------------------------------------------------------------------- */
 
+/* A stack: several matrices of equal size, one after the other, such as the experts of a layer. Each vector is
+ * multiplied by the matrix that its id names. */
 #define IBP_MOST_OF_A_GROUP 8 /* largest number of vectors of a group */
 #define IBP_MOST_GROUPED 1024 /* largest number of vectors of one call */
 #define IBP_MOST_STACKED 4096 /* largest number of matrices of a stack */
@@ -156,20 +162,20 @@ IBP_API ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, i
 
 #define IBP_MOST_LISTED 16 /* largest number of stacks of one call of ibp_list_matrices */
 
-/* A list of matrices that ids ask for: matrix held[s] is in slot s. */
+/* A list of the matrices that ids name: matrix held[s] is in slot s. Slots after the last matrix are spare. */
 typedef struct {
-    int64_t *slots;      /* [ids->count]: the slot of the matrix that each id asks for */
-    int64_t *held;       /* [num_slots]: the matrix in each slot; -1 in slots that are left over */
-    int64_t *rows;       /* for each stack [num_slots * num_rows[stack]], one stack after the other: the numbers of
-                            the matrices' rows, zeros in slots that are left over */
-    uint64_t *num_spare; /* the number of slots that are left over is added to it; or NULL */
+    int64_t *slots;      /* [ids->count]: the slot of the matrix that each id names */
+    int64_t *held;       /* [num_slots]: the matrix in each slot; -1 in spare slots */
+    int64_t *rows;       /* for each stack [num_slots * num_rows[stack]], one stack after the other: the numbers, in
+                            the stack, of the rows of each slot's matrix; zeros for spare slots */
+    uint64_t *num_spare; /* the number of spare slots is added to it; or NULL */
     int64_t num_slots;   /* at least the smaller of ids->count and num_matrices + 1 */
     int64_t num_rows[IBP_MOST_LISTED]; /* number of rows of a matrix in each stack, at least 1 */
     uint32_t num_stacks;
 } ibp_listed;
 
-/* Lists the matrices that ids ask for, each once and in increasing order, and the rows of these matrices in each of
- * several stacks. An id out of range asks for matrix num_matrices, which no stack has.
+/* Lists the matrices that ids name, each once and in increasing order, and the rows of these matrices in each of
+ * several stacks. An id out of range counts as num_matrices, which is listed as a matrix although no stack has it.
  *
  * ids: without positions.
  * num_matrices: at most IBP_MOST_STACKED. */

@@ -26,25 +26,26 @@
 extern "C" {
 #endif
 
-/* A transfer of pages between the blocks of paged tensors and a place. Page k of the transfer is page pages[k] of the
- * place, and block blocks[k] of each tensor. A page has one block of each of num_tensors tensors. The transfer moves
- * the blocks of `tensors` of them, beginning with tensor first_tensor. A block of a tensor consists of `pieces` pieces
- * of memory of equal size. For each block the place has ids_per_block rows (or items), a multiple of `pieces`. Any page
- * numbers and block numbers are allowed. */
+/* A transfer of pages between the blocks of paged tensors and a place, which is the memory of a table whose rows are
+ * coded one by one (ibp_place.h). Page k of the transfer is page pages[k] of the place, and block blocks[k] of each
+ * tensor. A page has one block of each of num_tensors tensors. The transfer moves the blocks of only `tensors`
+ * consecutive tensors, beginning with tensor first_tensor. A block of a tensor consists of `pieces` pieces of memory of
+ * equal size. For each block the place has ids_per_block rows (or items), a multiple of `pieces`. Any page numbers and
+ * block numbers are allowed. */
 typedef struct ibp_page_transfer {
     const int64_t *pages, *blocks;
     int64_t count, num_pages, num_blocks; /* number of pages of the transfer, of pages of the place, and of blocks of
                                              each tensor */
     uint32_t num_tensors, first_tensor, tensors, pieces, ids_per_block;
     const uint64_t *starts;       /* [tensors * pieces]: the addresses of the pieces of block 0 */
-    const uint64_t *block_starts; /* [num_blocks]: numbers that are added to starts for each block; or NULL */
+    const uint64_t *block_starts; /* [num_blocks]: the offset in bytes of each block, added to starts; or NULL */
     int64_t block_stride;         /* distance from one block to the next in bytes; read if block_starts is NULL */
-    uint64_t scratch;             /* the address of a piece that nobody uses, which stands in for missing pieces */
+    uint64_t scratch;             /* the address of an unused piece of memory, which stands in for missing pieces */
 } ibp_page_transfer;
 
 /* Computes which rows of the place a transfer moves, and the addresses of the pieces of the tensors.
  *
- * stored: num_pages * num_tensors flags that say which blocks the place stores; or NULL: all of them.
+ * stored: num_pages * num_tensors flags that say which blocks the place stores; NULL if it stores all blocks.
  * ids: receives count * tensors * ids_per_block rows of the place, in the order of pages, tensors and bytes. An id is
  *   -1 if its page or block does not exist, or if the place lacks the page's block of at least one tensor of the
  *   transfer.
@@ -53,15 +54,15 @@ typedef struct ibp_page_transfer {
 IBP_API ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
                                   uint64_t *addresses);
 
-/* Notes which blocks of tensors are stored, after their rows have been coded into a place. These are all blocks except
- * those with a lost row.
+/* Notes which blocks of tensors are stored, after their rows have been coded into a place: all blocks except those with
+ * a lost row, for which overflow had no room.
  *
  * ids: ids_per_block rows for each of num_blocks blocks, as ibp_plan_pages writes them. Blocks whose first id is below
  *   0 are skipped.
- * lengths, rooms: the place's, for num_rows rows; rooms is NULL if slots hold whole rows.
- * stored, seen: receive the same num_rows / ids_per_block flags, `stored` for the device that decodes, and `seen` for
- *   the host.
- * @return IBP_INVALID_ARGUMENT also if num_rows is no multiple of ids_per_block. */
+ * lengths, rooms: those of the place, for num_rows rows; rooms is NULL if slots hold whole rows.
+ * stored, seen: both receive the same flags, num_rows / ids_per_block in number. `stored` is for the device that
+ *   decodes, and `seen` for the host.
+ * @return IBP_INVALID_ARGUMENT also if num_rows is not a multiple of ids_per_block. */
 IBP_API ibp_status ibp_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
                                   const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, uint8_t *stored,
                                   uint8_t *seen);

@@ -26,16 +26,16 @@ extern "C" {
 /* ---- items with the CPU's help ----------------------------------------------------------------------------------- */
 
 /* A stager brings items of tables in pinned host memory to the GPU; their ids are in host memory, too. It is for tables
- * so large that address translation limits a GPU that fetches rows at random places itself. Three steps run at the same
- * time: threads of the CPU gather slots into a ring of pinned memory, the copy engine moves them to a ring on the GPU,
- * and the GPU decodes them there. A stager owns a stream and events of the device that is current when it is created.
- * One call at a time may use it. */
+ * so large that address translation would slow down a GPU that fetches rows at random addresses itself. Three steps run
+ * at the same time: threads of the CPU gather slots into a ring of pinned memory, the copy engine moves them to a ring
+ * on the GPU, and the GPU decodes them there. A stager owns a stream and events of the device that is current when it
+ * is created. One call at a time may use it. */
 typedef struct ibp_stager ibp_stager;
 
 /* Creates a stager.
  *
- * pinned, near: ring_bytes of pinned host memory and of device memory, aligned to 16 bytes. They belong to the stager
- *   until it is destroyed and the work queued by then is completed.
+ * pinned, near: ring_bytes bytes each, of pinned host memory and of device memory, aligned to 16 bytes. They belong to
+ *   the stager until it is destroyed and the work queued by then is completed.
  * ring_bytes: size of each of the two rings in bytes. 24 MiB keep a PCIe 5 link busy. */
 IBP_API ibp_status ibp_cuda_create_stager(uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager);
 /* Destroys a stager, whichever device is current. NULL is allowed. */
@@ -47,14 +47,14 @@ typedef void (*ibp_run)(void *runner, int64_t count, void (*work)(void *state, i
 
 /* Gathers items as ibp_cuda_gather_items does. Items must be whole rows. ids->data must be in host memory,
  * ids->positions and ids->addresses must be NULL, and ids->num_dims must be 0, so the output is contiguous. Returns
- * when the last chunk is queued; ids are not read after that. Kernels that are queued may still read slots of rows that
- * are not in whole vectors.
+ * when the last chunk is queued; ids are not read after that. Queued kernels may still read slots that do not consist
+ * of whole vectors of 16 bytes.
  *
  * table: a table with slots, with the addresses that the device uses. The device itself reads the bytes of rows that
  *   are not in a slot.
  * slots: the address of the same slots for the CPU.
- * run, runner, num_threads: the way to spread the CPU's work: run(runner, num_threads, ...) is called once, and calls
- *   the function that it is given num_threads times, on different threads if possible.
+ * run, runner, num_threads: how the CPU's work is spread over threads. The function calls run(runner, num_threads, ...)
+ *   once; `run` then calls the function that it receives num_threads times, on different threads if possible.
  * @return IBP_INVALID_ARGUMENT also if an item's slots do not fit into a twelfth of the ring. */
 IBP_API ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *table, const uint8_t *slots,
                                         const ibp_ids *ids, uint8_t *out, ibp_fault *fault, int max_sms, ibp_run run,
@@ -83,8 +83,8 @@ IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
 IBP_API ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes);
 
 /* Begins another stream through the ring of the previous stream. Nothing else may have used the ring since. The first
- * copies wait only for room in the ring, so that the link stays busy from one stream into the next. Neither stream may
- * be captured.
+ * copies wait only for room in the ring, so that the link stays busy from one stream into the next. Neither of the two
+ * streams may be captured in a CUDA graph.
  *
  * @return IBP_INVALID_ARGUMENT if no stream has begun. */
 IBP_API ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer);
@@ -92,17 +92,18 @@ IBP_API ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer);
 /* Decodes bytes [start, end) of the next table of a stream, as ibp_cuda_decode_bytes does.
  *
  * table: its slots and overflow are in mapped pinned host memory, which must hold its bytes at the call and must not
- *   change until they have been copied. Lengths, bases and codebook are in device memory. slots_start and
- *   overflow_start are 0.
+ *   change until they have been copied. Lengths, bases and the arrays of the codebook are in device memory. slots_start
+ *   and overflow_start must be 0.
  * bases: table->bases in host memory, read before the function returns. A chunk whose bases are out of order is not
  *   copied; kernels read its rows from host memory instead. If bases are wrong in another way, even undamaged rows of
  *   the same chunk may become zeros, and a fault is noted for them.
  * ends: whether this is the last table of the stream, whose last chunks are made small. A wrong value only costs time.
  *
  * The caller's stream waits for the last chunk. Copies wait for the caller's stream when the stream of tables begins.
- * After four chunks they also wait until a quarter of the ring has been decoded, so that copies for one table run while
- * the previous table is still being decoded. A stream of tables can be captured in a CUDA graph, from its begin to its
- * last table or not at all. Replays need the ring and the pinned memory, but no longer the streamer. */
+ * After four chunks each copy also waits until the earlier chunk in its quarter of the ring has been decoded. So copies
+ * for one table run while the previous table is still being decoded. A stream of tables can be captured in a CUDA
+ * graph, but only as a whole, from ibp_cuda_begin_stream to its last table. Replays need the ring and the pinned
+ * memory, but no longer the streamer. */
 IBP_API ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases,
                                          int64_t start, int64_t end, bool ends, uint8_t *out, ibp_fault *fault,
                                          int max_sms, ibp_stream stream);

@@ -54,8 +54,8 @@ IBP_AVX2_INLINE void ibp_unpack_fields(const uint8_t *src, uint32_t n, uint32_t 
     memcpy(out + at, &last, end - at);
 }
 
-/* Returns a mask for the position in an entry of flags. It keeps as many bits as num_flags has, so that even the
- * position of a hostile entry is below 2 * num_flags. */
+/* Returns a mask that coders apply to the position in an entry of flags. The mask has as many bits as the number
+ * num_flags, so even a wrong position becomes less than 2 * num_flags. */
 static inline uint32_t ibp_position_mask(uint32_t num_flags)
 {
     return num_flags == 0 ? 0 : UINT32_MAX >> __builtin_clz(num_flags);
@@ -102,7 +102,7 @@ IBP_AVX2_INLINE void ibp_append_bits(ibp_bit_writer *w, uint64_t bits, uint32_t 
     w->filled %= 64;
 }
 
-/* Joins two runs of bits in the buffer of the second run. The first run has been written to a buffer of its own, whose
+/* Joins two runs of bits in the buffer of the second run. The first run has been written to a separate buffer, whose
  * last byte is the byte that both runs share. The second run begins in that byte, at the bit after the first run.
  * Returns the size of both runs together in bytes. If it is larger than the second buffer, the runs are not joined. */
 IBP_AVX2_INLINE size_t ibp_join_runs(const ibp_bit_writer *first, const ibp_bit_writer *second)

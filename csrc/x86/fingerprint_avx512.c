@@ -1,5 +1,5 @@
-/* fingerprint_avx512.c - sums the words of a fingerprint with AVX-512, eight at a time. AVX-512 multiplies 64-bit words
- * by one instruction. */
+/* fingerprint_avx512.c - sums the words of a fingerprint with AVX-512, eight at a time. AVX-512 has an instruction that
+ * multiplies 64-bit words. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS

@@ -10,7 +10,7 @@
 typedef struct wide_word {
     uint64_t mask, bitval;
     uint64_t flagged;     /* the lowest bit of each flagged chunk */
-    uint32_t flags_entry; /* flags of the first word */
+    uint32_t flags_entry; /* the entry of flags for the first 32-bit word */
 } wide_word;
 
 IBP_AVX2_INLINE wide_word load_wide(const ibp_codebook *cb, uint32_t w, uint32_t chunk_bytes)
@@ -24,8 +24,8 @@ IBP_AVX2_INLINE wide_word load_wide(const ibp_codebook *cb, uint32_t w, uint32_t
                        .flags_entry = (uint32_t)flags};
 }
 
-/* Returns a word in which all bits of the chunks that match are 1. mismatch: the invariant bits that differ from
- * bitval. */
+/* Returns a word in which all bits of a chunk are 1 if the chunk matches, and 0 if it does not. mismatch: the invariant
+ * bits that differ from bitval. */
 IBP_AVX2_INLINE uint64_t matching_chunks(uint64_t mismatch, uint32_t chunk_bytes)
 {
     const __m128i x = _mm_cvtsi64_si128((int64_t)mismatch), zero = _mm_setzero_si128();
@@ -42,7 +42,7 @@ IBP_AVX2_INLINE uint64_t load_row(const uint8_t *row, uint32_t row_bytes, uint32
 {
     return at + 8 <= row_bytes ? ibp_load64(row + at) : ibp_load_number(row + at, row_bytes - at);
 }
-/* Returns a mask of the bits of these 8 bytes that lie inside the row. */
+/* Returns a mask of those bits of the 8 bytes at byte `at` that lie inside the row. */
 IBP_AVX2_INLINE uint64_t row_bits(uint32_t row_bytes, uint32_t at)
 {
     return ibp_low_bits(~(uint64_t)0, 8 * (row_bytes - at));

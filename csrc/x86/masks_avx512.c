@@ -14,7 +14,7 @@ enum { BLOCK = IBP_VECTOR_BYTES, WORDS = BLOCK / 8 };
 typedef struct block {
     __m512i mask, bitval;
     uint64_t flagged;     /* bit c: whether chunk c of the block is flagged */
-    uint32_t flags_entry; /* flags of the first word */
+    uint32_t flags_entry; /* the entry of flags for the first 32-bit word */
 } block;
 
 IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t chunk_bytes)
@@ -35,7 +35,7 @@ IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t
     return b;
 }
 
-/* Returns a mask of the chunks of a block that match. row: the bytes of the block. */
+/* Returns a mask in which bit c is 1 if chunk c of a block matches. row: the bytes of the block. */
 IBP_AVX512_INLINE uint64_t matching_chunks(const block *b, __m512i row, uint32_t chunk_bytes)
 {
     const __m512i x = _mm512_and_si512(_mm512_xor_si512(row, b->bitval), b->mask);
@@ -47,7 +47,7 @@ IBP_AVX512_INLINE uint64_t matching_chunks(const block *b, __m512i row, uint32_t
     }
 }
 
-/* Returns x, with every chunk set to 0 whose bit in `chunks` is 0. */
+/* Returns x with only the chunks whose bits in `chunks` are 1. The other chunks become 0. */
 IBP_AVX512_INLINE __m512i chunks_of(__m512i x, uint64_t chunks, uint32_t chunk_bytes)
 {
     switch (chunk_bytes) {

@@ -5,10 +5,11 @@
  * deposit for each 64 bits of lanes, and packed by one parallel extract.
  *
  * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
- * level has a byte for each raw symbol. If a symbol is one byte, and all columns share the same entries, this byte is
- * the symbol. Otherwise it is the symbol's rank: the index of its entry, or num_entries if it has no entry. A decoder
- * builds the levels from the last to the first. An encoder goes from the first to the last: it turns each level into
- * digits and the next level. */
+ * level has a byte for each raw symbol. This byte is the symbol's rank: the index of its entry, or num_entries if the
+ * symbol has no entry. There are two exceptions. The decoder uses the symbols themselves if a symbol is one byte and
+ * all columns share the same entries. The encoder subtracts from the ranks of level p the number of entries of all
+ * earlier planes. The decoder builds the levels from the last to the first. The encoder goes from the first to the
+ * last: it turns each level into digits and the next level. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -21,7 +22,7 @@ enum {
     MAX_ENTRIES = 64
 };
 
-/* Returns whether the bytes of a level are symbols, not ranks. */
+/* Returns whether the bytes of the decoder's levels are symbols, not ranks. */
 static bool levels_are_symbols(const ibp_planes *planes) { return planes->symbol_bytes == 1 && !planes->per_column; }
 
 typedef uint8_t lane8;
@@ -140,7 +141,7 @@ static ibp_codebook coded_codebook(const ibp_codebook *codebook)
     return coded;
 }
 
-/* Returns whether the processor has AVX-512 and the coders of planes_avx512.c take a codebook. */
+/* Returns whether the processor has AVX-512 and the coders of planes_avx512.c accept a codebook. */
 static bool is_wide(const ibp_planes *planes)
 {
     return ibp_cpu_features() & IBP_CPU_AVX512 && ibp_takes_avx512(planes);
@@ -170,7 +171,7 @@ IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks,
     }
 }
 
-/* Sets bit i of is_raw if rank i of n is num_entries, which means that the symbol has no entry. */
+/* Sets bit i of is_raw for each of n ranks that is num_entries, which means that the symbol has no entry. */
 IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint64_t *is_raw)
 {
     find_others8(ranks, n, planes->num_entries, 0xff, is_raw);
@@ -201,8 +202,8 @@ IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, siz
     }
 }
 
-/* Counts the elements that reach each plane after plane 0, in reaching[1], reaching[2] and so on, and finds the parts
- * of the values. Returns false unless the parts end exactly where src does. */
+/* Counts the elements that have a digit in plane 1, 2 and so on, or a raw symbol, in reaching[1], reaching[2] and so
+ * on. Finds the parts of the values. Returns false unless the parts end exactly where src does. */
 IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start,
                                 uint32_t *reaching, ibp_value_parts *parts)
 {
@@ -305,8 +306,8 @@ IBP_AVX2 static void read_residuals(const ibp_planes *planes, const uint8_t *src
     FOR_LANES(lane_bytes, widen_bytes)(r < 8 ? unpacked : src, n, elements);
 }
 
-/* Joins symbols and residuals to elements. The symbols are level0 itself if its bytes are symbols; otherwise they are
- * looked up. level0 and elements are padded. */
+/* Joins symbols and residuals to elements. If the bytes of level0 are symbols, these are used; otherwise the symbols
+ * are looked up. level0 and elements are padded. */
 IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
                                    uint8_t *level0, uint8_t *elements, ibp_scratch *scratch)
 {
@@ -330,8 +331,8 @@ IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *s
     ibp_value_parts parts;
     if (!find_parts(planes, src, src_bytes, start, reaching, &parts)) return IBP_CORRUPT_ROW;
 
-    /* Parts that begin at byte `copied` or later are read from a padded copy. Earlier parts are followed by at least
-     * PADDING bytes. */
+    /* Parts that begin at byte `copied` of src or later are read from a padded copy. In src at least PADDING bytes
+     * follow the earlier parts. */
     const size_t after_first = planes->num_planes > 0 ? parts.digits[1] / 8 : src_bytes;
     const size_t copied = after_first + PADDING <= src_bytes ? after_first : start / 8;
     uint8_t *const copy = ibp_take(scratch, src_bytes - copied + PADDING);
@@ -489,7 +490,8 @@ IBP_AVX2 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbo
     memset(ranks + n, 0, 32);
 }
 
-/* Counts the elements that reach each plane after plane 0. ranks: n ranks, followed by zeros. */
+/* Counts the elements that have a digit in plane 1, 2 and so on, or a raw symbol, in reaching[1], reaching[2] and so
+ * on. ranks: n ranks, followed by zeros. */
 IBP_AVX2 static void count_ranks(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint32_t *reaching)
 {
     for (uint32_t p = 0, first = 0; p < planes->num_planes; p++) {

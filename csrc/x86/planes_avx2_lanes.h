@@ -78,8 +78,8 @@ IBP_AVX2 static void NAME(widen_bytes)(const uint8_t *bytes, uint32_t n, uint8_t
     for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = bytes[i];
 }
 
-/* Looks up symbols: symbols[i] becomes entry ranks[i] of column i. ranks[i] <= num_entries; if it is num_entries,
- * symbols[i] becomes any number. Entries are as wide as a lane. symbols is padded. */
+/* Looks up symbols: symbols[i] becomes entry ranks[i] of column i. ranks[i] is at most num_entries. If it is
+ * num_entries, the value of symbols[i] is unspecified. Entries are as wide as a lane. symbols is padded. */
 IBP_AVX2 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
 {
     const uint32_t num_entries = planes->num_entries, stride = planes->per_column ? num_entries : 0;
@@ -90,8 +90,8 @@ IBP_AVX2 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t 
 }
 
 /* Ranks symbols: ranks[i] becomes the index of the first entry that equals symbols[i], or num_entries if no entry does.
- * Entries are as wide as a lane. Both arrays are padded. There is one table look-up for each distinct value that
- * entries have above their low 4 bits. */
+ * Entries are as wide as a lane. Both arrays are padded. A symbol is looked up in one table for each distinct value of
+ * the entries' bits above the low 4. */
 IBP_AVX2 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const lane *const entries = (const lane *)planes->entries;

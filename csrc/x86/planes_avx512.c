@@ -1,6 +1,7 @@
 /* planes_avx512.c - codes and decodes rows of scheme planes with AVX-512. The bytes and the statuses are the same as
- * those of planes.c. This file codes rows if symbols have at most nine bits and one set of entries. It decodes rows if,
- * in addition, rows are dense and symbols are bytes. planes_avx2.c codes and decodes all other rows.
+ * those of planes.c. This file codes rows if symbols have at most nine bits, all columns share the same entries, and
+ * the number of residual bits suits 64-bit words (fits_words). It decodes rows if, in addition, rows are dense and
+ * symbols have at most eight bits. planes_avx2.c codes and decodes all other rows.
  *
  * Residuals, digits and raw symbols are all fields of a fixed number of bits. Each step unpacks fields to, or packs
  * them from, a vector with 64 bytes of lanes. The vector is treated as eight 64-bit words; the fields of a word's lanes
@@ -8,8 +9,8 @@
  *
  * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
  * level has a byte for each raw symbol. A decoder reads the digits of all levels from the first to the last, and then
- * turns them into symbols from the last to the first. An encoder turns each level of ranks into digits and the next
- * level; a rank is the index of a symbol's entry. */
+ * turns them into symbols from the last to the first. An encoder begins with the ranks of all symbols; a rank is the
+ * index of a symbol's entry. It turns each level of ranks into digits and the next level. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -50,9 +51,9 @@ IBP_AVX512_INLINE __m512i starts_of_words(uint32_t word_bits)
     return _mm512_mul_epu32(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), all_words(word_bits));
 }
 
-/* The constants that unpack fields to lanes. bytes: the bytes of the fields that each 64-bit word of lanes is made
- * from. shifts: for each byte of the word the bit of these bytes at which it begins. mask: the bits of the lanes that
- * are kept. */
+/* The constants that unpack fields to lanes. bytes: for each 64-bit word of lanes, the indices of the packed bytes that
+ * contain its fields. shifts: for each byte of the word, the position of its first bit in these packed bytes. mask: the
+ * bits of the lanes that are kept. */
 typedef struct unpacking {
     __m512i bytes, shifts, mask;
 } unpacking;
@@ -84,7 +85,8 @@ IBP_AVX512_INLINE __m512i unpack(const unpacking *u, __m512i fields)
 typedef struct packing {
     __m512i lower[3], down[3];     /* the bits of the lower half's fields, and the distance that the upper half moves */
     __m512i mask, offset, carried; /* mask: the bits of all fields; offset: the distance that a word moves up; carried:
-                                      the bit of the word before it at which its first byte begins */
+                                      the distance that the word before it moves down, so that its last bits fill up
+                                      the first byte */
     __mmask64 bytes;               /* the whole bytes of each word */
 } packing;
 

@@ -10,9 +10,10 @@
 uint32_t ibp_list_avx512(const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask, uint64_t *bitmap,
                          uint8_t *listed, uint32_t lane_bytes);
 
+/* Returns whether the two functions below accept a codebook. */
+bool ibp_takes_avx512(const ibp_planes *planes);
 /* Do the same as encode_coded and decode_coded of planes_avx2.c, for codebooks that ibp_takes_avx512 accepts. The
  * decoder also requires dense rows and symbols of one byte. */
-bool ibp_takes_avx512(const ibp_planes *planes);
 size_t ibp_encode_coded_avx512(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n, uint8_t *dst,
                                size_t dst_bytes, ibp_scratch *scratch);
 ibp_status ibp_decode_coded_avx512(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start,
