@@ -7,7 +7,7 @@
 //     encode_deltas   tensors codebook codec lengths counts bases updates_bases overflow  (CUDA only)
 //     apply_deltas    tensors num_rows codebook codec takes_back state                    (CUDA only)
 //
-// Each is documented at its function. The last three make or apply the deltas of many tensors by one launch
+// Each is documented at its function. The last three make or apply the deltas of many tensors by one call
 // (ibp_delta.h). The rows of all their tensors are numbered in one sequence. They have these arguments:
 //
 //     tensors  int64 [n, 10]: n structs ibp_delta_tensor. Their addresses are trusted.
