@@ -419,8 +419,10 @@ def found(tier, keys):
     return [key for key in keys if tier.lookup(key, None).name == "HIT"]
 
 
-def test_vllm_tiers_keep_chunks(tiered):
-    tier, memory, job = tiered()
+def test_vllm_tiers_keep_chunks(tiered, caplog):
+    with caplog.at_level("INFO", "vllm.ibp"):
+        tier, memory, job = tiered()
+    assert caplog.messages == ["ibp: a tier keeps chunks of bfloat16 compressed in host memory"]
     assert tier.medium.name == "CPU" and tier.on_new_request(None).policy.name == "CHUNK_LEVEL"
     pages = pages_of(6).view(torch.int8).view(6, -1)
     memory[:6] = pages

@@ -39,8 +39,7 @@ ibp_status measure_dense(const Measure &measure);
 ibp_status encode_dense(const Encode &encode);
 ibp_status measure_listed(const Measure &measure);
 ibp_status encode_listed(const Encode &encode);
-ibp_status measure_listed_of_any_fields(const Measure &measure); // for encode_listed.cu
-ibp_status encode_listed_of_any_fields(const Encode &encode);
+ibp_status encode_listed_of_any_fields(const Encode &encode); // for encode_listed.cu
 ibp_status encode_values(const Encode &encode);
 ibp_status measure_fast(const Measure &measure);
 ibp_status encode_fast(const Encode &encode);

@@ -1,5 +1,5 @@
-// listed_encoders.cuh - chooses among the encoders of listed rows. encode_listed.cu and listed_fields.cu include this
-// file.
+// listed_encoders.cuh - chooses among the encoders of listed rows. measure_listed.cu, encode_listed.cu and
+// listed_fields.cu include this file.
 #ifndef IBP_ENCODE_LISTED_ENCODERS_CUH
 #define IBP_ENCODE_LISTED_ENCODERS_CUH
 

@@ -14,6 +14,7 @@ memory; `IBPOffloadingWorker.blocks.num_raw_pages` counts them.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ except ImportError as error:
     _missing = error
 
 __all__ = ["IBPOffloadingSpec", "IBPOffloadingWorker"]
+
+_logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers whose names begin with "vllm."
 
 # Default number of coded chunks that are kept in the memory of one raw chunk. BF16 keys and values allow this gain.
 USUAL_GAIN = 1.4
@@ -141,6 +144,11 @@ class IBPOffloadingWorker(OffloadingWorker):
             pool_bytes=pool_bytes,
             dtype=dtype,
             level=level,
+        )
+        _logger.info(
+            "ibp: pages of the KV-cache are kept compressed in host memory: room for %s chunks in %.2f GiB",
+            f"{num_chunks:,}",
+            pool_bytes / 2**30,
         )
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:

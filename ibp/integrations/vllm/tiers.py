@@ -13,6 +13,7 @@ memory, and passes every chunk that is stored there to the tier. The tier keeps 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
 __all__ = ["IBPSecondaryTier"]
+
+_logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers whose names begin with "vllm."
 
 
 class IBPSecondaryTier(SecondaryTierManager):
@@ -76,6 +79,7 @@ class IBPSecondaryTier(SecondaryTierManager):
         self._chunks = _chunks_of(primary_kv_view, dtype)
         numbers = itertools.count()
         self._stores, self._loads = (Tasks(numbers, lambda: None) for _ in range(2))
+        _logger.info("ibp: a tier keeps chunks of %s compressed in host memory", str(dtype).removeprefix("torch."))
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Returns whether a chunk is stored: HIT or MISS."""
