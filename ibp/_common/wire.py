@@ -76,10 +76,16 @@ def checked(record: _Record) -> _Record:
 _hints_of = functools.cache(get_type_hints)
 
 
+@functools.cache
+def _parts_of(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the origin and the arguments of an annotation, such as (tuple, (int, str)) for tuple[int, str]."""
+    return get_origin(hint), get_args(hint)
+
+
 def _is_of(value: Any, hint: Any) -> bool:
     """Returns whether a value matches an annotation. The annotation is a class, Any, a union, or a tuple, list or dict
     of such annotations."""
-    kind, parts = get_origin(hint), get_args(hint)
+    kind, parts = _parts_of(hint)
     if hint is Any:
         return True
     if kind is UnionType:

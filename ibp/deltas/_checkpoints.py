@@ -10,7 +10,7 @@ import torch
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import apply_all
 from ._fingerprint import DeltaMismatchError, check_source
-from ._on_pieces import Pieces, TableRows
+from ._on_pieces import memory_of
 from ._tensors import Delta
 
 if TYPE_CHECKING:
@@ -171,17 +171,6 @@ def compare(
     return CheckpointDelta(
         {name: changes[name] for name in new if name in changes}, [name for name in base if name not in new]
     )
-
-
-def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
-    """Returns a key that is equal for tensors which consist of the same elements in the same memory."""
-    if isinstance(x, Pieces):
-        return tuple(memory_of(each.memory) for each in x.pieces)
-    if isinstance(x, TableRows):
-        return id(x.table), x.first, x.last
-    if isinstance(x, CompressedTensor) or x.numel() == 0:
-        return (id(x),)
-    return x.device, x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def apart(jobs: Sequence[Job]) -> list[Job]:

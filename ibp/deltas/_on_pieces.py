@@ -3,8 +3,10 @@ such as a shard of a weight. The elements of a base are copied into one tensor, 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,6 +19,7 @@ from ._fingerprint import fingerprint, finished
 from ._on_gpu import DeltaBatch, can_apply, coding_key
 
 if TYPE_CHECKING:
+    from ._checkpoints import Version
     from ._tensors import Delta
 
 
@@ -87,53 +90,86 @@ class Piece(NamedTuple):
         return elements.as_strided(self.size, self.strides, elements.storage_offset() + self.offset)
 
 
-class Pieces(NamedTuple):
+class Pieces:
     """A base that is kept in pieces.
 
-    shape: the shape of the rows; if several tensors are joined, [number of elements].
-    is_whole: whether each element of the base is in a piece. Otherwise the fingerprint of the base cannot be computed
-        in this process.
+    Attributes:
+        pieces: the pieces.
+        shape: the shape of the rows; if several tensors are joined, [number of elements].
+        dtype: the dtype of the elements.
+        is_whole: whether each element of the base is in a piece. Otherwise the fingerprint of the base cannot be
+            computed in this process.
+        groups: the pieces in groups, each of which is written at once: first each piece in a table as a separate group,
+            then all pieces in tensors as one group.
+        key: equal for bases that consist of the same elements in the same memory.
     """
 
-    pieces: Sequence[Piece]
-    shape: torch.Size
-    dtype: torch.dtype
-    is_whole: bool
+    def __init__(self, pieces: Sequence[Piece], shape: torch.Size, dtype: torch.dtype, is_whole: bool) -> None:
+        self.pieces, self.shape, self.dtype, self.is_whole = pieces, shape, dtype, is_whole
+        dense = [each for each in pieces if isinstance(each.memory, torch.Tensor)]
+        self.groups = [[each] for each in pieces if isinstance(each.memory, TableRows)] + ([dense] if dense else [])
+        self.key = tuple(memory_of(each.memory) for each in pieces)
+        # Contiguous tensors that hold all elements, one tensor after the other, such as the experts of a layer: one
+        # call makes the views of all elements that correspond to these tensors.
+        ends = list(itertools.accumulate(math.prod(each.size) for each in pieces))
+        self._flats: list[torch.Tensor] | None = None
+        if is_whole and ends[-1] == shape.numel() and all(map(_is_run, pieces, [0, *ends])):
+            self._flats = [each.memory.view(-1) for each in dense if isinstance(each.memory, torch.Tensor)]
 
     @property
     def device(self) -> torch.device:
         return self.pieces[0].memory.device
 
-    def groups(self) -> list[list[Piece]]:
-        """Returns the pieces in groups, each of which is written at once: first each piece in a table as a separate
-        group, then all pieces in tensors as one group."""
-        dense = [each for each in self.pieces if isinstance(each.memory, torch.Tensor)]
-        return [[each] for each in self.pieces if isinstance(each.memory, TableRows)] + ([dense] if dense else [])
-
     def read(self) -> torch.Tensor:
         """Returns all elements, 1-D. Elements that are in no piece are 0."""
         make = torch.empty if self.is_whole else torch.zeros
         elements = make(self.shape.numel(), dtype=self.dtype, device=self.device)
-        bits = bits_of(elements)
-        for group in self.groups():
-            staging.copy_all([each.of(bits) for each in group], [_bits_in(each.memory) for each in group])
+        for group in self.groups:
+            staging.copy_all(*self._copied(group, bits_of(elements)))
         return elements
 
+    def write(self, group: Sequence[Piece], elements: torch.Tensor) -> None:
+        """Writes the elements of a group to its memory: all of them, or none if an error occurs. elements: all elements
+        of the base, 1-D."""
+        first = group[0]
+        if isinstance(first.memory, TableRows):
+            first.memory.write(first.of(elements))
+        else:
+            parts, memories = self._copied(group, bits_of(elements))
+            staging.copy_all(memories, parts)
 
-def _bits_in(memory: Memory) -> torch.Tensor:
-    """Returns the elements that memory holds, as integers."""
-    return bits_of(memory.read()) if isinstance(memory, TableRows) else memory
+    def _copied(
+        self, group: Sequence[Piece], bits: torch.Tensor
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Returns, for each piece of a group, its part of all elements, and its memory. bits: all elements as
+        integers."""
+        if self._flats is not None:
+            return bits.split([flat.numel() for flat in self._flats]), self._flats
+        memories = [each.memory for each in group]
+        return [each.of(bits) for each in group], [
+            bits_of(memory.read()) if isinstance(memory, TableRows) else memory for memory in memories
+        ]
 
 
-def _write(group: Sequence[Piece], elements: torch.Tensor) -> None:
-    """Writes the elements of a group to its memory: all of them, or none if an error occurs. elements: all elements of
-    the base, 1-D."""
-    first = group[0]
-    if isinstance(first.memory, TableRows):
-        first.memory.write(first.of(elements))
-    else:
-        bits = bits_of(elements)
-        staging.copy_all([_bits_in(each.memory) for each in group], [each.of(bits) for each in group])
+def _is_run(piece: Piece, first: int) -> bool:
+    """Returns whether a piece is a contiguous tensor whose elements follow each other in the base, from element `first`
+    on."""
+    count, is_run = 1, piece.offset == first and isinstance(piece.memory, torch.Tensor) and piece.memory.is_contiguous()
+    for length, stride in zip(reversed(piece.size), reversed(piece.strides)):
+        is_run = is_run and (length == 1 or stride == count)
+        count *= length
+    return is_run
+
+
+def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
+    """Returns a key that is equal for tensors which consist of the same elements in the same memory."""
+    if isinstance(x, Pieces):
+        return x.key
+    if isinstance(x, TableRows):
+        return id(x.table), x.first, x.last
+    if isinstance(x, CompressedTensor) or x.numel() == 0:
+        return (id(x),)
+    return x.device, x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def in_one_piece(memory: Memory) -> Pieces:
@@ -188,8 +224,8 @@ class InPieces:
         return None
 
     def _write(self, elements: torch.Tensor) -> None:
-        for group in self._base.groups():
-            _write(group, elements)
+        for group in self._base.groups:
+            self._base.write(group, elements)
 
     def take_back(self) -> None:
         """Undoes the change, even if it was interrupted. After an interruption the first groups may have new values,
@@ -199,12 +235,12 @@ class InPieces:
             return
         before, elements = self._before(), self._base.read()
         old = integers_of(elements).sub(self._differences()).view(elements.dtype)
-        for group in self._base.groups():
+        for group in self._base.groups:
             if fingerprint(elements) == before:
                 return
             for each in group:
                 bits_of(each.of(elements)).copy_(bits_of(each.of(old)))
-            _write(group, elements)
+            self._base.write(group, elements)
 
     def _differences(self) -> torch.Tensor:
         """Returns the delta's differences, decompressed, as integers, 1-D."""

@@ -15,9 +15,9 @@ import torch
 
 from .._common import wire
 from .._rows.faults import CorruptTableError
-from ._checkpoints import memory_of
 from ._coding import bits_of
 from ._fingerprint import check_source
+from ._on_pieces import memory_of
 from ._packing import ChangeHead
 
 Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]

@@ -548,16 +548,16 @@ def test_a_crash_amid_tables(number, after, monkeypatch):
 def interrupt_a_write(monkeypatch, number, after):
     """Raises KeyboardInterrupt at the write of this number, before or after it. Returns the groups that are written, a
     list that grows."""
-    calls, write = [], _on_pieces._write
+    calls, write = [], _on_pieces.Pieces.write
 
-    def interrupted(group, elements):
+    def interrupted(base, group, elements):
         calls.append(group)
         if len(calls) - 1 != number or after:
-            write(group, elements)
+            write(base, group, elements)
         if len(calls) - 1 == number:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_on_pieces, "_write", interrupted)
+    monkeypatch.setattr(_on_pieces.Pieces, "write", interrupted)
     return calls
 
 

@@ -95,15 +95,15 @@ def test_a_part_is_checked_by_the_chain():
 @pytest.mark.parametrize("piece_bytes", [700, 1 << 20])
 def test_an_interrupted_part_is_taken_back(piece_bytes, monkeypatch):
     old, new = versions()
-    model, write, calls = loaded(old), _on_pieces._write, []
+    model, write, calls = loaded(old), _on_pieces.Pieces.write, []
 
-    def interrupted(group, elements):
-        write(group, elements)
+    def interrupted(base, group, elements):
+        write(base, group, elements)
         calls.append(group)
         if len(calls) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_on_pieces, "_write", interrupted)
+    monkeypatch.setattr(_on_pieces.Pieces, "write", interrupted)
     receiver = ModelReceiver(model, False)
     with pytest.raises(KeyboardInterrupt):
         for message in ibp.deltas.Sender(old, piece_bytes=piece_bytes).push(new):
