@@ -15,7 +15,7 @@ ibp.kv               compressed KV-caches
 ibp.cache            caches on GPUs for the rows of tables
 ibp.spill            tables on a GPU whose overflow is in host memory
 ibp.codecs           codebooks, general codecs, and the choice between them
-ibp.calibration      measured rates of a machine, by which schemes and paths are chosen
+ibp.calibration      measured rates of a machine, for the choice of schemes and paths
 ibp.distributed      tables in several processes, and collectives that send tensors coded
 ibp.adapters         tools for adapters of frameworks
 ibp.integrations     adapters of frameworks

@@ -43,7 +43,7 @@ class TensorContents(Saves):
     """The report on one tensor."""
 
     name: str
-    dtype: str  # The name of the dtype in torch, without "torch.". "?": this version of ibp does not know the dtype.
+    dtype: str  # The name of the dtype in torch, without "torch.". "?": not known.
     shape: tuple[int, ...]
     # How the file contains the tensor. "table": compressed. "delta": as a table of differences from another tensor.
     # "plain": uncompressed. "unknown": in a form that this version of ibp cannot read. "estimate": ibp did not write
@@ -51,7 +51,7 @@ class TensorContents(Saves):
     kind: str
     scheme: str  # "raw", "ibp", "planes", "plain", or the name of an external codec. "?": not known.
     original_bytes: int  # Size of the uncompressed tensor in bytes.
-    # Size in bytes of the tensor in the file, or for an estimate in the file that compressing would make. It includes
+    # Size in bytes of the tensor in the file, or, for an estimate, in the file that compressing would make. It includes
     # rows, index, unused room and padding, as in `ibp.TensorInfo`. It does not include the codebook, which several
     # tensors may share.
     stored_bytes: int

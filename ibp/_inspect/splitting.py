@@ -392,7 +392,7 @@ def rounded(values: np.ndarray) -> list[float]:
 
 def element_bytes(geometry: Geometry) -> int:
     """Returns the size in bytes of the elements whose bits are reported. This is the size of an element of the tensor,
-    or half of it for complex numbers. If rows do not consist of whole elements, it is a smaller size, of which they
-    do consist."""
+    or half of it for complex numbers. If rows do not consist of whole elements, it is the greatest common divisor of
+    this size and the size of a row."""
     own_bytes = geometry.dtype.itemsize // (2 if geometry.dtype.is_complex else 1)
     return math.gcd(own_bytes, geometry.row_bytes)

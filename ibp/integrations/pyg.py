@@ -5,8 +5,8 @@
     for batch in loader:                                    # batch.x is on the GPU, with the bits of data.x[batch.n_id]
 
 `attach` and `FetchFeatures` work with every loader whose batches have `n_id`, the numbers of their nodes. For features
-of edges, batches must also have `e_id`. `FeatureStore` is for code that uses PyG's interface of that name. Checked with
-torch_geometric 2.8.
+of edges, batches must have `e_id`, the numbers of their edges. `FeatureStore` is for code that uses PyG's interface of
+that name. Checked with torch_geometric 2.8.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class FetchFeatures(BaseTransform, Closing):
         ValueError: both forms of mappings are given, or device cannot be used.
     """
 
-    _undo: tuple[Callable[[], None], ...] = ()  # puts the features back into the graph that `attach` has changed
+    _undo: tuple[Callable[[], None], ...] = ()  # functions that put the features back into the graph, from `attach`
 
     def __init__(
         self, nodes: Mapping[Any, Any] | None = None, edges: Mapping[Any, Any] | None = None, *, device: _Device = None
@@ -371,7 +371,7 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
         """Compresses a tensor or array and stores the table. If `tensor` is a table or a cache of a table, stores it
-        unchanged. Raises ValueError if attr has an index, because single rows of a table cannot be put."""
+        unchanged. Raises ValueError if attr has an index, because rows of a stored table cannot be replaced."""
         what = repr((attr.group_name, attr.attr_name))
         if attr.index is not None:
             raise ValueError(f"index of {what} is a {type(attr.index).__name__}; wanted None: rows of tables are fixed")

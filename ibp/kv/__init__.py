@@ -1,4 +1,4 @@
-"""Compresses KV-caches of models that are served: pages of paged caches, rows of tokens, and caches that grow.
+"""Compresses KV-caches: pages of paged caches, rows of tokens that are fetched by index, and caches that grow.
 
     paged = ibp.kv.PagedTensors(caches)                    # caches: a tensor [blocks, ...] for each layer
     pages = ibp.kv.KVStore(sample, num_pages=4096, page_bytes=paged.block_bytes, num_tensors=len(paged))

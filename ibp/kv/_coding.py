@@ -101,7 +101,7 @@ class Form:
 
 
 class CodedTokens(NamedTuple):
-    """Items that one call of `encode` or `raw` has encoded."""
+    """The result of `encode` or `raw`: items, coded or raw."""
 
     codebook: AnyCodebook | None  # the codebook of the items; None: the items are raw
     data: torch.Tensor  # uint8: the coded bytes, followed by unused bytes
@@ -112,8 +112,8 @@ class CodedTokens(NamedTuple):
     num_items: int  # number of items
 
     def num_bytes(self, state: list[int] | None) -> int:
-        """Returns the number of bytes of `data` that are in use. state: the values of the tensor `self.state`, copied
-        to the host, or None if it is None.
+        """Returns the number of bytes of `data` that are in use. state: the values of the tensor `self.state`, as a
+        list. None: the items are raw, and there is no such tensor.
 
         Raises:
             RuntimeError: a row was not encoded. This is an internal check: `encode` allocates enough memory for all

@@ -17,8 +17,8 @@ from ._coding import CodedTokens, Form, Options, TokenCodec, TokenOrder
 if TYPE_CHECKING:
     from ._decoder import Fetch, TokenDecoder
 
-# Each allocation of pinned memory takes time, and adds a copy to every later fetch. So an arena grows by a quarter of
-# its used size. A small arena grows by more than a quarter, namely by its used size, but at most by 1 MiB.
+# Each allocation of pinned memory takes time, and adds a copy to every later fetch. So an arena grows in large steps:
+# by its used size if that is below 1 MiB, by 1 MiB if it is below 4 MiB, and otherwise by a quarter of it.
 _SHARE, _FIRST_BYTES = 4, 1 << 20
 # An arena and the index of its tokens should take no more memory than the raw tokens. The index usually takes less than
 # a 64th of the tokens' uncompressed size, so an arena grows to at most 63/64 of this size. If compression saves too
@@ -212,7 +212,7 @@ class TokenHistory(OfThisProcess):
 
     @property
     def plain_bytes(self) -> int:
-        """Uncompressed size in bytes of the tokens of all present sequences."""
+        """Uncompressed size in bytes of the coded tokens of all present sequences."""
         return self.num_blocks * self.batch_size * self._block_bytes
 
     @property
@@ -243,8 +243,8 @@ class TokenHistory(OfThisProcess):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the present sequences have fewer than half as many coded tokens as are kept. Tokens that several
-        sequences share count once for each of them."""
+        """Whether the coded tokens of the present sequences are fewer than half of the tokens whose coded bytes are
+        kept. Tokens that several present sequences share count once for each of these sequences."""
         coded = sum(batch.num_coded * batch.batch_size for batch in self._batches)
         return 2 * self.num_blocks * self._batch_size < coded
 
@@ -260,8 +260,8 @@ class TokenHistory(OfThisProcess):
         return Pending(self.keys.encode(keys), self.values.encode(values), num_blocks, keys.shape[0])
 
     def store(self, pending: Pending) -> None:
-        """Adds the blocks of a result of `encode` to the history. Waits for the GPU unless `pending.is_ready()`. If the
-        call is interrupted, either all blocks have been added, or no block."""
+        """Adds blocks to the history. pending: the result of `encode` for these blocks. Waits for the GPU unless
+        `pending.is_ready()`. If the call is interrupted, either all blocks have been added, or no block."""
         with torch.inference_mode(False):
             self._decoder.store(self, pending)
 

@@ -134,7 +134,7 @@ def plan_pages(
 
     Args:
         pages, blocks: the numbers of the pages and of the blocks, int64 on the device, of equal length.
-        ids_per_block: number of ids for a block of one tensor: of its rows, or of its pieces.
+        ids_per_block: number of ids for a block of one tensor. Either each row has an id, or each piece.
         num_pages: number of pages that exist.
         num_tensors: number of tensors of a page. The first id of page p is p * num_tensors * ids_per_block.
         first_tensor: the index in a page of the first tensor of `paged`.

@@ -39,7 +39,8 @@ _WORDS = FaultWords(
     out_of_range="a page that was loaded is not stored, or a page or block number is out of range",
     later="",
 )
-_STORES_A_COMPACTION = 16  # `compact_if_due` compacts if more than a 16th of the pages were stored since the last time
+# `compact_if_due` compacts the overflow if more than a 16th of the pages were stored since the last compaction.
+_STORES_A_COMPACTION = 16
 # Priority of the store's CUDA streams. When a multiprocessor becomes free, thread blocks of these streams get it before
 # those of streams with the default priority.
 _HIGHEST_PRIORITY = -1

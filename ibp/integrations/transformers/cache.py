@@ -79,7 +79,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     tokens are raw.
 
     `update` returns the keys and values of all tokens as new tensors, contiguous [B, heads, tokens, head_dim], like
-    `update` of DynamicLayer. `keys` and `values` also are new tensors whenever they are read, which decodes all tokens.
+    `update` of DynamicLayer. Reading `keys` or `values` decodes all tokens into a new tensor.
 
     Attributes:
         history: the coded tokens. None before the first call of `update`.
@@ -284,8 +284,9 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
                 held.take(sequences)
 
     def _code_anew_if_sparse(self) -> None:
-        """If fewer than half of the coded tokens are in present sequences (`TokenHistory.is_sparse`), decodes these and
-        drops the coded bytes. The next call of `update` codes them again."""
+        """If fewer than half of the coded tokens are in present sequences (`TokenHistory.is_sparse`), decodes the
+        tokens of the present sequences, keeps them raw, and drops all coded bytes. The next call of `update` begins to
+        code them again."""
         if self.history is None or not self.history.is_sparse:
             return
         self.raw, self._pending = self._all(), None
