@@ -3,22 +3,22 @@
     import torch, ibp
     table = ibp.compress(x)                                # x: [N, ...] tensor on the CPU or a GPU
     y     = ibp.index_select(table, ids, device="cuda")    # the same bits as x[ids].to("cuda")
-    x2    = ibp.decompress(table)                          # the whole tensor again
+    x2    = ibp.decompress(table)                          # the same bits as x
 
-The method is that of the paper Invariant Bit Packing (EuroSys 2026); the bytes are specified in FORMAT.md
-beside the installed headers (`ibp.get_include()`).
+The method is that of the paper Invariant Bit Packing (EuroSys 2026). FORMAT.md, in the directory of the installed
+headers (`ibp.get_include()`), specifies the bytes of a table.
 
-ibp.nn, ibp.optim    modules whose weights are tables, and their optimizers
-ibp.checkpoints      whole checkpoints, compressed, decompressed and estimated
+ibp.nn, ibp.optim    modules whose weights are tables, and optimizers for them
+ibp.checkpoints      compression, decompression and estimates of whole checkpoints
 ibp.deltas           differences between versions of tensors and checkpoints
-ibp.kv               KV-caches
-ibp.cache            rows of a table, kept on GPUs
+ibp.kv               compressed KV-caches
+ibp.cache            caches on GPUs for the rows of tables
 ibp.spill            tables on a GPU whose overflow is in host memory
 ibp.codecs           codebooks, general codecs, and the choice between them
-ibp.calibration      the rates of a machine
-ibp.distributed      tables in several processes, and collectives whose tensors travel coded
-ibp.adapters         what bridges to frameworks are made of
-ibp.integrations     bridges to frameworks
+ibp.calibration      measured rates of a machine, for the choice of schemes and paths
+ibp.distributed      tables in several processes, and collectives that send tensors coded
+ibp.adapters         tools for adapters of frameworks
+ibp.integrations     adapters of frameworks
 """
 
 from contextlib import suppress as _suppress
@@ -105,9 +105,9 @@ __all__ = [
 ]
 _published(__name__)
 
-# ibp 0.2 had these classes at the root, and pickle looks a class up by the name that was written: pickles and
-# torch.save files of 0.2 load because the root still answers to these names. Programs take the classes from their
-# modules.
+# ibp 0.2 had these classes in the root module, so pickles and torch.save files of 0.2 refer to them there.
+# `__getattr__` finds them under the old names, so that such files can still be loaded. Programs should import the
+# classes from their present modules.
 _PICKLED_BY_0_2 = {
     **dict.fromkeys(("Choice", "ClusteredCodebook", "Codebook", "CodingCost", "PlanesCodebook", "WholeTensor"), codecs),
     **dict.fromkeys(("CheckpointDelta", "Delta"), deltas),
@@ -120,7 +120,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> _Any:
-    if name == "integrations":  # its modules import their frameworks when they are first named
+    if name == "integrations":  # its modules import their frameworks when they are first used
         return _import_module("ibp.integrations")
     if name in _PICKLED_BY_0_2:
         return getattr(_PICKLED_BY_0_2[name], name)
@@ -128,14 +128,14 @@ def __getattr__(name: str) -> _Any:
 
 
 def _register(name: str) -> None:
-    # a release of the framework that lacks what this needs knows no coded weights, and says so
+    # If the framework's release lacks something that the module imports, nothing is registered, and the framework
+    # does not know coded weights.
     with _suppress(ImportError, AttributeError):
         _import_module(f"ibp.integrations.{name}")
 
 
-# Importing ibp lets transformers and diffusers load directories of coded weights, lets PEFT adapt coded models, and
-# lets accelerate's hooks leave tables where they are. The order in which ibp and the framework are imported does not
-# matter.
+# After ibp is imported, transformers and diffusers can load directories of coded weights, PEFT can adapt coded models,
+# and accelerate's hooks leave tables where they are. ibp and the framework may be imported in any order.
 _after_import("transformers.modeling_utils", lambda: _register("transformers.weights"))
 _after_import("diffusers.models.modeling_utils", lambda: _register("diffusers.weights"))
 _after_import("peft", lambda: _register("peft"))
@@ -143,7 +143,7 @@ _after_import("accelerate.big_modeling", lambda: _register("_accelerate_hooks"))
 
 
 def cuda_is_available() -> bool:
-    """Whether this build of ibp has CUDA kernels and torch can see a CUDA device.
+    """Returns whether this build of ibp has CUDA kernels, and torch sees a CUDA device.
 
     Example:
         >>> device = "cuda" if ibp.cuda_is_available() else "cpu"
@@ -155,7 +155,8 @@ def cuda_is_available() -> bool:
 
 
 def get_include() -> str:
-    """The directory of ibp.h, ibp_cuda.h, the headers they include, and FORMAT.md, for programs that link the core.
+    """Returns the directory of ibp.h, ibp_cuda.h, the headers that they include, and FORMAT.md. Programs that link the
+    core library need it.
 
     Example:
         >>> from pathlib import Path
@@ -166,7 +167,7 @@ def get_include() -> str:
 
 
 def get_library_dir() -> str:
-    """The directory of libibp.so, the core library.
+    """Returns the directory of libibp.so, the core library.
 
     Example:
         >>> flags = f"-I{ibp.get_include()} -L{ibp.get_library_dir()} -libp"

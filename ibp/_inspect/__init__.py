@@ -1,2 +1,2 @@
-"""Reports on the content of files: the bytes of each part, the use of each bit, and the savings of each tensor; as
-data, as a plot and as a page. Also describes this installation."""
+"""Reports on the content of files, as data, as a plot and as an HTML page: the size of each part, how each bit is
+stored, and the savings of each tensor. Also describes this installation."""

@@ -14,8 +14,8 @@ _CPU_FEATURES = {1: "AVX2 and BMI2", 2: "AVX-512"}  # Names for the bits of enum
 
 
 def show_config() -> None:
-    """Prints how ibp was built, on what machine it runs, and on which paths rows can come to a GPU. Use it in bug
-    reports.
+    """Prints how ibp was built, on which machine it runs, and by which paths rows can come to the GPU. Include the
+    output in bug reports.
 
     Example:
         >>> ibp.show_config()
@@ -28,8 +28,8 @@ def show_config() -> None:
 
 
 def config(device: torch.device) -> dict[str, str]:
-    """Returns the lines that `show_config` prints: texts by the names at the beginning of the lines. device: the device
-    whose calibration and paths are listed."""
+    """Returns the lines that `show_config` prints, as a dictionary from the name at the beginning of each line to the
+    text after it. device: the device whose calibration and paths are listed."""
     features = _core.cpu_features()
     coders = [name for bit, name in _CPU_FEATURES.items() if features & bit] or ["plain C"]
     kernels = "not built (without nvcc, or with IBP_NO_CUDA=1)"

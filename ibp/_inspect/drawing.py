@@ -1,5 +1,6 @@
-"""Makes pictures of reports. The plot, which needs matplotlib, shows the entropy of each bit, how bits are stored, and
-how much each tensor saves. The HTML page is a single file, made of page.html, page.css, page.js and the data."""
+"""Makes pictures of reports: a plot and an HTML page. The plot shows the entropy of each bit, how bits are stored, and
+how much each tensor saves; it needs matplotlib. The page is a single file, made of page.html, page.css, page.js and
+the data."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ from .report import FileReport, TensorContents
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The colours are those of the page. No colour has two meanings in one plot.
+# Colours for how a bit is stored, and for schemes. They are the colours of the page. No colour has two meanings in a
+# plot.
 USES = {"kept as it is": "#0072b2", "ranked symbol": "#e69f00", "left out": "#c9ced3"}
 _SCHEMES = {"planes": "#009e73", "ibp": "#cc79a7", "raw": "#8f2d00", "plain": "#8c6d46"}
 _OTHER_SCHEME = "#6b5fa8"
-_MOST_GROUPS = 4  # Largest number of dtypes that are drawn. Those with the most bytes are drawn.
-_MOST_ROWS = 32  # Largest number of rows in a panel.
+_MOST_GROUPS = 4  # Largest number of dtypes with panels. The dtypes with the most bytes get them.
+_MOST_ROWS = 32  # Largest number of rows in a panel. A row is for one tensor, or for several similar tensors.
 _LINE_LENGTH = 36  # Largest number of characters in a line of a name. A name may take two lines.
-_FONT = 9
+_FONT = 9  # Size of the font in points.
 _LEGEND: dict[str, Any] = {"fontsize": _FONT, "handlelength": 1, "columnspacing": 1, "frameon": False}
 # For each dtype, the first bit of each field of a float, counted from the most significant bit.
 FIELDS = {
@@ -50,7 +52,7 @@ def draw(files: Sequence[FileReport]) -> bytes:
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: there is no tensor with elements.
+        ValueError: no tensor has elements.
     """
     matplotlib = require_matplotlib()
     reports = [tensor for file in files for tensor in file.tensors if tensor.original_bytes]
@@ -84,15 +86,16 @@ def require_matplotlib() -> Any:
 
 
 def plain(name: str, most: int) -> str:
-    """Returns a name in one printable line of at most `most` characters, with its middle cut out if necessary."""
+    """Returns a name as one printable line of at most `most` characters. Characters in the middle of a longer name are
+    replaced by an ellipsis."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in name)
     half = (most - 1) // 2
     return shown if len(shown) <= most else f"{shown[:half]}\u2026{shown[-half:]}"
 
 
 def _groups(reports: Sequence[TensorContents]) -> dict[str, list[TensorContents]]:
-    """Groups reports by dtype, leaving out those without entropies. Returns the groups with the most bytes, the largest
-    first."""
+    """Groups reports by dtype. Returns the `_MOST_GROUPS` groups with the most bytes, the largest first. Leaves out
+    reports without entropies, and reports whose elements have fewer bits than others of the same dtype."""
     found: dict[str, list[TensorContents]] = {}
     for report in reports:
         if report.entropy:
@@ -104,10 +107,10 @@ def _groups(reports: Sequence[TensorContents]) -> dict[str, list[TensorContents]
 
 
 def _rows(reports: Sequence[TensorContents]) -> list[tuple[str, list[TensorContents]]]:
-    """Divides reports into the rows of a panel. Returns the name and the reports of each row.
+    """Divides reports into the rows of a panel. Returns (name, reports) for each row.
 
-    If there are few tensors, each has a row. Otherwise tensors whose names differ only in numbers share a row. If there
-    are still too many rows, those with the fewest bytes are joined into one row, "others"."""
+    If there are few tensors, each tensor has a row. Otherwise tensors whose names differ only in numbers share a row.
+    If there are still too many rows, the rows with the fewest bytes are joined into one row, "others"."""
     if len(reports) <= _MOST_ROWS:
         return [(report.name, [report]) for report in reports]
     kinds: dict[str, list[TensorContents]] = {}
@@ -120,18 +123,18 @@ def _rows(reports: Sequence[TensorContents]) -> list[tuple[str, list[TensorConte
 
 
 def _bytes(reports: Sequence[TensorContents | FileReport]) -> tuple[int, int]:
-    """Returns the sizes in bytes before and after coding, summed over the reports."""
+    """Returns (size before coding, size after coding), in bytes, summed over the reports."""
     return sum(report.original_bytes for report in reports), sum(report.stored_bytes for report in reports)
 
 
 def _labels(rows: Sequence[tuple[str, list[TensorContents]]]) -> list[str]:
-    """Returns the labels of rows: each name, in one or two lines, and the number of tensors if a row has several."""
+    """Returns the label of each row: its name, in one or two lines, and the number of its tensors if it has several."""
     return ["\n".join(_lines(name)) + (f" ({len(own)} tensors)" if len(own) > 1 else "") for name, own in rows]
 
 
 def _lines(name: str) -> list[str]:
-    """Divides a name into one or two lines. It is split after the last dot, slash or underscore at which both lines are
-    short enough."""
+    """Divides a name into one or two lines. A long name is split after a dot, slash or underscore: the last one for
+    which both lines are short enough."""
     shown = plain(name, 2 * _LINE_LENGTH - 8)
     if len(shown) <= _LINE_LENGTH:
         return [shown]
@@ -164,8 +167,8 @@ def _draw_entropy(figure: Any, axes: Axes, dtype: str, rows: Sequence[tuple[str,
 
 
 def _mean(field: str, reports: Sequence[TensorContents]) -> np.ndarray:
-    """Returns the mean of a field of the reports that has a number for each bit. Tensors are weighted by their
-    sizes."""
+    """Returns, for each bit, the mean over the reports of a field that has a number for each bit. Tensors are weighted
+    by their sizes. An empty field counts as zeros."""
     width = len(reports[0].entropy)
     values = [getattr(report, field) or [0.0] * width for report in reports]
     mean: np.ndarray = np.average(values, axis=0, weights=[report.original_bytes for report in reports])
@@ -200,9 +203,8 @@ def _draw_uses(axes: Axes, dtype: str, group: Sequence[TensorContents]) -> None:
 
 
 def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]], files: Sequence[FileReport]) -> None:
-    """Draws a bar for the savings of each row. If a row has several tensors, a line reaches from the savings of the
-    tensor that saves least to those of the one that saves most. The title gives the savings of the files as a whole,
-    headers included."""
+    """Draws a bar for the savings of each row. If a row has several tensors, a line extends from the lowest to the
+    highest savings of a tensor. The title states the savings of the whole files, headers included."""
     drawn: set[str] = set()
     highest = lowest = 0.0
     for at, (_, own) in enumerate(rows):
@@ -254,14 +256,14 @@ def _resource(name: str) -> str:
 
 
 def _inline(data: Any) -> str:
-    """Returns data as JSON that can stand in a script element: it has no character that begins or ends markup."""
+    """Returns data as JSON for a script element. Characters that could begin or end markup are escaped."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _data(files: Sequence[FileReport]) -> dict[str, Any]:
-    """Returns the data that page.js draws. The description of a codebook is stored once, and tensors refer to it by its
-    position in the list "codebooks"."""
+    """Returns the data that page.js draws. Each different description of a codebook is stored once, in the list
+    "codebooks", and tensors refer to it by its position there."""
     codebooks: dict[str, int] = {}
     return {
         "fields": {
@@ -276,7 +278,8 @@ def _data(files: Sequence[FileReport]) -> dict[str, Any]:
 
 def _tensor(report: TensorContents, codebooks: dict[str, int]) -> dict[str, Any]:
     """Returns the data of one report. Values that are empty or zero are left out, except for some that page.js always
-    needs. codebooks: the position of each description of a codebook; a new description is added."""
+    needs. codebooks: the descriptions of codebooks, each with its position in the list of all; if the report has a new
+    description, it is added."""
     values = vars(report) | {
         "codebook": codebooks.setdefault(report.codebook, len(codebooks)) if report.codebook else None,
         "left_out": report.left_out if any(report.left_out) else [],

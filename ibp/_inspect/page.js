@@ -1,5 +1,5 @@
 "use strict";
-// Draws the data of the page. Text from the files becomes text nodes and attributes only, never markup.
+// Draws the data of the page. Text from the files only becomes text nodes and attributes, never markup.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const tensors = data.files.flatMap((file) =>
@@ -54,7 +54,7 @@ const MOST_KINDS = 24;
 let sorting = { column: null, down: false };
 let shown = [];
 let drawnWidth = 0;
-let current = -1; // The position in `tensors` of the tensor that is shown. -1: all of them.
+let current = -1; // The position in `tensors` of the tensor that is shown. -1: all tensors are shown.
 
 // ---- elements ----
 
@@ -76,8 +76,8 @@ function color(kind) {
   return `var(--${kind})`;
 }
 
-// Draws a rectangle: a bar, a column or a strip. hint: the text that appears under the mouse and is read by screen
-// readers.
+// Draws a rectangle: a bar, a column or a strip. hint: the text that appears when the mouse is over the rectangle, and
+// that screen readers read.
 function box(svg, kind, x, y, width, height, hint) {
   const made = drawn("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height) });
   made.style.fill = color(kind);
@@ -89,7 +89,7 @@ function label(svg, x, y, text, anchor = "start") {
   svg.append(drawn("text", { x, y, "text-anchor": anchor }, text));
 }
 
-// Makes an empty chart. One unit is one pixel, so text in the chart is as large as it would be on the page.
+// Makes an empty chart. One unit is one pixel, so text in the chart has the same size as other text of the page.
 function chart(width, height, label) {
   return drawn("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
 }
@@ -104,7 +104,8 @@ function caption(text) {
   return element("p", { class: "soft" }, text);
 }
 
-// Returns a name that may break after dots and slashes, and after the underscores of words of more than 20 characters.
+// Returns a name with line break opportunities after dots and slashes, and after underscores in words of more than 20
+// characters.
 function broken(name) {
   const words = name.split(/(?<=[./])/).flatMap((word) => (word.length > 20 ? word.split(/(?<=_)/) : [word]));
   return words.flatMap((word, at) => (at ? [element("wbr"), word] : [word]));
@@ -242,7 +243,8 @@ function factList(facts) {
   return element("dl", {}, ...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
 }
 
-// Returns the mean entropy and the mean uses of each bit over a group of tensors, weighted by their sizes.
+// Returns, for each bit, the means of `entropy`, `left_out` and `ranked` over a group of tensors. Tensors are weighted
+// by their sizes.
 function mean(group) {
   const total = sum(group.map((t) => t.original_bytes)) || 1;
   const ofBit = (key, bit) => sum(group.map((t) => ((t[key] || [])[bit] || 0) * t.original_bytes)) / total;
@@ -314,8 +316,8 @@ function partsOf(parts) {
   return [element("h3", {}, "what the bytes are"), caption(said), svg, element("div", { class: "wide" }, table)];
 }
 
-// Groups tensors whose names differ only in numbers. Returns (name, tensors) of each group, the largest first. The
-// smallest groups are joined into "others".
+// Groups tensors whose names differ only in numbers. Returns [name, tensors] for each group, the largest first. If
+// there are more than MOST_KINDS groups, the smallest ones are joined into "others".
 function kinds() {
   const found = new Map();
   for (const tensor of tensors.filter((t) => t.original_bytes)) {

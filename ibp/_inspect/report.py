@@ -1,5 +1,5 @@
-"""Reports on files and tensors: their sizes, their parts, and how their bits are stored. Files of ibp are reported as
-they are. For other files of tensors, the reports estimate what compressing them would give."""
+"""Reports on files and tensors: their sizes, their parts, and how their bits are stored. For files that ibp wrote, a
+report says what they contain. For other files of tensors, it estimates what compressing them would give."""
 
 from __future__ import annotations
 
@@ -32,59 +32,60 @@ from ..deltas import Delta
 from .splitting import bit_entropy, count_rows, element_bytes, rounded, scaled, split_table
 
 SAMPLE_BYTES = 1 << 20  # Size in bytes of the sample of a tensor that is decoded and counted.
-_RUNS = 32  # A sample consists of this number of runs of consecutive rows.
+_RUNS = 32  # Number of runs of consecutive rows of which a sample consists.
 
-_Read = Callable[[int, int], np.ndarray]  # A function of (start, end): returns these bytes of a tensor, uint8.
-_Wanted = Callable[[str], bool]  # A function of a tensor's name: returns whether to report on the tensor.
+_Read = Callable[[int, int], np.ndarray]  # A function that returns bytes [start, end) of a tensor, uint8.
+_Wanted = Callable[[str], bool]  # A function that returns whether to report on the tensor with a given name.
 
 
 @dataclass(frozen=True)
 class TensorContents(Saves):
     """The report on one tensor."""
 
-    # The tensor's name, its dtype by torch's name for it, and its shape.
     name: str
-    dtype: str
+    dtype: str  # The name of the dtype in torch, without "torch.". "?": not known.
     shape: tuple[int, ...]
-    # "table": the file has it compressed; "delta": the file has a table of differences; "plain": the file has it as it
-    # is; "estimate": the file is not one of ibp, and the report is estimated by compressing a sample of the tensor;
-    # "unknown": this version of ibp cannot read it.
+    # How the file contains the tensor. "table": compressed. "delta": as a table of differences from another tensor.
+    # "plain": uncompressed. "unknown": in a form that this version of ibp cannot read. "estimate": ibp did not write
+    # the file, and the report estimates a table by compressing a sample of the tensor.
     kind: str
-    scheme: str  # "raw", "ibp", "planes", "plain", or the name of an external codec.
-    original_bytes: int  # Size of the tensor in bytes.
-    # Size in bytes of what the file has, or would have, for this tensor alone: rows, index, unused room and padding, as
-    # in `ibp.TensorInfo`. Codebooks, which several tensors may share, are not part of it.
+    scheme: str  # "raw", "ibp", "planes", "plain", or the name of an external codec. "?": not known.
+    original_bytes: int  # Size of the uncompressed tensor in bytes.
+    # Size in bytes of the tensor in the file, or, for an estimate, in the file that compressing would make. It includes
+    # rows, index, unused room and padding, as in `ibp.TensorInfo`. It does not include the codebook, which several
+    # tensors may share.
     stored_bytes: int
-    # The size of each part in bytes. The sum is stored_bytes. The sizes of the parts of coded rows are exact if all
-    # rows were counted; otherwise they are estimated from a sample.
+    # For each part, its size in bytes. The sum is stored_bytes. The part "unused room" consists of padding and of bytes
+    # of slots and overflow that no row fills. The sizes of the parts of coded rows are exact if `is_sampled` is False;
+    # otherwise they are estimated.
     parts: dict[str, int]
-    # The size of a row in bytes, the number of rows, the number of rows that are stored raw, and the number of default
-    # rows, which take no bytes.
-    row_bytes: int = 0
-    num_rows: int = 0
-    raw_rows: int = 0
-    default_rows: int = 0
+    row_bytes: int = 0  # Size of a row in bytes.
+    num_rows: int = 0  # Number of rows. 0: the tensor is empty, is not divided into rows, or cannot be read.
+    raw_rows: int = 0  # Number of rows that are stored raw.
+    default_rows: int = 0  # Number of default rows, which are zeros or the codebook's default, and take no bytes.
     sampled_rows: int = 0  # Number of rows that were decoded and counted.
-    clusters: int = 0  # Number of the table's codebooks. 0: it has none.
+    clusters: int = 0  # Number of codebooks of the table.
     codebook: str = ""  # A description of the codebook. "": there is no codebook.
     codebook_bytes: int = 0  # Size of the codebook in bytes, without padding.
-    # float [w]: the entropy, in bits, of each bit of an element, the most significant bit first. Empty if there are no
-    # elements.
+    # float [w]: for each bit of an element, its entropy in bits, the most significant bit first. Empty if there are no
+    # elements, or if this is not known.
     entropy: list[float] = field(default_factory=list)
-    # left_out, ranked: float [w], for each bit of an element: the fraction of the elements in which the bit is not
-    # stored, and the fraction in which it is part of a symbol. Both are empty if this is not known.
+    # float [w]: for each bit of an element, the fraction of the elements in which the bit is not stored. Empty if this
+    # is not known.
     left_out: list[float] = field(default_factory=list)
+    # float [w]: for each bit of an element, the fraction of the elements in which the bit is stored as part of a
+    # symbol. Empty if this is not known.
     ranked: list[float] = field(default_factory=list)
-    # A histogram of the stored sizes of rows: the number of rows in each of several bins of equal width from 0 to
-    # row_bytes.
+    # A histogram of the stored sizes of rows: the number of rows in each bin. The bins divide the range from 0 to
+    # row_bytes evenly.
     lengths: list[int] = field(default_factory=list)
-    # (name, meaning, share) of the codebook's most frequent entries, as in `Split`.
+    # The most frequent entries of the codebook, as in `Split.entries`.
     entries: list[tuple[str, str, float]] = field(default_factory=list)
     note: str = ""  # Why the tensor could not be read. "": it was read.
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the parts of coded rows are estimated from some of the rows."""
+        """Whether the sizes of the parts of coded rows are estimated from a sample of the rows."""
         return self.sampled_rows < self.num_rows
 
 
@@ -94,12 +95,12 @@ class FileReport(Saves):
 
     path: str  # The path as the caller gave it.
     format: str  # "ibp", "safetensors", "npy", "npz" or "torch".
-    is_estimate: bool  # Whether stored bytes are estimates of what compressing the file would give.
-    file_bytes: int  # Size in bytes of the files as they are.
+    is_estimate: bool  # True if ibp did not write the files. stored_bytes then estimates their compressed size.
+    file_bytes: int  # Size in bytes of the present files.
     metadata: dict[str, str] = field(default_factory=dict)  # The user's metadata.
     tensors: list[TensorContents] = field(default_factory=list)  # The reports on the tensors, in the file's order.
-    # Number of bytes in the compressed files that belong to no single tensor: headers, codebooks, checksums, padding. 0
-    # if only some of the tensors are reported.
+    # Number of bytes in the compressed files that do not belong to a single tensor: headers, codebooks, checksums,
+    # padding. 0 if the report leaves out some tensors.
     other_bytes: int = 0
 
     @property
@@ -108,8 +109,8 @@ class FileReport(Saves):
 
     @property
     def stored_bytes(self) -> int:
-        """Size in bytes of the compressed files. If only some of the tensors are reported, the sum of the stored bytes
-        of these tensors."""
+        """Size in bytes of the compressed files. If the report leaves out some tensors, this is the sum of the stored
+        sizes of the other tensors."""
         return sum(tensor.stored_bytes for tensor in self.tensors) + self.other_bytes
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,11 +131,11 @@ class FileReport(Saves):
 def inspect_path(
     path: str | os.PathLike[str], *, wanted: _Wanted = lambda name: True, progress: bool = False
 ) -> FileReport:
-    """Makes the report on a file of tensors, or on a set of files. Reads only a sample of the rows of each tensor.
+    """Makes the report on a file of tensors, or on a set of files. Reads only a sample of the rows of large tensors.
 
     Args:
-        path: a file of ibp, or any other file that `ibp.checkpoints.compress` takes.
-        wanted: returns whether to report on the tensor with a given name.
+        path: path or URL of a file that ibp wrote, or of any file that `ibp.checkpoints.compress` takes.
+        wanted: a function that returns whether to report on the tensor with a given name.
         progress: whether to show a progress bar.
 
     Raises:
@@ -154,8 +155,8 @@ def inspect_path(
 
 
 def _is_ibp(path: str) -> bool:
-    """Returns whether ibp wrote a file, or one of the files of a set. Returns False if it is not a safetensors file;
-    `open_source` then finds out what it is."""
+    """Returns whether ibp wrote a file, or one of the files of a set. Returns False for files that are not safetensors
+    files or that do not exist; `open_source` then finds out which format they have, or raises."""
     try:
         return any(not read_header(file).is_plain for file in find_files(Path(path)).files.values())
     except (FileFormatError, FileNotFoundError):
@@ -167,8 +168,8 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
 
 
 def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
-    """Makes the report on a file that is not ibp's: estimates how `ibp.checkpoints.compress` would code its tensors.
-    Tensors of the same kind share a codebook, as they do there."""
+    """Makes the report on a file that ibp did not write: estimates how `ibp.checkpoints.compress` would code its
+    tensors. As in that function, tensors of the same kind share a codebook."""
     codebooks = Codebooks(CheckpointLearning(Options()), list(source.tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
     for name in _bar(source.tensors, progress):
@@ -186,8 +187,8 @@ def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
 
 
 def _padded(report: TensorContents, stored_bytes: int) -> TensorContents:
-    """Returns a report with padding, which counts as unused room. stored_bytes: size in bytes of the tensor in its
-    file, with padding."""
+    """Adds the padding of a tensor to its report, in the part "unused room". Returns the new report. stored_bytes: size
+    in bytes of the tensor in its file, padding included."""
     padding = stored_bytes - report.stored_bytes
     if not padding:
         return report
@@ -231,8 +232,9 @@ def _of_tensor(file: File, name: str) -> TensorContents:
 
 
 def sample_runs(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Returns the ranges [first, last) of the rows in a sample. They are spread evenly over the table; for a small
-    table there is one range with all rows. Each range begins at a multiple of 32 if the table has enough rows."""
+    """Chooses the rows of a sample. Returns a list of ranges [first, last) of row numbers. The ranges are spread evenly
+    over the table. Each begins at a multiple of 32 if the table has enough rows. For a small table there is one range,
+    with all rows."""
     wanted = max(_RUNS, SAMPLE_BYTES // max(1, row_bytes))
     if num_rows <= wanted:
         return [(0, num_rows)] if num_rows else []
@@ -243,7 +245,8 @@ def sample_runs(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
 
 
 def read_rows(read: _Read, geometry: Geometry) -> np.ndarray:
-    """Reads the rows of `sample_runs`. Returns them as uint8 [n, row_bytes]; a short last row is padded with zeros."""
+    """Reads the rows that `sample_runs` chooses. Returns them as uint8 [n, row_bytes]. A short last row is padded with
+    zeros."""
     row_bytes, runs = geometry.row_bytes, sample_runs(geometry.num_rows, geometry.row_bytes)
     parts = [read(first * row_bytes, min(last * row_bytes, geometry.num_bytes)) for first, last in runs]
     missing = -sum(map(len, parts)) % row_bytes
@@ -254,7 +257,8 @@ def read_rows(read: _Read, geometry: Geometry) -> np.ndarray:
 
 
 def report_table(name: str, table: CompressedTensor, *, kind: str = "table") -> TensorContents:
-    """Returns the report on a table, which may be on any device, without padding."""
+    """Returns the report on a table, without the padding that it has in a file. The table may be on any device. kind:
+    "table", "delta" or "estimate"."""
     geometry, found = table.geometry, count_rows(table)
     rows = read_rows(lambda start, end: decoded_bytes(table, start, end, table.device).cpu().numpy(), geometry)
     runs = sample_runs(geometry.num_rows, geometry.row_bytes)
@@ -315,8 +319,8 @@ def report_plain(tensor: SourceTensor) -> TensorContents:
 
 
 def report_estimate(tensor: SourceTensor, codebook: AnyCodebook) -> TensorContents:
-    """Estimates the report on the packed table that a tensor would become in a file. Compresses a sample of the
-    tensor's rows, and scales the report on that table to all rows. The tensor must not be empty."""
+    """Estimates the report on the packed table that a tensor would become in a compressed file. Compresses a sample of
+    the tensor's rows, and scales the report on this sample to all rows. The tensor must not be empty."""
     geometry = Geometry(torch.Size(tensor.shape), tensor.dtype, codebook.row_bytes)
     rows = read_rows(tensor.read, geometry)
     is_whole = len(rows) == geometry.num_rows

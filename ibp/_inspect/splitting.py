@@ -1,6 +1,6 @@
-"""Finds out for what the bytes and bits of tables are used: the numbers of raw, default and coded rows, and the sizes
-of the parts of coded rows. The sizes are computed from the decoded rows and their codebook, by the rules of
-FORMAT.md."""
+"""Finds out what the bytes and bits of tables are used for: counts raw, default and coded rows, and computes the sizes
+of the parts of coded rows. The sizes follow from the decoded rows and their codebook, by the rules of FORMAT.md, which
+also explains the terms of the two schemes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from .._layout.geometry import Geometry, default_length, stored_sizes
 from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor
 
-_MOST_ENTRIES = 16  # Largest number of a codebook's entries that a report lists.
+_MOST_ENTRIES = 16  # Largest number of entries of a codebook that a report lists.
 _BINS = 32  # Number of bins in the histogram of row lengths.
 _BLOCK_ROWS = 1 << 22  # Number of rows whose lengths are counted at once.
 
 
 @dataclass
 class Split:
-    """The sizes of the parts of coded rows, and how the bits of their elements are stored."""
+    """The sizes of the parts of coded rows, and how the bits of their elements are stored. A bit of an element is left
+    out, stored as part of a symbol, or stored unchanged."""
 
-    parts: Counter[str]  # For each part, its size in bytes in all rows together.
-    # left_out, ranked: float [w], for each bit of an element, the most significant first: the fraction of the elements
-    # in which the bit is not stored, and the fraction in which it is part of a symbol. In the other elements it is
-    # stored unchanged.
+    parts: Counter[str]  # For each part, its total size in bytes in all rows.
+    # float [w]: for each bit of an element, the most significant first, the fraction of the elements in which the bit
+    # is left out.
     left_out: np.ndarray
+    # float [w]: for each bit of an element, the fraction of the elements in which the bit is part of a symbol.
     ranked: np.ndarray
-    # (name, meaning, share) of the codebook's entries, the most frequent first. The share is the fraction of the coded
-    # symbols (scheme planes) or of a row's chunks (scheme ibp) that have the entry.
+    # (name, meaning, share) for each of the codebook's most frequent entries, the most frequent first. The share is the
+    # fraction of the coded symbols (scheme planes) or of a row's chunks (scheme ibp) that have the entry.
     entries: list[tuple[str, str, float]] = field(default_factory=list)
 
 
 def scaled(parts: Counter[str], total: int) -> dict[str, int]:
     """Scales the sizes of parts so that their sum is `total`, the size in bytes of all coded rows. The given sizes may
-    be those of some of the rows, or in another unit."""
+    be those of a sample of the rows, and in any unit. If they are all 0, returns a single part "coded rows"."""
     counted = sum(parts.values())
     if not counted:
         return {"coded rows": total}
@@ -50,12 +51,13 @@ def scaled(parts: Counter[str], total: int) -> dict[str, int]:
 
 
 def split_rows(rows: np.ndarray, codebook: AnyCodebook, element_bytes: int) -> Split:
-    """Computes the parts of rows as they are coded with a codebook.
+    """Computes the parts of rows that are coded with a codebook.
 
     Args:
-        rows: uint8 [n, row_bytes], n > 0, decoded rows of one cluster. No row may be stored raw or be a default row.
-        element_bytes: size in bytes of the elements whose bits are distinguished. Scheme planes ignores it and takes
-            the size in its codebook.
+        rows: uint8 [n, row_bytes], n > 0: the decoded rows, without raw rows and default rows.
+        codebook: the codebook of these rows, not a `ClusteredCodebook`.
+        element_bytes: size in bytes of the elements whose bits are reported. For scheme planes it is ignored, and the
+            size in the codebook is taken.
     """
     if isinstance(codebook, PlanesCodebook):
         return _split_planes(rows, codebook)
@@ -89,22 +91,22 @@ def _split_masks(rows: np.ndarray, codebook: Codebook, element_bytes: int) -> Sp
 
 
 def _chunks(rows: np.ndarray, size: int) -> np.ndarray:
-    """Returns the chunks of rows uint8 [n, row_bytes] as integers, uint [n, chunks]. The last chunk is padded with zero
-    bytes."""
+    """Cuts rows, uint8 [n, row_bytes], into chunks of `size` bytes. Returns the chunks as unsigned integers,
+    [n, chunks]. The last chunk is padded with zero bytes."""
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % size)))
     return np.ascontiguousarray(padded).view(f"<u{size}")
 
 
 def _left_out_by_masks(codebook: Codebook, agreeing: np.ndarray, element_bytes: int) -> np.ndarray:
-    """Returns, for each bit of an element, the fraction of the elements in which the bit is not stored. agreeing: for
-    each chunk, the fraction of the rows that agree with its mask and value."""
+    """Returns `left_out` of a `Split`. agreeing: for each chunk of a row, the fraction of the rows in which the chunk
+    agrees with its mask and value."""
     of_bytes = np.repeat(agreeing, codebook.chunk_bytes)[: codebook.row_bytes]
     bits = np.unpackbits(codebook.mask.numpy(), bitorder="little").reshape(-1, 8) * of_bytes[:, None]
     return bits.reshape(-1, 8 * element_bytes).mean(0)[::-1]
 
 
 def _pairs(codebook: Codebook, agreeing: np.ndarray) -> list[tuple[str, str, float]]:
-    """Returns the most frequent pairs of mask and value, as the `entries` of a `Split`. agreeing: as in
+    """Returns `entries` of a `Split`: the pairs of mask and value that most chunks have. agreeing: as in
     `_left_out_by_masks`."""
     index = codebook.index.numpy().astype(np.int64) if codebook.index.numel() else np.zeros(len(agreeing), np.int64)
     counts = np.bincount(index, minlength=len(codebook.palette))
@@ -136,8 +138,9 @@ def _split_planes(rows: np.ndarray, codebook: PlanesCodebook) -> Split:
 
 
 def _split_listed(elements: np.ndarray, codebook: PlanesCodebook, parts: Counter[str]) -> np.ndarray:
-    """Adds the sizes of headers, positions and signs to parts. Returns bool [n, columns]: which elements have a value
-    in the coded row."""
+    """Adds the sizes of headers, positions and signs of listed rows to parts. Returns bool [n, columns]: whether the
+    coded row has a value for the element. It has no value if the element is not listed, or if the row is closed, which
+    means that all its listed elements equal `codebook.closed`."""
     columns = elements.shape[1]
     differs = elements ^ elements.dtype.type(codebook.default)
     if codebook.signed_default:
@@ -154,7 +157,8 @@ def _split_listed(elements: np.ndarray, codebook: PlanesCodebook, parts: Counter
 
 
 def _position_bytes(k: int, columns: int) -> int:
-    """Returns the size in bytes of the positions of k listed elements in a row, in their shortest form."""
+    """Returns the size in bytes of the positions of k listed elements in a row of `columns` elements, in the shortest
+    form: a bitmap, or a list of the positions of listed or of unlisted elements."""
     if k == 0:
         return 0
     sizes = [-(-columns // 8)]
@@ -164,7 +168,7 @@ def _position_bytes(k: int, columns: int) -> int:
 
 
 def _symbols(elements: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
-    """Returns the symbols of elements, as integers of the same type."""
+    """Returns the symbols of elements, as integers of the elements' type."""
     kind, bits = elements.dtype.type, codebook.width - codebook.invariant_bits
     coded = elements >> kind(codebook.invariant_bits)
     if codebook.rotate and bits > 1:
@@ -175,8 +179,8 @@ def _symbols(elements: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
 
 
 def _entries(codebook: PlanesCodebook) -> np.ndarray:
-    """Returns the symbols in the codebook, uint64 [columns, E]. There is one column if all columns have the same
-    entries; otherwise there is one for each live column."""
+    """Returns the symbols in the codebook, uint64 [columns, E], E = codebook.num_entries. There is one column if all
+    columns have the same entries. Otherwise there is one for each live column."""
     if codebook.first_symbol is None:
         return codebook.entries.numpy().view(np.uint64)
     return np.array(
@@ -185,8 +189,8 @@ def _entries(codebook: PlanesCodebook) -> np.ndarray:
 
 
 def _ranks(symbols: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
-    """Returns uint8 [n, columns]: for each symbol the position of the first entry that equals it, or E if there is no
-    such entry."""
+    """Returns uint8 [n, columns]: for each symbol, the position of the first entry that equals it, or the number of
+    entries if there is no such entry."""
     entries, num_entries = _entries(codebook), codebook.num_entries
     ranks = np.full(symbols.shape, num_entries, np.uint8)
     for rank in range(num_entries)[::-1]:
@@ -195,7 +199,12 @@ def _ranks(symbols: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
 
 
 def _split_values(ranks: np.ndarray, coded: np.ndarray, codebook: PlanesCodebook, parts: Counter[str]) -> None:
-    """Adds the sizes of residuals, digits and raw symbols to parts. coded: which elements have a value."""
+    """Adds the sizes of residuals, digits and raw symbols to parts.
+
+    Args:
+        ranks: the result of `_ranks`.
+        coded: bool [n, columns], whether the coded row has a value for the element.
+    """
     left = coded.sum(1)
     parts["residuals"] += _field_bytes(left, codebook.residual_bits)
     first = 0
@@ -207,13 +216,14 @@ def _split_values(ranks: np.ndarray, coded: np.ndarray, codebook: PlanesCodebook
 
 
 def _field_bytes(counts: np.ndarray, bits: int) -> int:
-    """Returns the size in bytes of fields of `bits` bits each. The fields of a row are rounded up together to whole
-    bytes. counts: the number of fields of each row."""
+    """Returns the total size in bytes of fields of `bits` bits each. The size of all fields of a row is rounded up to
+    whole bytes. counts: for each row, the number of fields."""
     return int((-(-counts * bits // 8)).sum())
 
 
 def _uses(codebook: PlanesCodebook, stored: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `left_out` and `ranked` of a `Split`. stored: the fraction of the elements that have a value."""
+    """Returns `left_out` and `ranked` of a `Split`. stored: the fraction of the elements for which coded rows have a
+    value."""
     coded_bits = codebook.width - codebook.invariant_bits
     left_out, ranked = np.full(codebook.width, 1 - stored), np.zeros(codebook.width)
     left_out[: codebook.invariant_bits] = 1
@@ -224,7 +234,7 @@ def _uses(codebook: PlanesCodebook, stored: float) -> tuple[np.ndarray, np.ndarr
 
 
 def _frequent(symbols: np.ndarray, codebook: PlanesCodebook) -> list[tuple[str, str, float]]:
-    """Returns the most frequent symbols and the plane of each, as the `entries` of a `Split`."""
+    """Returns `entries` of a `Split`: the most frequent symbols, each with its plane."""
     if codebook.symbol_bits == 0 or symbols.size == 0:
         return []
     distinct, counts = np.unique(symbols, return_counts=True)
@@ -252,8 +262,8 @@ def _named_by(symbol: np.generic, codebook: PlanesCodebook) -> str:
 
 
 class CountedRows(NamedTuple):
-    """The numbers of a table's raw, default and coded rows, the sizes in bytes of its raw and its coded rows, and the
-    histogram of row sizes (`TensorContents.lengths`)."""
+    """The result of `count_rows`: numbers of rows of each kind, total sizes in bytes of the raw rows and of the coded
+    rows, and the histogram of row sizes (`TensorContents.lengths`)."""
 
     raw_rows: int
     default_rows: int
@@ -288,19 +298,20 @@ def count_rows(table: CompressedTensor) -> CountedRows:
 
 
 def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
-    """Returns the entries of some rows in the table's index, int64. They are zeros if the table has no index."""
+    """Returns the entries of rows in `table.lengths`, int64, or zeros if the table has no index. numbers: the numbers
+    of the rows."""
     if not table.lengths.numel():
         return np.zeros(numbers.shape, np.int64)
     return table.lengths.cpu().numpy()[numbers].astype(np.int64)
 
 
 def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split | None:
-    """Computes the parts of some rows of a table. Raw rows and default rows are left out; returns None if no others
-    are left.
+    """Computes the parts of the coded rows among given rows of a table. Returns None if all given rows are raw rows or
+    default rows.
 
     Args:
         rows: uint8 [n, row_bytes], the decoded rows.
-        numbers: [n], the positions of these rows in the table.
+        numbers: int64 [n], the numbers of these rows in the table.
     """
     lengths = _lengths(table, numbers)
     coded = (lengths != 0) & (lengths != default_length(table.row_bytes))
@@ -327,8 +338,8 @@ def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) 
 
 
 def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
-    """Returns the first stored byte of each of some coded rows. In a table with clusters, this is the number of the
-    row's cluster, in both schemes."""
+    """Returns the first stored byte of coded rows. In a table with clusters, this byte is the number of the row's
+    cluster, in both schemes. numbers: the numbers of the rows."""
     if table.slot_bytes:
         return table.slots.cpu().numpy()[numbers * table.slot_bytes]
     overflow, bases = table.overflow.cpu().numpy(), table.bases.cpu().numpy()
@@ -342,8 +353,8 @@ def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
 
 
 def _with_powers(entries: list[tuple[str, str, float]], table: CompressedTensor) -> list[tuple[str, str, float]]:
-    """Returns the entries. If symbols are the exponents of floats, adds to the meaning of each entry the power of two
-    for which its symbol stands."""
+    """Returns the given `entries` of a `Split`. If symbols are the exponents of floats, the meaning of each entry then
+    also says which power of two its symbol stands for."""
     codebook, dtype = table.codebook, table.dtype
     first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
     if not isinstance(first, PlanesCodebook) or not (dtype.is_floating_point or dtype.is_complex):
@@ -365,7 +376,8 @@ def _with_powers(entries: list[tuple[str, str, float]], table: CompressedTensor)
 
 
 def bit_entropy(rows: np.ndarray, element_bytes: int) -> list[float]:
-    """Returns the Shannon entropy of each bit of the elements in some rows, in bits, the most significant bit first."""
+    """Returns, for each bit of an element, the Shannon entropy of this bit in the given rows, in bits, the most
+    significant bit first. Returns an empty list if there are no rows, or if rows do not consist of whole elements."""
     if not rows.size or rows.shape[1] % element_bytes:
         return []
     p = np.unpackbits(rows.reshape(-1, element_bytes)[:, ::-1], axis=1).mean(0)
@@ -379,7 +391,8 @@ def rounded(values: np.ndarray) -> list[float]:
 
 
 def element_bytes(geometry: Geometry) -> int:
-    """Returns the size in bytes of the elements whose bits are distinguished. This is the size of an element of the
-    tensor, or half of it for complex numbers, unless rows do not consist of whole elements."""
+    """Returns the size in bytes of the elements whose bits are reported. This is the size of an element of the tensor,
+    or half of it for complex numbers. If rows do not consist of whole elements, it is the greatest common divisor of
+    this size and the size of a row."""
     own_bytes = geometry.dtype.itemsize // (2 if geometry.dtype.is_complex else 1)
     return math.gcd(own_bytes, geometry.row_bytes)

@@ -1,11 +1,12 @@
 """Features of PyTorch Geometric's graphs in compressed tables.
 
-    fetch = pyg.attach(data, "x", device="cuda")            # the rows of data.x are in a table from now on
+    fetch = pyg.attach(data, "x", device="cuda")            # moves the rows of data.x to a compressed table
     loader = NeighborLoader(data, [25, 10], transform=fetch, filter_per_worker=False, ...)
-    for batch in loader:                                    # batch.x is on the GPU, the bits of data.x[batch.n_id]
+    for batch in loader:                                    # batch.x is on the GPU, with the bits of data.x[batch.n_id]
 
-`attach` and `FetchFeatures` work with every loader whose batches have `n_id` (and `e_id`, for features of edges).
-`FeatureStore` is for code that uses PyG's interface of that name. Checked with torch_geometric 2.8.
+`attach` and `FetchFeatures` work with every loader whose batches have `n_id`, the numbers of their nodes. For features
+of edges, batches must have `e_id`, the numbers of their edges. `FeatureStore` is for code that uses PyG's interface of
+that name. Checked with torch_geometric 2.8.
 """
 
 from __future__ import annotations
@@ -39,28 +40,29 @@ def attach(
     cache_bytes: int = 0,
     **options: Any,
 ) -> FetchFeatures:
-    """Compresses features of a graph, removes them from it, and returns the transform that fetches them for batches.
+    """Compresses features of a graph, and removes them from the graph. Returns a transform that fetches their rows for
+    batches.
 
-    A name may be that of an attribute of nodes or of edges; in a HeteroData, the attribute is compressed for every type
-    that has it. A stand-in takes the place of the feature in the graph. If the stand-in is used as a tensor, it raises
-    a RuntimeError that says how to get the rows. `close()` of the transform, or the end of a `with` block, puts the
-    plain features back into the graph.
+    A feature is an attribute of nodes or of edges. In a HeteroData, it is compressed for every type that has it. In the
+    graph, a stand-in replaces the feature. If the stand-in is used as a tensor, it raises a RuntimeError that says how
+    to get the rows. `close()` of the transform, or the end of a `with` block, puts the plain features back into the
+    graph.
 
     Args:
-        data: the graph, which is changed: stand-ins take the place of the features, and num_nodes is set if it was
-            derived from them.
-        names: name or names of attributes, which must be tensors with one row for each node or edge.
-        device: the device of fetched rows. None: the device of a batch's ids, which is the CPU for most loaders. With a
-            cache, None is the GPU of the features, or the current CUDA device if the features are on the CPU.
-        cache_bytes: size in bytes of the device memory for an `ibp.RowCache` of each feature of nodes. 0: no cache. The
-            hotness of a node is the number of edges that begin there, because nodes are sampled through these edges.
+        data: the graph. It is changed: stand-ins replace the features, and num_nodes is set if PyG derived it from
+            them.
+        names: name or names of the attributes, which must be tensors with one row for each node or edge.
+        device: the device of fetched rows. None: the device of a batch's ids, which is the CPU for most loaders; with
+            caches, the GPU of the features, or the current CUDA device if all features are on the CPU.
+        cache_bytes: size in bytes of the device memory for the cache (`ibp.RowCache`) of each feature of nodes. 0: no
+            caches. The cache prefers nodes at which many edges begin, because nodes are sampled through these edges.
         options: options of `ibp.compress`.
 
     Raises:
         TypeError: data is not a Data or HeteroData, or an attribute is not a tensor.
         KeyError: data has no such attribute.
-        ValueError: an attribute does not have one row for each node or edge, or cache_bytes is given without a device
-            and there is no CUDA device.
+        ValueError: an attribute does not have one row for each node or edge; or cache_bytes is given without a device,
+            although there is no CUDA device.
     """
     if not isinstance(data, (Data, HeteroData)):
         raise TypeError(f"data is a {type(data).__name__}; wanted a torch_geometric Data or HeteroData")
@@ -96,16 +98,16 @@ def attach(
 def _put_back(
     graph: weakref.ref[Any], name: str, stand_in: _StandIn, table: Any, home: torch.device | None, counts: bool
 ) -> None:
-    """Puts a plain feature back into the storage of a graph. Does nothing if the storage is gone, or has another value
-    under the name.
+    """Puts a plain feature back into a storage of a graph, which holds the attributes of one type. Does nothing if the
+    storage no longer exists, or if it has another value than the stand-in under the name.
 
     Args:
-        graph: the storage.
+        graph: a weak reference to the storage.
         name: name of the feature.
-        stand_in: the object that has taken the place of the feature.
-        table: the table of the feature.
+        stand_in: the object that replaced the feature.
+        table: the table of the feature, or a cache of it.
         home: the device of the plain feature. None: the feature was a numpy array.
-        counts: whether `attach` has set num_nodes, which is then removed.
+        counts: whether `attach` has set num_nodes. It is then removed.
     """
     store = graph()
     if store is None or name not in store or store[name] is not stand_in:
@@ -117,7 +119,8 @@ def _put_back(
 
 
 def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, cache_bytes: int) -> Table:
-    """Returns a cache of the table of a feature of nodes, or the table itself if its items are not whole rows."""
+    """Returns a cache over the table of a node feature. If the items of the table are not whole rows, returns the table
+    itself. store: the storage of the feature's nodes."""
     if not table.geometry.has_whole_rows:
         return table
     hotness = torch.zeros(store.num_nodes, dtype=torch.int64, device="cpu")
@@ -129,8 +132,8 @@ def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, ca
 
 
 def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[Any, str, bool, str]]:
-    """Yields (storage, name, whether the attribute is one of edges, the attribute's name in messages) for every
-    attribute with one of these names."""
+    """Yields (storage, name, whether the attribute belongs to edges, the attribute's name in messages) for every
+    attribute with one of the given names."""
     for name in names:
         stores = [store for store in data.stores if name in store]
         if not stores:
@@ -151,11 +154,11 @@ def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[An
 
 
 class _StandIn:
-    """An object that takes the place of a feature in a graph from which `attach` has removed the feature. It has the
-    feature's shape; PyG copies it to batches and moves it with them. Anything that needs rows raises RuntimeError."""
+    """An object that replaces a feature in a graph after `attach` has removed the feature. It has the feature's shape.
+    PyG can copy it to batches, and move it with them to a device. Operations that need rows raise RuntimeError."""
 
     __class__ = property(lambda self: torch.Tensor)  # convolutions check whether their arguments are tensors
-    ndim = 0  # otherwise loaders would index it
+    ndim = 0  # otherwise loaders would index the stand-in
     is_cuda = is_sparse = is_nested = requires_grad = False
     layout = torch.strided
 
@@ -186,14 +189,14 @@ class _StandIn:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python asks for attributes that an object may not have
+        if name.startswith("__"):  # Python and libraries look for such attributes, and expect AttributeError
             raise AttributeError(name)
         self.refuse()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> NoReturn:
         given = [*args, *(kwargs or {}).values()]
-        # for functions such as torch.stack
+        # Functions such as torch.stack take lists of tensors.
         given += [inner for value in given if isinstance(value, (list, tuple)) for inner in value]
         next(value for value in given if isinstance(value, _StandIn)).refuse()
 
@@ -203,30 +206,31 @@ class _StandIn:
 
 
 class FetchFeatures(BaseTransform, Closing):
-    """A transform that gives a loader's batches their features: rows of tables, at the batch's ids.
+    """A transform that adds features to the batches of a loader. It fetches the rows at a batch's ids from tables.
 
-    Pass it as `transform=` to a loader whose data does not have these features itself (otherwise the loader gathers
-    them). It can be pickled. In worker processes rows are decoded on the CPU. For rows on a GPU the loader needs
-    `filter_per_worker=False`, so that the transform runs in the main process, on its current stream. If an id is out of
-    range, IndexError is raised at once for ids on the CPU, and by the next fetch for ids on a GPU (see
+    Pass it as `transform=` to a loader. The data of the loader must not have these features, because the loader would
+    gather them. The transform can be pickled. In worker processes, rows are decoded on the CPU. For rows on a GPU, the
+    loader needs `filter_per_worker=False`; the transform then runs in the main process, on its current stream. If an id
+    is out of range, IndexError is raised at once for ids on the CPU, and by the next fetch for ids on a GPU (see
     `ibp.index_select`).
 
     Args:
-        nodes: {name: table} for a Data, {type of node: {name: table}} for a HeteroData: batch[name] becomes
-            table[batch.n_id]. Tensors are compressed; an `ibp.RowCache` of a table is used as it is.
-        edges: the same for edges, with batch.e_id.
+        nodes: the features of nodes: {name: table} for a Data, or {type of node: {name: table}} for a HeteroData. For
+            each feature, batch[name] becomes table[batch.n_id]. In place of a table, an `ibp.RowCache` of a table may
+            be given, or a tensor or array, which is then compressed.
+        edges: likewise the features of edges, with batch.e_id.
         device: the device of fetched rows. None: the device of the ids.
 
     Attributes:
-        nodes, edges: as given, with a table for each feature.
-        device: as given, with its index.
+        nodes, edges: the given mappings, with tables in place of tensors and arrays.
+        device: the given device, with its index, or None.
 
     Raises:
-        TypeError: nodes or edges is not such a mapping.
-        ValueError: types and plain names are mixed, or device cannot be used.
+        TypeError: nodes, edges or a feature has a wrong type.
+        ValueError: both forms of mappings are given, or device cannot be used.
     """
 
-    _undo: tuple[Callable[[], None], ...] = ()  # puts the features back into the graph that `attach` has changed
+    _undo: tuple[Callable[[], None], ...] = ()  # functions that put the features back into the graph, from `attach`
 
     def __init__(
         self, nodes: Mapping[Any, Any] | None = None, edges: Mapping[Any, Any] | None = None, *, device: _Device = None
@@ -246,13 +250,13 @@ class FetchFeatures(BaseTransform, Closing):
         self.device = None if device is None else checked_device(device)
 
     def forward(self, data: Any) -> Any:
-        """Adds the features to a batch, in place, and returns it.
+        """Adds the features to a batch, in place, and returns the batch.
 
         Raises:
-            RuntimeError: after close(), or for rows on a GPU in a worker process.
-            TypeError: the batch is a Data and the features are by type, or vice versa.
-            KeyError: the batch has no ids, or lacks a type of the features.
-            ValueError: the batch already has such a feature.
+            RuntimeError: the transform was closed, or a GPU would fetch rows in a worker process.
+            TypeError: the batch is a Data although the features are given by type, or vice versa.
+            KeyError: the batch has no ids, or lacks a type for which there are features.
+            ValueError: the batch already has one of the features.
             IndexError: an id is out of range.
         """
         if self._is_closed:
@@ -275,7 +279,7 @@ class FetchFeatures(BaseTransform, Closing):
         for name, table in tables.items():
             what = repr(name) if key is None else f"{name!r} of {key!r}"
             ids = store[ids_name] if ids_name in store else None
-            if ids is None:  # absent, or None because the sampler gives no ids of edges
+            if ids is None:  # the batch has no such attribute, or the sampler has set it to None
                 count = "num_nodes" if ids_name == "n_id" else "num_edges"
                 raise KeyError(
                     f"the batch has no {ids_name} to fetch {what} by: for a loader that gives none, set "
@@ -286,10 +290,10 @@ class FetchFeatures(BaseTransform, Closing):
             store[name] = fetch(table, ids, self.device, what)
 
     def close(self) -> None:
-        """Drops the tables, whose memory is freed when nothing else holds them. If `attach` has made the transform,
-        first puts the plain features back into its graph, on their former devices. A feature that has been replaced in
-        the graph stays as it is, and copies of the graph and of the transform are not touched. A second call does
-        nothing.
+        """Drops the tables. Their memory is freed when nothing else holds them. If `attach` made the transform, first
+        puts the plain features back into the graph, on their former devices. If another value has replaced a stand-in
+        in the graph, that value stays there. Copies of the graph and of the transform are not changed. A second call
+        does nothing.
 
         Raises:
             CorruptTableError: a table is damaged.
@@ -326,10 +330,10 @@ def _tables_of(given: Mapping[str, Any], what: str) -> dict[Any, Any]:
 
 
 class FeatureStore(torch_geometric.data.FeatureStore, Closing):
-    """PyG's FeatureStore over compressed tables. Tensors are compressed when they are put into it.
+    """PyG's FeatureStore over compressed tables. Tensors are compressed when they are put into the store.
 
-    PyG's loaders (`NeighborLoader((store, graph_store), ...)`) require every feature of a graph without types to be one
-    of nodes. Use `FetchFeatures` for features of edges.
+    For a graph without types, PyG's loaders (`NeighborLoader((store, graph_store), ...)`) require that all features
+    belong to nodes. Use `FetchFeatures` for features of edges.
 
     Args:
         device: the device of fetched rows. None: the device of the ids. For a GPU, loaders with workers need
@@ -366,8 +370,8 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
         return self._tables
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
-        """Compresses a tensor or array and stores its table. A given table, or a cache of a table, is stored as it is.
-        Raises ValueError if attr has an index, because rows of a table are fixed."""
+        """Compresses a tensor or array and stores the table. If `tensor` is a table or a cache of a table, stores it
+        unchanged. Raises ValueError if attr has an index, because rows of a stored table cannot be replaced."""
         what = repr((attr.group_name, attr.attr_name))
         if attr.index is not None:
             raise ValueError(f"index of {what} is a {type(attr.index).__name__}; wanted None: rows of tables are fixed")
@@ -376,8 +380,8 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
         return True
 
     def _get_tensor(self, attr: TensorAttr) -> torch.Tensor:
-        """Returns x[attr.index] of a feature x. The index may be a tensor, an array, a slice, an int, or None for all
-        rows. Raises KeyError if there is no such feature."""
+        """Returns rows of a feature: those at attr.index, which may be a tensor, an array, a slice or an int, or all
+        rows if it is None. Raises KeyError if there is no such feature."""
         what = repr((attr.group_name, attr.attr_name))
         table, index = self.table(attr.group_name, attr.attr_name), attr.index
         if isinstance(index, np.ndarray):

@@ -1,20 +1,20 @@
-"""Keeps KV-caches for serving compressed: pages of a paged cache, and rows of tokens.
+"""Compresses KV-caches: pages of paged caches, rows of tokens that are fetched by index, and caches that grow.
 
-    paged = ibp.kv.PagedTensors(caches)                    # a tensor [blocks, ...] for each layer
+    paged = ibp.kv.PagedTensors(caches)                    # caches: a tensor [blocks, ...] for each layer
     pages = ibp.kv.KVStore(sample, num_pages=4096, page_bytes=paged.block_bytes, num_tensors=len(paged))
-    pages.store([0, 1], paged, blocks=[17, 4]).wait()      # codes them into pinned host memory
-    pages.load([0, 1], paged, blocks=[3, 9]).wait()        # the same bits, in other blocks
+    pages.store([0, 1], paged, blocks=[17, 4]).wait()      # compresses blocks into pinned host memory
+    pages.load([0, 1], paged, blocks=[3, 9]).wait()        # writes the same bits to other blocks
 
     keys = ibp.kv.KVRows(sample, num_layers=32, num_tokens=131_072, num_heads=8)
-    keys.store(layer, k_new, positions)                    # for attention that looks at few tokens
+    keys.store(layer, k_new, positions)                    # for attention that reads only a few tokens
     k = keys.load(layer, chosen)
 
-    codec = ibp.kv.PageCodec.learn(sample)                 # for another machine
+    codec = ibp.kv.PageCodec.learn(sample)                 # to send pages to another machine
     message, used = ibp.kv.pack(paged, codec, blocks=[17, 4])
     ibp.kv.unpack(message, codec, out=paged, blocks=[3, 9])  # on the other machine
 
-docs/kv-cache.md shows all three. Adapters of serving engines, such as `ibp.integrations.vllm` and `sglang`, build on
-`BlockStore`, which keeps blocks of layers as numbered pages, and on `KeyedPages`, which finds pages by their keys.
+docs/kv-cache.md shows these three uses. Adapters of serving engines, such as `ibp.integrations.vllm` and `sglang`,
+build on `BlockStore`, which keeps blocks of layers as numbered pages, and on `KeyedPages`, which finds pages by keys.
 Caches that grow token by token, such as `CompressedCache` of `ibp.integrations.transformers`, build on `TokenCoder`.
 """
 

@@ -1,4 +1,4 @@
-"""`BlockStore` keeps blocks of layers, which may have several sizes, as numbered pages. It loses no page."""
+"""`BlockStore` keeps blocks of layers as numbered pages, and loses no page. Layers may differ in the size of blocks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Moves = Mapping[int, tuple[list[int], list[int]]]
 
 
 class _Pool:
-    """A pool of pages of one size. A page consists of one block of page_bytes bytes of each of several tensors. A
-    `KVStore` keeps pages coded; pages for which it has no room are kept raw in host memory."""
+    """A pool of pages. A page has a block of page_bytes bytes from each of several tensors. Pages are coded in a
+    `KVStore`. If the store has no room for a page, the page is kept raw in host memory."""
 
     def __init__(self, page_bytes: int, dtype: torch.dtype, level: str, device: torch.device) -> None:
         self.page_bytes = page_bytes
@@ -37,8 +37,9 @@ class _Pool:
         self._level, self._device = level, device
         self.store: KVStore | None = None  # None before the first store
         self.raw: dict[int, dict[int, torch.Tensor]] = {}  # raw blocks, by page and by the tensor's index in the page
-        self.may_use = 0  # upper bound of the overflow bytes in use, including those of unfinished jobs
-        self._lost_some = False  # whether a page did not fit since the last compaction
+        # Upper bound of the size in bytes of the used overflow of `store`, after all submitted jobs have ended.
+        self.may_use = 0
+        self._lost_some = False  # whether `store` had no room for a page since the last compaction
 
     def make_store(self, parts: list[_Part], num_pages: int, pool_bytes: int) -> None:
         sample = []
@@ -58,7 +59,8 @@ class _Pool:
         )
 
     def keep(self, part: _Part, lost: set[int]) -> None:
-        """Keeps raw copies of the blocks of the pages in `lost`, for which the pool had no room."""
+        """Makes raw copies of those blocks of a part whose pages are in `lost`: the pages for which the store had no
+        room."""
         self._lost_some = self._lost_some or bool(lost)
         for page, block in zip(part.pages, part.blocks):
             if page in lost:
@@ -66,7 +68,7 @@ class _Pool:
                 self.raw.setdefault(page, {}).update(kept)
 
     def expect(self, part: _Part) -> None:
-        """Adds to `may_use` the overflow bytes that a part needs if all of its rows are stored raw."""
+        """Adds to `may_use` the size in bytes of the overflow that a part needs if all of its rows are stored raw."""
         assert self.store is not None
         place, num_bytes = self.store.place, len(part.pages) * len(part.span.paged) * self.page_bytes
         raw_bytes = rounded_up(max(0, place.row_bytes - place.slot_bytes), SECTOR_BYTES)
@@ -74,11 +76,12 @@ class _Pool:
 
     @property
     def may_lose(self) -> bool:
-        """Whether there may be no room for a page that is being stored."""
+        """Whether `store` may turn out to have no room for a page that is being stored."""
         return self.store is not None and self.may_use > self.store.place.overflow.numel()
 
     def compact(self) -> None:
-        """Compacts the overflow if pages did not fit and enough pages have been stored since the last compaction."""
+        """Compacts the overflow of `store` if the store had no room for a page since the last compaction, and if enough
+        pages were stored since then (see `KVStore.compact_if_due`)."""
         if self._lost_some and self.store is not None and self.store.compact_if_due():
             self.may_use = self.store.place.counts().used_bytes
             self._lost_some = False
@@ -114,7 +117,8 @@ class _Span(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Blocks of a span, and the pages as which they are stored or from which they are loaded."""
+    """The part of a job that concerns one span. Block blocks[k] of the span's tensors is stored as page pages[k], or is
+    loaded from it."""
 
     span: _Span
     pages: list[int]
@@ -123,12 +127,12 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Job:
-    """A store or a load that has been submitted: the transfers of its coded pages, each with the part of the job that
-    it moves."""
+    """A store or a load that has been submitted. `transfers` has the part and the transfer for each span."""
 
     stores: bool
     transfers: list[tuple[_Part, Transfer]] = field(default_factory=list)
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # recorded before and after its work
+    # Recorded before and after the job's work. None on the CPU.
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def is_done(self) -> bool:
         return self.events is None or self.events[1].query()
@@ -138,13 +142,14 @@ class _Job:
 
 
 class BlockStore(OfThisProcess):
-    """A store of the blocks of groups of layers as numbered pages, for engines that cannot lose a page. The pages are
-    in pools, each of which is a `KVStore`.
+    """A store that keeps blocks of layers as numbered pages, for engines that cannot lose a page.
 
-    A page consists of one block of each layer of a group. There is a pool for each size and kind of blocks. The
-    codebook of a pool is learned from the blocks that are stored first. If a pool has no room for a page, the page is
-    kept raw in pageable host memory until it is stored again. Jobs run on three streams of the store: one for stores,
-    one for loads, and one for urgent loads. Each job waits for the work that was queued on the current stream before.
+    Layers are divided into groups. A page consists of one block of each layer of a group. Blocks of the same size and
+    kind are coded in one pool, a `KVStore`. The codebook of a pool is learned from the blocks that are stored first. If
+    a pool has no room for a page, the page is kept raw in pageable host memory until it is stored again.
+
+    Every call of `store` or `load` submits a job. Jobs run on three streams of the store: one for stores, one for
+    loads, and one for urgent loads. A job waits for the work that was queued on the current stream before the call.
 
     Example:
         >>> layers = [torch.randn(50, 2048).bfloat16().view(torch.int8) for _ in range(3)]
@@ -159,17 +164,17 @@ class BlockStore(OfThisProcess):
         True
 
     Args:
-        groups: the tensors of each group of layers, [num_blocks, bytes of a block], int8. Groups may share tensors. All
-            groups use the same page numbers; a page belongs to the group that stored it last.
-        num_pages: number of pages: pages are numbered from 0 to num_pages - 1.
-        pool_bytes: size in bytes of the host memory of all pools together.
+        groups: for each group, the tensors of its layers, int8 [num_blocks, size of a block in bytes]. Groups may share
+            tensors. All groups use the same page numbers; a page belongs to the group that stored it last.
+        num_pages: number of pages. They are numbered from 0 to num_pages - 1.
+        pool_bytes: total size in bytes of the host memory of all pools.
         dtype: the dtype of the values in the blocks.
         level: level of the codebooks, see `ibp.compress`.
         kinds: a number for each tensor of each group, such as 0 for keys and 1 for values. Tensors of different kinds
             get different codebooks. None: all tensors are of the same kind.
 
     Raises:
-        TypeError, ValueError: a tensor does not have rows of bytes, or another argument is not as described.
+        TypeError, ValueError: an argument is not as described.
     """
 
     _instead = "load() its blocks into tensors, which can be pickled"
@@ -190,9 +195,9 @@ class BlockStore(OfThisProcess):
         check_scheme("planes", level=level)
         self._num_pages, self._pool_bytes = num_pages, whole_number("pool_bytes", pool_bytes, 0)
         self._device = next(tensor.device for tensors in groups for tensor in tensors)
-        self._pools: dict[tuple[int, int], _Pool] = {}  # by kind, and by size in bytes of a block
+        self._pools: dict[tuple[int, int], _Pool] = {}  # by (kind, size of a block in bytes)
         self._spans = [list(self._spans_of(*group, dtype, level)) for group in zip(groups, kinds)]
-        self._some_spans: dict[tuple[int, range], list[_Span]] = {}  # by group and numbers of its tensors
+        self._some_spans: dict[tuple[int, range], list[_Span]] = {}  # by (group, range of tensors)
         self._jobs: dict[int, _Job] = {}  # in the order in which they were submitted
         self._finished: list[tuple[int, bool, float | None]] = []
         on_gpu = self._device.type == "cuda"
@@ -210,7 +215,7 @@ class BlockStore(OfThisProcess):
                     f"a tensor has {list(tensor.shape)} {tensor.dtype}; wanted [num_blocks, bytes of a block] of int8"
                 )
             alike.setdefault((kind, tensor.shape[1], tensor.shape[0], tensor.stride(0)), []).append(number)
-        taken: Counter[tuple[int, int]] = Counter()  # the number of the group's tensors in each pool
+        taken: Counter[tuple[int, int]] = Counter()  # number of the group's tensors in each pool
         for (kind, block_bytes, *_), numbers in alike.items():
             key = kind, block_bytes
             if key not in self._pools:
@@ -232,8 +237,8 @@ class BlockStore(OfThisProcess):
 
     @property
     def may_lose(self) -> bool:
-        """Whether there may be no room for blocks that are being stored. If so, do not change these blocks before you
-        have waited for their jobs."""
+        """Whether the pools may turn out to have no room for blocks that are being stored. If so, do not change these
+        blocks until `wait` has returned for their jobs: pages without room are then copied raw from the blocks."""
         return any(pool.may_lose for pool in self._pools.values())
 
     def store(self, job: int, moves: Moves, stream: torch.cuda.Stream | None = None) -> None:
@@ -241,8 +246,8 @@ class BlockStore(OfThisProcess):
 
         Args:
             job: the id of the job, chosen by the caller.
-            moves: pages and blocks of each group.
-            stream: the stream that stores. None: the store's own.
+            moves: {group: (pages, blocks)}: block blocks[k] of the group is stored as page pages[k].
+            stream: the stream that stores. None: the store's own stream for stores.
         """
         entry, parts, stream = _Job(True), list(self._parts(moves)), stream or self._store_stream
         self._make_stores(parts)
@@ -266,14 +271,16 @@ class BlockStore(OfThisProcess):
         tensors: range | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Begins to load pages into blocks. If a block is named several times, the last page counts.
+        """Begins to load pages into blocks, after the work that is queued on the current stream. If several pages are
+        to be loaded into the same block, only the last of them is loaded.
 
         Args:
             job: the id of the job, chosen by the caller.
-            moves: pages and blocks of each group.
-            urgent: whether the load may run at the same time as loads that were submitted before.
-            tensors: the indices in each group of the tensors to load, such as the tensors of one layer. None: all.
-            stream: the stream that loads. None: the store's own.
+            moves: {group: (pages, blocks)}: page pages[k] is loaded into block blocks[k] of the group.
+            urgent: whether the load may overtake earlier loads that are not urgent, or run at the same time.
+            tensors: which tensors of a group to load, as a range of indices in the group, for example the tensors of
+                one layer. None: all tensors.
+            stream: the stream that loads. None: the store's own stream for loads, or for urgent loads.
 
         Raises:
             RuntimeError: nothing has been stored yet.
@@ -293,10 +300,10 @@ class BlockStore(OfThisProcess):
         self._jobs[job] = entry
 
     def finished(self) -> list[tuple[int, bool, float | None]]:
-        """Returns the jobs that have ended since the last call, in the order in which they were submitted.
+        """Returns (job, success, seconds) for each job that has ended since the last call, in the order of submission.
 
-        Each is (job, success, seconds on the GPU; None on the CPU). A load fails if a page was never stored, or is
-        damaged; its blocks are zeros then.
+        seconds is the time that the job took on the GPU, or None on the CPU. A load fails if one of its pages was never
+        stored or is damaged; the blocks of this page are then zeros. Stores always succeed.
         """
         self._settle()
         if not self._jobs:
@@ -306,8 +313,8 @@ class BlockStore(OfThisProcess):
         return finished
 
     def wait(self, jobs: set[int] | None = None) -> None:
-        """Makes the host wait for jobs (None: all). Afterwards the caller may write to the blocks that these jobs
-        read."""
+        """Makes the host wait for jobs. Afterwards the caller may write to the blocks that they stored. jobs: the ids
+        of the jobs. None: all jobs."""
         for job in self._jobs if jobs is None else jobs:
             entry = self._jobs.get(job)
             if entry is not None and entry.events is not None:
@@ -345,8 +352,8 @@ class BlockStore(OfThisProcess):
 
     @contextlib.contextmanager
     def _timed(self, entry: _Job, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Queues a job's work on a stream, after the work of the current stream, and records an event before and one
-        after it."""
+        """A context in which a job's work is queued on a stream, after the work of the current stream. An event is
+        recorded before the job's work, and another one after it. stream: None on the CPU, where nothing is recorded."""
         if stream is None:
             yield
             return
@@ -358,8 +365,8 @@ class BlockStore(OfThisProcess):
             entry.events[1].record()
 
     def _load_raw(self, part: _Part) -> _Part:
-        """Copies those pages of a part that are kept raw to their blocks, on the current stream. Returns the rest of
-        the part: its coded pages. If several pages go to one block, only the last one is moved."""
+        """Loads the raw pages of a part, on the current stream. Returns a part with the coded pages, which remain to be
+        loaded. If several pages go to the same block, only the last of them is loaded or returned."""
         raw, first = part.span.pool.raw, part.span.first_tensor
         page_of = dict(zip(part.blocks, part.pages))
         kept = {block: raw[page] for block, page in page_of.items() if first in raw.get(page, ())}
@@ -370,11 +377,12 @@ class BlockStore(OfThisProcess):
         return _Part(part.span, list(coded.values()), list(coded))
 
     def _settle(self) -> None:
-        """Settles the jobs whose work has ended, in the order in which they were submitted. Keeps raw copies of pages
-        that did not fit; their blocks are still unchanged. Drops raw copies of pages that have been stored again."""
+        """Completes the jobs whose work has ended, in the order of submission, and adds them to `_finished`. For a
+        store, drops the earlier raw copies of its pages, and makes raw copies of the pages that did not fit. Their
+        blocks are still unchanged, because callers obey the rule of `may_lose`."""
         for job, entry in [(job, entry) for job, entry in self._jobs.items() if entry.is_done()]:
             success = self._settle_store(entry) if entry.stores else _settle_load(entry)
-            del self._jobs[job]  # only now: if settling raises, the next call tries again
+            del self._jobs[job]  # only now: if the line before raises, the next call tries again
             self._finished.append((job, success, entry.seconds()))
         if not any(entry.stores for entry in self._jobs.values()):
             for pool in self._pools.values():

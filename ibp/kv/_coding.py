@@ -17,18 +17,18 @@ from .._schemes.learning import CLEARLY_LESS, Learner, learned_from
 from .._tables.coded_rows import CodedRows
 
 _SECTOR = _core.SECTOR_BYTES
-# Largest size of a row in bytes, unless one token is larger. On average a row wastes 16 bytes, half of its last sector:
-# 0.2 % of a row of this size.
+# Largest size of a row in bytes, unless one token is larger. On average a row wastes 16 bytes, half of its last sector,
+# which is 0.2 % of a row of this size.
 _MOST_ROW_BYTES = 8192
 _LEARN_ELEMENTS = 1 << 19  # number of elements of the sample from which a codebook is learned
 _LEAST_SAVINGS = 0.02  # if a codebook saves a smaller fraction of the bytes, tokens are kept raw
 _GROWTH = 1.5  # the factor by which index arrays grow
-_OUTER_DIMS = 3  # number of dimensions that index the items of a tensor: block, sequence and head
+_OUTER_DIMS = 3  # number of dimensions that index the items of a tensor (see `Form`): block, sequence and head
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a cache."""
+    """The options of a cache, as in `ibp.kv.TokenCoder`."""
 
     block: int  # number of tokens that are coded together
     window: int  # number of the newest tokens that stay raw
@@ -41,10 +41,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Form:
-    """The geometry of the items and rows into which keys or values of a layer, [B, num_heads, T, head_dim], are cut.
+    """The geometry of keys or values of a layer, [B, num_heads, T, head_dim], which are cut into items, and items into
+    rows.
 
-    An item is a block of tokens of one head of one sequence. Its item_bytes bytes are contiguous, and are cut into rows
-    of row_bytes bytes without a remainder.
+    An item has the tokens of one block, one head and one sequence. Its item_bytes bytes are contiguous, and are cut
+    into rows of row_bytes bytes without a remainder.
     """
 
     dtype: torch.dtype
@@ -59,7 +60,8 @@ class Form:
         code them, or None if it is not known yet.
 
         Raises:
-            ValueError: blocks are not whole rows of the codebook, or one token of a head is too long for a row.
+            ValueError: an item is not a whole number of the codebook's rows, or one token of a head is empty or too
+                large for a row.
         """
         token_bytes = states.shape[-1] * states.element_size()
         item_bytes = block * token_bytes
@@ -89,8 +91,8 @@ class Form:
         return self.item_bytes // self.row_bytes
 
     def items(self, tokens: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Returns a view [blocks, B, num_heads, block * head_dim] of blocks first to last - 1. tokens: [B, num_heads,
-        tokens, head_dim], whose last two dimensions must be contiguous."""
+        """Returns the items of blocks first to last - 1, as a view [blocks, B, num_heads, block * head_dim] of tokens.
+        tokens: [B, num_heads, tokens, head_dim], whose last two dimensions must be contiguous."""
         batch, heads, _, dim = tokens.shape
         of_batch, of_head, of_token, _ = tokens.stride()
         start = tokens.storage_offset() + first * self.block * of_token
@@ -99,22 +101,23 @@ class Form:
 
 
 class CodedTokens(NamedTuple):
-    """The encoded items of one call, in newly allocated memory."""
+    """The result of `encode` or `raw`: items, coded or raw."""
 
     codebook: AnyCodebook | None  # the codebook of the items; None: the items are raw
     data: torch.Tensor  # uint8: the coded bytes, followed by unused bytes
-    # lengths, bases: the index of the items' rows (FORMAT.md section 2). Empty if the items are raw.
+    # The index of the items' rows (FORMAT.md, section 2): uint16 [rows] and int64 [rows]. Empty if the items are raw.
     lengths: torch.Tensor
     bases: torch.Tensor
     state: torch.Tensor | None  # int64 [8]: the counters of `CodedRows`. None if the items are raw.
     num_items: int  # number of items
 
     def num_bytes(self, state: list[int] | None) -> int:
-        """Returns the number of bytes of `data` that are in use. state: the values of the tensor `state`, copied to the
-        host.
+        """Returns the number of bytes of `data` that are in use. state: the values of the tensor `self.state`, as a
+        list. None: the items are raw, and there is no such tensor.
 
         Raises:
-            RuntimeError: a row was not encoded. This is an internal check: `encode` makes room for all rows.
+            RuntimeError: a row was not encoded. This is an internal check: `encode` allocates enough memory for all
+                rows.
         """
         if state is None:
             return self.data.numel()
@@ -125,30 +128,32 @@ class CodedTokens(NamedTuple):
 
 
 def raw(items: torch.Tensor) -> CodedTokens:
-    """Returns items as `CodedTokens` that are raw."""
+    """Returns items as raw `CodedTokens`. The data is copied only if the items are not contiguous."""
     none = torch.empty(0, dtype=torch.int64, device=items.device)
     data = items.contiguous().view(-1).view(torch.uint8)
     return CodedTokens(None, data, none.view(torch.uint16), none, None, items[..., 0].numel())
 
 
 def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
-    """Queues the encoding of items [blocks, B, heads, elements] on the current stream. The result's memory has at least
-    the uncompressed size of the items, so that even raw rows fit."""
+    """Queues the encoding of items [blocks, B, heads, elements] on the current stream. `data` of the result is at least
+    as large as the items, so that even raw rows fit."""
     item_bytes = items.shape[-1] * items.element_size()
     num_items = items[..., 0].numel()
     num_rows = num_items * item_bytes // codebook.row_bytes
-    room = rounded_up(codebook.row_bytes, _SECTOR)  # enough for a raw row, so that no row is lost
+    room = rounded_up(codebook.row_bytes, _SECTOR)  # size in bytes of a raw row in overflow
     rows = CodedRows(codebook, num_rows, slot_bytes=0, overflow_bytes=num_rows * room, device=items.device)
     rows.handle.encode(items, rows._counts, rows.fault)
     return CodedTokens(codebook, rows.overflow, rows.lengths, rows.bases, rows.counters, num_items)
 
 
 class TokenOrder(NamedTuple):
-    """A map from the present sequences of the batch to the coded ones, for each block.
+    """A map from the present sequences of the batch to the coded sequences, for each block.
+
+    A coded sequence is one block of one sequence, as it was coded. Coded sequences are numbered over all blocks, in the
+    order in which they were coded.
 
     Attributes:
-        slots: int64 [blocks, B]. Sequence b of block t is the coded sequence slots[t, b]. Coded sequences are numbered
-            over all blocks, in the order in which they were coded.
+        slots: int64 [blocks, B]. Block t of the present sequence b is the coded sequence slots[t, b].
         stamp: a number that differs for every order.
     """
 
@@ -163,7 +168,7 @@ class TokenSpan:
         form: the geometry of the blocks.
         codebook: the codebook of the blocks. None: the blocks are raw.
         first_block: number of the span's first block.
-        first_slot: number of the span's first coded sequence.
+        first_slot: number of the span's first coded sequence (see `TokenOrder`).
         device: the device of the index.
     """
 
@@ -178,11 +183,11 @@ class TokenSpan:
         self._lengths, self._bases = none.view(torch.uint16), none
         self._words = self._none if codebook is None else codebook.words(device)
         self._codec = [0, form.row_bytes] if codebook is None else codebook.codec
-        self._index = self._lengths, self._bases  # the index of all rows
-        # Arguments and result of the last call of `ids` that had an order.
+        self._index = self._lengths, self._bases  # the entries of the rows that the span has
+        # Arguments and result of the last call of `ids` with an order.
         self._ids: tuple[tuple[int, ...], torch.Tensor] | None = None
-        # Decoding is slow if rows are long and each column has entries of its own: only all multiprocessors together
-        # then keep up with the link.
+        # Decoding is slow if the codebook has separate entries for each column. Then only all multiprocessors together
+        # keep up with the link.
         by_column = isinstance(codebook, PlanesCodebook) and codebook.per_column
         self._streaming_sms = 0 if by_column else STREAM_SMS
 
@@ -195,7 +200,7 @@ class TokenSpan:
         return sum(tensor.nbytes for tensor in (self._lengths, self._bases, self._words))
 
     def append(self, coded: CodedTokens, offset: int) -> None:
-        """Appends items whose bytes begin at an offset of the arena."""
+        """Appends items, whose bytes begin at the given offset in the arena."""
         if self.codebook is None:
             first = offset // self.form.item_bytes
             places = torch.arange(first, first + coded.num_items, device=self._bases.device)
@@ -221,10 +226,11 @@ class TokenSpan:
 
         Args:
             staged: uint8: all used bytes of the arena, or a copy of them on the device.
-            out: a view of items that receives the decoded items.
-            ids: int64: the number of the item to decode for each item of `out`. None: all items of the span in order.
-            sms: the number of multiprocessors that decode. 0: all. None: as many as it takes to keep up with the link.
-            fault: the fault record.
+            out: the destination, a view that `Form.items` returned.
+            ids: int64: for each item of `out`, the number in this span of the item that is decoded to it. None: all
+                items of the span, in order.
+            sms: number of multiprocessors that decode. 0: all. None: enough to keep up with the link.
+            fault: the record in which faults are noted (`ibp._rows.faults`).
         """
         sms = self._streaming_sms if sms is None else sms
         item_bytes, row_bytes = self.form.item_bytes, self.form.row_bytes
@@ -240,11 +246,13 @@ class TokenSpan:
         torch.ops.ibp.gather_items.default(table, ids, sms, out, fault, outer_dims=_OUTER_DIMS)
 
     def ids(self, first: int, last: int, batch: int, order: TokenOrder | None) -> torch.Tensor | None:
-        """Returns the numbers of the items of blocks first to last - 1 as an int64 tensor [n], in the order of a
-        tensor's items. Blocks are numbered over all spans. Returns None if the result would be all items of the span in
-        the order in which they were encoded.
+        """Returns the numbers in this span of the items of blocks first to last - 1, int64 [n], in the order of
+        `Form.items`. Returns None for all items of the span in the order in which they were encoded.
 
-        order: the present order of the sequences. None: the order in which they were encoded.
+        Args:
+            first, last: block numbers, counted over all spans.
+            batch: number of present sequences.
+            order: the order of the present sequences. None: the order in which they were encoded.
         """
         heads, device = self.form.num_heads, self._bases.device
         if order is None:
@@ -267,7 +275,7 @@ class TokenSpan:
 
 
 class TokenCodec:
-    """An encoder and decoder of the keys, or of the values, of a layer. It keeps the index of all encoded blocks.
+    """An encoder and decoder for the keys of a layer, or for its values. It keeps the index of all encoded blocks.
 
     Args:
         form: the geometry of the keys or values.
@@ -285,8 +293,8 @@ class TokenCodec:
         self.spans: list[TokenSpan] = []
 
     def encode(self, tokens: torch.Tensor) -> CodedTokens:
-        """Queues the encoding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. If a codebook is learned
-        from the tokens, the call waits for them."""
+        """Queues the encoding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. If the call learns a
+        codebook from the tokens, it waits for the GPU."""
         items = self.form.items(tokens.detach(), 0, tokens.shape[2] // self.form.block)
         if items.numel() and self._options.scheme != "raw":
             self._num_encoded += 1
@@ -295,9 +303,9 @@ class TokenCodec:
         return raw(items) if self._learner.found is None else encode(items, self._learner.found)
 
     def _look(self, items: torch.Tensor) -> None:
-        """Learns a codebook from a sample of the items. If there is no codebook yet, or if the present one saves
-        clearly less, the learned one is used from now on; but if it saves less than `_LEAST_SAVINGS`, items are kept
-        raw."""
+        """Learns a codebook from a sample of the items. It replaces the present codebook if that one saves clearly
+        less, or if there is none. But if the learned codebook saves less than `_LEAST_SAVINGS`, items are kept raw
+        instead."""
         num_blocks, batch, heads, elements = items.shape
         ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
         taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
@@ -317,9 +325,14 @@ class TokenCodec:
         self._learner.take(codebook, use=self._num_encoded)
 
     def add(self, coded: CodedTokens, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
-        """Appends encoded items whose num_bytes bytes begin at an offset of the arena, and tells the learner their size
-        before and after encoding. If the last span has another codebook, the items begin a new span at block
-        first_block and coded sequence first_slot."""
+        """Appends encoded items to the last span, and tells the learner the sizes of the items before and after
+        encoding. If the last span has another codebook, or if there is no span, makes a new span.
+
+        Args:
+            num_bytes: size in bytes of the encoded items.
+            offset: the offset in the arena at which their bytes begin.
+            first_block, first_slot: numbers of the first block and of the first coded sequence of the items.
+        """
         if not self.spans or self.spans[-1].codebook is not coded.codebook:
             self.spans.append(TokenSpan(self.form, coded.codebook, first_block, first_slot, self._device))
         self.spans[-1].append(coded, offset)
@@ -336,8 +349,14 @@ class TokenCodec:
         sms: int | None,
         fault: torch.Tensor,
     ) -> None:
-        """Queues the decoding of blocks into the first tokens of `out`, [B, num_heads, tokens, head_dim], whose last
-        two dimensions must be contiguous."""
+        """Queues the decoding of blocks into the first tokens of `out`.
+
+        Args:
+            staged, sms, fault: as for `TokenSpan.decode`.
+            out: [B, num_heads, tokens, head_dim], whose last two dimensions must be contiguous.
+            blocks: the numbers of the blocks.
+            order: as for `TokenSpan.ids`.
+        """
         for span, end in zip(self.spans, [*(span.first_block for span in self.spans[1:]), blocks.stop]):
             first, last = max(blocks.start, span.first_block), min(blocks.stop, end)
             if first < last:
@@ -359,8 +378,8 @@ class TokenCodec:
 
 
 def _extended(held: torch.Tensor, size: int, new: torch.Tensor) -> torch.Tensor:
-    """Returns an array of the first `size` entries of `held` followed by `new`. Writes to `held` itself if it has
-    room."""
+    """Returns an array that begins with the first `size` entries of `held`, followed by `new`. If `held` is long
+    enough, writes to `held` and returns it. Otherwise allocates a longer array, with room for more entries."""
     end = size + new.numel()
     if end > held.numel():
         larger = torch.empty(max(end, int(_GROWTH * size)), dtype=held.dtype, device=held.device)
@@ -371,7 +390,7 @@ def _extended(held: torch.Tensor, size: int, new: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the tensor with a dtype that torch can copy on every device."""
+    """Returns the tensor, or a view of a uint16 tensor as int16, because torch cannot copy uint16 on every device."""
     return tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
 
 

@@ -1,4 +1,4 @@
-"""Stores the encoded tokens of a layer, brings them to the device that computes, and decodes them there."""
+"""Stores the encoded tokens of layers, copies them to the device that computes, and decodes them there."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ._coding import Options
 from ._history import Pending, TokenArena, TokenHistory
 
 _WORDS = FaultWords("coded tokens were damaged: {status}, item {value} at position {position}", RuntimeError, later="")
-_SLACK = 8  # a buffer that has to grow is allocated an eighth larger than the layer needs
+_SLACK = 8  # a buffer that must grow is made larger than the layer needs, by an eighth of this size
 
 
 class Fetch:
     """Keys and values, [B, heads, num_tokens, head_dim], whose first tokens are being decoded.
 
-    Their memory belongs to the stream that was current when it was allocated. If the object is destroyed before the
-    decoding has ended, later work on that stream waits for the decoding.
+    The memory of these tensors belongs to the stream that was current when they were allocated. If the object is
+    destroyed before `wait` was called on that stream, later work there waits for the decoding.
 
     Args:
         keys, values: the tensors.
-        owner: the stream that was current. None: the decoding has ended.
+        owner: the stream that was current when the tensors were allocated. None: the decoding has ended.
         decoder: the stream that decodes.
     """
 
@@ -59,8 +59,8 @@ class Fetch:
 
 
 class TokenDecoder:
-    """The storing and decoding of the layers of one device. This class decodes on the CPU, immediately; subclasses
-    decode on a GPU.
+    """Stores and decodes the tokens of all layers on one device. This class is for the CPU, where `fetch` decodes at
+    once; its subclasses are for GPUs.
 
     Args:
         device: the device of the keys and values.
@@ -79,15 +79,15 @@ class TokenDecoder:
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of the device buffers for coded bytes that are being fetched."""
+        """Size in bytes of the buffers on the device to which coded bytes are copied."""
         return 0
 
     def new_arena(self) -> TokenArena:
         return TokenArena(self.device, pinned=False)
 
     def store(self, history: TokenHistory, pending: Pending) -> None:
-        """Appends encoded blocks to a layer. Waits until their sizes are known. If the call is interrupted, either all
-        of the blocks are appended or none of them."""
+        """Appends encoded blocks to the history of a layer. Waits until the sizes of the blocks are known. If the call
+        is interrupted, either all blocks have been appended, or no block."""
         sizes, start, offsets = pending.sizes(), history.arena.used, []
         pairs = (history.keys, pending.keys), (history.values, pending.values)
         new_bytes = sum(coded.num_items * codec.form.item_bytes for codec, coded in pairs)
@@ -109,8 +109,8 @@ class TokenDecoder:
         memory.copy_(data)
 
     def fetch(self, history: TokenHistory, num_tokens: int, blocks: range | None = None) -> Fetch:
-        """Allocates keys and values for num_tokens tokens, and starts to decode blocks (None: all blocks) into their
-        first tokens."""
+        """Allocates keys and values for num_tokens tokens, and begins to decode blocks into their first tokens. blocks:
+        the numbers of the blocks. None: all blocks of the history."""
         blocks = range(history.num_blocks) if blocks is None else blocks
         keys, values = history.empty(num_tokens)
         self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
@@ -120,13 +120,13 @@ class TokenDecoder:
     def _decode(
         self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
     ) -> None:
-        """Queues the decoding of blocks into the first tokens of keys and values. staged: all used bytes of the arena,
-        on the device that decodes."""
+        """Queues the decoding of blocks into the first tokens of keys and values, on the current stream. staged: all
+        used bytes of the arena, or a copy of them on the device."""
         for codec, out in ((history.keys, keys), (history.values, values)):
             codec.decode(staged, out, blocks, history.order, self._sms, self._faults.on(self.device))
 
     def check(self) -> None:
-        """Raises an error if decoding has found a fault so far.
+        """Raises an error if decoding has noted a fault so far. Does not wait.
 
         Raises:
             RuntimeError: coded bytes in memory were damaged.
@@ -136,7 +136,7 @@ class TokenDecoder:
 
 class CudaTokenDecoder(TokenDecoder):
     """A decoder of layers whose coded bytes are in GPU memory. It decodes on its own stream, while the current stream
-    goes on; `Fetch.wait` makes the current stream wait for the decoding. `fetch` does not make the host wait."""
+    goes on. `fetch` does not make the host wait, and `Fetch.wait` makes the current stream wait for the decoding."""
 
     def __init__(self, device: torch.device, options: Options) -> None:
         super().__init__(device, options)
@@ -158,22 +158,22 @@ class CudaTokenDecoder(TokenDecoder):
             return Fetch(keys, values, current, self._decoder)
 
     def _decode_beside(self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
-        """Queues the decoding on the decoder's own stream. The caller restores the current stream, which may be any
-        stream when this function returns."""
+        """Makes the decoder's stream the current one, and queues the decoding there. The caller must restore the former
+        current stream, also if an exception is raised."""
         torch.cuda.set_stream(self._decoder)
         self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
 
 
 class HostTokenDecoder(CudaTokenDecoder):
-    """A decoder of layers whose coded bytes are in pinned host memory. The copy engine brings the bytes of one layer to
-    one buffer of a ring while the GPU decodes another layer from the other buffer. Bytes that are still in a buffer are
-    not copied again."""
+    """A decoder of layers whose coded bytes are in pinned host memory. It has a ring of two buffers on the GPU. The
+    copy engine copies the bytes of one layer to one buffer while the GPU decodes another layer from the other buffer.
+    If a buffer still has the bytes of a layer, they are not copied again."""
 
     def __init__(self, device: torch.device, options: Options) -> None:
         super().__init__(device, options)
         self._sms = options.sms or None
         self._ring, self._sender = Ring(device, self._decoder), torch.cuda.Stream(device)
-        self._stamps: dict[Turn, int] = {}  # for each buffer, the stamp of the layer whose bytes it holds or receives
+        self._stamps: dict[Turn, int] = {}  # for each buffer, the stamp of the history whose bytes are in it or coming
 
     @property
     def device_bytes(self) -> int:
@@ -213,7 +213,7 @@ class HostTokenDecoder(CudaTokenDecoder):
 
 
 def decoder_for(device: torch.device, options: Options) -> TokenDecoder:
-    """Returns a new decoder for the layers of a device.
+    """Returns a new decoder for layers whose keys and values are on a device.
 
     Raises:
         ValueError: the device is neither a CPU nor a GPU that this build of ibp can use.

@@ -1,5 +1,4 @@
-"""The encoded tokens of a layer: the blocks, the sequences to which the blocks belong, and the memory of the encoded
-bytes."""
+"""The encoded tokens of a layer (`TokenHistory`), and the memory of their encoded bytes (`TokenArena`)."""
 
 from __future__ import annotations
 
@@ -18,18 +17,20 @@ from ._coding import CodedTokens, Form, Options, TokenCodec, TokenOrder
 if TYPE_CHECKING:
     from ._decoder import Fetch, TokenDecoder
 
-# An arena grows by a quarter of what is used, or by up to 1 MiB if that is more, but at most to twice what is used:
-# each allocation of pinned memory takes time, and adds a copy to every later fetch.
+# Each allocation of pinned memory takes time, and adds a copy to every later fetch. So an arena grows in large steps:
+# by its used size if that is below 1 MiB, by 1 MiB if it is below 4 MiB, and otherwise by a quarter of it.
 _SHARE, _FIRST_BYTES = 4, 1 << 20
-# But it grows only to the uncompressed size of its tokens, less a 64th, which is more than their index usually takes.
-# If compression saves too little for that, it grows by an eighth, so that the number of growths stays logarithmic.
+# An arena and the index of its tokens should take no more memory than the raw tokens. The index usually takes less than
+# a 64th of the tokens' uncompressed size, so an arena grows to at most 63/64 of this size. If compression saves too
+# little for that, it grows by an eighth of its used size, so that the number of allocations stays logarithmic.
 _INDEX_SHARE, _LEAST_SHARE = 64, 8
 _stamps = itertools.count(1)
 
 
 class TokenArena:
-    """An arena of bytes that grows at its end. Device memory is a single allocation, which is copied when it grows;
-    pinned host memory is a list of allocations that never move, and that follow each other without gaps.
+    """An arena of bytes that grows at its end. In device memory it is a single allocation, whose bytes are copied to a
+    larger one when it grows. In pinned host memory it is a list of allocations that never move; the offsets of each
+    allocation continue those of the one before.
 
     Args:
         device: the device that encodes and decodes.
@@ -39,14 +40,15 @@ class TokenArena:
     def __init__(self, device: torch.device, pinned: bool) -> None:
         self._device, self._pinned = device, pinned
         self.used = 0  # number of bytes that are reserved, including gaps for alignment
-        self._pieces: list[tuple[int, torch.Tensor]] = []  # (offset, memory) of each allocation
-        # For pinned memory: an event that is recorded after the copy to the bytes that were reserved last.
+        self._pieces: list[tuple[int, torch.Tensor]] = []  # (offset of its first byte, memory) of each allocation
+        # For pinned memory: an event that is recorded after each copy to reserved bytes.
         self.filled = torch.cuda.Event() if pinned else None
 
     def reserve(self, num_bytes: int, alignment: int, plain_bytes: int) -> tuple[int, list[torch.Tensor]]:
-        """Reserves num_bytes bytes at the end of the arena. Returns (offset, memory). The offset is a multiple of the
-        alignment; the memory is one tensor, or two if the bytes begin at the end of an allocation of pinned memory. If
-        the call is interrupted, the arena is unchanged after `rewind(used)`.
+        """Reserves num_bytes bytes at the end of the arena. Returns (offset of the bytes, memory of the bytes). The
+        offset is a multiple of the alignment. The memory is a list of one tensor, or of two if the bytes begin in one
+        allocation of pinned memory and end in the next. If the call is interrupted, `rewind` with the former value of
+        `used` undoes it.
 
         plain_bytes: uncompressed size in bytes of all tokens of the arena, including those that are about to be added.
         """
@@ -82,7 +84,7 @@ class TokenArena:
             self._pieces.pop()
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns (offset, bytes) for each allocation, without the unused bytes at its end."""
+        """Returns (offset, used bytes) for each allocation."""
         ends = [*(start for start, _ in self._pieces[1:]), self.used]
         return [(start, memory[: end - start]) for (start, memory), end in zip(self._pieces, ends)]
 
@@ -91,8 +93,8 @@ class TokenArena:
         return sum(memory.numel() for _, memory in self._pieces)
 
     def clone(self) -> TokenArena:
-        """Returns a copy of the used bytes, in stream order: work that was queued on the current stream is finished
-        before the copy."""
+        """Returns an arena with a copy of the used bytes. Device memory is copied on the current stream, after the work
+        that is queued there. For pinned memory, the host first waits for the copies to it."""
         if self.filled is not None:
             self.filled.synchronize()
         copied = TokenArena(self._device, self._pinned)
@@ -105,10 +107,10 @@ class TokenArena:
 
 @dataclass
 class Batch:
-    """The blocks that one call has encoded."""
+    """The blocks that one call of `TokenHistory.add` has appended."""
 
-    num_blocks: int  # number of blocks that are still kept
-    num_coded: int  # number of blocks that the call encoded
+    num_blocks: int  # number of these blocks that have not been removed
+    num_coded: int  # number of blocks that the call appended
     batch_size: int  # number of sequences in a block
     start: int  # number of bytes of the arena that were in use before these blocks were added
 
@@ -118,13 +120,13 @@ class Pending:
 
     Args:
         keys, values: the encodings that were queued on the current stream.
-        num_blocks: number of blocks. They hold the oldest raw tokens.
+        num_blocks: number of blocks, which have the oldest raw tokens.
         batch_size: number of sequences in a block.
     """
 
     def __init__(self, keys: CodedTokens, values: CodedTokens, num_blocks: int, batch_size: int) -> None:
         self.keys, self.values, self.num_blocks, self.batch_size = keys, values, num_blocks, batch_size
-        # int64 [B]: the encoded sequence that each present sequence continues. None: the order has not changed.
+        # int64 [B]: for each present sequence, its index at the time of the encoding. None: the order has not changed.
         self.sequences: torch.Tensor | None = None
         states = [coded.state for coded in (keys, values) if coded.state is not None]
         self._states = Coming(torch.stack(states) if states else torch.empty(0, 8, dtype=torch.int64, device="cpu"))
@@ -134,7 +136,7 @@ class Pending:
         return self._states.is_here
 
     def sizes(self) -> tuple[int, int]:
-        """Returns the sizes in bytes of the encoded keys and of the encoded values. Waits for the encoding.
+        """Waits for the encoding. Returns (size of the encoded keys, size of the encoded values), in bytes.
 
         Raises:
             RuntimeError: rows were lost, or the status or a size is invalid. This is an internal check; items that
@@ -154,9 +156,9 @@ class Pending:
 class TokenHistory(OfThisProcess):
     """The oldest tokens of a layer, which are encoded in whole blocks. `TokenCoder.history` makes it.
 
-    The caller keeps the newer tokens raw. `encode` queues the encoding of the oldest raw tokens, which stay with the
-    caller until `store` has added their blocks to the history. `fetch` then decodes the tokens of the history to the
-    beginning of new tensors, which have room for the caller's raw tokens after them.
+    The caller keeps the newer tokens raw. `encode` queues the encoding of the oldest raw tokens. The caller must keep
+    these tokens until `store` has added their blocks to the history. `fetch` decodes the tokens of the history to the
+    beginning of new tensors; the caller then copies its raw tokens to the rest of these tensors.
 
     Example:
         >>> coder = ibp.kv.TokenCoder(block=16, window=16)
@@ -175,7 +177,7 @@ class TokenHistory(OfThisProcess):
 
     Attributes:
         device: the device that encodes and decodes.
-        num_blocks: number of encoded blocks. Each block has tokens of all sequences.
+        num_blocks: number of encoded blocks. A block has the same number of consecutive tokens of every sequence.
     """
 
     _instead = "fetch() its keys and values, which can be pickled"
@@ -187,10 +189,10 @@ class TokenHistory(OfThisProcess):
             TokenCodec(form, options, book, self.device) for form, book in zip((keys, values), given)
         )
         self.num_blocks = 0
-        self.stamp = next(_stamps)  # changes whenever the bytes change
+        self.stamp = next(_stamps)  # changes whenever the bytes of the arena change
         self._batches: list[Batch] = []
         self._num_slots, self._batch_size = 0, 0
-        # The encoded sequence of each present sequence. None: sequences are in the order of encoding.
+        # For each block and present sequence, its coded sequence. None: sequences are in the order of encoding.
         self.order: TokenOrder | None = None
 
     @property
@@ -210,7 +212,7 @@ class TokenHistory(OfThisProcess):
 
     @property
     def plain_bytes(self) -> int:
-        """Uncompressed size in bytes of the tokens of all present sequences."""
+        """Uncompressed size in bytes of the coded tokens of all present sequences."""
         return self.num_blocks * self.batch_size * self._block_bytes
 
     @property
@@ -220,7 +222,7 @@ class TokenHistory(OfThisProcess):
 
     @property
     def stored_bytes(self) -> int:
-        """Size in bytes of the coded rows of these tokens, each rounded up to a multiple of 32."""
+        """Size in bytes of the coded rows that are kept, each rounded up to a multiple of 32."""
         return self.arena.used
 
     @property
@@ -241,23 +243,25 @@ class TokenHistory(OfThisProcess):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether more than half of the kept bytes belong to tokens that no present sequence has."""
+        """Whether the coded tokens of the present sequences are fewer than half of the tokens whose coded bytes are
+        kept. Tokens that several present sequences share count once for each of these sequences."""
         coded = sum(batch.num_coded * batch.batch_size for batch in self._batches)
         return 2 * self.num_blocks * self._batch_size < coded
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Pending:
-        """Queues the encoding of the next whole blocks, [B, heads, n * block, head_dim].
+        """Queues the encoding of the next n whole blocks of tokens. keys, values: [B, heads, n * block, head_dim].
 
         Returns:
-            An object for `store`. Its `num_blocks` is n; `is_ready()` returns whether `store` would not wait for the
-            GPU; `take(sequences)` does what the history's `take` does, before the blocks are stored.
+            An object for `store`. Its `num_blocks` is n. `is_ready()` returns whether `store` can run without waiting
+            for the GPU. `take(sequences)` reorders the sequences of these blocks; call it whenever `take` of the
+            history is called before the blocks are stored.
         """
         num_blocks = keys.shape[2] // self._options.block
         return Pending(self.keys.encode(keys), self.values.encode(values), num_blocks, keys.shape[0])
 
     def store(self, pending: Pending) -> None:
-        """Adds blocks that `encode` has queued to the history. Waits for the GPU unless `pending.is_ready()`. If the
-        call is interrupted, either all of the blocks are added or none of them."""
+        """Adds blocks to the history. pending: the result of `encode` for these blocks. Waits for the GPU unless
+        `pending.is_ready()`. If the call is interrupted, either all blocks have been added, or no block."""
         with torch.inference_mode(False):
             self._decoder.store(self, pending)
 
@@ -266,11 +270,12 @@ class TokenHistory(OfThisProcess):
 
         Args:
             num_tokens: number of tokens of the new keys and values, at least the number of tokens that are decoded.
-            blocks: the numbers of the blocks to decode. None: all.
+            blocks: the numbers of the blocks to decode. None: all blocks.
 
         Returns:
-            An object whose `wait()` makes the current stream wait, and returns the new keys and values, [B, heads,
-            num_tokens, head_dim]. Their first tokens are the decoded ones; the content of the others is undefined.
+            An object whose `wait()` makes the current stream wait for the decoding, and returns the new keys and
+            values, [B, heads, num_tokens, head_dim]. Their first tokens are the decoded ones; the others are
+            uninitialised.
 
         Raises:
             RuntimeError: coded bytes in memory were damaged.
@@ -278,14 +283,14 @@ class TokenHistory(OfThisProcess):
         return self._decoder.fetch(self, num_tokens, blocks)
 
     def add(self, pending: Pending, sizes: tuple[int, int], offsets: tuple[int, int], start: int) -> None:
-        """Appends blocks to the history. Their bytes must have been copied to the arena, or the copy must have been
-        queued before any work that reads the arena.
+        """Appends blocks to the history. The caller must already have copied their bytes to the arena, or have queued
+        the copy so that later work that reads the arena waits for it.
 
         Args:
             pending: the blocks.
-            sizes: the sizes in bytes of the keys and of the values.
-            offsets: the offsets of these bytes in the arena.
-            start: number of bytes of the arena that were in use before.
+            sizes: (size of the encoded keys, size of the encoded values), in bytes.
+            offsets: (offset of the encoded keys, offset of the encoded values) in the arena.
+            start: number of bytes of the arena that were in use before these blocks.
         """
         first = self._num_slots
         for codec, coded, size, offset in zip((self.keys, self.values), (pending.keys, pending.values), sizes, offsets):
@@ -309,7 +314,8 @@ class TokenHistory(OfThisProcess):
         self.order = TokenOrder(torch.cat((held, new)) if self.num_blocks else new, next(_stamps))
 
     def _slots(self) -> torch.Tensor:
-        """Returns the number of the encoded sequence for each block and present sequence: int64 [num_blocks, B]."""
+        """Returns int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence, as in
+        `TokenOrder.slots`."""
         if self.order is not None:
             return self.order.slots
         slots = torch.arange(self._num_slots, device=self.device)
@@ -323,8 +329,8 @@ class TokenHistory(OfThisProcess):
             self._batch_size = sequences.numel()
 
     def truncate(self, num_blocks: int) -> None:
-        """Keeps the first num_blocks blocks and removes the others. The bytes of the blocks of one `add` become free
-        when all of these blocks have been removed."""
+        """Keeps the first num_blocks blocks and removes the others. The bytes of blocks that one call of `add` appended
+        become free when all of these blocks have been removed."""
         while self._batches and self.num_blocks - self._batches[-1].num_blocks >= num_blocks:
             self.num_blocks -= self._batches[-1].num_blocks
             self.arena.rewind(self._batches.pop().start)
@@ -349,8 +355,8 @@ class TokenHistory(OfThisProcess):
         return keys, values
 
     def clone(self, decoder: TokenDecoder | None = None) -> TokenHistory:
-        """Returns a copy of the history, with its own coded bytes. decoder: the decoder of the copy. None: the decoder
-        of this history."""
+        """Returns a copy of the history that has a copy of the coded bytes. decoder: the decoder of the copy. None: the
+        decoder of this history."""
         copied = TokenHistory(self.keys.form, self.values.form, self._options, decoder or self._decoder)
         copied.arena = self.arena.clone()
         copied.keys, copied.values = self.keys.clone(), self.values.clone()

@@ -27,13 +27,14 @@ _KEY_BYTES = 256
 
 
 class KeyedPages(OfThisProcess):
-    """A store of pages of one size, which are found by keys and compressed in a `KVStore`. If there is no room for a
-    new page, the least recently used page is dropped.
+    """A store of pages of one size, which are found by keys. The pages are compressed in a `KVStore`. If there is no
+    room for a new page, the least recently used page is dropped.
 
-    The first page that is stored determines the page size, the codebook and the number of pages. It must hold real keys
-    and values: after a page of zeros, hardly any other page fits. What the first page has determined is logged at level
-    INFO, under the logger "ibp". A page is refused if it has another size, which is logged once as a warning, or if the
-    pool's overflow has no room for it. Calls return when their work is done. Several threads may call at the same time.
+    The first page that is stored determines the page size, the codebook and the number of pages. A logger under "ibp"
+    logs the page size and the number of pages at level INFO. The first page must hold real keys and values: after a
+    page of zeros, hardly any other page fits. Later pages of another size are refused, and the first of them is logged
+    as a warning. A page is also refused if the pool's overflow has no room for it. Calls return when their work is
+    done. Several threads may call at the same time.
 
     Example:
         >>> pages = torch.randn(3, 4096).mul(0.02).bfloat16()
@@ -50,8 +51,8 @@ class KeyedPages(OfThisProcess):
             that device.
         level: level of the codebook, see `ibp.compress`.
         on_drop: a function that is called with the key of each page that is dropped because room is needed or because
-            the page is damaged. It must not store, load or delete pages of this object: that raises RuntimeError. None:
-            no function is called.
+            the page is damaged. If it stores, loads or deletes pages of this object, RuntimeError is raised. None: no
+            function is called.
 
     Attributes:
         store: the `KVStore`. None until a page that has bytes is stored.
@@ -78,7 +79,7 @@ class KeyedPages(OfThisProcess):
         self._pages: OrderedDict[Hashable, int] = OrderedDict()  # the most recently used is last
         self._pins: Counter[Hashable] = Counter()
         self._free: list[int] = []
-        self._has_warned = False  # whether a page of another size has been logged
+        self._has_warned = False  # whether a tensor of another size than that of pages has been logged
         self._calls_on_drop = False
 
     def __contains__(self, key: Hashable) -> bool:
@@ -88,10 +89,11 @@ class KeyedPages(OfThisProcess):
         return len(self._pages)
 
     def put(self, key: Hashable, page: torch.Tensor) -> bool:
-        """Stores the bytes of a page unless a page with its key is stored already. Returns whether the page is stored.
+        """Stores the bytes of a page, unless a page with this key is stored already. Returns whether a page with this
+        key is stored afterwards.
 
-        It returns False if there is no room for the page, because all pages are pinned for example, or if the page has
-        another size in bytes than the first one. The dtype is not compared.
+        Returns False if there is no room for the page, for example because all pages are pinned, or if its size in
+        bytes is not that of the first page. The dtype does not matter.
 
         Raises:
             TypeError: page is not a tensor.
@@ -112,8 +114,10 @@ class KeyedPages(OfThisProcess):
             return True
 
     def get(self, key: Hashable, out: torch.Tensor) -> bool:
-        """Loads the bytes of a page into a contiguous tensor of any dtype. Returns False if no page with this key is
-        stored, or if `out` has another size in bytes.
+        """Loads the bytes of a page into a contiguous tensor of any dtype. Returns whether the page was loaded.
+
+        Returns False if no page with this key is stored, or if the size of `out` in bytes is not that of a page. If the
+        page is damaged, drops it and returns False.
 
         Raises:
             TypeError: out is not a tensor.
@@ -167,9 +171,9 @@ class KeyedPages(OfThisProcess):
         return sum(1 for _ in itertools.takewhile(self._pages.__contains__, keys))
 
     def restorable(self, keys: Iterable[Hashable], window: int) -> set[int]:
-        """Returns the lengths of all prefixes of `keys` whose last `window` keys are stored. A prefix that is shorter
-        than `window` counts if all of its keys are stored. Layers that look back at most `window` keys can be restored
-        for these prefixes."""
+        """Returns the lengths of the prefixes of `keys` for which layers that look back at most `window` keys can be
+        restored. These are the prefixes whose last `window` keys are stored, and the shorter prefixes whose keys are
+        all stored."""
         run, lengths = 0, set()
         for length, key in enumerate(keys, 1):
             run = run + 1 if key in self._pages else 0
@@ -202,7 +206,8 @@ class KeyedPages(OfThisProcess):
         return 0 if self._pages else None
 
     def _has_size_of_pages(self, page: torch.Tensor) -> bool:
-        """Returns whether a tensor has as many bytes as the first page. The first tensor that has not is logged."""
+        """Returns whether a tensor has the size of the first page in bytes. Logs a warning for the first tensor that
+        has another size."""
         if page.nbytes != self._page_bytes and not self._has_warned:
             self._has_warned = True
             _logger.warning(
@@ -214,8 +219,8 @@ class KeyedPages(OfThisProcess):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Holds the lock during a call that changes which page numbers are free. If the call raises or is interrupted,
-        lists the free numbers again."""
+        """A context for calls that change which page numbers are free. It holds the lock. If the call raises or is
+        interrupted, it rebuilds the list of free numbers."""
         with self._lock:
             if self._calls_on_drop:
                 raise RuntimeError(
@@ -233,8 +238,9 @@ class KeyedPages(OfThisProcess):
         self._free = [number for number in reversed(range(count)) if number not in taken]
 
     def _number_for(self, page: torch.Tensor) -> int | None:
-        """Stores a page. Returns the number under which it is stored, or None if there is no room for it."""
-        if not page.nbytes:  # of an empty page, only the key has to be kept
+        """Stores a page under a free number, dropping another page if necessary. Returns the number, or None if there
+        is no room for the page."""
+        if not page.nbytes:  # only the key of an empty page has to be kept
             return 0 if len(self._pages) < self._pool_bytes // _KEY_BYTES or self._drop_oldest() else None
         store, free = self.store, self._free
         if store is None:
@@ -256,7 +262,7 @@ class KeyedPages(OfThisProcess):
                 f"{store.num_pages:,}",
                 store.gain,
             )
-        self.store, self._free = store, free  # only now: if this page is refused, the next one may have another size
+        self.store, self._free = store, free  # only now: after a refused first page, the next one may have another size
         return number
 
     def _drop_oldest(self) -> bool:

@@ -1,9 +1,10 @@
-"""Pages as messages for other machines: `PageCodec`, `packed_bytes`, `pack`, `unpack`.
+"""Packs pages into messages for other machines: `PageCodec`, `packed_bytes`, `pack`, `unpack`.
 
-A message is a packed piece of coded rows (`_layout.forms`). Every row has a base of its own and begins at a multiple of
-32 bytes; the rows lie in the order in which the GPU happened to encode them. The note in the head is a number that is
-computed from the codec and the number of rows, by which `unpack` recognises the messages of its codec. If a row was not
-encoded, each byte of its base and length is 255, because no decoder accepts such an index.
+A message is a packed piece of coded rows (see `_layout.forms`): a head, an index with a base and a length for each row,
+and the rows. Every row begins at a multiple of 32 bytes. The rows lie in the order in which the GPU happened to encode
+them. The note in the head is a number that is computed from the codec and the number of rows. By this number `unpack`
+recognises messages of its codec. If a row was not encoded, every byte of its base and of its length is 255. Decoders
+refuse such a row.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from .._schemes.codebook import fingerprint_of
 from . import _sizes
 from ._paged import PagedTensors, Pages, check_different, check_paged, numbers_on, plan_pages
 
-_NONE = 255  # value of each index byte of a row that has not been encoded
-# Largest size of a row in bytes. In longer rows the length 0xFFFF, which marks rows that have not been encoded here,
-# would be that of a default row.
+_NONE = 255  # value of each byte of the base and the length of a row that has not been encoded
+# Largest size of a row in bytes. In a message, the length 0xFFFF marks a row that has not been encoded. If rows were
+# longer, the same length would mark a default row.
 _MOST_ROW_BYTES = 0xFFFE
-_LAYOUT = 1  # The version of the message format. It changes when the meaning of the bytes changes.
-# 2^64 divided by the golden ratio: multiplying by it maps similar numbers of rows to numbers far apart.
+_LAYOUT = 1  # version of the message format; it changes when the meaning of the bytes changes
+# 2^64 divided by the golden ratio. Multiplying by it maps similar numbers of rows to numbers that are far apart.
 _SPREAD = 0x9E3779B97F4A7C15
-# Kinds of faults: a message does not belong to the codec, packing has failed, unpacking has failed. The first causes
-# faults of the third kind.
+# Kinds of faults: a message does not belong to the codec; packing has failed; unpacking has failed. A fault of the
+# first kind also causes faults of the third kind.
 _STRANGE, _PACKING, _UNPACKING = range(3)
 _LATER = " (noted on {device})"
 _WORDS = (
@@ -58,11 +59,11 @@ Tensors = torch.Tensor | PagedTensors | Sequence[torch.Tensor]
 
 
 class PackedPages(NamedTuple):
-    """Pages as one message.
+    """Pages that `pack` has packed into one message.
 
     Attributes:
         message: uint8 [packed_bytes(...)], on the device of the pages.
-        used: int64 [1] on that device: the number of bytes to send, counted from the message's beginning.
+        used: int64 [1] on that device: the number of bytes to send, from the beginning of the message.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -79,10 +80,10 @@ class PackedPages(NamedTuple):
 @wire.sent
 @dataclass(frozen=True, eq=False)
 class PageCodec:
-    """A codec that compresses pages of one kind into messages. A page is a block of one tensor of a paged cache.
+    """A codec that compresses pages of one size into messages. A page is a block of one tensor of a paged cache.
 
-    Both machines need the same codec: send the result of `to_bytes` and call `from_bytes`. Models with pages of several
-    sizes need a codec and a message for each size.
+    Both machines need the same codec: send the result of `to_bytes`, and pass it to `from_bytes` on the other machine.
+    Models with pages of several sizes need a codec and a message for each size.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -97,7 +98,8 @@ class PageCodec:
         page_bytes: size in bytes of a page.
 
     Raises:
-        TypeError, ValueError: an attribute is not as described, or a page is not a whole number of the codebook's rows.
+        TypeError, ValueError: an attribute is not as described, a page is not a whole number of the codebook's rows, or
+            the rows are larger than 65,534 bytes.
     """
 
     codebook: AnyCodebook
@@ -110,15 +112,15 @@ class PageCodec:
             raise ValueError(f"a codebook has rows of {row_bytes} bytes; wanted at most {_MOST_ROW_BYTES}")
 
     def __reduce__(self) -> tuple[type[PageCodec], tuple[AnyCodebook, int]]:
-        """Pickles and copies the codebook and the page size alone; a copy has its own records of faults."""
+        """Pickles and copies only the codebook and the page size, so that a copy has its own records of faults."""
         return PageCodec, (self.codebook, self.page_bytes)
 
     @classmethod
     def learn(cls, pages: torch.Tensor, *, row_bytes: int | None = None, level: str = "default") -> PageCodec:
-        """Returns a codec for pages like these.
+        """Learns a codec from a sample of pages.
 
         Args:
-            pages: [pages, ...] real keys and values in their own dtype. If a cache of FP8 values is declared as uint8,
+            pages: [pages, ...], real keys and values in their dtype. If a cache of FP8 values is declared as uint8,
                 view it as torch.float8_e4m3fn or torch.float8_e5m2.
             row_bytes: size in bytes of a row, which must be contiguous in a page. None: 1 to 2 KiB if the page size
                 allows it.
@@ -136,7 +138,7 @@ class PageCodec:
         """Returns the codec whose `to_bytes` returned these bytes.
 
         Raises:
-            ValueError: the bytes are not those of a codec.
+            ValueError: the bytes are damaged, or `to_bytes` did not return them.
         """
         codec = wire.read(content)
         if not isinstance(codec, cls):
@@ -144,13 +146,13 @@ class PageCodec:
         return codec
 
     def to_bytes(self) -> bytes:
-        """Returns the codec as bytes for another process. Unlike a pickle, the bytes contain nothing that is
-        executed."""
+        """Returns the codec as bytes that can be sent to another process. Unlike a pickle, the bytes are read as data,
+        and nothing in them is executed."""
         return wire.written(self)
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A 63-bit hash of the codec."""
+        """A 63-bit hash of the codec. Equal codecs have equal hashes in every process."""
         return fingerprint_of(self.codebook, self.page_bytes, _LAYOUT)
 
     @functools.cached_property
@@ -158,13 +160,14 @@ class PageCodec:
         return Faults(*_WORDS)
 
     def check(self) -> None:
-        """Waits for the work on the current streams, and raises an error if a `pack` or an `unpack` of this codec has
-        noted a fault. The next call of `pack` or `unpack` also raises it, but does not wait.
+        """Waits for the work on the current streams, and raises an error if a call of `pack` or `unpack` with this
+        codec has noted a fault. The next such call also raises the error, but does not wait.
 
         Raises:
             IndexError: a block number on a GPU was out of range.
-            ValueError: a message was packed by another codec, or for another number of pages; the pages are zeros then.
-            ibp.CorruptTableError: a message is damaged, or has not arrived; the damaged parts have become zeros.
+            ValueError: a message was packed by another codec, or has another number of pages. All pages of the call
+                have become zeros.
+            ibp.CorruptTableError: a message is damaged, or has not arrived. The damaged parts have become zeros.
         """
         for device in self._faults.devices:
             if device.type == "cuda":
@@ -172,7 +175,7 @@ class PageCodec:
             self._raise_pending(device)
 
     def _raise_pending(self, device: torch.device) -> None:
-        # All faults are taken, even if the first one raises, because it has caused the others.
+        # `list` clears all records before the first fault is raised, because that fault has caused the others.
         for words, record in list(self._faults.taken(device)):
             words.raise_for(record, device if device.type == "cuda" else None)
 
@@ -186,8 +189,8 @@ class PageCodec:
         return _Message(self, data, self._rows(num_pages))
 
     def _call(self, tensors: Tensors, blocks: Pages | None, is_written: bool) -> _PackCall:
-        """Checks and returns the arguments of a call. is_written: whether the call writes to the blocks, which must
-        then be different."""
+        """Checks the arguments of a call and returns them. is_written: whether the call writes to the blocks. Their
+        numbers must then all be different."""
         paged = tensors if isinstance(tensors, PagedTensors) else PagedTensors(tensors)
         device = paged.device
         check_paged(paged, "codec", device, self.page_bytes, self.codebook.row_bytes)
@@ -200,12 +203,12 @@ class PageCodec:
 
 
 class _PackCall(NamedTuple):
-    """The tensors and blocks that are packed or that receive unpacked pages.
+    """The tensors and blocks of a call of `pack` or `unpack`.
 
     Attributes:
         paged: the tensors.
-        blocks: the numbers of the blocks, on the device.
-        are_checked: whether the host has checked that these blocks exist.
+        blocks: the numbers of the blocks, int64 on the device.
+        are_checked: whether the host knows that these blocks exist.
     """
 
     paged: PagedTensors
@@ -217,7 +220,8 @@ class _PackCall(NamedTuple):
         return self.blocks.numel() * len(self.paged)
 
     def plan(self, ids_per_page: int, stored: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (ids of the rows or pieces of all pages, addresses of the pieces), as `plan_pages` does."""
+        """Returns (ids of the rows or pieces of the message's pages, addresses of the pieces of the blocks), as
+        `plan_pages` does."""
         count = self.blocks.numel()
         pages = torch.arange(count, device=self.paged.device)
         return plan_pages(self.paged, pages, self.blocks, ids_per_page, count, len(self.paged), stored=stored)
@@ -237,21 +241,22 @@ class _Message:
 
     @torch.inference_mode()  # the memory may have been allocated in inference mode
     def clear(self) -> None:
-        """Resets the message: no row is encoded in it."""
+        """Writes the head and the index of a message in which no row is encoded yet."""
         self.head.zero_()
         self.note.fill_(self.codec._number(self.num_rows))
         self.index.fill_(_NONE)
 
     @torch.inference_mode()
     def note_other(self, strange: torch.Tensor) -> torch.Tensor:
-        """Records a fault if another codec packed the message, or if it has another number of rows. Returns bool [1] on
-        the device: whether the message matches."""
+        """Notes a fault in the record `strange` if another codec packed the message, or if the message has another
+        number of rows. Returns bool [1] on the device, which is True if there is no such fault."""
         is_other = self.note != self.codec._number(self.num_rows)
         strange[:1].bitwise_or_(is_other)  # sets the status "invalid argument"
         return ~is_other
 
     def handle(self, item_bytes: int) -> Handle:
-        """Returns a handle of the message as a table, from which rows are decoded and into which they are encoded."""
+        """Returns a handle of the message as a table with items of item_bytes bytes. Rows are encoded into this table
+        and decoded from it."""
         codebook, num_bytes = self.codec.codebook, self.num_rows * self.codec.codebook.row_bytes
         index, words = (self.lengths, self.bases), codebook.words(self.data.device)
         sizes = (0, 0, num_bytes // item_bytes, item_bytes)
@@ -259,11 +264,11 @@ class _Message:
 
 
 def packed_bytes(codec: PageCodec, num_pages: int) -> int:
-    """Returns the largest size in bytes of a message of num_pages pages: a multiple of 64.
+    """Returns the largest possible size in bytes of a message of num_pages pages, rounded up to a multiple of 64.
 
-    The size is known before pages are compressed, so memory can be registered once. Count each block of each tensor as
-    one page. The bytes that have to be sent are usually fewer, see `pack`. For pages that cannot be compressed, a
-    message is about 0.5 % larger than the pages.
+    Each block of each tensor counts as one page. The size is known before pages are compressed, so the memory for
+    messages can be allocated, and registered with the network, once. Usually fewer bytes have to be sent, see `pack`.
+    If pages cannot be compressed, a message is about 0.5 % larger than the pages.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -275,7 +280,7 @@ def packed_bytes(codec: PageCodec, num_pages: int) -> int:
         TypeError, ValueError: num_pages is not a whole number of at least 0.
     """
     num_rows = codec._rows(whole_number("num_pages", num_pages, 0))
-    room = rounded_up(codec.codebook.row_bytes, _core.SECTOR_BYTES)  # for a row that is stored raw
+    room = rounded_up(codec.codebook.row_bytes, _core.SECTOR_BYTES)  # size in bytes of a raw row in the message
     return rounded_up(forms.packed(num_rows, num_rows * room).overflow.stop, forms.ALIGNMENT)
 
 
@@ -289,8 +294,8 @@ def pack(
 ) -> PackedPages:
     """Compresses blocks of a paged cache into one message, on the current stream of their device.
 
-    The host does not wait and reads nothing back. A CUDA graph can capture the call, after one call outside the graph,
-    if pages are `PagedTensors` and blocks are on the GPU or None.
+    The host does not wait for the GPU. A CUDA graph can capture the call, after one call outside the graph, if pages
+    are `PagedTensors` and blocks are on the GPU or None.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -307,14 +312,15 @@ def pack(
             layers, or a `PagedTensors` of them. If it is not a `PagedTensors`, the call makes one, and waits for a copy
             of addresses to the GPU.
         codec: a codec for pages of this size.
-        blocks: the numbers of the blocks, in any order; number b means block b of every tensor. A list, or an int32 or
-            int64 tensor on the CPU or the device. None: all blocks, in order.
-        out: uint8 of one dimension on the pages' device, at an address that is a multiple of 64: the message is its
-            first `packed_bytes(codec, number of blocks * number of tensors)` bytes. None: new memory.
-        max_sms: keep at most this many multiprocessors busy; None: all.
+        blocks: the numbers of the blocks, in any order, as a list, or as an int32 or int64 tensor on the CPU or the
+            device. Number b means block b of every tensor. None: all blocks, in order.
+        out: the memory for the message, a uint8 tensor of one dimension on the device of the pages, at an address that
+            is a multiple of 64. The message takes its first `packed_bytes(codec, number of blocks * number of tensors)`
+            bytes. None: new memory is allocated.
+        max_sms: keep at most this many multiprocessors busy. None: all.
 
     Raises:
-        IndexError: there is no such block. For numbers on a GPU, `codec.check` and the next call raise it.
+        IndexError: there is no such block. For block numbers on a GPU, `codec.check` and the next call raise it.
         TypeError, ValueError: arguments are not as described.
     """
     call = codec._call(pages, blocks, is_written=False)
@@ -328,7 +334,7 @@ def pack(
     message.clear()
     if call.num_pages:
         planned, addresses = call.plan(message.num_rows // call.num_pages)
-        # Without row ids, rows are encoded in order, which is faster. All blocks must then exist.
+        # Encoding is faster without row ids, which are then 0, 1, 2 and so on. This is right only if all blocks exist.
         row_ids = None if call.are_checked else planned
         message.handle(codec.codebook.row_bytes).encode(
             call.paged.layout, message.counts, fault, buffers=addresses, row_ids=row_ids, max_sms=sms_of(max_sms)
@@ -339,12 +345,12 @@ def pack(
 def unpack(
     message: torch.Tensor, codec: PageCodec, *, out: Tensors, blocks: Pages | None = None, max_sms: int | None = None
 ) -> None:
-    """Decompresses a message into blocks of a paged cache, on the current stream of its device. The blocks get the bits
-    that were packed. The host does not wait and reads nothing back. CUDA graphs can capture the call under the
-    conditions of `pack`.
+    """Decompresses a message into blocks of a paged cache, on the current stream of their device. The blocks get the
+    bits that were packed. The host does not wait for the GPU. CUDA graphs can capture the call under the same
+    conditions as `pack`.
 
-    The device checks by the note in the message's head whether an equal codec packed this number of pages. If not, the
-    blocks become zeros, and `codec.check()` and the next call raise. On the CPU the call itself raises.
+    The device checks whether an equal codec has packed the message, for this number of pages. If not, the blocks become
+    zeros, and `codec.check()` and the next call raise ValueError. On the CPU, the call itself raises it.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -355,18 +361,18 @@ def unpack(
         ValueError: a message was not packed by this codec for as many pages
 
     Args:
-        message: uint8 of one dimension on the device of out, at an address that is a multiple of 64: at least the used
-            bytes of a message that `pack` returned.
-        codec: a codec equal to the one given to `pack`.
-        out: the tensors that receive the pages, in any form that `pack` takes; the same number of tensors as were
-            packed.
+        message: a uint8 tensor of one dimension on the device of out, at an address that is a multiple of 64. It has at
+            least the first `used` bytes of a message that `pack` returned.
+        codec: a codec equal to the one that was given to `pack`.
+        out: the tensors that receive the pages, in any form that `pack` takes. The number of tensors must be the same
+            as in the call of `pack`.
         blocks: the numbers of the blocks that receive the pages, all different, in the order in which the pages were
             packed. None: all blocks, in order.
         max_sms: as in `pack`.
 
     Raises:
-        IndexError, ValueError, ibp.CorruptTableError: as in `PageCodec.check`. On the CPU the call itself raises them;
-            on a GPU it raises what earlier work has noted.
+        IndexError, ValueError, ibp.CorruptTableError: as in `PageCodec.check`. On the CPU, the call raises its own
+            faults. On a GPU, it raises faults that earlier work has noted.
         TypeError, ValueError: arguments are not as described.
     """
     call = codec._call(out, blocks, is_written=True)

@@ -1,4 +1,4 @@
-"""`PagedTensors` describes where the pages of a paged cache lie in memory."""
+"""`PagedTensors`, which describes where the pages of a paged cache lie in memory, and the planning of transfers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ Pages = Sequence[int] | torch.Tensor
 
 
 class PagedTensors:
-    """Tensors [num_blocks, ...] of a paged cache, such as those of its layers. Page b consists of block b of each
-    tensor. Make the object once and use it for all transfers, because its construction copies addresses to the device.
+    """The tensors [num_blocks, ...] of a paged cache, for example one for each layer. Page b consists of block b of
+    each tensor. Make the object once and use it for all transfers, because the constructor copies addresses to the
+    device.
 
     Example:
         >>> layers = [torch.randn(100, 16, 128) for _ in range(4)]
@@ -28,20 +29,20 @@ class PagedTensors:
         >>> store.store([0], cache, blocks=[42]).wait()  # page 0 becomes block 42 of all four layers
 
     Args:
-        tensors: a tensor, or several tensors of one shape, dtype, strides and device. Blocks may lie any number of
-            bytes apart, and may themselves be strided. The elements of a block are taken in order.
+        tensors: a tensor, or several tensors with the same shape, dtype, strides and device. The strides are free:
+            blocks need be neither adjacent nor contiguous. The elements of a block are taken in the order of indices.
 
     Attributes:
-        tensors: as given.
+        tensors: the given tensors, as a tuple.
         num_blocks: number of blocks of each tensor.
         block_bytes: size in bytes of one block of one tensor.
         piece_bytes: size in bytes of a piece. A block consists of pieces of equal size, each contiguous in memory.
-        layout: the first piece, a tensor of one dimension.
+        layout: the first piece of the first block, a tensor of one dimension.
         device: the device of the tensors.
 
     Raises:
-        TypeError: tensors are not tensors.
-        ValueError: no tensors are given, they differ in dtype, shape, device or strides, or a block has no bytes.
+        TypeError: the argument is neither a tensor nor a sequence of one or more tensors.
+        ValueError: the tensors differ in dtype, shape, device or strides, or have no blocks or empty blocks.
     """
 
     def __init__(self, tensors: torch.Tensor | Sequence[torch.Tensor]) -> None:
@@ -63,9 +64,10 @@ class PagedTensors:
 
         Args:
             block: the first block; all blocks have its layout.
-            starts: for each tensor, the address of its first block. If `addresses` is given, offsets from it instead.
+            starts: for each tensor, the address of its first block. If `addresses` is given, this is instead an offset
+                that is added to the address of every block.
             addresses: int64: the address of each block. None: block b begins b * stride bytes after the first block.
-            stride: distance in bytes between consecutive blocks of a tensor.
+            stride: distance in bytes between consecutive blocks of a tensor. Unused if `addresses` is given.
         """
         self.device, self.block_bytes = block.device, block.nbytes
         offsets, self.piece_bytes = _pieces(block)
@@ -86,13 +88,13 @@ class PagedTensors:
 
     @property
     def pieces(self) -> int:
-        """Number of pieces of a page: of one block of each tensor."""
+        """Number of pieces of a page. A page has one block of each tensor."""
         return self._where[0].numel()
 
 
 class PageList(PagedTensors):
-    """A list of tensors that are treated as the blocks of one tensor, so that each of them is a page. A transfer moves
-    all of them."""
+    """A list of tensors that are treated as the blocks of a single tensor, so each tensor is a page. A transfer moves
+    all tensors of the list."""
 
     def __init__(self, tensors: Buffers) -> None:
         self.tensors, self.num_blocks = tensors.tensors, len(tensors.tensors)
@@ -103,8 +105,9 @@ class PageList(PagedTensors):
 
 
 def check_paged(paged: PagedTensors, owner: str, device: torch.device, page_bytes: int, row_bytes: int) -> None:
-    """Raises ValueError if the tensors are on another device than the owner of the pages, have blocks of another
-    size, or have pieces that are not whole rows. owner: the word for the owner in messages."""
+    """Raises ValueError if tensors do not suit the store or codec of the pages: they are on another device, have blocks
+    of another size than page_bytes, or have pieces that are not a whole number of rows. owner: the word for the store
+    or codec in messages."""
     if paged.device != device:
         raise ValueError(f"the tensors are on {paged.device}; the {owner} is of {device}")
     if paged.block_bytes != page_bytes:
@@ -126,19 +129,23 @@ def plan_pages(
     first_tensor: int = 0,
     stored: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the row ids of pages and the addresses of blocks on the device, with one launch.
+    """Plans a transfer between pages and blocks: page pages[k] and block blocks[k] of each tensor. Computes the ids of
+    the rows of the pages and the addresses of the blocks on the device, in one launch.
 
     Args:
-        pages, blocks: int64 on the device, of equal length.
-        ids_per_block: number of rows, or of pieces, in a block of one tensor.
-        num_pages: number of pages of the owner.
-        num_tensors: number of tensors of a page. The ids of page p begin with p * num_tensors * ids_per_block.
+        pages, blocks: the numbers of the pages and of the blocks, int64 on the device, of equal length.
+        ids_per_block: number of ids for a block of one tensor. Either each row has an id, or each piece.
+        num_pages: number of pages that exist.
+        num_tensors: number of tensors of a page. The first id of page p is p * num_tensors * ids_per_block.
         first_tensor: the index in a page of the first tensor of `paged`.
-        stored: uint8 [num_pages or more, num_tensors] on the device. None: all pages are stored.
+        stored: uint8 [num_pages or more, num_tensors] on the device: 1 if the tensor's block of the page is stored, and
+            0 otherwise. None: all pages are stored.
 
     Returns:
-        (ids of the rows or pieces of the pages, -1 for pages that do not exist or are not stored; addresses of the
-        pieces of the blocks). Both are int64, ordered by page, then by tensor, then by position in the block.
+        (ids, addresses): the ids of the rows or pieces of the pages, and the addresses of the pieces of the blocks,
+        both int64, ordered by k, then by tensor, then by position in the block. If page pages[k] or block blocks[k]
+        does not exist, its ids are -1, and its addresses are those of unused memory. If the page's block of any tensor
+        of `paged` is not stored, its ids are -1.
     """
     ids, addresses = (
         torch.empty(pages.numel() * number, dtype=torch.int64, device=paged.device)
@@ -150,12 +157,12 @@ def plan_pages(
 
 
 def numbers_on(device: torch.device, name: str, numbers: Pages, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns (numbers of pages or blocks as an int64 tensor on a device; the same numbers on the host, or None if they
-    were given on a GPU). Numbers on the host are checked. The host does not wait for the device.
+    """Returns the numbers of pages or blocks as int64 tensors: (numbers on a device, numbers on the host). If they are
+    given on a GPU, the second tensor is None, and the numbers are not checked. The host does not wait for the device.
 
     Raises:
-        IndexError, TypeError, ValueError: the numbers are not a list of integers in [0, count).
-        RuntimeError: the numbers are on the host, and a CUDA graph is being captured.
+        IndexError, TypeError, ValueError: the numbers are not a list or tensor of integers in [0, count).
+        RuntimeError: the numbers are given on the host, and a CUDA graph is being captured.
     """
     given = list_of_ids(numbers, name).to(torch.int64).contiguous()
     if given.is_cuda:
@@ -169,8 +176,8 @@ def numbers_on(device: torch.device, name: str, numbers: Pages, count: int) -> t
 
 
 def check_different(name: str, numbers: torch.Tensor | None, count: int) -> None:
-    """Raises ValueError if a number occurs twice. numbers: int64 in [0, count), on the host. None: the numbers are on a
-    GPU, and nothing is checked."""
+    """Raises ValueError if a number occurs more than once. numbers: int64 on the host, each in [0, count). None: they
+    are on a GPU, and nothing is checked."""
     if numbers is None:
         return
     seen = np.zeros(count, bool)
@@ -185,7 +192,8 @@ def _owners(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _pieces(block: torch.Tensor) -> tuple[list[int], int]:
-    """Returns (offsets in bytes of the pieces of a block, in the order of its elements; size of a piece in bytes)."""
+    """Divides a block into pieces, which are contiguous. Returns (offset of each piece, size of a piece), in bytes. The
+    pieces are in the order of the block's elements."""
     run, dims = 1, [(size, stride) for size, stride in zip(block.shape, block.stride()) if size != 1]
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]

@@ -1,4 +1,5 @@
-"""`KVRows` keeps rows of tokens compressed, in host memory or on the GPU, and fetches them by index."""
+"""`KVRows` keeps rows of keys or values compressed, in host memory or on the GPU, and fetches them by the numbers of
+their tokens."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ class KVRowsStats(Statistics):
     """The counts of a `KVRows`.
 
     Attributes:
-        hits, misses: number of rows that `load` found in a cache, and number of rows that it fetched from the memory in
-            which rows are stored. Both are 0 without caches.
-        link_bytes: total size of the missed rows in bytes, each row rounded up to whole 32-byte sectors.
-        spilled_rows, lost_rows: number of stored rows with bytes in overflow, and number of stored rows for which
-            overflow had no room.
-        used_overflow_bytes: number of bytes of overflow that are reserved.
+        hits, misses: number of rows that `load` found in a cache, and number of rows that `load` fetched from the
+            memory in which all rows are stored. Both are 0 without caches.
+        link_bytes: total stored size in bytes of the missed rows, each rounded up to whole 32-byte sectors.
+        spilled_rows: number of rows that were stored with bytes in overflow since the last `clear`.
+        lost_rows: number of rows that were lost since the last `clear` because overflow had no room for them.
+        used_overflow_bytes: number of bytes of overflow that are reserved for rows.
 
     Example:
         >>> k = torch.randn(64, 1, 128, dtype=torch.bfloat16)  # [tokens, heads, dim]
@@ -56,7 +57,7 @@ class KVRowsStats(Statistics):
 
 
 class KVRows(OfThisProcess):
-    """A store of keys or values of tokens, one row for each head, which are kept compressed in pinned host memory.
+    """A store of compressed keys or values, in pinned host memory or on the GPU. A token has one row for each head.
 
     It is for attention that reads only a few tokens, which are chosen again for every generated token (top-k sparse
     attention; InfiniGen). A cache on the GPU, whose size you choose, holds the most recently loaded rows, also
@@ -65,7 +66,7 @@ class KVRows(OfThisProcess):
     All work is queued on the current stream, and the GPU does not wait for the host. If token numbers are on the GPU, a
     CUDA graph can capture `store` and `load`, after a call of each outside the graph. Token numbers are indices into
     the store: give each sequence of a batch a range of numbers, and reuse the numbers of tokens that you no longer
-    need. Rows that were never stored are zeros.
+    need. Rows that were never stored read as default rows of the codebook, which usually are zeros.
 
     Example:
         >>> k = torch.randn(2, 64, 8, 128, dtype=torch.bfloat16)  # [layers, tokens, heads, dim]
@@ -76,15 +77,16 @@ class KVRows(OfThisProcess):
         True
 
     Args:
-        codebook: the codebook that compresses rows; or a sample [..., dim] of rows, from which a codebook and sizes are
-            learned. Make one `KVRows` for keys and one for values. For latents that all heads share (MLA), make a
-            single `KVRows` with num_heads 1.
+        codebook: the codebook that compresses rows. Or a sample of rows, [..., dim]: the codebook is learned from it,
+            and sizes are chosen to suit it. Make one `KVRows` for keys and one for values. For latents that all heads
+            share (MLA), make a single `KVRows` with num_heads 1.
         num_layers, num_tokens: number of layers, and number of tokens of each layer.
         num_heads: number of rows of a token.
         dtype: dtype of the rows. None: the sample's.
-        cache_bytes: size in bytes of device memory for the caches of all layers together. 0: no cache.
-        slot_bytes, overflow_bytes: size in bytes of the slot of each row, and size in bytes of the overflow of each
-            layer. None: sizes are chosen from the sample.
+        cache_bytes: total size in bytes of the device memory for the caches of all layers. 0: no caches.
+        slot_bytes: size in bytes of the slot of each row. Bytes of a row that do not fit its slot go to the overflow of
+            its layer. None: a size that suits the sample, or the savings that the codebook expects.
+        overflow_bytes: size in bytes of the overflow of each layer. None: likewise.
         level: level of the codebook that is learned, see `ibp.compress`.
         device: the GPU that compresses and decompresses, or "cpu". None: the current CUDA device if there is one, else
             the CPU.
@@ -92,9 +94,9 @@ class KVRows(OfThisProcess):
             "pinned". If the device is the CPU, rows are always in host memory.
 
     Attributes:
-        places: the rows of each layer (`ibp.CodedRows`). Row token * num_heads + head has the values of this head of
-            this token.
-        caches: the cache of each layer (`ibp.RowCache`); empty without a cache.
+        places: for each layer, the `ibp.CodedRows` that holds its rows. Row token * num_heads + head belongs to this
+            token and head.
+        caches: for each layer, its `ibp.RowCache`. Empty if cache_bytes is 0.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
@@ -177,17 +179,18 @@ class KVRows(OfThisProcess):
     # ---- rows ----
 
     def store(self, layer: int, rows: torch.Tensor, tokens: Ids, *, max_sms: int | None = None) -> None:
-        """Compresses rows of tokens (a prompt's, or a generated token's) and replaces the rows that these tokens had.
+        """Compresses and stores rows of tokens, such as those of a prompt or of a generated token. They replace rows
+        that these tokens had before.
 
         Args:
             layer: number of the layer.
-            rows: [tokens, num_heads, dim] of dtype on the device; dim is contiguous, the other strides are free.
-                [tokens, dim] also works if a token has one row.
-            tokens: integers [tokens], all different; a tensor on the CPU or the device, or a list.
+            rows: [tokens, num_heads, dim] of `dtype` on the device. The last dimension must be contiguous; the other
+                strides are free. If num_heads is 1, [tokens, dim] also works.
+            tokens: the numbers of the tokens, all different: a tensor [tokens] on the CPU or the device, or a list.
             max_sms: keep at most this many multiprocessors busy; None: all.
 
         Raises:
-            IndexError: there is no such layer or token. For tokens on a GPU, `check` raises it.
+            IndexError: there is no such layer or token. For token numbers on a GPU, `check` raises it.
             TypeError, ValueError: rows or tokens are not as described.
         """
         place = self.places[self._layer(layer)]
@@ -220,18 +223,19 @@ class KVRows(OfThisProcess):
 
         Args:
             layer: number of the layer.
-            tokens: integers [...], a tensor on the CPU or the device, or a list. With per_head: [..., num_heads, k],
-                the tokens of each head.
-            per_head: whether `tokens` has other tokens for each head.
-            out: contiguous tensor to write to.
+            tokens: the numbers of the tokens: a tensor [...] on the CPU or the device, or a list. With per_head, its
+                shape is [..., num_heads, k].
+            per_head: whether `tokens` lists k tokens for each head separately. If not, the rows of all heads are loaded
+                for each token.
+            out: the contiguous tensor to which the result is written. None: a new tensor.
             max_sms: as in `store`.
 
         Returns:
-            [..., num_heads, dim] of dtype on the device; with per_head [..., num_heads, k, dim].
+            A tensor [..., num_heads, dim] of `dtype` on the device; with per_head, [..., num_heads, k, dim].
 
         Raises:
-            IndexError: there is no such layer or token. For tokens on a GPU, `check` raises it, and their rows are
-                zeros.
+            IndexError: there is no such layer or token. For token numbers on a GPU, `check` raises it, and the rows of
+                missing tokens are zeros.
             TypeError, ValueError: tokens or out are not as described.
         """
         place = self.places[self._layer(layer)]
@@ -263,11 +267,13 @@ class KVRows(OfThisProcess):
                 self.caches[number].invalidate()
 
     def check(self) -> None:
-        """Waits for the work on the current stream, and raises an error if a call of `store` or `load` has found one.
+        """Waits for the work on the current stream, and raises an error if a call of `store` or `load` has noted a
+        fault.
 
         Raises:
             IndexError: a token number on the GPU was out of range.
-            RuntimeError: a token came twice in one call of `store`, or overflow had no room for a row, which is lost.
+            RuntimeError: a token was given twice in one call of `store`, or a row was lost because overflow had no room
+                for it.
             ibp.CorruptTableError: a row is damaged.
         """
         if self.device.type == "cuda":
@@ -304,13 +310,14 @@ class KVRows(OfThisProcess):
         return layer
 
     def _tokens(self, given: Ids) -> torch.Tensor:
-        """Returns token numbers on the device, int64. Checks numbers that are on the host."""
+        """Returns token numbers as an int64 tensor on the device. Numbers that are given on the host are checked."""
         tokens = checked_ids(given, "tokens")
         if not tokens.is_cuda:
             check_range(tokens.reshape(-1), self.num_tokens, name="tokens")
         return tokens.to(self.device, torch.int64)
 
     def _rows(self, tokens: torch.Tensor, per_head: bool = False) -> torch.Tensor:
-        """Returns row numbers in a layer. Heads are in the last dimension, or with per_head in the last but one."""
+        """Returns the numbers of rows in a layer. Without per_head, tokens is [..., 1], and the result is
+        [..., num_heads]. With per_head, both are [..., num_heads, k]."""
         heads = self._heads.unsqueeze(1) if per_head else self._heads
         return torch.add(heads, tokens, alpha=self.num_heads)

@@ -1,4 +1,4 @@
-"""Chooses the sizes of the rows, the slots and the overflow of a cache by a sample of its content."""
+"""Chooses the sizes of a cache's rows, slots and overflow, from a sample of its content or from the size of a pool."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from .._machine import memory
 from .._schemes import AnyCodebook, PlanesCodebook, check_codebook, surveyed
 from .._schemes.learning import analyze
 
-# Size in bytes of the rows of pages. Longer rows save no more, and shorter rows take longer to decode for each byte
-# (benchmarks/results/gather.csv).
+# Wanted size in bytes of the rows of pages. Longer rows save no more, and shorter rows take longer to decode for each
+# byte (benchmarks/results/gather.csv).
 ROW_BYTES = 2048
 _SHARE_IN_SLOTS = 0.999  # the fraction of the sample's rows that should fit their slots
-_LEAST_OVERFLOW = 0.02  # the smallest overflow, as a fraction of the slots' size: about one row in 20 may be raw
-# Overflow has this many times the size that the sample's rows need, because rows keep overflow that they once needed.
+# The smallest size of the overflow, as a fraction of the size of all slots. If a slot has 70 % of a row's size, this is
+# enough for one raw row in 21.
+_LEAST_OVERFLOW = 0.02
+# The size of the overflow divided by the size that the sample's rows need. It is more than 1 because a row that needed
+# overflow once keeps it when it is replaced by a shorter row.
 _SPILL_MARGIN = 4
 _SECTOR = _core.SECTOR_BYTES
-# For rows of at most _SHORT_ROW_BYTES bytes, a codebook is also learned from groups of _ROWS_TOGETHER rows, see
-# `_of_longer_rows`.
+# For rows of at most _SHORT_ROW_BYTES bytes, a second codebook is learned, from groups of _ROWS_TOGETHER rows (see
+# `_of_longer_rows`).
 _SHORT_ROW_BYTES, _ROWS_TOGETHER = 128, 8
 
 
 class Sizes(NamedTuple):
-    """The size in bytes of a row's slot, and the average size in bytes of overflow for each row."""
+    """The size in bytes of a row's slot, and the size in bytes of the overflow divided by the number of rows."""
 
     slot_bytes: int
     overflow_per_row: float
 
 
 def divided(piece_bytes: int) -> int:
-    """Returns the size in bytes of the rows into which a contiguous piece of memory is cut. The piece is a whole number
-    of rows. Rows have 1 to 2 KiB if possible."""
+    """Returns the size in bytes of the rows into which a contiguous piece of memory is cut without a remainder. The
+    size is 1 to 2 KiB if possible."""
     fitting = [n for n in range(_SECTOR, min(piece_bytes, _core.MAX_ROW_BYTES) + 1, _SECTOR) if piece_bytes % n == 0]
     short = [n for n in fitting if n <= ROW_BYTES]
     if short and short[-1] >= ROW_BYTES // 2:
@@ -49,8 +52,8 @@ def divided(piece_bytes: int) -> int:
 
 
 def row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, page_bytes: int) -> int:
-    """Returns the size in bytes of the rows of a page: the codebook's row size if `codebook` is one; otherwise
-    row_bytes; or, if this is None, a size that suits page_bytes."""
+    """Returns the size in bytes of the rows of a page. If `codebook` is a codebook, this is its row size. If it is a
+    sample, this is row_bytes, or a size that suits page_bytes if row_bytes is None."""
     if isinstance(codebook, torch.Tensor):
         row_bytes = divided(page_bytes) if row_bytes is None else row_bytes
         row_bytes = whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
@@ -64,8 +67,8 @@ def row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, pa
 
 
 def learned(sample: AnyCodebook | torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
-    """Returns `sample` itself if it is a codebook. Otherwise `sample` is a tensor of any shape, and a codebook is
-    learned from rows of row_bytes bytes into which the tensor is cut."""
+    """Learns a codebook for rows of row_bytes bytes, into which `sample`, a tensor of any shape, is cut. If `sample` is
+    a codebook, returns it."""
     if not isinstance(sample, torch.Tensor):
         check_codebook(sample)
         return sample
@@ -85,11 +88,13 @@ def _of_rows(sample: torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
 
 
 def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | None:
-    """Returns a codebook for short rows that is learned from groups of 8 consecutive rows, or None if that codebook
-    depends on columns or lists.
+    """Learns a codebook for short rows from groups of `_ROWS_TOGETHER` consecutive rows. Returns None if the sample has
+    no such group, or if the codebook depends on the columns or lists elements, because it then does not suit single
+    rows.
 
-    The planes of short rows end in whole bytes. Learning may then choose digits of three bits to save a byte, but these
-    are slower to decode. If slots do not become larger, digits learned from longer rows serve better.
+    The reason: each plane of a row is rounded up to whole bytes, which matters if rows are short. Learning from short
+    rows may choose digits of three bits because they save a byte, although they are slower to decode. The codebook for
+    longer rows is better if its slots are no larger.
     """
     if sample.nbytes < _ROWS_TOGETHER * row_bytes:
         return None
@@ -100,8 +105,8 @@ def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | No
 
 
 def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
-    """Returns a slot size that holds 99.9 % of a sample's rows, and enough overflow for the others. Without a sample,
-    slots are 2 % larger than the codebook expects a row to be."""
+    """Returns the smallest slot size that holds 99.9 % of a sample's rows, and enough overflow for the other rows.
+    Without a sample, slots are 2 % larger than the size of a row that the codebook expects."""
     row_bytes = codebook.row_bytes
     if sample is None:
         savings = codebook.expected_savings or 0.0
@@ -115,7 +120,8 @@ def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
 
 def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> Sizes:
     """Returns the largest slot size with which num_rows rows fit a pool, and the overflow that the rest of the pool
-    allows: at least 2 % of the slots' size, unless `spills`. spills: whether overflow is in other memory."""
+    holds, which is at least 2 % of the slots' size. If slots hold whole rows, there is no overflow. spills: whether
+    overflow is in other memory than the pool. Slots may then fill the pool."""
     per_row = pool_bytes / max(1, num_rows)
     if per_row >= row_bytes:
         return Sizes(row_bytes, 0.0)
@@ -128,14 +134,15 @@ def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False)
 
 
 def with_room_for_all(found: Sizes, slot_bytes: int | None, row_bytes: int) -> Sizes:
-    """Returns the given slot size (None: the one found), and enough overflow for all rows even if they are raw."""
+    """Returns the given slot size (None: the one of `found`), and overflow that is large enough for all rows in raw
+    form."""
     slot_bytes = found.slot_bytes if slot_bytes is None else slot_bytes
     return Sizes(slot_bytes, _up(row_bytes - slot_bytes) if slot_bytes < row_bytes else 0)
 
 
 def checked(slot_bytes: int | None, overflow_bytes: int | None, num_rows: int, found: Sizes) -> tuple[int, int]:
-    """Checks and returns (size of a slot in bytes, size of all overflow in bytes). A size that is None is taken from
-    `found`."""
+    """Checks the given sizes. Returns (size of a slot, size of the overflow of all rows), in bytes. A size that is None
+    is taken from `found`."""
     slot_bytes = found.slot_bytes if slot_bytes is None else whole_number("slot_bytes", slot_bytes, 0)
     if overflow_bytes is None:
         return slot_bytes, int(num_rows * found.overflow_per_row) // _SECTOR * _SECTOR

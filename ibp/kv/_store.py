@@ -30,17 +30,19 @@ from ._paged import PagedTensors, PageList, Pages, check_different, check_paged,
 
 Tensors = torch.Tensor | PagedTensors | Buffers | Sequence[torch.Tensor]
 
-# Default number of multiprocessors for stores and for loads of pages in pinned memory: enough to keep up with the link
-# of an H200. With all multiprocessors, each direction reaches 76 GB/s; 16 of them encode BF16 at 79 GB/s, and 8 decode
-# it at 139 GB/s (benchmarks/results/encode_into.csv).
+# Default numbers of multiprocessors for stores and for loads of pages in pinned memory. They are enough to keep up with
+# the link of an H200: pages of BF16 are stored at 76 GB/s with 24 multiprocessors and at 73 GB/s with all 132; they are
+# loaded at 75 GB/s with 16 and with all 132 (benchmarks/results/kv_pages.csv).
 _STORE_SMS, _LOAD_SMS = 24, 16
 _WORDS = FaultWords(
     "{status}: piece {value} of the store",
     out_of_range="a page that was loaded is not stored, or a page or block number is out of range",
     later="",
 )
-_STORES_A_COMPACTION = 16  # `compact_if_due` does nothing until more than a 16th of the pages has been stored
-# Priority of the CUDA streams of the store: when a multiprocessor becomes free, their blocks get it first.
+# `compact_if_due` compacts the overflow if more than a 16th of the pages were stored since the last compaction.
+_STORES_A_COMPACTION = 16
+# Priority of the store's CUDA streams. When a multiprocessor becomes free, thread blocks of these streams get it before
+# those of streams with the default priority.
 _HIGHEST_PRIORITY = -1
 
 
@@ -50,11 +52,12 @@ class KVStoreStats(Statistics):
 
     Attributes:
         stored_pages: number of pages that can be loaded.
-        pool_bytes: size in bytes of slots and overflow, or of slots alone if overflow is in host memory.
-        used_overflow_bytes: number of bytes of overflow that are reserved; `compact` frees what no row needs any more.
-        overflow_bytes: size in bytes of all overflow.
-        spilled_rows, lost_rows: number of rows with bytes in overflow, and number of rows for which overflow had no
-            room, counted over all calls of `store`.
+        pool_bytes: as in `KVStore.pool_bytes`.
+        used_overflow_bytes: number of bytes of overflow that are reserved for rows. `compact` frees those that rows no
+            longer need.
+        overflow_bytes: size in bytes of the overflow.
+        spilled_rows: number of rows that were stored with bytes in overflow since the last `clear`.
+        lost_rows: number of rows that were lost since the last `clear` because overflow had no room for them.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
@@ -73,7 +76,7 @@ class KVStoreStats(Statistics):
 
 
 class Transfer(OfThisProcess):
-    """A store or a load of pages that has been queued, usually on another stream than the current one.
+    """A store or a load of pages that has been queued. `KVStore.store` and `KVStore.load` return it.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
@@ -91,7 +94,7 @@ class Transfer(OfThisProcess):
 
     def __init__(self, store: KVStore, stores: bool, call: _StoreCall, num_bytes: int) -> None:
         self._store, self._stores, self.num_bytes = store, stores, num_bytes
-        self._pages = None if call.host is None else call.host.clone()  # the caller may overwrite its own tensor
+        self._pages = None if call.host is None else call.host.clone()  # the caller may overwrite the given tensor
         self._near = near = call.near
         self._columns = call.columns if call.paged is not None else slice(None)
         self._event: torch.cuda.Event | None = None
@@ -115,7 +118,8 @@ class Transfer(OfThisProcess):
         """Makes the host wait for the transfer.
 
         Raises:
-            IndexError, ibp.CorruptTableError: a loaded page was not stored, or is damaged. Its blocks are zeros.
+            IndexError: a page that was to be loaded is not stored. Its blocks have become zeros.
+            ibp.CorruptTableError: a loaded page is damaged. The damaged parts of its blocks have become zeros.
         """
         self._refuse_captured()
         if self._event is not None:
@@ -124,8 +128,8 @@ class Transfer(OfThisProcess):
             self._store.faults.raise_pending(self._store.device)
 
     def lost(self) -> list[int]:
-        """Returns the numbers of the pages that were not stored because overflow had no room for one of their rows.
-        Waits for the transfer."""
+        """Waits for the transfer. Returns the numbers of the pages that it could not store, because overflow had no
+        room for one of their rows. For a load, returns an empty list."""
         self.synchronize()
         if not self._stores:
             return []
@@ -151,18 +155,18 @@ class Transfer(OfThisProcess):
 
 
 class KVStore(OfThisProcess):
-    """A pool of pages of a KV-cache, which are compressed in pinned host memory or on the GPU. Serving engines offload
-    to it.
+    """A pool of compressed pages of a KV-cache, in pinned host memory or on the GPU, to which serving engines offload.
 
-    A page consists of one block of a tensor of a paged cache, or of one block of each of several tensors of the same
-    shape, such as the tensors of all layers. Every row of a page has a slot of fixed size. Bytes that do not fit go to
-    an overflow area that all pages share. If the overflow area is full, the page is not stored; `Transfer.lost`,
-    `is_stored` and a later `load` report this.
+    A page consists of one block of a tensor of a paged cache, or of one block from each of several tensors of the same
+    shape, such as the tensors of all layers. Pages are cut into rows, and every row has a slot of fixed size. Bytes
+    that do not fit their slot go to an overflow area that all pages share. If the overflow area is full, the page is
+    not stored; `Transfer.lost`, `is_stored` and a later `load` report this.
 
-    Transfers run on streams of the store, after the work that is queued on the current stream. Two transfers may run at
-    the same time unless they have pages in common. Page and block numbers may be lists, or tensors on the CPU or on the
-    GPU. If numbers are on the GPU, the GPU checks them, and `check` raises the error. A CUDA graph can then capture
-    transfers, after one outside the graph: they run on the current stream, and the caller orders them.
+    Transfers run on streams of the store, after the work that is queued on the current stream. A transfer waits for an
+    earlier one if they have pages in common and at least one of them is a store. Page and block numbers may be lists,
+    or tensors on the CPU or the GPU. If numbers are on the GPU, the GPU checks them, and `check` raises the error. CUDA
+    graphs can capture transfers with such numbers, after one transfer outside the graph. Captured transfers run on the
+    current stream, and the caller must order them.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
@@ -173,25 +177,28 @@ class KVStore(OfThisProcess):
         True
 
     Args:
-        codebook: the codebook that compresses rows; or a sample of blocks, from which a codebook and the sizes are
-            learned.
+        codebook: the codebook that compresses rows. Or a sample of blocks: the codebook is learned from it, and sizes
+            are chosen to suit it.
         page_bytes: size in bytes of a block of one tensor.
-        num_pages: number of pages. None: as many as fit into pool_bytes.
-        pool_bytes: size in bytes of slots and overflow together, or of slots alone if overflow is in host memory. None:
-            as much as num_pages pages need. If num_pages is also given, slots are as large as fits.
-        num_tensors: number of tensors from each of which a page has a block.
+        num_pages: number of pages. None: the largest number that fits into pool_bytes.
+        pool_bytes: total size in bytes of slots and overflow, or of slots alone if overflow is in host memory although
+            slots are on the GPU. None: the size that num_pages pages need.
+        num_tensors: number of tensors from which a page has a block.
         row_bytes: size in bytes of a row, which must be contiguous in a block. None: 1 to 2 KiB if page_bytes allows
-            it. Do not give it with a codebook, which has its own row size.
-        slot_bytes: size in bytes of the slot of each row. None: a size that 99.9 % of the sample's rows fit.
-        overflow_bytes: size in bytes of all overflow. None: what the sample suggests, at least 2 % of the slots' size.
+            it. It must not be given with a codebook, which determines it.
+        slot_bytes: size in bytes of the slot of each row. None: if num_pages and pool_bytes are both given, the largest
+            size that fits into pool_bytes. Otherwise a size that 99.9 % of the sample's rows fit; or, with a codebook,
+            2 % more than the expected size of a row.
+        overflow_bytes: size in bytes of the overflow area. None: a size that suits the slots.
         level: level of the codebook that is learned, see `ibp.compress`.
         device: the GPU that compresses and decompresses, or "cpu". None: the current CUDA device if there is one, else
             the CPU.
         memory: the memory that holds the pages: "pinned" (host memory that the GPU writes and reads) or "device". None:
             "pinned". If the device is the CPU, pages are always in host memory.
-        overflow_memory: "pinned": pages are on the device, and bytes that do not fit their slots are in pinned host
-            memory. Unless overflow_bytes is given, overflow then has room for all rows even if they are raw: slots may
-            be smaller than most rows need, and no page is lost. None: overflow is in the same memory as the slots.
+        overflow_memory: the memory that holds overflow. None: the same as `memory`. "pinned" with memory "device":
+            slots are on the GPU, and overflow is in pinned host memory. Unless overflow_bytes is given, overflow then
+            has room for all rows even if they are raw, so no page is lost, and slots may be smaller than most rows
+            need.
 
     Attributes:
         place: the `ibp.CodedRows` that holds the rows.
@@ -259,8 +266,8 @@ class KVStore(OfThisProcess):
         self._make_state()
 
     def _give_parts(self) -> None:
-        """If overflow has room for all rows even if they are raw, assigns every row its part of overflow in advance.
-        Then no row ever needs a larger part, and no row is lost."""
+        """If overflow was made large enough for all rows in raw form, assigns to each row a part of overflow that is
+        large enough for its raw bytes. Then no row ever needs a larger part, and no row is lost."""
         place = self.place
         if not self._rows_own_parts or not place.bases.numel():
             return
@@ -270,8 +277,9 @@ class KVStore(OfThisProcess):
         place.used.fill_(place.overflow.numel())
 
     def _make_state(self) -> None:
-        """Allocates the state of pages and transfers. The flags are for one page more than the store has. Calls with
-        page numbers that are out of range write to the flags of this extra page."""
+        """Allocates the state of pages and transfers. A flag for each page and tensor says whether the store has the
+        tensor's block of this page. There are flags for one extra page, to which `free` writes if page numbers on the
+        GPU are out of range."""
         on_gpu = self.device.type == "cuda"
         shape = (self.num_pages + 1, self.num_tensors)
         self._stored = torch.zeros(shape, dtype=torch.uint8, device=self.device)
@@ -291,12 +299,13 @@ class KVStore(OfThisProcess):
 
     @property
     def pool_bytes(self) -> int:
-        """Size in bytes of slots and overflow, or of slots alone if overflow is in host memory."""
+        """Total size in bytes of slots and overflow, or of slots alone if overflow is in host memory although slots are
+        on the GPU."""
         return self.place.slots.numel() + (0 if self._spills else self.place.overflow.numel())
 
     @property
     def index_bytes(self) -> int:
-        """Size in bytes of the row index, on the device."""
+        """Size in bytes of the index of rows and of the flags of pages, on the device."""
         held = (self.place.lengths, self.place.bases, self.place.rooms, self._stored)
         return sum(tensor.nbytes for tensor in held)
 
@@ -326,8 +335,8 @@ class KVStore(OfThisProcess):
         )
 
     def is_stored(self, pages: Pages) -> list[bool]:
-        """Returns a list of bools: for each page, whether it can be loaded as far as transfers have ended. Does not
-        wait.
+        """Returns for each page whether it can be loaded, as a list of bools. Does not wait: a transfer that has not
+        ended may still change the answer.
 
         Raises:
             IndexError: there is no such page.
@@ -348,20 +357,22 @@ class KVStore(OfThisProcess):
         stream: torch.cuda.Stream | None = None,
         max_sms: int | None = None,
     ) -> Transfer:
-        """Compresses blocks of a paged cache into pages, by one launch.
+        """Begins to compress blocks of a paged cache into pages. One kernel launch compresses all of them.
 
         Args:
             pages: the numbers of the pages to which the blocks are stored, all different.
-            tensors: a tensor [num_blocks, ...], a sequence of such tensors, or a `PagedTensors` of them. If pages have
-                one tensor (num_tensors is 1), each tensor of a sequence or of an `ibp.Buffers` is a block, and blocks
-                must be None.
-            blocks: the numbers of the blocks. None: all blocks, in order.
-            first_tensor: if only some tensors of a page are given, the index of the first one in the page.
-            stream: a stream of the store's device. None: one of the store's own streams.
-            max_sms: keep at most this many multiprocessors busy. None: enough to keep up with the link.
+            tensors: a tensor [num_blocks, ...], a sequence of such tensors, or a `PagedTensors` of them. The exception:
+                if num_tensors is 1, each tensor of a sequence or of an `ibp.Buffers` is a block, and blocks must be
+                None.
+            blocks: the numbers of the blocks, one for each page. None: all blocks, in order.
+            first_tensor: the index in a page of the first of the given tensors. A call may move only some tensors of a
+                page.
+            stream: the stream on which the transfer runs, of the store's device. None: one of the store's own streams.
+            max_sms: keep at most this many multiprocessors busy. None: enough to keep up with the link, or all if pages
+                are on the GPU.
 
         Raises:
-            IndexError, TypeError, ValueError: arguments are not as described. Nothing has been stored then.
+            IndexError, TypeError, ValueError: arguments are not as described. Then nothing was stored.
         """
         call = self._call(pages, tensors, blocks, first_tensor, "pages")
         with self._lock, self._on_stream(stream, True, call):
@@ -383,9 +394,10 @@ class KVStore(OfThisProcess):
         stream: torch.cuda.Stream | None = None,
         max_sms: int | None = None,
     ) -> Transfer:
-        """Decompresses pages into blocks of a paged cache, by one launch. The blocks get the bits that were stored. If
-        one of the tensors of a page is not stored, all given tensors get zeros for that page. The next call of
-        `Transfer.synchronize` or `check` then raises an error.
+        """Begins to decompress pages into blocks of a paged cache. One kernel launch decompresses all of them. The
+        blocks get the bits that were stored. If the store lacks a page's block of any given tensor, the blocks of all
+        given tensors become zeros for that page. The next call of `Transfer.synchronize` or `check` then raises an
+        error.
 
         Args and Raises: as in `store`, except that the blocks must all be different, and pages may repeat.
         """
@@ -401,8 +413,9 @@ class KVStore(OfThisProcess):
             return self._begun(call, False)
 
     def free(self, pages: Pages) -> None:
-        """Removes pages, after all transfers begun so far. They cannot be loaded until they are stored again. Overflow
-        that their rows have reserved stays reserved, for the next pages that are stored under these numbers."""
+        """Removes pages, after all earlier transfers of these pages. They cannot be loaded until they are stored again.
+        Overflow that is reserved for their rows stays reserved, for the next pages that are stored under these
+        numbers."""
         call = _StoreCall(*numbers_on(self.device, "pages", pages, self.num_pages), None, None, 0)
         with self._lock, self._on_stream(None, True, call):
             is_there = (call.near >= 0) & (call.near < self.num_pages)
@@ -420,12 +433,11 @@ class KVStore(OfThisProcess):
         self.faults.clear(self.device)
 
     def compact(self) -> int:
-        """Frees overflow that rows have reserved but do not need for their present bytes. Waits for all transfers begun
-        so far. If `overflow_memory` is "pinned" and `overflow_bytes` was not given, every row always has overflow for a
-        raw row; the call then frees nothing and returns 0.
+        """Waits for all transfers begun so far. Frees overflow that is reserved for rows but that their present bytes
+        do not need. Returns the number of bytes of overflow that are then free.
 
-        Returns:
-            The number of bytes of overflow that are free afterwards.
+        In a store on the GPU with `overflow_memory` "pinned" and without `overflow_bytes`, enough overflow for the raw
+        bytes of every row stays reserved. The call then frees nothing and returns 0.
         """
         self.synchronize()
         self._num_stored = 0
@@ -435,8 +447,8 @@ class KVStore(OfThisProcess):
         return self.place.overflow.numel() - self.place.counts().used_bytes
 
     def compact_if_due(self) -> bool:
-        """Calls `compact()` if more than a 16th of the pages has been stored since the last compaction. Returns whether
-        it did."""
+        """Calls `compact()` if more than a 16th of the pages were stored since the last compaction. Returns whether it
+        was called."""
         if self._num_stored <= self.num_pages // _STORES_A_COMPACTION:
             return False
         self.compact()
@@ -451,11 +463,11 @@ class KVStore(OfThisProcess):
                 transfer._event.synchronize()
 
     def check(self) -> None:
-        """Waits for all transfers begun so far, and raises an error if one of them has found a fault.
+        """Waits for all transfers begun so far, and raises an error if one of them has noted a fault.
 
         Raises:
             IndexError: a page or block number on the GPU was out of range, or a page that was loaded was not stored.
-            RuntimeError: a page came twice in one call of `store`.
+            RuntimeError: a page was given twice in one call of `store`.
             ibp.CorruptTableError: a page is damaged.
         """
         self.synchronize()
@@ -470,8 +482,8 @@ class KVStore(OfThisProcess):
     # ---- implementation ----
 
     def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int, once: str) -> _StoreCall:
-        """Checks and returns the arguments of a transfer. once: "pages" or "blocks", whichever the transfer writes to;
-        their numbers must all be different."""
+        """Checks the arguments of a transfer and returns them. once: what the transfer writes to, "pages" or "blocks";
+        the numbers of these must all be different."""
         paged = self._paged(tensors, blocks)
         check_paged(paged, "store", self.device, self.page_bytes, self.place.row_bytes)
         whole_number("first_tensor", first_tensor, 0)
@@ -510,9 +522,15 @@ class KVStore(OfThisProcess):
 
     @contextlib.contextmanager
     def _on_stream(self, stream: torch.cuda.Stream | None, stores: bool, call: _StoreCall) -> Iterator[None]:
-        """Makes the stream of a transfer the current one inside the context. The transfer's work runs after the work
-        that is queued on the former current stream, and after earlier transfers of the same pages. stream: None: one
-        of the store's own."""
+        """A context in which the stream of a transfer is the current one. The transfer's work runs after the work that
+        is queued on the former current stream, and after earlier transfers that have pages in common with it, unless
+        both are loads. On the CPU, and while a CUDA graph is being captured, the context does nothing.
+
+        Args:
+            stream: the stream of the transfer. None: one of the store's own streams.
+            stores: whether the transfer is a store.
+            call: the pages and blocks of the transfer.
+        """
         if self.device.type != "cuda" or is_capturing(self.device):
             yield
             return
@@ -542,14 +560,14 @@ class KVStore(OfThisProcess):
     def _plan(
         self, call: _StoreCall, ids_per_block: int, stored: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what `plan_pages` does for the pages and blocks of a call: (ids of the pages' rows or pieces,
-        addresses of the blocks' pieces)."""
+        """Returns the result of `plan_pages` for the pages and blocks of a call: (ids of the rows or pieces of the
+        pages, addresses of the pieces of the blocks)."""
         assert call.blocks is not None
         sizes = (ids_per_block, self.num_pages, self.num_tensors, call.first_tensor)
         return plan_pages(call.tensors, call.near, call.blocks, *sizes, stored)
 
     def _table_of(self, piece: int) -> torch.Tensor:
-        """Returns the pool as a table whose items have `piece` bytes."""
+        """Returns a handle of the pool as a table with items of `piece` bytes."""
         if piece not in self._tables:
             num_items = self.num_pages * self.num_tensors * self.page_bytes // piece
             parts = self.place.handle.parts._replace(num_items=num_items, item_bytes=piece)
@@ -561,10 +579,10 @@ class _StoreCall(NamedTuple):
     """The pages and blocks of a transfer.
 
     Attributes:
-        near: int64: page numbers on the device.
-        host: the same numbers on the host. None: the host does not know them.
+        near: the page numbers, int64 on the device.
+        host: the page numbers on the host. None: they were given on the GPU.
         paged: the tensors. None: the call only frees pages.
-        blocks: int64: block numbers on the device. None: the call only frees pages.
+        blocks: the block numbers, int64 on the device. None: the call only frees pages.
         first_tensor: the index in a page of the first tensor.
     """
 
@@ -584,7 +602,7 @@ class _StoreCall(NamedTuple):
         return slice(self.first_tensor, self.first_tensor + len(self.tensors))
 
     def inputs(self) -> Iterator[torch.Tensor]:
-        """Returns the tensors that the transfer reads and that another stream may have allocated."""
+        """Returns the tensors that the transfer uses and that may have been allocated on another stream."""
         held = (self.near, self.blocks, *(self.paged._used if self.paged else ()))
         return (tensor for tensor in held if tensor is not None)
 
@@ -594,8 +612,8 @@ def _sms_of(max_sms: int | None, usual: int) -> int:
 
 
 def _compact(place: Any, keeps: torch.Tensor) -> None:
-    """Moves the overflow bytes of rows to the front of the overflow, without gaps, and frees the rest. keeps: bool
-    [rows]: the rows whose bytes are kept."""
+    """Moves the overflow bytes of rows to the beginning of the overflow, without gaps, and frees the rest. keeps: bool
+    [rows], whether the row's bytes are kept."""
     if not place.rooms.numel():
         return
     sector = _core.SECTOR_BYTES

@@ -1,4 +1,4 @@
-"""`ibp.kv.TokenCoder` has the options and the decoders that all layers of a growing KV-cache share."""
+"""`ibp.kv.TokenCoder`, which has the options and the decoders that all layers of a growing KV-cache share."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TokenCoder(OfThisProcess):
     """Codes the older tokens of a KV-cache that grows token by token, and decodes them when they are needed.
 
     It is for engines that keep the keys of a layer in one tensor, and the values in another one, as transformers does.
-    `BlockStore` is for engines with paged caches. All layers of a cache must use the same coder, so that the coded
-    bytes of one layer can be copied while those of another layer are decoded. Blocks of tokens are coded on the device
-    of the keys and values. Codebooks are learned from the first blocks (the prompt's, as in section 6.4 of the paper),
-    and again when savings fall.
+    (`BlockStore` is for engines with paged caches.) All layers of a cache must use the same coder, so that the coded
+    bytes of one layer can be copied while those of another layer are decoded. Tokens are coded in blocks, on the device
+    of the keys and values. Codebooks are learned from the first blocks, which are usually those of the prompt, as in
+    section 6.4 of the paper. They are learned again when savings fall.
 
     Example:
         >>> coder = ibp.kv.TokenCoder(block=16, window=32)
@@ -37,18 +37,19 @@ class TokenCoder(OfThisProcess):
     Args:
         block: number of tokens that are coded together, at least 1.
         window: number of the newest tokens that stay raw with the caller, at least 0.
-        memory: the memory of coded tokens: "pinned" (host memory that the GPU reads) or "device". None: "pinned".
-        scheme: "planes", "ibp" (the paper's) or "raw", which moves blocks without coding. With the other schemes, too,
-            keys or values are kept raw if a codebook would save less than 2 % of their bytes.
+        memory: the memory that holds coded tokens: "pinned" (host memory that the GPU reads) or "device". None:
+            "pinned".
+        scheme: "planes", "ibp" (the paper's) or "raw", which stores blocks without coding them. Whatever the scheme,
+            keys or values are stored raw if a learned codebook would save less than 2 % of their bytes.
         level: level of scheme "planes", as in `ibp.compress`.
-        codebooks: the initial codebooks of keys and of values, for all layers, made by `ibp.codecs.analyze` from
-            tensors whose rows are one or more whole tokens of a head. None: they are learned.
-        max_sms: keep at most this many multiprocessors busy with decoding. None: all; but 32 if tokens come over the
-            link and a codebook has the same entries for every column.
+        codebooks: the initial codebooks (for keys, for values) of all layers. `ibp.codecs.analyze` must have made them
+            from tensors whose rows are one or more whole tokens of a head. None: codebooks are learned.
+        max_sms: keep at most this many multiprocessors busy with decoding. None: all if coded tokens are on the device,
+            or if a codebook has separate entries for each column; 32 otherwise, which are enough for the link.
 
     Attributes:
         memory: "pinned" or "device".
-        devices: the devices of all layers for which `history` has been called.
+        devices: the devices of the layers for which `history` has been called.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -88,11 +89,11 @@ class TokenCoder(OfThisProcess):
         return list(self._decoders)
 
     def history(self, keys: torch.Tensor, values: torch.Tensor) -> TokenHistory:
-        """Returns an empty history for a layer with keys and values like these, [B, heads, tokens, head_dim]. The
-        tokens themselves are not added to it.
+        """Returns an empty history for a layer with keys and values like the given ones, [B, heads, tokens, head_dim].
+        The given tokens are not added to it.
 
         Raises:
-            ValueError: keys are on neither a CPU nor a CUDA device, or keys or values do not fit the codebooks.
+            ValueError: keys are on neither a CPU nor a CUDA device, or keys or values do not suit the codebooks.
         """
         decoder, books = self._decoder_on(keys.device), self._options.codebooks or (None, None)
         forms = [Form.of(states, self.block, book) for states, book in zip((keys, values), books)]
@@ -109,13 +110,13 @@ class TokenCoder(OfThisProcess):
         return copied
 
     def num_due(self, num_raw: int) -> int:
-        """Returns the number of whole blocks among the raw tokens that are older than the window. num_raw: number of
-        raw tokens of a layer."""
+        """Returns the number of blocks that should be coded now: of the raw tokens of a layer, the newest `window`
+        tokens stay raw, and the older ones are coded in whole blocks. num_raw: number of raw tokens of the layer."""
         return max(0, num_raw - self._options.window) // self.block
 
     @property
     def device_bytes(self) -> int:
-        """Size in bytes of the device buffers for coded bytes that are being fetched."""
+        """Size in bytes of the buffers on devices to which coded bytes are copied."""
         return sum(decoder.device_bytes for decoder in self._decoders.values())
 
     @property

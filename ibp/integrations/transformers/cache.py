@@ -1,7 +1,7 @@
-"""KV-caches of transformers whose older tokens are compressed losslessly.
+"""KV-caches for transformers whose older tokens are compressed losslessly.
 
-Blocks of older tokens are coded on the GPU and kept in pinned host memory, or on the GPU. While one layer computes, the
-coded tokens of the next layer are brought back and decoded.
+Blocks of older tokens are coded on the GPU, and stored in pinned host memory or on the GPU. While one layer computes,
+the coded tokens of the next layer are copied to the GPU and decoded.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ __all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer"]
 
 @dataclass(frozen=True)
 class CompressedCacheStats(CodedStatistics):
-    """The sizes and counts of a cache. Sizes are summed over all compressed layers.
+    """The sizes and counts of a cache. They are totals of all compressed layers, except for num_tokens and
+    num_coded_tokens.
 
     Attributes:
         num_tokens: number of tokens of each sequence, in the layer that has the most.
         num_coded_tokens: number of coded tokens of each sequence, in the layer that has the most.
-        original_bytes: uncompressed size in bytes of all coded tokens whose coded bytes are kept, which may include
-            tokens that have been cropped.
-        stored_bytes: size in bytes of the coded rows of these tokens, each rounded up to a multiple of 32.
+        original_bytes: uncompressed size in bytes of all tokens whose coded rows are kept. These may include tokens
+            that have been cropped.
+        stored_bytes: size in bytes of the coded rows that are kept, each rounded up to a multiple of 32.
         host_bytes: size in bytes of the host memory for coded rows.
-        device_bytes: size in bytes of the GPU memory for raw tokens, indices and staging buffers, and with memory
-            "device" also for coded rows.
+        device_bytes: size in bytes of the GPU memory for raw tokens, indices and staging buffers. With memory "device",
+            coded rows are included.
         fetched_bytes: number of bytes that have been copied from host memory to GPUs.
         sent_bytes: number of bytes that have been copied from GPUs to host memory.
         num_codebooks: number of codebooks that were learned.
-        plain_bytes: uncompressed size in bytes of all tokens.
+        plain_bytes: uncompressed size in bytes of all tokens of the present sequences, coded and raw.
     """
 
     __module__ = "ibp.integrations.transformers"
@@ -60,8 +61,8 @@ class CompressedCacheStats(CodedStatistics):
 
 
 def _decoded(number: int, what: str) -> property:
-    """Returns a property of a layer: the keys (number 0) or the values (number 1) of all tokens. what: the property's
-    docstring."""
+    """Returns a property of `CompressedLayer` that decodes the keys (number 0) or the values (number 1) of all tokens.
+    what: the docstring of the property."""
 
     def decode(layer: CompressedLayer) -> torch.Tensor | None:
         return layer._all()[number] if layer.raw else None
@@ -74,15 +75,15 @@ def _decoded(number: int, what: str) -> property:
 
 
 class CompressedLayer(OfThisProcess, DynamicLayer):
-    """One layer of full attention of a `CompressedCache`. Whole blocks of the oldest tokens are coded, and the others
-    are raw.
+    """A layer of full attention in a `CompressedCache`. Its oldest tokens are coded in whole blocks, and its newer
+    tokens are raw.
 
-    `update` returns keys and values of all tokens as new tensors, contiguous [B, heads, tokens, head_dim], like those
-    of DynamicLayer. `keys` and `values` also return new tensors, which are decoded when they are read.
+    `update` returns the keys and values of all tokens as new tensors, contiguous [B, heads, tokens, head_dim], like
+    `update` of DynamicLayer. Reading `keys` or `values` decodes all tokens into a new tensor.
 
     Attributes:
-        history: the coded tokens. None before the first call.
-        raw: the raw keys and values, which follow the coded ones. () before the first call.
+        history: the coded tokens. None before the first call of `update`.
+        raw: (keys, values) of the raw tokens, which follow the coded ones. () before the first call of `update`.
         last_query: number of tokens that the last call of `update` added.
     """
 
@@ -99,8 +100,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self.history: TokenHistory | None = None
         self.raw: tuple[torch.Tensor, ...] = ()
         self.last_query = 0
-        self._pending: Any = None  # the blocks that are being coded: a result of `TokenHistory.encode`
-        self._fetch: Any = None  # tokens that are decoded ahead of their use: a result of `TokenHistory.fetch`
+        self._pending: Any = None  # a result of `TokenHistory.encode`: blocks that are being coded
+        self._fetch: Any = None  # a result of `TokenHistory.fetch`: tokens that are decoded for the next update
 
     # ---- contents ----
 
@@ -108,7 +109,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     values = _decoded(1, "All values, decoded; None before the first ones.")
 
     def _all(self) -> tuple[torch.Tensor, ...]:
-        """Returns keys and values of all tokens."""
+        """Returns (keys, values) of all tokens. Decodes the coded ones."""
         history = self._coded()
         return self.raw if history is None else self._joined(history.fetch(self.get_seq_length()))
 
@@ -127,8 +128,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     # ---- new tokens ----
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Prepares the layer for keys and values with the dtype, device and sizes of the given ones. It does not add
-        them."""
+        """Prepares the layer for keys and values with the dtype, device and sizes of the given ones. The given tokens
+        are not added."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.history = self._coder.history(key_states, value_states)
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -139,8 +140,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values, [B, heads, new tokens, head_dim], and returns the keys and values of all tokens. Raises
-        what `CompressedCache.update` raises."""
+        """Adds keys and values, [B, heads, new tokens, head_dim]. Returns the keys and values of all tokens. Raises the
+        same errors as `CompressedCache.update`."""
         if key_states.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "coded keys and values have no gradients: call the model under torch.no_grad() or "
@@ -159,17 +160,18 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         return keys, values
 
     def _fetched(self, history: TokenHistory) -> Any:
-        """Returns the result of the fetch that began ahead of this call, if it is for the present number of tokens.
-        Otherwise begins another one."""
+        """Returns the fetch that `fetch_ahead` has begun, if its tensors have the present number of tokens. Otherwise
+        begins and returns another fetch."""
         fetch, self._fetch = self._fetch, None
         num_tokens = self.get_seq_length()
         if fetch is not None and fetch.keys.shape[-2] == num_tokens:
             return fetch
-        del fetch  # before the next fetch, because this makes the current stream wait for the decoding
+        del fetch  # Before the next fetch: this makes the current stream wait for the decoding.
         return history.fetch(num_tokens)
 
     def _joined(self, fetch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values of all tokens: the decoded ones, followed by the raw ones."""
+        """Waits for a fetch of all coded tokens, and copies the raw tokens to the end of its tensors. Returns these:
+        (keys, values) of all tokens."""
         whole, num_raw = fetch.wait(), self._num_raw()
         for tensor, tail in zip(whole, self.raw):
             if num_raw:
@@ -179,19 +181,21 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     # ---- coding ----
 
     def _begin_coding(self) -> None:
-        """Queues the coding of whole blocks of raw tokens that are older than the window."""
+        """Queues the coding of the raw tokens that are older than the window, in whole blocks. Does nothing while other
+        blocks are being coded."""
         num_blocks = self._coder.num_due(self._num_raw())
         if self._pending is None and self.history is not None and num_blocks > 0:
             keys, values = (tail[..., : num_blocks * self._coder.block, :] for tail in self.raw)
             self._pending = self.history.encode(keys, values)
 
     def is_coding_much(self) -> bool:
-        """Returns whether many raw tokens are being coded, so that it pays to wait for them."""
+        """Returns whether more than one block is being coded. It then pays to wait for the coding, because `store`
+        frees much raw memory."""
         return self._pending is not None and self._pending.num_blocks > 1
 
     def store(self, wait: bool = False) -> None:
-        """Replaces raw tokens by coded blocks if their coding has ended. wait: whether to wait for the end of the
-        coding. If not, blocks that are not ready stay raw until a later call."""
+        """Replaces raw tokens by their coded blocks, if the coding has ended. Otherwise the tokens stay raw until a
+        later call. wait: whether to wait for the end of the coding."""
         pending = self._pending
         if pending is None or self.history is None or not (wait or pending.is_ready()):
             return
@@ -229,7 +233,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest tokens. tokens_to_remove: the negative of the number of tokens to remove, or 0.
+        """Removes the newest tokens. tokens_to_remove: 0, or minus the number of tokens to remove.
 
         Raises:
             ValueError: tokens_to_remove is above 0.
@@ -256,18 +260,18 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self._pending = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorders the sequences: sequence b becomes the former sequence beam_idx[b]. Coded tokens are not touched;
-        they are only decoded to other sequences of the result."""
+        """Reorders the sequences: sequence b becomes the former sequence beam_idx[b]. The coded bytes stay as they are;
+        only the order in which they are decoded changes."""
         if self.get_seq_length() > 0:
             self._take(beam_idx.to(self.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every sequence. The copies share coded tokens."""
+        """Repeats every sequence `repeats` times. The copies of a sequence share its coded bytes."""
         if self.get_seq_length() > 0:
             self._take(torch.arange(len(self.raw[0]), device=self.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the sequences that `indices`, a tensor of numbers or a bool mask, selects."""
+        """Keeps only the selected sequences. indices: a tensor of the numbers of these sequences, or a bool mask."""
         if self.get_seq_length() > 0:
             self._take(torch.arange(len(self.raw[0]), device=self.device)[indices])
             self._code_anew_if_sparse()
@@ -280,8 +284,9 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
                 held.take(sequences)
 
     def _code_anew_if_sparse(self) -> None:
-        """If most coded bytes belong to no present sequence, decodes all tokens and keeps them raw; the next call then
-        codes them again."""
+        """If fewer than half of the coded tokens are in present sequences (`TokenHistory.is_sparse`), decodes the
+        tokens of the present sequences, keeps them raw, and drops all coded bytes. The next call of `update` begins to
+        code them again."""
         if self.history is None or not self.history.is_sparse:
             return
         self.raw, self._pending = self._all(), None
@@ -289,7 +294,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self.history.truncate(0)
 
     def clone(self, coder: TokenCoder) -> CompressedLayer:
-        """Returns a copy of the layer for a cache with another coder. Waits for tokens that are being coded."""
+        """Returns a copy of the layer, for a cache with the given coder. Waits for blocks that are being coded."""
         self.store(wait=True)
         copied = CompressedLayer(coder)
         if self.history is not None:
@@ -309,30 +314,31 @@ class CompressedCache(OfThisProcess, DynamicCache):
     """A `transformers.DynamicCache` whose older tokens are compressed. Pass it as `cache` (before transformers 5.24:
     `past_key_values`). Models compute the same bits with it as with a DynamicCache.
 
-    In each layer of full attention, the tokens older than `window` are coded in blocks, on the GPU. The codebooks for
-    keys and values are learned from the first blocks (the prompt's, as in section 6.4 of the paper), and again when
-    savings fall. While a layer computes, the coded bytes of the next layer are copied to the GPU, and decoded, on other
-    streams than the current one. Layers of other kinds (sliding windows, which are short, states of linear attention,
-    indexed and hybrid layers) are transformers' own and stay raw on the GPU. Models on the CPU also work; their tokens
-    are coded and decoded within the calls.
+    In each layer of full attention, the newest `window` tokens stay raw, and older tokens are coded in blocks, on the
+    GPU. Separate codebooks for keys and for values are learned from the first blocks, which are usually those of the
+    prompt, as in section 6.4 of the paper. They are learned again when savings fall. While a layer computes, the coded
+    bytes of the next layer are copied to the GPU and decoded there, on separate streams. Other layers (sliding windows,
+    states of linear attention, indexed and hybrid layers) are those of transformers and stay raw on the GPU. Models on
+    the CPU also work; their tokens are coded and decoded within the calls.
 
-    Beams are reordered, and sequences repeated, without touching coded tokens. `copy.deepcopy` copies coded bytes, so
-    that a prompt's cache can be used for many answers. Keys and values have no gradients. The cache cannot be used in
-    CUDA graphs; `torch.compile` breaks the graph at each layer's update.
+    Beams can be reordered, and sequences repeated, without decoding tokens. `copy.deepcopy` copies the coded bytes, so
+    the cache of a prompt can be used for many answers. Keys and values have no gradients. The cache cannot be used in
+    CUDA graphs, and `torch.compile` breaks the graph at the update of each layer.
 
     Args:
-        config: configuration of the model, which has the kinds of its layers. None: all layers are of full attention.
-        memory: the memory of coded tokens: "pinned" (host memory that the GPU reads) or "device". None: "pinned".
+        config: configuration of the model, which lists the kinds of its layers. None: all layers are of full attention.
+        memory: the memory that holds coded tokens: "pinned" (host memory that the GPU reads) or "device". None:
+            "pinned".
         block: number of tokens that are coded together, at least 1.
         window: number of the newest tokens that stay raw on the GPU, at least 0.
-        scheme: "planes", "ibp" (the paper's) or "raw", which moves blocks without coding. With the other schemes, too,
-            keys or values are kept raw if a codebook would save less than 2 % of their bytes.
+        scheme: "planes", "ibp" (the paper's) or "raw", which stores blocks without coding them. Whatever the scheme,
+            keys or values are stored raw if a learned codebook would save less than 2 % of their bytes.
         level: level of scheme "planes", as in `ibp.compress`.
-        codebooks: the initial codebooks of keys and of values, for all layers, made by `ibp.codecs.analyze` from
-            tensors whose rows are one or more whole tokens of a head. None: codebooks are learned; each takes a few
-            milliseconds, or about a hundred with scheme "ibp".
-        max_sms: keep at most this many multiprocessors busy with decoding. None: all; but 32 if tokens come over the
-            link and a codebook has the same entries for every column.
+        codebooks: the initial codebooks (for keys, for values) of all layers. `ibp.codecs.analyze` must have made them
+            from tensors whose rows are one or more whole tokens of a head. None: codebooks are learned. Learning one
+            takes a few milliseconds, or about 100 ms with scheme "ibp".
+        max_sms: keep at most this many multiprocessors busy with decoding. None: all if coded tokens are on the device,
+            or if a codebook has separate entries for each column; 32 otherwise, which are enough for the link.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -375,7 +381,8 @@ class CompressedCache(OfThisProcess, DynamicCache):
 
     def _begin(self, coder: TokenCoder) -> None:
         self._coder = coder
-        # A layer that is coding many tokens. Their raw memory is in use until the coded blocks have been stored.
+        # The layer that is coding many tokens, or None. The next update of any layer waits for this coding, and then
+        # frees the raw tokens.
         self._coding: CompressedLayer | None = None
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = functools.partial(CompressedLayer, coder)
@@ -384,12 +391,12 @@ class CompressedCache(OfThisProcess, DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values to a layer, [B, heads, new tokens, head_dim], and returns the keys and values of all
-        tokens of the layer.
+        """Adds keys and values, [B, heads, new tokens, head_dim], to a layer. Returns the keys and values of all tokens
+        of the layer.
 
         Raises:
             RuntimeError: the keys require grad, a CUDA graph is being captured, or coded tokens were damaged.
-            ValueError: the keys are on neither a CPU nor a CUDA device, or do not fit the codebooks.
+            ValueError: the keys are on neither a CPU nor a CUDA device, or keys or values do not suit the codebooks.
         """
         if self._coding is not None:
             self._coding.store(wait=True)
@@ -398,9 +405,9 @@ class CompressedCache(OfThisProcess, DynamicCache):
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer):
             self._coding = layer if layer.is_coding_much() else None
-            # Fetch ahead for the layer that is used next; after the last layer, this is the first one. Expect the same
-            # number of new tokens as in this call. But if the next layer belongs to the next call of the model, and
-            # this call had the first tokens, expect one.
+            # Fetch ahead for the layer that is used next, which after the last layer is the first one. Assume that it
+            # gets the same number of new tokens as this layer. The exception is the first layer after the first tokens
+            # (the prompt), which probably gets one token.
             order = (*range(layer_idx + 1, len(self.layers)), *range(layer_idx + 1))
             index = next(index for index in order if isinstance(self.layers[index], CompressedLayer))
             is_prompt = layer.last_query == layer.get_seq_length()
@@ -408,7 +415,7 @@ class CompressedCache(OfThisProcess, DynamicCache):
         return keys, values
 
     def stats(self) -> CompressedCacheStats:
-        """Returns the cache's sizes, and the counts of bytes that it has moved so far."""
+        """Returns the sizes of the cache, and the numbers of bytes that it has copied so far."""
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         histories = [layer.history for layer in layers if layer.history is not None]
         raw = sum(tail.numel() * tail.element_size() for layer in layers for tail in layer.raw)
