@@ -115,7 +115,7 @@ def python_include():
 
 
 def for_make(words):
-    """Returns the words of a command in the form of the value of a make variable."""
+    """Returns a command as the value of a make variable: its words are quoted for the shell, and each $ is doubled."""
     return shlex.join(map(str, words)).replace("$", "$$")
 
 

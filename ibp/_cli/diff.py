@@ -20,7 +20,8 @@ from . import output, work
 
 SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"
 _BLOCK_BYTES = 16 << 20  # Tensors are read and compared in blocks of this size.
-# A function of (old tensor, new tensor), of the same name, shape and dtype. Returns the size in bytes of their delta.
+# A function that returns the size in bytes of the delta of (old tensor, new tensor). The two have the same name, shape
+# and dtype.
 _Weighing = Callable[[SourceTensor, SourceTensor], int]
 
 
@@ -119,7 +120,7 @@ class Change:
     shape: tuple[int, ...]
     num_elements: int
     num_bytes: int
-    changed: int  # Number of elements whose bits differ. In a new or replaced tensor, these are all elements.
+    changed: int  # Number of elements whose bits differ. All elements of a new or replaced tensor count.
     delta_bytes: int | None  # Size in bytes that the tensor takes in a delta. None: deltas are not weighed.
 
     @property
@@ -158,8 +159,8 @@ def _count(tensor: SourceTensor) -> int:
 
 
 def _by_blocks(device: torch.device) -> _Weighing:
-    """Returns a function that makes the delta of a tensor block by block, on the device, and returns the size of all
-    blocks together. It needs little memory, whatever the size of the tensor."""
+    """Returns a function that makes the delta of a tensor block by block, on the device, and returns the total size of
+    the blocks. It needs little memory, whatever the size of the tensor."""
 
     def weigh(base: SourceTensor, new: SourceTensor) -> int:
         taken = 0
