@@ -184,8 +184,8 @@ class BuildNative(build_ext):
 
 
 def install_file(source, target):
-    """Copies a file under a temporary name and then renames the copy to the target. A process that has the old library
-    mapped can go on using it."""
+    """Copies a file under a temporary name and then renames the copy to the target. A process that has mapped the old
+    library can go on using it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".new")
     shutil.copyfile(source, temporary)

@@ -121,7 +121,7 @@ class Change:
     num_elements: int
     num_bytes: int
     changed: int  # Number of elements whose bits differ. All elements of a new or replaced tensor count.
-    delta_bytes: int | None  # Size in bytes that the tensor takes in a delta. None: deltas are not weighed.
+    delta_bytes: int | None  # Size in bytes that the tensor takes in a delta. None: it was not computed (--no-weigh).
 
     @property
     def share(self) -> float:
@@ -135,8 +135,8 @@ class Change:
 def _changes(
     base: Mapping[str, SourceTensor], new: Mapping[str, SourceTensor], names: Iterable[str], weigh: _Weighing | None
 ) -> Iterator[Change]:
-    """Compares the named tensors of two versions. Yields a `Change` for each. weigh: a function that returns the size
-    of a changed tensor's delta. None: deltas are not weighed."""
+    """Compares the named tensors of two versions. Yields a `Change` for each name. weigh: a function that returns the
+    size of a changed tensor's delta. None: the sizes of deltas are not computed."""
     for name in names:
         if name not in new:
             yield _whole(REMOVED, base[name], 0, 0)

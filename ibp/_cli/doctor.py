@@ -40,8 +40,8 @@ _BUSY_PERCENT = 10  # If the GPU was at work for more than this percentage of th
 _MOST_SHOWN = 8  # Largest number of failed tests that are printed. --json has all of them.
 # Row sizes in bytes for which speed-ups are measured. The rates of rows in GB/s are printed for the last size only.
 _ROW_BYTES = (128, 512, 2048)
-# The time for a kind of data is divided into 6 or 40 parts, and each measurement takes one part. There are fewer
-# measurements than parts; the rest of the time goes to making tables.
+# Number of parts into which the time for a kind of data is divided, on the CPU and with a GPU. Each measurement takes
+# one part. There are fewer measurements than parts; the rest of the time goes to making tables.
 _CPU_PARTS, _GPU_PARTS = 6, 40
 _KINDS = {
     "BF16 weights": torch.bfloat16,
@@ -218,7 +218,8 @@ def _test_table(device: torch.device, kind: str, scheme: str, layout: str, seed:
 
 
 def _test_file(device: torch.device, seed: int) -> Iterator[str]:
-    """Tests a file. Yields a sentence if its tensor comes back with other bits, and if damage is not noticed."""
+    """Tests a file. Yields a sentence if its tensor comes back with other bits, and another if damage to the file is
+    not noticed."""
     x = made("BF16 weights", _TEST_BYTES, seed)
     with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
         path = Path(folder) / "x.safetensors"

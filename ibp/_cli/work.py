@@ -133,8 +133,8 @@ def unfinished_files(target: str) -> int:
 
 
 def has_other_format(path: str) -> bool:
-    """Returns whether a file holds tensors, but is not a safetensors file. The bytes of a local file tell, and the
-    suffix of a URL."""
+    """Returns whether a file holds tensors, but is not a safetensors file. Looks at the bytes of a local file, but only
+    at the suffix of a URL."""
     if is_url(path):
         return paths.format_of_name(path) not in (None, "safetensors")
     if not os.path.isfile(path) or path.endswith(INDEX_SUFFIX):

@@ -282,6 +282,7 @@ def read_codebook(
     Args:
         file: the file's name, for messages.
         metadata: the file's metadata, which has the fields of the codebook.
+        number: the number of the codebook in the file.
         part: a function of (number, part, name of the dtype, number of entries) that returns the entries of a
             codebook's part.
         is_cluster: whether the codebook belongs to a cluster of another codebook, so that it must have no clusters.
@@ -338,9 +339,9 @@ _LIMIT = 1 << 62  # Sizes, strides and the offset of a view must be less than th
 class View(NamedTuple):
     """A tensor that shares memory with another tensor of its checkpoint, and is stored as a view of it.
 
-    The metadata has it under the key "ibp_view.<name>", as JSON: [base, shape, strides, offset]. The tensor is
-    `torch.as_strided` of the contiguous base, and has the base's dtype. A base whose name begins with "torch_storage."
-    holds memory that no single tensor covers; it is not itself a tensor of the checkpoint.
+    The metadata describes the view under the key "ibp_view.<name>", as JSON: [base, shape, strides, offset]. The tensor
+    is `torch.as_strided` of the contiguous base, and has the base's dtype. A base whose name begins with
+    "torch_storage." holds memory that no single tensor covers; it is not itself a tensor of the checkpoint.
     """
 
     base: str  # the name of the base

@@ -75,7 +75,7 @@ class TensorInfo:
         codec: name of the external codec of a table, or None.
         num_bytes: size in bytes of the original tensor. None if dtype is None.
         stored_bytes: size in bytes of the tensor in the file, index and padding included, without the codebook. 0 for a
-            tensor that is stored as a view of another one's memory.
+            tensor that is stored as a view of another tensor.
         fields: the fields of a table, a mapping from keys to texts; empty for other tensors.
         files: names of the files that hold the tensor's bytes.
     """
@@ -201,8 +201,8 @@ class File(Mapping[str, Value], Closing):
     def _map(self, name: str, verify: bool) -> Value:
         """Makes the value with a name, over the mapped file. verify: whether to compare its checksums first.
 
-        The exception is a tensor that an external codec has coded: it is read into memory. The argument `verify` does
-        not count then: checksums are compared while it is read if the file was opened with `verify`.
+        The exception is a tensor that an external codec has coded: it is read into memory. Its checksums are compared
+        if the file was opened with `verify`, whatever the argument `verify` is.
         """
         if name in self._views:
             return _viewed(self._views[name], self._value(self._views[name].base))
@@ -288,7 +288,7 @@ class File(Mapping[str, Value], Closing):
 
         Raises:
             KeyError: there is no tensor of that name.
-            FileFormatError: this ibp does not understand its fields.
+            FileFormatError: the file's fields for it are wrong, or this version of ibp does not know them.
             ValueError: the file is closed.
         """
         self._check_open()
@@ -352,7 +352,7 @@ class File(Mapping[str, Value], Closing):
             progress: whether to show a progress bar.
 
         Returns:
-            The number of bytes that were compared: 0 for files without checksums, as other libraries write them.
+            The number of bytes that were compared: 0 for files without checksums, such as those of other libraries.
 
         Raises:
             ChecksumError: bytes are damaged. The message names the tensor and the block.
@@ -559,7 +559,7 @@ def damaged_blocks(file: File) -> list[DamagedBlock]:
     table_of = {part: name for name in file._owners for part in part_names(name)}
     books: dict[tuple[OpenFile, str], list[str]] = {}  # by part of a codebook: the tables coded with this codebook
     for name, owner in file._owners.items():
-        with contextlib.suppress(FileFormatError):  # a table that this ibp cannot read has no codebook that it knows
+        with contextlib.suppress(FileFormatError):  # if this ibp cannot read a table, its codebook is not known
             for part in owner.codebook_parts(file.fields(name).codebook):
                 books.setdefault((owner, part), []).append(name)
     found = []

@@ -58,8 +58,8 @@ _HERE = ("file", "local")  # protocols of fsspec for files of this machine
 
 
 def path_text(path: PathLike) -> str:
-    """Returns a path or URL as text. A URL of a file on this machine ("file://...") becomes its path. Raises TypeError
-    for anything else."""
+    """Returns a path or URL as text. For a URL of a file on this machine ("file://..."), returns the path of the file.
+    Raises TypeError if `path` is neither text nor an os.PathLike."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"path is a {type(text).__name__}; wanted text or a path")
@@ -235,7 +235,7 @@ def find_files(path: Path) -> FileSet:
 
     Raises:
         FileNotFoundError: there is no file, or an index names a file that does not exist.
-        FileFormatError: the index is not an index, or a directory has several.
+        FileFormatError: the index is not valid, or a directory has several indices.
     """
     if path.is_dir():
         indices = _of_weights(path.glob(f"*{SUFFIX}{INDEX_SUFFIX}"))

@@ -82,7 +82,7 @@ def read_header(path: Path) -> Header:
 
 def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     """Calls a function for each item, on several threads if there are several items. Yields the results in order. After
-    an exception no more items are begun."""
+    an exception, no further calls begin."""
     if len(items) <= 1:
         yield from map(function, items)
         return
@@ -97,14 +97,14 @@ def shown_names(names: Collection[str]) -> str:
 
 
 class TensorPlace(NamedTuple):
-    """The file that a tensor is in, and its entry there."""
+    """The place of a tensor: the file that holds it, and its entry in the header of this file."""
 
     file: OpenFile
     entry: Entry
 
 
 class OpenFile:
-    """One file, open until `close`. If another file replaces it at its path, this object still reads the old one.
+    """One file, open until `close`. If another file gets the same path meanwhile, this object still reads the old file.
 
     Args:
         path: path of the file.
@@ -481,9 +481,9 @@ def read_table(
 
 
 def row_ranges(table: CompressedTensor, rows_per_base: int, start: int, end: int) -> dict[str, tuple[int, int]]:
-    """Returns the bytes of a table that hold the rows of bytes [start, end) of its tensor: a range (first byte, end) of
-    the slots and one of the overflow. If each row has its own base, rows may lie anywhere in the overflow, so the range
-    is the whole overflow. rows_per_base: as in `TableFields`."""
+    """Returns the ranges of a table's slots and overflow that hold the rows of bytes [start, end) of its tensor, each
+    as (first byte, end), by the name of the part. If each row has its own base, rows may lie anywhere in the overflow,
+    so the range is the whole overflow. rows_per_base: as in `TableFields`."""
     first, last = start // table.row_bytes, -(-end // table.row_bytes)
     slots = table.slots.numel()
     overflow = 0, table.overflow.numel()

@@ -66,9 +66,9 @@ from .paths import (
 
 _RESERVED = (CHECKS, PADDING, CODEBOOK_KEY)  # The names of the user's tensors must not begin with one of these.
 _BUFFER_BYTES = 1 << 20  # Small pieces of data are collected in a buffer of at most this size, and written together.
-_ENTRY_BYTES = 128  # upper bound in bytes of a tensor's entry in the header, without its name and its shape
-_SIZE_BYTES = 21  # upper bound in bytes of one size in a shape: 20 digits and a comma
-_FIXED_BYTES = 1024  # upper bound in bytes of what every header has: format, release, and fields of the checksums
+_ENTRY_BYTES = 128  # largest size in bytes of a tensor's entry in the header, without its name and its shape
+_SIZE_BYTES = 21  # largest size in bytes of one number of a shape in the header: 20 digits and a comma
+_FIXED_BYTES = 1024  # largest size in bytes of what every header has: format, release, and fields of the checksums
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
@@ -231,8 +231,8 @@ class FileWriter:
         path: path of the file.
         metadata: the user's metadata, a mapping from keys to texts; no key may begin with "ibp.".
         header_bytes: size in bytes of the room for the header, see `header_room`.
-        data_bytes: lower bound in bytes of the size of the data, 0 if it is not known. The message about a full disk
-            states it.
+        data_bytes: the expected size of the data in bytes, which may be too small; 0 if it is not known. The message
+            about a full disk states it.
         on_write: a function that is called after each write of data, with the number of bytes that were written.
         like, alone, replace: as in `NewFile`: the files that permissions are taken from, whether to refuse if another
             call is writing the same path, and whether to replace an existing file.
@@ -304,8 +304,8 @@ class FileWriter:
 
     def table(self, name: str, fields: TableFields) -> None:
         """Adds the fields of a table to the metadata. The caller must also write the table's parts, `<name>:slots` and
-        so on, with `part`, before or after this call. The number of the codebook in `fields` is that which `codebook`
-        has returned."""
+        so on, with `part`, before or after this call. The number of the codebook in `fields` must be the one that
+        `codebook` has returned."""
         self._check_name(name, self._tables)
         self._add_line(f"{TABLE_KEY}{name}", fields.text())
         self._tables.add(name)

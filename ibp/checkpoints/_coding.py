@@ -93,7 +93,7 @@ class CpuCoder:
         counts, none = torch.zeros(2, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
         rows, words = as_tensor(data), block.codebook.words(_CPU)
         index, sizes = (lengths, none, words, block.codebook.codec), (0, 0, 1, size)
-        Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # into packed rows
+        Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # packed, to `buffer`
         for at in range(0, size, _HASHED_BYTES):
             part, number = rows[at : at + _HASHED_BYTES], (block.start + at) // _WORD_BYTES
             torch.ops.ibp.sum_words.default(part, number, counts[1:])

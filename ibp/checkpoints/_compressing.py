@@ -83,7 +83,7 @@ def compress(
     Tensors are read, coded and written block by block, in bounded memory: about 100 MB plus 2 bytes per row, whatever
     their size. Names, shapes, dtypes, bytes and metadata are kept. Weights whose names differ only in numbers, and
     whose shapes and dtypes are equal, share a codebook. Tensors that would not get smaller, or that are smaller than
-    4 KiB, are kept as they are. The fingerprint of each table's tensor is stored, too.
+    4 KiB, are stored as they are. The file also has the fingerprint of each compressed tensor.
 
     If a directory is compressed to a directory, each file of tensors is compressed to a separate file, and each set of
     files to a set: "model.safetensors" becomes "model.ibp.safetensors", and "optimizer.pt" becomes
@@ -110,8 +110,8 @@ def compress(
             directory, too; or a URL of fsspec, to which the files are copied when they are whole. If the input is a
             directory, a name without the suffix of a format is that of a directory.
         scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
-        row_bytes: size in bytes of a row. None: 4,096 bytes of the flat tensor; for an array of numpy the size of an
-            item, if that is 512 bytes to 64 KiB.
+        row_bytes: size in bytes of a row of the flat tensor. None: 4,096; for an array of numpy, the size of an item,
+            if that is 512 bytes to 64 KiB.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
             and no pattern of exclude, are compressed. Other tensors are stored as they are.
         metadata: a mapping from keys to texts, which are added to the metadata of the inputs.
@@ -122,12 +122,12 @@ def compress(
         jobs: the number of threads. None: one for each core.
         restart: whether to use the files that an interrupted call has finished.
         verify: whether to compare the checksums of inputs that are files of ibp, as their bytes are read. Inputs of
-            other formats have none.
+            other formats have no checksums.
         progress: whether to show a progress bar.
         force: whether to replace an existing output, which may be one file or a set.
 
     Returns:
-        What was written.
+        A report of the files and tensors that were written.
 
     Raises:
         FileNotFoundError: there is no such input, or no such directory for the output.
@@ -288,8 +288,8 @@ class _BlockWriter:
 
     def __init__(self, writer: FileWriter, file: str) -> None:
         self._writer, self._file = writer, file
-        self._start, self._words = 0, 0  # of the present tensor: its offset in the data, and its sum of words so far
-        self._lengths: list[np.ndarray] = []  # lengths of the present tensor's rows so far, an array for each block
+        self._start, self._words = 0, 0  # of the current tensor: its offset in the data, and its sum of words so far
+        self._lengths: list[np.ndarray] = []  # lengths of the current tensor's rows so far, an array for each block
         self.reports: list[TensorReport] = []
 
     def write(self, coded: CodedBlock) -> Block:

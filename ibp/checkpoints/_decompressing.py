@@ -81,7 +81,7 @@ def decompress(
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
             and no pattern of exclude, are written.
         verify: whether to compare the checksums of inputs that are files of ibp, as their bytes are read. Inputs of
-            other formats have none.
+            other formats have no checksums.
         progress: whether to show a progress bar.
         force: whether to replace an existing output.
 

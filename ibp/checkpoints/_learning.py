@@ -171,7 +171,8 @@ class Codebooks:
         return (best, tried[best]) if _pays(tried[best], geometry) else (None, None)
 
     def _learned(self, kind: tuple, sample: torch.Tensor) -> Learner[AnyCodebook]:
-        """Learns the codebook of a kind from a sample. `found` of the result is None if it would save too little."""
+        """Learns the codebook of a kind from a sample. Returns a `Learner` that holds the codebook, or that holds None
+        if the codebook would save too little."""
         geometry = self._geometry(kind)
         codebook = self._learning.learn(self._learning.options.scheme, sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)

@@ -253,7 +253,8 @@ def _contents_of(
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Returns the existing files of an output: the index of a set, the files of the set, and a single file."""
+    """Returns those files of an output that exist: the index of its set, the files that the index names, and the single
+    file. path: the path that the set is named after, which is also that of the single file."""
     index = index_of(path)
     names = sorted(set(read_index(index).values())) if index.is_file() else []
     return [found for found in (index, *map(path.with_name, names), path) if os.path.lexists(found)]

@@ -60,7 +60,7 @@ class Shard:
     file: str  # the file's path within the directory of the output
     tensors: tuple[SourceTensor, ...]  # the tensors of the file, in order
     metadata: Mapping[str, str]  # the metadata of the file
-    inputs: tuple[str, ...]  # paths of all files that are read for this file or for the set that it belongs to
+    inputs: tuple[str, ...]  # paths of the input files of the whole set that the file belongs to
 
     @property
     def num_bytes(self) -> int:
@@ -156,9 +156,10 @@ class Journal:
         self._target, self._home, self._plan = target, target.parent, plan
 
     def open(self, restart: bool) -> bool:
-        """Makes the directory and locks it. Returns whether an interrupted call with the same plan has left it. If one
-        has, and `restart` is set, the finished files in the directory are kept; otherwise they are removed. No other
-        call can use the directory until `release` is called.
+        """Makes the directory, if it does not exist, and locks it. Returns whether it existed with the same plan, that
+        is, whether an interrupted call with this plan has left it. If so, and if `restart` is set, the finished files
+        in the directory are kept; otherwise the directory is emptied. No other call can use the directory until
+        `release` is called.
 
         Raises:
             OSError: another call is using it, or it is not a directory.
@@ -218,7 +219,7 @@ class Journal:
             )
 
     def _empty(self) -> None:
-        """Removes everything except the lock."""
+        """Removes everything in the directory except the locked file."""
         for path in self.directory.iterdir():
             if path.name != _LOCK:
                 if path.is_dir() and not path.is_symlink():

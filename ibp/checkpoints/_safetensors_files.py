@@ -80,7 +80,7 @@ def _mapped_tensor(name: str, entry: Entry, data: np.ndarray) -> SourceTensor:
 
 def _with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
     """Returns a tensor that was read from a header's entry with this dtype and shape. If torch does not have the dtype,
-    the result also has the entry; otherwise the tensor would be stored again with another entry, that of its bytes."""
+    the entry is added to the tensor, so that the tensor can be stored again with the same entry."""
     entry = dtype, shape
     return tensor if entry_of(tensor.dtype, tensor.shape) == entry else replace(tensor, entry=entry)
 
@@ -188,8 +188,8 @@ def _joined_tensor(name: str, parts: list[SourceTensor]) -> SourceTensor:
 
 
 def _view_tensor(name: str, view: View, base: SourceTensor) -> SourceTensor:
-    """Returns a tensor that is stored as a view of another one's memory. Unless its elements are contiguous, the
-    whole base is decoded when the tensor is first read."""
+    """Returns a tensor that is stored as a view of another tensor, its base. Unless the view's elements are contiguous,
+    the whole base is decoded when the view is first read."""
     view.check(math.prod(base.shape))
     start = view.offset * base.dtype.itemsize
     loaded = functools.cache(lambda: loaded_tensor(name, view.of(base.tensor()), base.name))

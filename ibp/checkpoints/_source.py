@@ -102,7 +102,7 @@ class SourceTensor:
         return entry
 
     def tensor(self) -> torch.Tensor:
-        """Returns the whole tensor, in memory of its own on the CPU."""
+        """Returns the whole tensor, in new memory on the CPU."""
         data = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
         to = data.numpy()
         for start, end in self.spans(_BLOCK_BYTES):

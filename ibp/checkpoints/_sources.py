@@ -219,9 +219,9 @@ def _matches(path: str) -> list[str]:
 
 
 def _open_directory(path: str, verify: bool) -> Source:
-    """Opens the model in a directory. If the directory has an index, these are the files that the index names.
-    Otherwise they are all files of tensors, safetensors files first, except files of other formats whose tensors are
-    all in files that were opened before. verify: as in `open_source`."""
+    """Opens the model in a directory. If the directory has an index, opens the files that the index names. Otherwise
+    opens all files of tensors, safetensors files first, except files of other formats whose tensors are all in files
+    that were opened before. verify: as in `open_source`."""
     names = sorted(os.listdir(path))
     named = [name for name in names if name.endswith(TENSOR_SUFFIXES) and not name.startswith(".")]
     indices = [name for name in names if name.endswith(f"{SUFFIX}{INDEX_SUFFIX}")]
