@@ -86,7 +86,7 @@ def compress(
     4 KiB, are stored as they are. The file also has the fingerprint of each compressed tensor.
 
     If a directory is compressed to a directory, each file of tensors is compressed to a separate file, and each set of
-    files to a set: "model.safetensors" becomes "model.ibp.safetensors", and "optimizer.pt" becomes
+    files to a set (see shard_bytes): "model.safetensors" becomes "model.ibp.safetensors", and "optimizer.pt" becomes
     "optimizer.pt.ibp.safetensors". All other files, including files that hold objects of Python, are copied. A
     config.json beside weights is changed, so that it says that the weights are coded. If ibp is imported,
     `from_pretrained` of transformers and diffusers loads such weights; without ibp it finds no weights.
@@ -116,8 +116,8 @@ def compress(
             and no pattern of exclude, are compressed. Other tensors are stored as they are.
         metadata: a mapping from keys to texts, which are added to the metadata of the inputs.
         shard_bytes: the largest total size in bytes, before coding, of the tensors in a file. A tensor that is larger
-            is alone in its file. None: there is no limit. Files of a set, such as those of a sharded model, are never
-            joined.
+            is alone in its file. None: there is no limit. The files of a sharded model (ordinary safetensors files or
+            checkpoints of torch) are not joined, even if they are smaller. Files of other formats are joined.
         device: the device that codes the rows. None: the current GPU if there is one, else the CPU.
         jobs: the number of threads. None: one for each core.
         restart: whether to use the files that an interrupted call has finished.

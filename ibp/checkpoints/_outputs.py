@@ -47,7 +47,7 @@ SHARD_BYTES = 5 << 30  # default limit in bytes of the total size, before coding
 RECORD = ".done.json"  # the end of the name of a finished file's record
 _PLAN, _LOCK = "plan.json", "lock"
 _OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # options on which coded bytes depend
-_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of sets whose files are not joined
+_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of files that are not joined; files of ibp are "ibp"
 
 
 # ---- which tensors a file holds ----
@@ -76,8 +76,9 @@ class Shard:
 def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str]) -> list[Shard]:
     """Plans the files that are written for a source.
 
-    If the source is a set of safetensors files or of files of torch, its files are not joined. Otherwise all tensors go
-    to one file. A file is then divided, between tensors, if the total size of its tensors exceeds shard_bytes.
+    If the source consists of several files, all of them ordinary safetensors files or checkpoints of torch, the files
+    are not joined. Otherwise all tensors go to one file. A file is then divided, between tensors, if the total size of
+    its tensors exceeds shard_bytes.
 
     Args:
         target: the path, within the directory of the output, that the files are named after.
