@@ -115,7 +115,7 @@ def python_include():
 
 
 def for_make(words):
-    """Returns the words of a command in the form of the value of a make variable."""
+    """Returns a command as the value of a make variable: its words are quoted for the shell, and each $ is doubled."""
     return shlex.join(map(str, words)).replace("$", "$$")
 
 
@@ -184,8 +184,8 @@ class BuildNative(build_ext):
 
 
 def install_file(source, target):
-    """Copies a file under a temporary name and then renames the copy to the target. A process that has the old library
-    mapped can go on using it."""
+    """Copies a file under a temporary name and then renames the copy to the target. A process that has mapped the old
+    library can go on using it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".new")
     shutil.copyfile(source, temporary)

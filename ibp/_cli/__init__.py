@@ -2,5 +2,5 @@
 exit status.
 
 The module of a command is imported only when the command runs, because importing ibp and torch takes seconds.
-ibp_command.py, which is beside the package, loads this folder without importing ibp, so that help is shown at once. For
-this reason, the modules of this folder import each other by relative names."""
+ibp_command.py, a file beside the package `ibp`, loads this folder without importing ibp, so that help is shown at once.
+For this reason, the modules of this folder import each other by relative names."""

@@ -42,8 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _changes_in(path: str) -> ibp.deltas.CheckpointDelta:
-    """Reads the changes in a file. Their tensors are mapped to the file. Raises ibp.ChecksumError if the file is
-    damaged, and ibp.FileFormatError if it does not hold changes."""
+    """Reads the delta in a file. Its tensors stay in the mapped file, except those that a general codec has coded,
+    which are decompressed. Raises ibp.ChecksumError if the file is damaged, and ibp.FileFormatError if it is not a
+    file of ibp or of safetensors."""
     with ibp.open(path, verify=True) as file:
         whole = {
             name: ibp.decompress(value) for name, value in file.items() if isinstance(value, ibp.codecs.WholeTensor)
@@ -54,11 +55,13 @@ def _changes_in(path: str) -> ibp.deltas.CheckpointDelta:
 
 def _new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
     """Returns the new version of a checkpoint as a source. Deltas are applied on the device, and only when a tensor is
-    read. If the old version is a set of files, the new version has the same files; new tensors are in the last one.
+    read. If the old version is a set of files, the new version has a part for each of these files. New tensors are in
+    the last part.
 
     Raises:
-        Failure: the old version does not have a tensor that is changed or removed. Or the changes hold a whole tensor
-            of the same dtype and shape as in the old version, where a delta would hold only the differences.
+        Failure: the changes are not a delta of the old version. Either the old version does not have a tensor that is
+            changed or removed; or a tensor is given as a whole, although its dtype and shape are those of the old
+            version, so that a delta would hold only the differences.
     """
     for name in changes.new:
         older, newer = base.tensors.get(name), changes[name]
@@ -80,8 +83,8 @@ def _new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torc
 
 
 def _changed(part: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
-    """Returns the new version of one file of a set, without new tensors: the tensors that stay as they are, and those
-    that have a delta."""
+    """Returns the new version of one file of a set: the tensors that stay as they are, and those to which a delta is
+    applied. New tensors are left out."""
     tensors: dict[str, SourceTensor] = {}
     for name, tensor in part.tensors.items():
         change = changes.get(name)
@@ -112,8 +115,8 @@ def _whole(name: str, change: torch.Tensor | ibp.CompressedTensor) -> SourceTens
 def _made_tensor(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], torch.Tensor]
 ) -> SourceTensor:
-    """Returns a tensor of a source whose content is made when it is first read. `make` returns the whole tensor, on the
-    CPU. It is freed when its last bytes have been read."""
+    """Returns a tensor of a source. When it is first read, `make` is called, which returns the whole tensor on the CPU.
+    That tensor is freed when its last bytes have been read."""
     made: list[np.ndarray] = []
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _how_to_go_on(arguments: argparse.Namespace, num_files: int) -> str:
-    """Returns the message of an interrupted run. num_files: the number of files that the run has finished."""
+    """Returns the message of an interrupted run. num_files: number of files of the set that the run has finished."""
     command = shlex.join(["ibp", "compress", *arguments.inputs, "-o", arguments.output])
     if not num_files:
         return f"interrupted, and nothing was written: the same command begins anew: {command}"
@@ -61,8 +61,8 @@ def _how_to_go_on(arguments: argparse.Namespace, num_files: int) -> str:
 
 
 def _verified(path: str, arguments: argparse.Namespace) -> int:
-    """Compares the written files with their checksums, and their decoded tensors with the fingerprints. Returns the
-    number of bytes that were checked."""
+    """Verifies the written files: compares their checksums, and the fingerprints of their decoded tensors. Returns the
+    number of bytes that were verified. path: that of the output."""
     checked = 0
     for each in work.files_to_verify([path]):
         with local_path(each) as near, ibp.open(near) as file:

@@ -20,7 +20,8 @@ from . import output, work
 
 SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"
 _BLOCK_BYTES = 16 << 20  # Tensors are read and compared in blocks of this size.
-# A function of (old tensor, new tensor), of the same name, shape and dtype. Returns the size in bytes of their delta.
+# A function that returns the size in bytes of the delta of (old tensor, new tensor). The two have the same name, shape
+# and dtype.
 _Weighing = Callable[[SourceTensor, SourceTensor], int]
 
 
@@ -119,8 +120,8 @@ class Change:
     shape: tuple[int, ...]
     num_elements: int
     num_bytes: int
-    changed: int  # Number of elements whose bits differ. In a new or replaced tensor, these are all elements.
-    delta_bytes: int | None  # Size in bytes that the tensor takes in a delta. None: deltas are not weighed.
+    changed: int  # Number of elements whose bits differ. All elements of a new or replaced tensor count.
+    delta_bytes: int | None  # Size in bytes that the tensor takes in a delta. None: it was not computed (--no-weigh).
 
     @property
     def share(self) -> float:
@@ -134,8 +135,8 @@ class Change:
 def _changes(
     base: Mapping[str, SourceTensor], new: Mapping[str, SourceTensor], names: Iterable[str], weigh: _Weighing | None
 ) -> Iterator[Change]:
-    """Compares the named tensors of two versions. Yields a `Change` for each. weigh: a function that returns the size
-    of a changed tensor's delta. None: deltas are not weighed."""
+    """Compares the named tensors of two versions. Yields a `Change` for each name. weigh: a function that returns the
+    size of a changed tensor's delta. None: the sizes of deltas are not computed."""
     for name in names:
         if name not in new:
             yield _whole(REMOVED, base[name], 0, 0)
@@ -158,8 +159,8 @@ def _count(tensor: SourceTensor) -> int:
 
 
 def _by_blocks(device: torch.device) -> _Weighing:
-    """Returns a function that makes the delta of a tensor block by block, on the device, and returns the size of all
-    blocks together. It needs little memory, whatever the size of the tensor."""
+    """Returns a function that makes the delta of a tensor block by block, on the device, and returns the total size of
+    the blocks. It needs little memory, whatever the size of the tensor."""
 
     def weigh(base: SourceTensor, new: SourceTensor) -> int:
         taken = 0

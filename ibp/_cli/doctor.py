@@ -31,7 +31,7 @@ from ibp._machine.timing import Clock
 from . import output, work
 
 TEST_SECONDS = 2.0  # The self-test is repeated with other data until this number of seconds has passed.
-# Compression pays if it makes something at least this many times as fast. Smaller differences are within the variation
+# Compression pays if something becomes more than this many times as fast. Smaller differences are within the variation
 # of measurements.
 PAYS = 1.05
 _DRIVER = Path("/proc/driver/nvidia")
@@ -40,8 +40,8 @@ _BUSY_PERCENT = 10  # If the GPU was at work for more than this percentage of th
 _MOST_SHOWN = 8  # Largest number of failed tests that are printed. --json has all of them.
 # Row sizes in bytes for which speed-ups are measured. The rates of rows in GB/s are printed for the last size only.
 _ROW_BYTES = (128, 512, 2048)
-# The time for a kind of data is divided into 6 or 40 parts, and each measurement takes one part. There are fewer
-# measurements than parts; the rest of the time goes to making tables.
+# Number of parts into which the time for a kind of data is divided, on the CPU and with a GPU. Each measurement takes
+# one part. There are fewer measurements than parts; the rest of the time goes to making tables.
 _CPU_PARTS, _GPU_PARTS = 6, 40
 _KINDS = {
     "BF16 weights": torch.bfloat16,
@@ -218,7 +218,8 @@ def _test_table(device: torch.device, kind: str, scheme: str, layout: str, seed:
 
 
 def _test_file(device: torch.device, seed: int) -> Iterator[str]:
-    """Tests a file. Yields a sentence if its tensor comes back with other bits, and if damage is not noticed."""
+    """Tests a file. Yields a sentence if its tensor comes back with other bits, and another if damage to the file is
+    not noticed."""
     x = made("BF16 weights", _TEST_BYTES, seed)
     with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
         path = Path(folder) / "x.safetensors"
@@ -250,7 +251,8 @@ class Measured:
     # For each row size in bytes: the rate at which the GPU fetches compressed rows, divided by that of raw rows. Empty
     # without a GPU.
     rows: dict[int, float] = field(default_factory=dict)
-    whole: float | None = None  # The same for whole tensors. None without a GPU.
+    # The rate at which a GPU gets whole compressed tensors, divided by that of raw tensors. None without a GPU.
+    whole: float | None = None
     # The largest relative error that a rate may have, from the differences between repetitions of its measurement.
     uncertainty: float = 0.0
 
@@ -272,7 +274,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def measured_on_cpu(seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
-    """Measures every kind of data on the CPU. kinds: a function that wraps the list of their names in a progress
+    """Measures every kind of data on the CPU. kinds: a function that wraps a list of names of kinds in a progress
     bar."""
     clock = Clock(torch.device("cpu"), seconds / (_CPU_PARTS * len(_KINDS)))
     return [_on_cpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
@@ -302,14 +304,14 @@ def _on_cpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
 
 
 def code_again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
-    """Compresses x with the codebook of its table, so that no time goes into learning a codebook."""
+    """Compresses x with the codebook of its table, so that the measured time does not include learning a codebook."""
     how: Any = {"scheme": "raw"} if table.codebook is None else {"codebook": table.codebook}
     ibp.compress(x, **how, device="cpu", memory="host", layout="packed")
 
 
 def measured_with_gpu(device: torch.device, seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
-    """Measures, for every kind of data, how fast a GPU fetches it from pinned memory. kinds: a function that wraps a
-    list of the names of kinds in a progress bar."""
+    """Measures, for every kind of data, how fast a GPU fetches it from pinned memory. kinds: as in
+    `measured_on_cpu`."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         clock = Clock(device, seconds / (_GPU_PARTS * len(_KINDS)))
         found = [_with_gpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
@@ -383,8 +385,8 @@ def verdict(found: Sequence[Measured], threads: int, no_gpu: str | None) -> str:
 
 
 def _sizes_that_pay(rows: dict[int, float]) -> str:
-    """Returns a text in brackets with the row sizes at which compressed rows come faster. Returns "" if they do at all
-    sizes."""
+    """Returns a text in brackets with the row sizes at which compressed rows come faster than raw rows. Returns "" if
+    they come faster at all sizes."""
     pay = [f"{row_bytes:,}" for row_bytes, speed in rows.items() if speed > PAYS]
     return "" if len(pay) == len(rows) else f" (of {' or '.join(pay)} bytes)"
 

@@ -42,10 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_pictures(arguments: argparse.Namespace) -> int:
-    """Checks --plot and --html before the work begins, and sets those to None that are not to be written.
+    """Checks --plot and --html before the work begins. If a picture will not be written, sets its option to None.
 
-    A picture that exists is not written if --keep is given. If matplotlib is not installed, the plot is not written;
-    then the exit status is 2 if a page is written, and otherwise ImportError is raised.
+    If a picture exists and --keep is given, it is not written. If matplotlib is not installed, the plot cannot be
+    drawn: if a page is to be written, the command goes on with exit status 2; otherwise ImportError is raised.
 
     Returns:
         The exit status of the command: 0 or 2.

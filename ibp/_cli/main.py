@@ -18,7 +18,7 @@ from .parsing import make_parser
 
 # Exit statuses of commands that did not succeed. 0 means success.
 WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 1, 2, 130, 141, 143
-_OLD_WORDS = {"bench": "doctor"}  # Names of commands in earlier versions, and their present names.
+_OLD_WORDS = {"bench": "doctor"}  # The present names of commands, by their names in earlier versions.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended.code if isinstance(ended.code, int) else USAGE
     except KeyboardInterrupt:
         return _complain("ibp: interrupted", INTERRUPTED)
-    except BrokenPipeError:  # Discard what is still buffered, also what is flushed when the process ends.
+    except BrokenPipeError:  # Discard all that is still buffered, including what is flushed when the process ends.
         with contextlib.suppress(OSError, ValueError):  # These are raised if stdout is not a file.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE

@@ -1,6 +1,6 @@
-"""Prints the results of commands to stdout: one JSON document, or sentences and tables. On a terminal, these have the
-width of the terminal; in pipes and files, tables have the width that their content needs. Errors and progress bars go
-to stderr."""
+"""Prints the results of commands to stdout: one JSON document, or sentences and tables. On a terminal, sentences and
+tables fit the width of the terminal; in pipes and files, tables have the width that their content needs. Errors and
+progress bars go to stderr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-# The width of sentences in pipes. It is also used for narrower terminals, which fold the lines themselves.
+# The width of sentences in pipes, in characters. It is also used for narrower terminals, which fold the lines.
 _WIDTH = 80
 _UNLIMITED = 1 << 20  # The width that tables in pipes may have.
 _GAP, _RULE = "  ", "\u2500"  # The text between columns, and the character of the line under their names.
@@ -135,14 +135,13 @@ def sentence(error: BaseException) -> str:
 
 
 def show_bars(arguments: argparse.Namespace) -> bool:
-    """Returns whether to show progress bars: if stderr is a terminal, and neither --quiet nor --no-progress is
-    given."""
+    """Returns whether to show progress bars: stderr is a terminal, and neither --quiet nor --no-progress is given."""
     return not (arguments.quiet or arguments.no_progress) and sys.stderr.isatty()
 
 
 def show_size(num_bytes: float) -> str:
-    """Returns a size as text, such as "1,023 bytes", "4.2 MiB" or "420 MiB". From 1 KiB on, sizes have one digit after
-    the point if there are one or two digits before the point."""
+    """Returns a size as text, such as "1,023 bytes", "4.2 MiB" or "420 MiB". Sizes of 1 KiB or more have one digit
+    after the point if there are one or two digits before the point."""
     if abs(num_bytes) < 1024:
         return show_count(int(num_bytes), "byte")
     unit = 0

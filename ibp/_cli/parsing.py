@@ -1,7 +1,7 @@
 """The parser of the command line: its options, and the help of every command. It imports neither ibp nor torch, so that
 help is shown at once.
 
-After a change, `python tools/command_line.py` writes the man page and the examples of docs/cli.md again.
+After a change, run `python tools/command_line.py`, which updates the man page and the examples of docs/cli.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ SUFFIXES = {"safetensors": ".safetensors", "npy": ".npy", "npz": ".npz", "torch"
 _DESCRIPTION = """\
 Lossless compression of tensors.
 
-Checkpoints and arrays become smaller files, which are safetensors, and every
-bit comes back: weights are checked, read row by row, or decoded as a whole."""
+Compresses checkpoints and arrays to smaller safetensors files, from which every
+bit is restored. Weights in such files can be verified, read row by row, or
+decompressed as a whole."""
 _EPILOG = """\
 exit status:
   0    done
@@ -126,7 +127,7 @@ def _add_level(parser: argparse.ArgumentParser) -> None:
         "--level",
         choices=("default", "fast"),
         default="default",
-        help="fast: somewhat larger, decoded at the rate of a GPU's memory (default: default)",
+        help="fast: somewhat larger files, which a GPU decodes at the rate of its memory (default: default)",
     )
 
 
@@ -138,7 +139,7 @@ def _add_names(parser: argparse.ArgumentParser, take: str = "take") -> None:
             action="append",
             default=[],
             metavar="PATTERN",
-            help=f"{what} tensors whose names match (*, ?, [a-z]); repeats",
+            help=f"{what} tensors whose names match (*, ?, [a-z]); may be repeated",
         )
 
 
@@ -151,14 +152,16 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-j", "--jobs", type=thread_count, metavar="N", help="threads of the CPU (default: one a core)")
+    parser.add_argument(
+        "-j", "--jobs", type=thread_count, metavar="N", help="number of CPU threads (default: one for each core)"
+    )
 
 
 def _add_force(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say whether to replace an existing OUT."""
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("-f", "--force", action="store_true", help="replace what is at OUT")
-    group.add_argument("-k", "--keep", action="store_true", help="do nothing where OUT is there already")
+    group.add_argument("-f", "--force", action="store_true", help="replace an output that exists")
+    group.add_argument("-k", "--keep", action="store_true", help="do not write an output that exists")
 
 
 # ---- commands ----
@@ -191,15 +194,17 @@ def _compress(commands: _Commands) -> None:
         "compress",
         help="compress checkpoints and arrays",
         description="""\
-Compress checkpoints and arrays into files. Each tensor of a file decodes alone.
+Compress checkpoints and arrays into files. Each tensor of a file can be decoded
+without the others.
 
 Reads safetensors, .npy, .npz, torch checkpoints and files of ibp, of any size,
-block by block. What does not become smaller stays as it is; names, metadata and
-every bit are kept. Checksums of files of ibp are compared as they are read.
-Several inputs become one file or one set of files. If input and output are
-directories, each file of tensors is compressed to a file of its own
-(model.ibp.safetensors, optimizer.pt.ibp.safetensors), all other files are
-copied, and config.json says that the weights are coded.""",
+block by block. Tensors that would not become smaller are stored as they are;
+names, metadata and every bit are kept. If an input is a file of ibp, its
+checksums are compared as it is read. Several inputs become one file or one set
+of files. If input and output are directories, each file of tensors is
+compressed to a separate file (model.ibp.safetensors,
+optimizer.pt.ibp.safetensors), all other files are copied, and config.json says
+that the weights are coded.""",
         epilog="""\
 examples:
   ibp compress model.safetensors -o model.ibp.safetensors
@@ -208,7 +213,8 @@ examples:
   ibp compress 'shards/*.npy' -o features.safetensors --verify
   cat x.npy | ibp compress - -o - > x.safetensors
 
-An interrupted run goes on where it ended when it is started again.""",
+If a run is interrupted, repeat the same command: it keeps those files of a set
+that the run has finished.""",
     )
     _add_inputs(parser)
     _add_output(parser, "the file or directory to write, a URL, or -")
@@ -221,7 +227,8 @@ An interrupted run goes on where it ended when it is started again.""",
         type=size,
         default=5 << 30,
         metavar="SIZE",
-        help="the most bytes of tensors of a file, such as 500M; more become a set of files (default: 5G)",
+        help="largest total size of the tensors in a file, before compression, such as 500M; larger inputs become a "
+        "set of files (default: 5G)",
     )
     _add_names(parser, "compress")
     _add_work(parser)
@@ -231,7 +238,9 @@ An interrupted run goes on where it ended when it is started again.""",
         default=False,
         help="read what was written, decode it, and compare every tensor (default: no)",
     )
-    parser.add_argument("--no-restart", action="store_true", help="begin anew, though a run was interrupted")
+    parser.add_argument(
+        "--no-restart", action="store_true", help="do not use the files that an interrupted run has finished"
+    )
     _add_force(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="list every tensor")
 
@@ -243,11 +252,11 @@ def _decompress(commands: _Commands) -> None:
         description="""\
 Write the tensors of compressed files as they were, bit for bit.
 
-The format is told by the suffix of OUT: .safetensors, .npy, .npz, .pt; a
-directory gets model.safetensors, and a set of files becomes a set again. From
-a directory to a directory, each file comes back under its name and in its
-format, and all other files are copied. Checksums are compared as files are
-read.""",
+The suffix of OUT tells the format: .safetensors, .npy, .npz or .pt. If OUT is a
+directory, model.safetensors is written there. A set of files becomes a set of
+safetensors files; in other formats it becomes one file. If input and output are
+directories, each file gets its original name and format, and all other files
+are copied. Checksums are compared as files are read.""",
         epilog="""\
 examples:
   ibp decompress model.ibp.safetensors -o model.safetensors
@@ -256,9 +265,11 @@ examples:
     )
     _add_inputs(parser)
     _add_output(parser, "the file or directory to write, a URL, or -")
-    parser.add_argument("--format", choices=tuple(SUFFIXES), help="of what is written (default: by the suffix of OUT)")
+    parser.add_argument(
+        "--format", choices=tuple(SUFFIXES), help="format of the output (default: that of the suffix of OUT)"
+    )
     _add_names(parser, "write")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare the checksums of what is read")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare the checksums of the inputs")
     _add_jobs(parser)
     _add_force(parser)
 
@@ -270,18 +281,18 @@ def _verify(commands: _Commands) -> None:
         description="""\
 Compare the checksums of files with their bytes.
 
-Exits with 1 if bytes are damaged, or if a file has no checksums, as those that
-ibp did not write. Checksums are those of blocks of 1 MiB. In a damaged block,
-the tables that no longer decode to what was compressed are named; if there are
-none, the tensors that may be damaged. With --content all tables are decoded,
-also those in blocks that are good.""",
+Exits with 1 if bytes are damaged, or if a file has no checksums, such as a file
+that ibp did not write. Each checksum covers a block of 1 MiB. For a damaged
+block, the command names the tables that no longer decode to the original
+tensors; if there are none, it names the tensors that may be damaged. With
+--content, it decodes all tables, also those in blocks that are not damaged.""",
         epilog="""\
 examples:
   ibp verify model.safetensors
   ibp verify --content checkpoints/*.safetensors""",
     )
     _add_inputs(parser)
-    parser.add_argument("--content", action="store_true", help="decode tables, and compare what comes out")
+    parser.add_argument("--content", action="store_true", help="decode all tables, and compare their fingerprints")
     _add_jobs(parser)
 
 
@@ -292,25 +303,27 @@ def _inspect(commands: _Commands) -> None:
         description="""\
 Say what is in files: tensors, schemes, savings, and what the bytes are.
 
-Files of ibp are described as they are. Of other files of tensors, what
-compressing them would give is estimated from a sample of rows.""",
+Files of ibp are described as they are. For other files of tensors, the result
+of compressing them is estimated from a sample of rows.""",
         epilog="""\
 examples:
   ibp inspect model.safetensors
   ibp inspect model.safetensors --tensor lm_head.weight
   ibp inspect checkpoint/ --plot bits.png --html model.html
 
-"before" is the size of a tensor, "after" that of all the file has for it alone:
-rows, index, unused room of slots and padding. Codebooks, which tensors share,
-the header and the checksums count in the sum. Parts of coded rows are counted
-on a sample of a large tensor's rows. The page needs a browser and nothing else;
-plots need matplotlib.""",
+"before" is the size of a tensor. "after" is the size of all that the file has
+for this tensor alone: rows, index, unused room of slots, and padding. The total
+also includes the header, the checksums, and codebooks, which tensors share. If
+a tensor is large, the parts of its coded rows are counted in a sample of rows.
+The page needs only a browser; plots need matplotlib.""",
     )
     _add_inputs(parser)
-    parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="all about one tensor; repeats")
-    parser.add_argument("--planes", action="store_true", help="what the bytes of every tensor are, by part")
+    parser.add_argument(
+        "--tensor", action="append", default=[], metavar="NAME", help="show all about one tensor; may be repeated"
+    )
+    parser.add_argument("--planes", action="store_true", help="show how many bytes each part of a tensor takes")
     parser.add_argument("--plot", metavar="OUT.png", help="draw bits and savings")
-    parser.add_argument("--html", metavar="OUT.html", help="write a page to click through the tensors")
+    parser.add_argument("--html", metavar="OUT.html", help="write a page that shows the tensors in a browser")
     _add_names(parser)
     _add_force(parser)
 
@@ -322,9 +335,9 @@ def _estimate(commands: _Commands) -> None:
         description="""\
 Say what each scheme would save, tensor by tensor, without writing anything.
 
-Savings are measured on a sample of rows, and count what a file has for a tensor
-alone, as "after" of ibp inspect does. The last column is the scheme that saves
-most; "plain" tensors stay as they are.""",
+Savings are measured on a sample of rows. They count all that a file has for a
+tensor alone, like "after" in ibp inspect. The last column names the scheme that
+ibp compress would choose; "plain" tensors are stored as they are.""",
         epilog="""\
 examples:
   ibp estimate model.safetensors
@@ -344,8 +357,8 @@ def _diff(commands: _Commands) -> None:
         description="""\
 Say what changed from one version of a checkpoint to another.
 
-Counts the elements of each tensor whose bits differ, and what a delta would
-weigh: a file from which `ibp apply` makes the new version out of the old one.
+Counts the elements of each tensor whose bits differ, and computes the size of a
+delta: a file with which `ibp apply` makes the new version out of the old one.
 -o writes that delta.""",
         epilog="""\
 examples:
@@ -355,9 +368,9 @@ examples:
     )
     parser.add_argument("base", metavar="OLD", help=f"the old version: {_ONE_INPUT}")
     parser.add_argument("new", metavar="NEW", help=f"the new version: {_ONE_INPUT}")
-    parser.add_argument("-o", "--output", metavar="DELTA", help="write the delta there")
+    parser.add_argument("-o", "--output", metavar="DELTA", help="write the delta to this file")
     parser.add_argument("--exit-code", action="store_true", help="exit with 1 if anything changed")
-    parser.add_argument("--no-weigh", action="store_true", help="count only: do not say what a delta would weigh")
+    parser.add_argument("--no-weigh", action="store_true", help="do not compute the size of a delta")
     parser.add_argument("-a", "--all", action="store_true", help="list tensors that did not change, too")
     _add_names(parser)
     _add_work(parser)
@@ -371,15 +384,17 @@ def _apply(commands: _Commands) -> None:
         description="""\
 Make the new version of a checkpoint out of the old one and a delta.
 
-The delta is a file that `ibp diff -o` or ibp.save wrote. It is refused where a
-tensor of OLD is not, bit for bit, what it was made for. OLD stays as it is. A
-set of files becomes a set again.""",
+The delta is a file that `ibp diff -o` or ibp.save wrote. Each tensor of OLD
+that the delta changes must be, bit for bit, the tensor that the delta was made
+from; otherwise the delta is refused. OLD is not changed. If OLD is a set of
+files and the output is safetensors, the output is a set of the same number of
+files; in other formats it is one file.""",
         epilog="""\
 examples:
   ibp apply step-1000.safetensors step-1100.delta -o step-1100.safetensors""",
     )
     parser.add_argument("base", metavar="OLD", help=f"the old version: {_ONE_INPUT}")
-    parser.add_argument("delta", metavar="DELTA", help="what changed: a file, a URL, or -")
+    parser.add_argument("delta", metavar="DELTA", help="the delta: a file, a URL, or -")
     _add_output(parser, "the file (.safetensors, .npz, .pt) or directory to write, a URL, or -")
     _add_work(parser)
     _add_force(parser)
@@ -388,15 +403,16 @@ examples:
 def _doctor(commands: _Commands) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say what is installed, test it, and whether compression pays here",
+        help="say what is installed, test it, and say whether compression pays here",
         description="""\
 Say what is installed, test it, and say whether compression pays here.
 
-Lists versions, the GPU, the kernels and the rates in use; codes and decodes for
-two seconds and compares every bit; then measures. With a GPU: the link, random
-rows and whole tensors, raw and compressed, from pinned memory. Without one: how
-fast the CPU codes and decodes. Says so if something else uses the machine.
-Exits with 1 if bits differ or a call fails.""",
+Lists versions, the GPU, the kernels and the rates in use. Codes and decodes for
+two seconds, and compares every bit. Then measures rates. With a GPU, these are
+the rates of the link, and of random rows and whole tensors, raw and compressed,
+that come from pinned memory. Without a GPU, they are the rates at which the CPU
+codes and decodes. Says so if something else uses the machine. Exits with 1 if
+bits differ or a call fails.""",
         epilog="""\
 examples:
   ibp doctor
@@ -411,11 +427,15 @@ unless a table says otherwise. Columns with a GPU:
   ibp whole   compressed tensors
   decompress  compressed tensors in the GPU's memory
 The second table gives the speed-up of compressed over raw, for rows and for
-whole tensors. What is measured of the link is kept for later processes, which
-choose schemes and paths by it; --refresh measures it again.""",
+whole tensors. The measurements of the link are kept for later processes, which
+choose schemes and paths by them; --refresh measures the link again.""",
     )
     _add_work(parser)
     parser.add_argument(
-        "--seconds", type=_seconds, default=8.0, metavar="S", help="how long to measure, about, 1 to 120 (default: 8)"
+        "--seconds",
+        type=_seconds,
+        default=8.0,
+        metavar="S",
+        help="about how long to measure, in seconds, 1 to 120 (default: 8)",
     )
-    parser.add_argument("--refresh", action="store_true", help="measure the link again, though it is known")
+    parser.add_argument("--refresh", action="store_true", help="measure the link again, even if its rates are known")

@@ -52,16 +52,19 @@ def _damage(file: ibp.File, content: bool) -> dict[str, Any]:
     lists are "damaged"; "by_codebook", the damaged tensors that share a damaged codebook; and "suspect", tensors that
     may be damaged.
 
-    Checksums say which blocks are damaged, and fingerprints say which tables in a block are. The tensors of a block are
-    suspects if no tensor or codebook in it is known to be damaged, except those that are known to be right. content:
-    whether to decode tables outside of damaged blocks, too.
+    Checksums tell which blocks are damaged. Fingerprints tell which tables are damaged. If no tensor and no codebook in
+    a damaged block is known to be damaged, all tensors with bytes in the block may be damaged, except those that are
+    known to be right. If the block has bytes of only one tensor, this tensor is damaged.
+
+    Args:
+        content: whether to decode tables outside of damaged blocks, too.
     """
     blocks = damaged_blocks(file)
     inside = {name for block in blocks for name in block.tensors}
     used = {name for block in blocks for users in block.codebooks for name in users}
     good = {name: _is_what_it_was(file, name) for name in {*inside, *used, *(file if content else ())}}
-    # The tables of each codebook that is damaged for certain. Unless several tables agree about it, or the rows of its
-    # only table are in other blocks, these rows may be damaged instead.
+    # For each codebook that is certainly damaged, the tables that use it. All these tables must be damaged. If there is
+    # only one, none of its rows may be in a damaged block: otherwise the rows may be damaged, and not the codebook.
     shared = [
         users
         for block in blocks
@@ -79,7 +82,7 @@ def _damage(file: ibp.File, content: bool) -> dict[str, Any]:
         is_alone = len({*block.tensors, *itertools.chain(*block.codebooks)}) == 1
         (damaged if is_alone else suspect).update(names)
     found = {"damaged": damaged, "by_codebook": by_codebook & damaged, "suspect": suspect - damaged}
-    bases = {name: view.base for name, view in views_in(file).items()}  # a view is what its base is
+    bases = {name: view.base for name, view in views_in(file).items()}  # a view is in the same lists as its base
     told: dict[str, Any] = {
         kind: [name for name in file if bases.get(name, name) in names] for kind, names in found.items()
     }

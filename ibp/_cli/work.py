@@ -118,7 +118,8 @@ def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None 
 
 
 def output_of(arguments: argparse.Namespace, given: Sequence[str]) -> str:
-    """Returns the path of the output for these inputs. It ends in a slash if a directory becomes a directory."""
+    """Returns the path of the output for these inputs. The path ends in a slash if a directory is converted to a
+    directory."""
     return arguments.output if arguments.output == STREAM else paths.output_of(list(given), arguments.output)
 
 
@@ -132,8 +133,8 @@ def unfinished_files(target: str) -> int:
 
 
 def has_other_format(path: str) -> bool:
-    """Returns whether a file holds tensors, but is not a safetensors file. Looks at the bytes of a local file, and at
-    the suffix of a URL."""
+    """Returns whether a file holds tensors, but is not a safetensors file. Looks at the bytes of a local file, but only
+    at the suffix of a URL."""
     if is_url(path):
         return paths.format_of_name(path) not in (None, "safetensors")
     if not os.path.isfile(path) or path.endswith(INDEX_SUFFIX):
@@ -145,8 +146,8 @@ def has_other_format(path: str) -> bool:
 
 
 def files_to_verify(paths: Sequence[str]) -> list[str]:
-    """Returns the paths to verify: the inputs, but for a directory with several safetensors files the paths of these
-    files."""
+    """Returns the paths to verify: those of the inputs. A directory with several safetensors files is replaced by the
+    paths of these files."""
     found = _sources.expand(paths)
     return [file for path in found for file in (_model_files.files_to_verify(path) if os.path.isdir(path) else [path])]
 

@@ -24,11 +24,11 @@ from .._schemes.planes import num_entries, symbol_bytes
 ALIGNMENT = 128  # bytes: every tensor's data in a file begin at a multiple of this
 MAX_HEADER_BYTES = 100_000_000  # the largest size in bytes of the JSON that readers of safetensors accept
 
-PREFIX = "ibp."  # the beginning of the keys of metadata, and of the names of tensors, that are not the user's
+PREFIX = "ibp."  # the beginning of the keys of metadata, and of the names of tensors, that belong to the format
 FORMAT = "ibp.format"  # the key whose value is the format's version
 CHECKS = "ibp.checks"  # the key of the fields of the checksums, and the name of the tensor that holds the checksums
 PADDING = "ibp.padding."  # the beginning of the names of the tensors of zeros that fill gaps between other tensors
-# Beginnings of keys, which end with the name of a table, the number of a codebook and the name of a removed tensor.
+# Beginnings of keys. The name of a table, the number of a codebook or the name of a removed tensor follows.
 TABLE_KEY, CODEBOOK_KEY, REMOVED_KEY = "ibp.table.", "ibp.codebook.", "ibp.removed."
 
 # Names of the parts of a table, and of a tensor that an external codec has coded, with the names of their dtypes.
@@ -92,7 +92,7 @@ _DTYPES = {
     "C64": "complex64",
 }
 _NAMES = {name: text for text, name in _DTYPES.items()}
-# Bytes of an element, for each dtype of safetensors that this torch has.
+# Size in bytes of an element, for each dtype of safetensors that this torch has.
 PLAIN_ITEM_BYTES = {text: getattr(torch, name).itemsize for text, name in _DTYPES.items() if hasattr(torch, name)}
 _PAIRS = "F4"  # 4-bit floats: an element of torch's corresponding dtype holds two of them
 
@@ -126,11 +126,12 @@ def entry_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int
 
 
 def form_of(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Returns the dtype and shape that a plain tensor gets in torch, from its dtype, shape and size in the header.
+    """Returns the dtype and shape in torch of a plain tensor. dtype, shape: those in the header; num_bytes: size of the
+    tensor in bytes.
 
-    If torch does not have the dtype, the tensor consists of its bytes: the dtype is uint8, and the size of the last
-    dimension is the number of bytes of its values. If that is not a whole number, the tensor has one dimension. 4-bit
-    floats become pairs, if torch has a dtype for these.
+    If torch does not have the dtype, the result is that of a tensor of the same bytes: the dtype is uint8, and the last
+    dimension counts bytes instead of elements. If its size would not be a whole number, the tensor has one dimension.
+    The exceptions are 4-bit floats: if torch has PAIRS_DTYPE, each element of the result holds a pair of them.
     """
     with contextlib.suppress(FileFormatError):
         return dtype_of(dtype), shape
@@ -240,8 +241,8 @@ _PLANES_VALUES = ("default", "closed", "signed_default", "invariant_bits", "inva
 def codebook_record(
     codebook: AnyCodebook, number_of: Callable[[AnyCodebook], int]
 ) -> tuple[str, dict[str, np.ndarray]]:
-    """Returns the fields of a codebook as text, and its parts by name, without empty ones. number_of: a function that
-    returns the number that a cluster's codebook has in the file."""
+    """Returns the fields of a codebook as text, and its parts by name, without empty parts. number_of: a function that
+    returns the number in the file of a cluster's codebook."""
     fields: dict[str, Any]
     parts: dict[str, np.ndarray] = {}
     if isinstance(codebook, ClusteredCodebook):
@@ -281,6 +282,7 @@ def read_codebook(
     Args:
         file: the file's name, for messages.
         metadata: the file's metadata, which has the fields of the codebook.
+        number: the number of the codebook in the file.
         part: a function of (number, part, name of the dtype, number of entries) that returns the entries of a
             codebook's part.
         is_cluster: whether the codebook belongs to a cluster of another codebook, so that it must have no clusters.
@@ -337,9 +339,9 @@ _LIMIT = 1 << 62  # Sizes, strides and the offset of a view must be less than th
 class View(NamedTuple):
     """A tensor that shares memory with another tensor of its checkpoint, and is stored as a view of it.
 
-    The metadata has it under the key "ibp_view.<name>", as JSON: [base, shape, strides, offset]. The tensor is
-    `torch.as_strided` of the contiguous base, and has the base's dtype. A base whose name begins with "torch_storage."
-    holds memory that no single tensor covers; it is not itself a tensor of the checkpoint.
+    The metadata describes the view under the key "ibp_view.<name>", as JSON: [base, shape, strides, offset]. The tensor
+    is `torch.as_strided` of the contiguous base, and has the base's dtype. A base whose name begins with
+    "torch_storage." holds memory that no single tensor covers; it is not itself a tensor of the checkpoint.
     """
 
     base: str  # the name of the base

@@ -75,7 +75,7 @@ class TensorInfo:
         codec: name of the external codec of a table, or None.
         num_bytes: size in bytes of the original tensor. None if dtype is None.
         stored_bytes: size in bytes of the tensor in the file, index and padding included, without the codebook. 0 for a
-            tensor that is stored as a view of another one's memory.
+            tensor that is stored as a view of another tensor.
         fields: the fields of a table, a mapping from keys to texts; empty for other tensors.
         files: names of the files that hold the tensor's bytes.
     """
@@ -96,8 +96,9 @@ class File(Mapping[str, Value], Closing):
     """A file, or a set of files, opened by `ibp.open`: a mapping from names to tables, tensors and deltas over the
     mapped file.
 
-    A table or tensor is made when it is first asked for, and its bytes are read from the file when they are used. It
-    stays valid after `close`. What is changed in it gets memory of its own, and the file does not change.
+    A table or tensor is made when it is first asked for, and its bytes are read from the file when they are used.
+    Tables and tensors stay valid after `close`. Their changes do not change the file: the first change of a table
+    copies its rows to new memory, and the system copies each page of a tensor that is written to.
 
     Example:
         >>> ibp.save("model.safetensors", {"weight": ibp.compress(torch.ones(1000, 1024)), "bias": torch.ones(1000)})
@@ -152,7 +153,7 @@ class File(Mapping[str, Value], Closing):
 
         Raises:
             KeyError: there is no such name.
-            FileFormatError: the file's description of it is wrong, or this ibp does not know it.
+            FileFormatError: the file's fields for it are wrong, or this version of ibp does not know them.
             ChecksumError: with `verify`, its bytes are damaged.
             ValueError: the file is closed.
         """
@@ -160,8 +161,8 @@ class File(Mapping[str, Value], Closing):
         return self._value(name)
 
     def get_tensor(self, name: str, device: torch.device | str | int | None = None) -> torch.Tensor:
-        """Returns the plain tensor with a name, like `get_tensor` of safetensors' `safe_open`. If the file has a table,
-        it is decompressed.
+        """Returns the tensor with a name, like `get_tensor` of safetensors' `safe_open`. A compressed tensor is
+        decompressed.
 
         Args:
             device: the device of the result. None: the CPU.
@@ -179,9 +180,9 @@ class File(Mapping[str, Value], Closing):
         return value.decompress(device=home)
 
     def _value(self, name: str) -> Value:
-        """Returns the value with a name, which may also be a base of views that the mapping does not have. Makes it
-        once, and keeps it."""
-        if name not in self._made:  # of several threads, the first one's value is kept
+        """Returns the value with a name. The first call makes the value, which is kept for later calls. The name may
+        also be that of a base of views, which is not a name of the mapping."""
+        if name not in self._made:  # if several threads make the value, the first one is kept
             self._made.setdefault(name, self._map(name, self._verify))
         return self._made[name]
 
@@ -198,9 +199,11 @@ class File(Mapping[str, Value], Closing):
         return KeyError(f"{self.path} has no tensor {name!r}{near(name, alike)}; {there}")
 
     def _map(self, name: str, verify: bool) -> Value:
-        """Makes the value with a name, over the mapped file. verify: whether to compare its checksums first. A tensor
-        that an external codec has coded is read instead of mapped. If the file was opened with `verify`, its checksums
-        are compared as it is read."""
+        """Makes the value with a name, over the mapped file. verify: whether to compare its checksums first.
+
+        The exception is a tensor that an external codec has coded: it is read into memory. Its checksums are compared
+        if the file was opened with `verify`, whatever the argument `verify` is.
+        """
         if name in self._views:
             return _viewed(self._views[name], self._value(self._views[name].base))
         pages: list[_core.FilePages] | None = [] if _ops.cuda_is_available() else None
@@ -233,8 +236,8 @@ class File(Mapping[str, Value], Closing):
         table._move(copies, segment)
 
     def _load(self, name: str, device: torch.device, pin: bool | None) -> Value:
-        """Reads the value with a name into memory of its own, see `load`. pin: whether that memory is pinned. None: it
-        is pinned for tables, if the system allows, and pageable for plain tensors."""
+        """Reads the value with a name into new memory (see `load`). pin: whether to pin that memory. None: it is pinned
+        for tables, if the system allows, and pageable for plain tensors."""
         if name in self._views:
             return _viewed(self._views[name], self._load(self._views[name].base, device, pin))
         if device.type == "cuda":
@@ -285,7 +288,7 @@ class File(Mapping[str, Value], Closing):
 
         Raises:
             KeyError: there is no tensor of that name.
-            FileFormatError: this ibp does not understand its fields.
+            FileFormatError: the file's fields for it are wrong, or this version of ibp does not know them.
             ValueError: the file is closed.
         """
         self._check_open()
@@ -343,13 +346,13 @@ class File(Mapping[str, Value], Closing):
         """Computes the checksums of the file's bytes, and compares them with the checksums in the file.
 
         Args:
-            names: names of the tensors to verify, with the codebooks of the tables among them. None: the whole file.
+            names: names of the tensors to verify. The codebooks of tables are verified, too. None: the whole file.
             content: whether to decode tables, too, and to compare the fingerprints of the decoded tensors with those
                 in the file, if it has them.
             progress: whether to show a progress bar.
 
         Returns:
-            The number of bytes that were compared: 0 for files without checksums, as other libraries write them.
+            The number of bytes that were compared: 0 for files without checksums, such as those of other libraries.
 
         Raises:
             ChecksumError: bytes are damaged. The message names the tensor and the block.
@@ -379,7 +382,8 @@ class File(Mapping[str, Value], Closing):
         return total
 
     def _blocks_of(self, names: Iterable[str]) -> dict[Checks, Sequence[int]]:
-        """Returns the numbers of the blocks that hold these tensors and the codebooks of the tables among them."""
+        """Returns, for the checksums of each file, the sorted numbers of the blocks that hold bytes of the named
+        tensors or of their codebooks. Files without checksums are left out."""
         blocks: dict[Checks, set[int]] = {}
         for name in names:
             places = self._parts(name)
@@ -394,8 +398,8 @@ class File(Mapping[str, Value], Closing):
         return {checks: sorted(numbers) for checks, numbers in blocks.items()}
 
     def _verify_content(self, name: str) -> None:
-        """Decodes a table if the file has the fingerprint of its tensor. Raises ChecksumError if the decoded tensor has
-        another fingerprint."""
+        """Decodes a table, if the file has the fingerprint of the original tensor. Raises ChecksumError if the decoded
+        tensor has another fingerprint."""
         if name not in self._owners:
             return
         wanted = self.fields(name).content
@@ -429,13 +433,14 @@ def _viewed(view: View, base: Value) -> Value:
 
 
 def _with_fields(table: CompressedTensor, fields: TableFields) -> CompressedTensor | Delta:
-    """Returns the table, or the delta that the fields make of it."""
+    """Returns the table itself, or a delta that is made from it if the fields are those of a delta."""
     return table if fields.base is None or fields.result is None else Delta(table, fields.base, fields.result)
 
 
 def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, TensorPlace]:
-    """Returns the place of each tensor in the files, without padding, checksums and codebooks. Raises FileFormatError
-    if two files have a tensor with the same name, or if a file lacks a tensor that the index says it has."""
+    """Returns the place of each tensor in the files, by name. Padding, checksums and codebooks are left out. Raises
+    FileFormatError if two files have a tensor with the same name, or if a file lacks a tensor that the index says it
+    has."""
     places: dict[str, TensorPlace] = {}
     for file_name, file in files.items():
         for name, entry in file.header.tensors.items():
@@ -454,7 +459,8 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
     """Opens a file of tables and tensors. Its bytes are mapped, and read when rows are asked for.
 
     The system keeps the bytes in memory once, however many processes read them. Tables can be changed, and tensors can
-    be written to: what is changed gets memory of its own, and the file does not change.
+    be written to. This does not change the file: the first change of a table copies its rows to new memory, and the
+    system copies each page of a tensor that is written to.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -465,19 +471,20 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
         True
 
     Args:
-        path: a file, the index of a set of files (`model.safetensors.index.json`), or a directory of either. An
-            ordinary safetensors file also works: all of its tensors are plain.
+        path: a file, the index of a set of files (`model.safetensors.index.json`), or a directory that has a set or
+            single files. An ordinary safetensors file also works: all of its tensors are plain.
         verify: whether to compare the header's checksum now, and a tensor's checksums when it is first asked for, which
             reads all of its bytes. False by default, because a checksum covers 1 MiB: rows of some hundred bytes, which
             the CPU and GPUs read from the map as they need them, would each wait for 1 MiB.
         memory: "pinned": GPUs read rows themselves. A table's mapped bytes are pinned when it is first asked for. If
             the system refuses, the table is copied to pinned memory, and a RuntimeWarning is given once per process.
             "host": rows pass through the CPU. None: pinned when a GPU first fetches from a table.
-        share: has an effect only if the system cannot pin mapped memory. The processes of this machine and user that
-            open the file with share=True then use one pinned copy of a table together, instead of one each. The copy is
-            freed with the last of them; such a table cannot be changed. The processes find it by a small file in
-            `$XDG_RUNTIME_DIR`, or else in the directory of temporary files. If this fails, a RuntimeWarning says so,
-            and the process has a copy of its own.
+        share: whether processes share pinned copies of tables. This has an effect only if the system cannot pin mapped
+            memory. All processes of the same user on this machine that open the file with share=True then use the same
+            copy of a table, instead of one copy each. A shared table cannot be changed. Its copy is freed when no
+            process uses it any longer. The processes find the copy by a small file in the directory
+            `$XDG_RUNTIME_DIR`, or in that of temporary files if the former does not exist. If the table cannot be
+            shared, a RuntimeWarning says so, and the process makes its own copy.
 
     Returns:
         An `ibp.File`, a mapping from names to tables and tensors.
@@ -485,7 +492,7 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
     Raises:
         FileFormatError: the file has another format, contradicts itself, or has a newer format.
         ChecksumError: with `verify`, the header is damaged.
-        ValueError: path is a URL of another machine: `ibp.load` reads it.
+        ValueError: path is a URL that does not name a file on this machine. `ibp.load` can read it.
         OSError: the file cannot be read.
     """
     text = path_text(path)
@@ -495,17 +502,17 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
 
 
 def stored_in(file: File) -> Iterator[tuple[str, Value, tuple[str, tuple[int, ...]] | None]]:
-    """Yields (name, value, entry) for everything that a file stores, bases of views included. The checksums of values
-    that are mapped are not compared; `range_verifier` does that. entry: the dtype and the shape of a plain tensor in
-    the header; None for a table."""
+    """Yields (name, value, entry) for every value that a file stores, including the bases of views. Checksums of values
+    that are mapped are not compared; `range_verifier` compares them. entry: the dtype and the shape of a plain tensor
+    in the header; None for a table."""
     for name in file._stored:
         yield name, file._map(name, verify=False), None if name in file._owners else file._places[name].entry[:2]
 
 
 def range_verifier(file: File, name: str, value: CompressedTensor | torch.Tensor) -> Callable[[int, int], None]:
     """Returns a function of (start, end) that compares the checksums of the blocks from which bytes [start, end) of a
-    tensor are read, unless they were compared before. For a table these are the blocks of its index, and those of the
-    rows that are decoded for the bytes. value: what `stored_in` yields for the name.
+    tensor are read, except blocks that were compared before. For a table, these are the blocks of its index, and the
+    blocks of the rows that are decoded for these bytes. value: the value that `stored_in` yields for the name.
 
     The function raises ChecksumError if a block is damaged. The message names the file, the block and the tensor.
     """
@@ -536,8 +543,8 @@ class DamagedBlock(NamedTuple):
     """A block of a file whose bytes do not have its checksum.
 
     Attributes:
-        place: the file, the block's number and its bytes, as text.
-        tensors: names of the tensors that have bytes of their own in the block.
+        place: the file, the block's number and the range of its bytes in the file, as text.
+        tensors: names of the tensors that have bytes in the block. A table's codebook does not count as its bytes.
         codebooks: for each codebook that has bytes in the block, the names of the tables that are coded with it.
     """
 
@@ -547,12 +554,12 @@ class DamagedBlock(NamedTuple):
 
 
 def damaged_blocks(file: File) -> list[DamagedBlock]:
-    """Compares all checksums of a file, or of a set. Returns the damaged blocks. Raises ChecksumError if a header, or
-    the checksums themselves, are damaged."""
+    """Compares all checksums of a file, or of a set of files. Returns the damaged blocks. Raises ChecksumError if a
+    header is damaged, or if the checksums themselves are."""
     table_of = {part: name for name in file._owners for part in part_names(name)}
-    books: dict[tuple[OpenFile, str], list[str]] = {}  # by a part of a codebook: the tables that are coded with it
+    books: dict[tuple[OpenFile, str], list[str]] = {}  # by part of a codebook: the tables coded with this codebook
     for name, owner in file._owners.items():
-        with contextlib.suppress(FileFormatError):  # a table that this ibp cannot read has no codebook that it knows
+        with contextlib.suppress(FileFormatError):  # if this ibp cannot read a table, its codebook is not known
             for part in owner.codebook_parts(file.fields(name).codebook):
                 books.setdefault((owner, part), []).append(name)
     found = []
@@ -580,8 +587,8 @@ def views_in(file: File) -> Mapping[str, View]:
 
 
 def _reopened(path: str, verify: bool, memory: str | bool | None, share: bool) -> File:
-    """Opens the file of an unpickled `File`. memory: a bool in pickles of ibp 0.2, which tell whether tables are
-    pinned."""
+    """Opens the file of an unpickled `File`. memory: as in `open`; in pickles of ibp 0.2, a bool that says whether
+    tables are pinned."""
     if isinstance(memory, bool):
         memory = "pinned" if memory else "host"
     return open(path, verify=verify, memory=memory, share=share)
@@ -595,7 +602,7 @@ def load(
     verify: bool = True,
     memory: str | None = None,
 ) -> dict[str, Value]:
-    """Reads tables and tensors from a file into memory of their own.
+    """Reads tables and tensors from a file into new memory.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()

@@ -58,8 +58,8 @@ _HERE = ("file", "local")  # protocols of fsspec for files of this machine
 
 
 def path_text(path: PathLike) -> str:
-    """Returns a path or URL as text. A URL of a file on this machine ("file://...") becomes its path. Raises TypeError
-    for anything else."""
+    """Returns a path or URL as text. For a URL of a file on this machine ("file://..."), returns the path of the file.
+    Raises TypeError if `path` is neither text nor an os.PathLike."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"path is a {type(text).__name__}; wanted text or a path")
@@ -220,7 +220,7 @@ class FileSet:
 
     Attributes:
         files: their paths, by name.
-        places: the name of each tensor's file, if an index says it; otherwise empty.
+        places: for each tensor, the name of its file, as the index says it. Empty if there is no index.
     """
 
     files: Mapping[str, Path]
@@ -228,12 +228,14 @@ class FileSet:
 
 
 def find_files(path: Path) -> FileSet:
-    """Finds the files that a path stands for: a file, an index of shards, or a directory of either. In a directory, the
-    coded forms of other kinds of files (`optimizer.pt.ibp.safetensors`) are left out if they are beside a model.
+    """Finds the files that a path stands for. A file stands for itself, and an index for the files of its set. A
+    directory stands for the set of its index if it has one, and otherwise for all its safetensors files. The coded form
+    of a file that was not a safetensors file (`optimizer.pt.ibp.safetensors`) is left out, unless the directory has
+    only such files.
 
     Raises:
         FileNotFoundError: there is no file, or an index names a file that does not exist.
-        FileFormatError: the index is not an index, or a directory has several.
+        FileFormatError: the index is not valid, or a directory has several indices.
     """
     if path.is_dir():
         indices = _of_weights(path.glob(f"*{SUFFIX}{INDEX_SUFFIX}"))
@@ -328,8 +330,8 @@ def names_directory(output: PathLike) -> bool:
 
 
 def output_of(inputs: PathLike | Iterable[PathLike], output: PathLike) -> str:
-    """Returns an output as text. If the only input is a directory, and the output has no suffix of a format, a slash
-    is added, because a directory becomes a directory."""
+    """Returns an output as text. If the only input is a directory, and the output does not have the suffix of a format,
+    a slash is added to it, because the output is then a directory, too."""
     text = path_text(output)
     given = [inputs] if isinstance(inputs, (str, os.PathLike)) else inputs
     if names_directory(text) or format_of_name(text) or not isinstance(given, (list, tuple)) or len(given) != 1:
@@ -383,8 +385,9 @@ def check_other_sets(folder: Path, own: Iterable[Path]) -> None:
 
 
 def check_other_files(path: Path) -> None:
-    """Raises FileExistsError if readers of a directory would find other weights beside a file that is written there:
-    another set, or the other form, plain or coded, of the file."""
+    """Raises FileExistsError if the directory of a file that will be written has other weights, which readers of the
+    directory would also find: another set of files, or the other form of the same file (coded if it is plain, plain if
+    it is coded)."""
     check_other_sets(path.parent, [index_of(path)])
     (other,) = {coded_name(path.name), plain_name(path.name)} - {path.name}
     if os.path.lexists(path.with_name(other)):
@@ -396,8 +399,8 @@ def check_other_files(path: Path) -> None:
 
 @contextlib.contextmanager
 def _made_directory(output: str, folder: Path) -> Iterator[None]:
-    """Makes the directory of an output, if the output is a directory that does not exist. An exception within the
-    context removes it again, unless it has files.
+    """Makes the directory of an output, if the output is a directory that does not exist. If an exception leaves the
+    context, the new directory is removed again, unless it has files.
 
     Raises:
         OSError: the directory of a file, or the parent of a directory, does not exist.

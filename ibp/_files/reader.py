@@ -82,7 +82,7 @@ def read_header(path: Path) -> Header:
 
 def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     """Calls a function for each item, on several threads if there are several items. Yields the results in order. After
-    an exception no more items are begun."""
+    an exception, no further calls begin."""
     if len(items) <= 1:
         yield from map(function, items)
         return
@@ -97,14 +97,14 @@ def shown_names(names: Collection[str]) -> str:
 
 
 class TensorPlace(NamedTuple):
-    """The file that a tensor is in, and its entry there."""
+    """The place of a tensor: the file that holds it, and its entry in the header of this file."""
 
     file: OpenFile
     entry: Entry
 
 
 class OpenFile:
-    """One file, open until `close`. If another file replaces it at its path, this object still reads the old one.
+    """One file, open until `close`. If another file gets the same path meanwhile, this object still reads the old file.
 
     Args:
         path: path of the file.
@@ -191,8 +191,8 @@ class OpenFile:
         return hasher.intdigest()
 
     def mapped(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Returns bytes of the file as a mapped tensor, uint8 [num_bytes], which may be written to: the system then
-        copies the page, and the file does not change. The tensor keeps the map alive.
+        """Returns bytes of the file as a mapped tensor, uint8 [num_bytes]. Callers may write to the tensor: the system
+        then copies the page, and the file does not change. The tensor keeps the map alive.
 
         Raises:
             FileFormatError: the file has been cut since it was opened.
@@ -262,8 +262,8 @@ class OpenFile:
         return self._codebooks[number]
 
     def codebook_parts(self, number: int | None) -> list[str]:
-        """Returns the names of the parts of the codebook with a number, and of the codebooks of its clusters. number:
-        None if there is no codebook; the result is empty then."""
+        """Returns the names of the parts of the codebook with a number, and of the parts of the codebooks of its
+        clusters. If there is no codebook, number is None, and the result is empty."""
         text = self.header.metadata.get(f"{CODEBOOK_KEY}{number}", "")
         fields = dict(pair.partition("=")[::2] for pair in text.split(" "))
         keys = [f"{CODEBOOK_KEY}{each}" for each in (number, *fields.get("clusters", "").split(","))]
@@ -297,8 +297,8 @@ def _part_of(pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> 
 
 
 class Checks:
-    """The checksums of a file. The constructor verifies the checksums themselves, and the header. Blocks of data are
-    verified by `check` and `read_into`, which remember the verified ones.
+    """The checksums of a file. The constructor verifies the checksums themselves, and the header. `check` and
+    `read_into` verify blocks of data, and remember which blocks they have verified.
 
     Raises:
         ChecksumError: the header or the checksums are damaged.
@@ -370,8 +370,8 @@ class Checks:
         self._is_right[block] = True
 
     def damaged(self) -> list[tuple[str, list[str]]]:
-        """Compares the blocks that were not compared before. Returns, for each damaged one, its place in the file as
-        text, and the names in the header of what has bytes in it, without padding."""
+        """Verifies all blocks that were not verified before. Returns (place of the block in the file as text, names of
+        the header's entries that have bytes in the block, without padding) for each damaged block."""
 
         def is_right(block: int) -> bool:
             with contextlib.suppress(ChecksumError):
@@ -388,14 +388,15 @@ class Checks:
         return f"{self._file.path}: block {block}, bytes {start} to {end - 1} of the file"
 
     def _names_in(self, block: int) -> list[str]:
-        """Returns the names in the header of what has bytes in a block, without padding."""
+        """Returns the names of the header's entries that have bytes in a block, without padding."""
         start, end = self._bounds(block)
         entries = self._file.header.tensors.items()
         inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
         return [name for name in inside if not name.startswith(PADDING)]
 
     def _shown_name(self, name: str) -> str:
-        """Returns the name that a message has for a tensor of the header: for a part, that of its table or codebook."""
+        """Returns the name by which messages call an entry of the header: for a part of a table or codebook, that of
+        the table or codebook."""
         whole = name.rpartition(":")[0]
         return whole if whole in self._file.tables or name.startswith(CODEBOOK_KEY) else name
 
@@ -405,7 +406,8 @@ class Checks:
 
 def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, num_bytes: int) -> int:
     """Returns the offset in the file at which a part begins. Raises FileFormatError unless the part exists, has this
-    dtype, is aligned, and has the size of num_bytes with padding. entry: the part's entry in the header, or None."""
+    dtype, is aligned, and has the size of num_bytes bytes with padding. entry: the part's entry in the header. None:
+    the part does not exist."""
     padded = rounded_up(num_bytes)
     if entry is None:
         raise FileFormatError(f"{file.path}: {name!r}, of {num_bytes} bytes, is missing")
@@ -422,9 +424,8 @@ Take = Callable[["OpenFile", int, int, str], torch.Tensor]
 
 
 def mapped_parts(pages: list[_core.FilePages] | None) -> Take:
-    """Returns a `Take` that maps parts read-only. pages: if it is a list, slots and overflow get maps of their own,
-    which are appended to the list, so that a single table can be pinned. None: all parts are in the file's read-only
-    map."""
+    """Returns a `Take` that maps parts read-only. pages: a list. Slots and overflow get separate maps, so that a single
+    table can be pinned, and the maps are appended to the list. None: all parts are in the file's read-only map."""
 
     def take(file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
         if pages is None or part not in _ROWS:
@@ -448,9 +449,9 @@ def read_table(
     """Reads a table, and returns it with its fields.
 
     Args:
-        file: the file that has the table's line.
-        places: the places of all tensors, by name; parts of a table may be in other files of a set.
-        take: returns the bytes of a part.
+        file: the file whose metadata has the table's fields.
+        places: the places of all tensors, by name. In a set, parts of the table may be in other files.
+        take: a function that returns the bytes of a part.
 
     Raises:
         FileFormatError: the fields are wrong, or a part does not fit them.
@@ -480,9 +481,9 @@ def read_table(
 
 
 def row_ranges(table: CompressedTensor, rows_per_base: int, start: int, end: int) -> dict[str, tuple[int, int]]:
-    """Returns which bytes of a table's slots and overflow hold the rows of bytes [start, end) of its tensor: for each
-    part, its first byte and the end. If rows may lie anywhere in the overflow, that range is all of it. rows_per_base:
-    as in `TableFields`."""
+    """Returns the ranges of a table's slots and overflow that hold the rows of bytes [start, end) of its tensor, each
+    as (first byte, end), by the name of the part. If each row has its own base, rows may lie anywhere in the overflow,
+    so the range is the whole overflow. rows_per_base: as in `TableFields`."""
     first, last = start // table.row_bytes, -(-end // table.row_bytes)
     slots = table.slots.numel()
     overflow = 0, table.overflow.numel()
@@ -500,12 +501,14 @@ def row_ranges(table: CompressedTensor, rows_per_base: int, start: int, end: int
 
 
 def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin: bool | None) -> WholeTensor:
-    """Reads a tensor that an external codec has coded. Its blocks are read now, not mapped, because such a tensor is
-    only decoded as a whole. file, places: as in `read_table`; pin: as in `read_parts`.
+    """Reads a tensor that an external codec has coded. The coded blocks are read into memory, and not mapped, because
+    single rows of such a tensor are never fetched. file, places: as in `read_table`; pin: as in `read_parts`.
 
     Raises:
-        FileFormatError: the fields are wrong, a part does not fit them, or the codec is not available.
-        ChecksumError: blocks are damaged, and the codec is not safe with damaged bytes.
+        FileFormatError: the fields are wrong, a part does not fit them, the codec is not available, or the codec is not
+            safe with damaged bytes and the file has no checksums.
+        ChecksumError: bytes are damaged. Checksums are compared if the file was opened with `verify`, and always if the
+            codec is not safe with damaged bytes.
     """
     what, fields = f"{file.path}: table {name!r}", file.fields(name)
     codec = CODECS.get(fields.codec or "")
@@ -543,8 +546,8 @@ def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin
 def _taken(
     file: OpenFile, place: TensorPlace | None, name: str, dtype: str, num_bytes: int, take: Take
 ) -> torch.Tensor:
-    """Returns the bytes of a part without padding, or an empty tensor if num_bytes is 0. place: None if the part is
-    missing. file: the file with the table's fields, which the message names then."""
+    """Returns the num_bytes bytes of a part, without padding. place: that of the part; None if the part is missing,
+    which is an error unless num_bytes is 0. file: the file with the table's fields, for that error's message."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     owner, entry = (file, None) if place is None else (place.file, place.entry)
@@ -561,8 +564,9 @@ def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:
 
 
 def _part_bytes(part: str, fields: TableFields, geometry: Geometry, entry: Entry | None) -> int:
-    """Returns the size in bytes of a table's part, without padding (FORMAT.md sections 1 to 3). Only the overflow of a
-    coded table has the size of its entry, padding included. entry: the part's entry in the header, or None."""
+    """Returns the size in bytes of a table's part, without padding (FORMAT.md sections 1 to 3). The exception is the
+    overflow of a coded table: its size includes the padding, because it is taken from the part's entry. entry: the
+    part's entry in the header, or None if there is no entry."""
     is_raw = fields.scheme == "raw"
     if part == "slots":
         return geometry.slots_size(fields.slot_bytes)
@@ -580,8 +584,8 @@ _can_pin: dict[int, bool] = {}  # results of `can_pin` by st_dev, which identifi
 
 
 def can_pin(file: OpenFile) -> bool:
-    """Returns whether the map of a file can be pinned, so that GPUs can read it. The first page of the first file of
-    each file system is tried."""
+    """Returns whether maps of a file can be pinned, so that GPUs can read them. The first call for each file system
+    tries to pin the first page of the file; later calls return the same result."""
     device = os.fstat(file.fileno()).st_dev
     if device not in _can_pin:
         torch.cuda.init()
@@ -595,13 +599,12 @@ def can_pin(file: OpenFile) -> bool:
 
 def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, dict[str, torch.Tensor]]:
     """Returns the shared memory for a key, and the tensors in it. The first process makes the memory and copies the
-    given tensors there, and the other processes open it. This is for systems on which mapped files cannot be pinned.
+    given tensors there; other processes open it. This is for systems on which mapped files cannot be pinned.
 
     A process finds the memory by a small file in a directory that belongs to the user alone. The file lists the
     processes that hold the memory. A process locks the file while it reads or changes the file, and the last process
-    that holds the memory removes the file. If all holders were killed, their file is removed by the next process that
-    makes such memory. The memory itself has no name: the system frees it when the last process that holds it ends,
-    however it ends.
+    that holds the memory removes the file. If all holders were killed, the next process that makes such memory removes
+    their file. The memory itself has no path: the system frees it when the last process that holds it ends, in any way.
 
     Args:
         key: a text that is the same in all processes for the same tensors, and different for others.
@@ -631,8 +634,8 @@ def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, 
 
 
 class _Record(NamedTuple):
-    """The content of the file by which processes find shared memory: the memory's name, its size in bytes, and its
-    holders, each as (number of the process, its descriptor of the memory)."""
+    """The content of the file by which processes find shared memory: the memory's name (see `Segment`), its size in
+    bytes, and the processes that hold it, each as (process ID, file descriptor of the memory in that process)."""
 
     name: str
     num_bytes: int
@@ -675,8 +678,8 @@ def _locked(path: Path) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
 
 
 def _leave(path: Path, own: tuple[int, int] | None = None) -> None:
-    """Removes the file of a record, unless a process holds the memory or has locked the file. own: this process and its
-    descriptor, if it is releasing the memory; it does not count as a holder. In a forked child nothing is done."""
+    """Removes the file of a record, unless a process holds the memory or has locked the file. own: if this process is
+    releasing the memory, its entry in the record, which then does not count. In a forked child nothing is done."""
     if own is not None and own[0] != os.getpid():  # in a forked child: the holder is the parent
         return
     with contextlib.suppress(OSError), path.open("rb") as file:

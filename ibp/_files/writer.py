@@ -66,9 +66,9 @@ from .paths import (
 
 _RESERVED = (CHECKS, PADDING, CODEBOOK_KEY)  # The names of the user's tensors must not begin with one of these.
 _BUFFER_BYTES = 1 << 20  # Small pieces of data are collected in a buffer of at most this size, and written together.
-_ENTRY_BYTES = 128  # upper bound in bytes of a tensor's entry in the header, without its name and its shape
-_SIZE_BYTES = 21  # upper bound in bytes of one size in a shape: 20 digits and a comma
-_FIXED_BYTES = 1024  # upper bound in bytes of what every header has: format, release, and fields of the checksums
+_ENTRY_BYTES = 128  # largest size in bytes of a tensor's entry in the header, without its name and its shape
+_SIZE_BYTES = 21  # largest size in bytes of one number of a shape in the header: 20 digits and a comma
+_FIXED_BYTES = 1024  # largest size in bytes of what every header has: format, release, and fields of the checksums
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
@@ -109,8 +109,8 @@ def save(
         progress: whether to show a progress bar.
 
     Raises:
-        TypeError, ValueError: a file cannot have a name, a tensor or the metadata; shard_bytes is not a positive
-            number; or path has the suffix of another format (.pt, .npz, .gguf).
+        TypeError, ValueError: a file cannot hold one of the names or tensors, or the metadata; shard_bytes is not a
+            positive number; or path has the suffix of another format (.pt, .npz, .gguf).
         OSError: the file cannot be written; no new file exists then. The message names the file, and if the disk is
             full it says how many bytes are needed.
     """
@@ -131,8 +131,9 @@ def save(
 
 
 def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> dict[str, Value]:
-    """Returns the values to write, by name. Arrays become tensors, and cached rows are flushed to the table that they
-    belong to, which is then written. Raises TypeError and ValueError for names and values that a file cannot have."""
+    """Returns the values to write, by name. Arrays are converted to tensors. A table with a cache of rows is replaced
+    by the table without the cache, after the changed rows of the cache have been written to it. Raises TypeError and
+    ValueError for names and values that a file cannot hold."""
     items: dict[str, Value] = {}
     for name, given in (tensors if isinstance(tensors, Mapping) else {"tensor": tensors}).items():
         if not isinstance(name, str):
@@ -194,7 +195,8 @@ def _writer_of(
     metadata: Mapping[str, str] | None,
     on_write: Callable[[int], object],
 ) -> FileWriter:
-    """Returns the writer for a file of these items, with enough room for the header."""
+    """Returns the writer for a file that will hold these values, with enough room for the header. items: the values, by
+    name. removed: names that will be passed to `add_removed`."""
     tables = [value.table if isinstance(value, Delta) else value for value in items.values()]
     books = [table.codebook for table in tables if isinstance(table, CompressedTensor)]
     room = header_room([*items, *removed], metadata, len({one for book in books for one in with_clusters(book)}))
@@ -229,8 +231,8 @@ class FileWriter:
         path: path of the file.
         metadata: the user's metadata, a mapping from keys to texts; no key may begin with "ibp.".
         header_bytes: size in bytes of the room for the header, see `header_room`.
-        data_bytes: lower bound in bytes of the size of the data, 0 if it is not known. The message about a full disk
-            states it.
+        data_bytes: the expected size of the data in bytes, which may be too small; 0 if it is not known. The message
+            about a full disk states it.
         on_write: a function that is called after each write of data, with the number of bytes that were written.
         like, alone, replace: as in `NewFile`: the files that permissions are taken from, whether to refuse if another
             call is writing the same path, and whether to replace an existing file.
@@ -268,7 +270,7 @@ class FileWriter:
         self._open: Sink | None = None
         self._output: _FileOutput | None = None
 
-    # ---- what is in the file ----
+    # ---- the file's contents ----
 
     def plain(self, name: str, dtype: str, shape: tuple[int, ...]) -> Sink:
         """Begins a tensor that is stored as it is. Returns the sink for its bytes. dtype: the dtype's name in the
@@ -287,7 +289,7 @@ class FileWriter:
         return self._begin(Sink(self, name, dtype, None))
 
     def codebook(self, codebook: AnyCodebook) -> int:
-        """Returns the number that a codebook has in the file. Writes it first, unless an equal one was written."""
+        """Writes a codebook, unless an equal codebook is in the file already. Returns its number in the file."""
         if codebook in self._codebooks:
             return self._codebooks[codebook]
         line, parts = codebook_record(codebook, self.codebook)
@@ -301,14 +303,15 @@ class FileWriter:
         return number
 
     def table(self, name: str, fields: TableFields) -> None:
-        """Declares a table. The caller writes its parts, `<name>:slots` and so on, by `part`, before or after this
-        call, and gets the number of the codebook for `fields` from `codebook`."""
+        """Adds the fields of a table to the metadata. The caller must also write the table's parts, `<name>:slots` and
+        so on, with `part`, before or after this call. The number of the codebook in `fields` must be the one that
+        `codebook` has returned."""
         self._check_name(name, self._tables)
         self._add_line(f"{TABLE_KEY}{name}", fields.text())
         self._tables.add(name)
 
     def add_removed(self, name: str) -> None:
-        """Adds an entry that says that a tensor no longer exists, in the delta of a checkpoint."""
+        """For the delta of a checkpoint: adds an entry to the metadata that says that a tensor no longer exists."""
         self._add_line(f"{REMOVED_KEY}{name}", "")
 
     @property
@@ -342,8 +345,8 @@ class FileWriter:
         self._lines[key] = text
 
     def _claim_header(self, what: str, num_bytes: int) -> None:
-        """Reserves bytes of the header's room. Raises ValueError if fewer are left. what: what they are for, for the
-        message."""
+        """Reserves num_bytes bytes of the header's room. Raises ValueError if fewer are left. what: the use of these
+        bytes, for the message."""
         if self._header_bytes + num_bytes > self._room:
             raise ValueError(
                 f"the header of {self.path.name} has no room for {what}: wanted header_bytes above {self._room}, "
@@ -351,11 +354,11 @@ class FileWriter:
             )
         self._header_bytes += num_bytes
 
-    # ---- its bytes ----
+    # ---- bytes of tensors ----
 
     def _begin(self, sink: Sink) -> Sink:
-        """Makes a sink the open one, and returns it. Raises ValueError if the file is not being written, or if another
-        sink is still open."""
+        """Records that a sink is open, and returns it. Raises ValueError if the file is not being written, or if
+        another sink is still open."""
         if self._output is None:
             raise ValueError("the file is not being written; wanted `with FileWriter(...) as writer:`")
         if self._open is not None:
@@ -373,9 +376,9 @@ class FileWriter:
 
     def _close(self, sink: Sink) -> None:
         """Ends the tensor of the open sink: adds its entry to the header, and pads the data with zeros, so that the
-        next tensor begins at a multiple of the alignment. The zeros belong to a part of a table or codebook; after a
-        plain tensor they get an entry of their own. Raises ValueError if a plain tensor does not have the size that its
-        shape requires."""
+        next tensor begins at a multiple of the alignment. For a part of a table or codebook, the zeros count as bytes
+        of the part; after a plain tensor, they are a separate tensor of the file. Raises ValueError if a plain tensor
+        does not have the size that its shape requires."""
         assert self._output is not None
         end = self._output.data_bytes
         num_bytes, missing = end - sink.start, -end % ALIGNMENT
@@ -402,8 +405,8 @@ class FileWriter:
         self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
 
     def _header(self, check_bytes: int) -> bytes:
-        """Returns the bytes of the file before the data. check_bytes: size in bytes of the checksums, which are still
-        to be written."""
+        """Adds the entry of the checksums. Returns the bytes of the file before the data: the header with its size.
+        check_bytes: size in bytes of the checksums, which are still to be written."""
         assert self._output is not None
         hashed = write_fields({"block_bytes": BLOCK_BYTES, "hash": HASH})
         own = {FORMAT: str(_core.FORMAT_VERSION), "ibp.release": _core.version(), CHECKS: hashed}

@@ -17,9 +17,10 @@ A tensor passes through these forms, block by block:
 `_source.py` has what all formats share, and `_sources.py` opens paths of every kind. Each format is read and written in
 a file of its own: `_safetensors_files.py`, `_numpy_files.py`, `_torch_files.py`. `_learning.py` decides which codebook
 a tensor gets, and `_coding.py` codes blocks on the CPU or a GPU. `_outputs.py` plans the files of ibp, keeps the
-finished ones if a call is interrupted, and makes the report. `_model_files.py` handles the other files of a directory
-that becomes a directory. `compress`, `decompress` and `estimate` are each in a file of their own. `_writing.py` has
-`CheckpointWriter` and `is_coded`.
+finished ones if a call is interrupted, and makes the report. `_model_files.py` is for calls whose input and output are
+directories: it finds the files of tensors, and copies the other files. `_compressing.py`, `_decompressing.py` and
+`_estimating.py` have the functions `compress`, `decompress` and `estimate`. `_writing.py` has `CheckpointWriter` and
+`is_coded`.
 """
 
 from .._common.publishing import published

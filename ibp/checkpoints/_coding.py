@@ -21,15 +21,16 @@ from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook
 from ._source import SourceTensor
 
-_WORD_BYTES = 8  # bytes of a word of a fingerprint (FORMAT.md section 10)
-# Number of bytes that one call adds to a fingerprint. `sum_words` does not divide them among torch's threads.
+_WORD_BYTES = 8  # size in bytes of a word of a fingerprint (FORMAT.md section 10)
+# Number of bytes that one call of `sum_words` adds to a fingerprint. For so few bytes the call uses a single thread.
 _HASHED_BYTES = 1 << 20
 _CPU = torch.device("cpu")
 
 
 class Block(NamedTuple):
-    """Bytes [start, end) of a tensor. A block of rows holds whole groups of 32 rows, unless it is the tensor's last.
-    codebook: the codebook of the rows. None: the bytes are kept as they are."""
+    """Bytes [start, end) of a tensor, which are read and coded together. Except for the last block of a tensor, a block
+    holds whole groups of 32 rows. codebook: the codebook that codes the rows. None: the bytes are stored as they
+    are."""
 
     tensor: SourceTensor
     start: int
@@ -42,20 +43,21 @@ class CodedBlock(NamedTuple):
 
     block: Block
     data: np.ndarray  # uint8, valid until `release` is called
-    lengths: np.ndarray  # uint16, one for each row (FORMAT.md section 2); empty if the block is kept
-    words: int  # what the block's bytes before coding add to its tensor's fingerprint
-    release: Callable[[], object]  # frees the memory of `data` for another block; any thread may call it
+    lengths: np.ndarray  # uint16, one for each row (FORMAT.md section 2); empty if the block has no codebook
+    words: int  # the contribution of the block's original bytes to its tensor's fingerprint; 0 without a codebook
+    release: Callable[[], object]  # lets another block use the memory of `data`; any thread may call it
 
 
 def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: int) -> Iterator[Block]:
-    """Yields the blocks of a tensor. A block has block_bytes, rounded down to whole groups of 32 rows, but at least one
-    group."""
+    """Yields the blocks of a tensor. Each block except the last one has block_bytes bytes, rounded down to whole groups
+    of 32 rows, but at least one group. Without a codebook, a row counts as one byte."""
     group = _core.ROWS_PER_BASE * (1 if codebook is None else codebook.row_bytes)
     for start, end in tensor.spans(max(1, block_bytes // group) * group):
         yield Block(tensor, start, end, codebook)
 
 
 def _kept(block: Block, data: np.ndarray) -> CodedBlock:
+    """Returns the stored form of a block without a codebook: its bytes as they are."""
     return CodedBlock(block, data, np.empty(0, np.uint16), 0, lambda: None)
 
 
@@ -65,7 +67,9 @@ def _kept(block: Block, data: np.ndarray) -> CodedBlock:
 class CpuCoder:
     """Codes blocks on threads. Each thread reads, codes and fingerprints one block at a time."""
 
-    block_bytes = 4 << 20  # bytes; smaller blocks cost more in Python, and larger ones do not fit a core's caches
+    # Size of a block in bytes. With smaller blocks, Python takes more of the time; larger blocks do not fit a core's
+    # caches.
+    block_bytes = 4 << 20
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
@@ -89,7 +93,7 @@ class CpuCoder:
         counts, none = torch.zeros(2, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
         rows, words = as_tensor(data), block.codebook.words(_CPU)
         index, sizes = (lengths, none, words, block.codebook.codec), (0, 0, 1, size)
-        Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # into packed rows
+        Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # packed, to `buffer`
         for at in range(0, size, _HASHED_BYTES):
             part, number = rows[at : at + _HASHED_BYTES], (block.start + at) // _WORD_BYTES
             torch.ops.ibp.sum_words.default(part, number, counts[1:])
@@ -106,7 +110,8 @@ class _Slot:
 
     def __init__(self, raw: Turn, coded: Turn) -> None:
         self.raw, self.coded = raw, coded
-        # The size of the coded block in bytes, the sum of words, and the coder's fault record of four numbers.
+        # Six numbers: the size of the coded block in bytes, its `CodedBlock.words`, and the coder's fault record of
+        # four numbers.
         self.facts = torch.empty(6, dtype=torch.int64, pin_memory=True, device="cpu")
         self.lengths = torch.empty(0, dtype=torch.uint16, device="cpu")  # pinned
 
@@ -115,16 +120,17 @@ class _Passing(NamedTuple):
     """A block that is being coded."""
 
     block: Block
-    slot: _Slot | None  # None if the block is kept
-    read: Future[np.ndarray]
+    slot: _Slot | None  # None if the block has no codebook
+    read: Future[np.ndarray]  # the block's original bytes, which a thread reads
 
 
 class CudaCoder:
-    """Codes blocks on a GPU. Threads read blocks into pinned memory. Copies to the device, the coder's kernels, and
-    copies from the device each run on a stream of their own. Meanwhile the caller writes an earlier block."""
+    """Codes blocks on a GPU. Threads read blocks into pinned memory. Three streams work at the same time: one copies
+    blocks to the device, one codes them, and one copies coded blocks to the host. Meanwhile the caller writes an
+    earlier block."""
 
-    block_bytes = 16 << 20  # bytes; the copy engines reach their full rate at 4 MiB
-    _DEPTH = 2  # largest number of blocks that are queued for coding, and of blocks that are queued for the copy back
+    block_bytes = 16 << 20  # size of a block in bytes; the copy engines reach their full rate at 4 MiB
+    _DEPTH = 2  # largest number of blocks in each of two queues: for coding, and for the copy to the host
 
     def __init__(self, device: torch.device, jobs: int) -> None:
         self._device = device
@@ -158,7 +164,7 @@ class CudaCoder:
                     stream.synchronize()
 
     def _begin(self, block: Block, pool: ThreadPoolExecutor) -> _Passing:
-        """Starts reading a block on a thread: to pinned memory if the block is to be coded."""
+        """Starts reading a block on a thread. A block that will be coded is read into pinned memory."""
         if block.codebook is None:
             return _Passing(block, None, pool.submit(block.tensor.read, block.start, block.end))
         slot = self._slot(block.end - block.start)
@@ -171,7 +177,7 @@ class CudaCoder:
         return _Passing(block, slot, pool.submit(read))
 
     def _slot(self, num_bytes: int) -> _Slot:
-        """Returns a free or a new slot with room for num_bytes bytes."""
+        """Returns a free slot, or a new one, whose buffers have at least num_bytes bytes each."""
         if self._free:
             slot = self._free.popleft()
         else:
@@ -182,8 +188,8 @@ class CudaCoder:
         return slot
 
     def _launch(self, passing: _Passing) -> _Passing:
-        """Waits until a block is read. Queues its copy to the device, its coding, and the copies of its lengths and
-        facts to the host."""
+        """Waits until a block is read. If the block is to be coded, queues its copy to the device, its coding, and the
+        copies of its lengths and facts (see `_Slot`) to the host. Returns `passing`."""
         block, slot = passing.block, passing.slot
         num_bytes = passing.read.result().size
         if slot is None:
@@ -205,8 +211,8 @@ class CudaCoder:
     def _code(
         self, data: torch.Tensor, codebook: AnyCodebook, out: torch.Tensor, start: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes a block to `out`. Returns (lengths, facts as in `_Slot`), both on the device. start: the block's offset
-        in the tensor."""
+        """Codes a block, and writes the result to `out`. Returns (lengths, facts as in `_Slot`), both on the device.
+        start: the block's offset in the tensor, in bytes."""
         words, codec, row_bytes = codebook.words(self._device), codebook.codec, codebook.row_bytes
         none, facts = data[:0], torch.zeros(6, dtype=torch.int64, device=self._device)
         lengths = torch.ops.ibp.measure_rows.default(data, words, codec)
@@ -218,8 +224,8 @@ class CudaCoder:
         return lengths, facts
 
     def _fetch(self, passing: _Passing) -> _Passing:
-        """Waits until a block is coded. Queues the copy of its coded bytes to the host. Raises RuntimeError if a row
-        could not be coded, because the tensor has changed."""
+        """Waits until a block is coded. Queues the copy of its coded bytes to the host. Returns `passing`. Raises
+        RuntimeError if a row could not be coded, because the tensor has changed."""
         slot = passing.slot
         if slot is not None:
             slot.coded.filled.synchronize()

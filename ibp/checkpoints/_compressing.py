@@ -83,13 +83,13 @@ def compress(
     Tensors are read, coded and written block by block, in bounded memory: about 100 MB plus 2 bytes per row, whatever
     their size. Names, shapes, dtypes, bytes and metadata are kept. Weights whose names differ only in numbers, and
     whose shapes and dtypes are equal, share a codebook. Tensors that would not get smaller, or that are smaller than
-    4 KiB, are kept as they are. The fingerprint of each table's tensor is stored, too.
+    4 KiB, are stored as they are. The file also has the fingerprint of each compressed tensor.
 
-    If a directory is compressed to a directory, each file of tensors becomes a file of its own, and a set stays a set:
-    "model.safetensors" becomes "model.ibp.safetensors", and "optimizer.pt" becomes "optimizer.pt.ibp.safetensors". All
-    other files are copied, including files that hold objects of Python, and a config.json says that the weights beside
-    it are coded. If ibp is imported, `from_pretrained` of transformers and diffusers loads such weights; without ibp it
-    finds no weights.
+    If a directory is compressed to a directory, each file of tensors is compressed to a separate file, and each set of
+    files to a set (see shard_bytes): "model.safetensors" becomes "model.ibp.safetensors", and "optimizer.pt" becomes
+    "optimizer.pt.ibp.safetensors". All other files, including files that hold objects of Python, are copied. A
+    config.json beside weights is changed, so that it says that the weights are coded. If ibp is imported,
+    `from_pretrained` of transformers and diffusers loads such weights; without ibp it finds no weights.
 
     The output appears under its name when it is whole. Until then, finished files of a set are kept in a directory
     beside it, `.<name>.ibp-work`. If the call is interrupted, the next call with the same arguments uses these files,
@@ -104,37 +104,38 @@ def compress(
         tensor([0., 1., 2.])
 
     Args:
-        inputs: one or many paths, globs, directories, indices of sets or URLs of fsspec: safetensors, .npy, .npz,
-            checkpoints of torch.save (read with weights_only), files of ibp.
-        output: path of the file; a directory, for "model.ibp.safetensors" in it unless a directory is compressed; or a
-            URL of fsspec, to which the files are copied when they are whole. If a directory is compressed, a name
-            without a suffix is that of a directory.
+        inputs: one or more paths, globs, directories, indices of sets of files, or URLs of fsspec. The formats of files
+            are safetensors, .npy, .npz, checkpoints of torch.save (read with weights_only), and files of ibp.
+        output: path of the file; or a directory, in which the file is "model.ibp.safetensors" unless the input is a
+            directory, too; or a URL of fsspec, to which the files are copied when they are whole. If the input is a
+            directory, a name without the suffix of a format is that of a directory.
         scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
-        row_bytes: size in bytes of a row. None: 4,096 bytes of the flat tensor; for an array of numpy the size of an
-            item, if that is 512 bytes to 64 KiB.
+        row_bytes: size in bytes of a row of the flat tensor. None: 4,096; for an array of numpy, the size of an item,
+            if that is 512 bytes to 64 KiB.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
-            and no pattern of exclude, are compressed. The others are kept as they are.
+            and no pattern of exclude, are compressed. Other tensors are stored as they are.
         metadata: a mapping from keys to texts, which are added to the metadata of the inputs.
-        shard_bytes: the largest total size in bytes of the tensors of a file, before coding, unless a single tensor is
-            larger. None: one file. Files of a set, such as those of a sharded model, are never joined.
+        shard_bytes: the largest total size in bytes, before coding, of the tensors in a file. A tensor that is larger
+            is alone in its file. None: there is no limit. The files of a sharded model (ordinary safetensors files or
+            checkpoints of torch) are not joined, even if they are smaller. Files of other formats are joined.
         device: the device that codes the rows. None: the current GPU if there is one, else the CPU.
         jobs: the number of threads. None: one for each core.
         restart: whether to use the files that an interrupted call has finished.
         verify: whether to compare the checksums of inputs that are files of ibp, as their bytes are read. Inputs of
-            other formats have none.
+            other formats have no checksums.
         progress: whether to show a progress bar.
         force: whether to replace an existing output, which may be one file or a set.
 
     Returns:
-        What was written.
+        A report of the files and tensors that were written.
 
     Raises:
         FileNotFoundError: there is no such input, or no such directory for the output.
         FileExistsError: the output exists, and force is not set.
         SourceFormatError, ibp.FileFormatError: an input is damaged, or is not a file of tensors. With `verify`, damaged
             bytes raise ibp.ChecksumError, a FileFormatError, which names the file and the tensor.
-        TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output ends like
-            files of another format (.npz, .pt), two inputs have a tensor with the same name, or a config.json beside
+        TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output has the
+            suffix of another format (.npz, .pt), two inputs have a tensor with the same name, or a config.json beside
             weights is not JSON.
         OSError: a file cannot be read or written, or another call is writing the same output.
     """
@@ -214,7 +215,8 @@ def _write_set(
 
 
 def _opened(output: str, target: Path, sets: Mapping[Path, list[Shard]]) -> str:
-    """Returns what the caller should open: the file, the index of the set, or the directory of several."""
+    """Returns the path or URL that the caller of `compress` should open: that of the file; for a set of files, that of
+    its index; and for several files or sets, that of their directory."""
     (path, shards), *others = sets.items()
     if others:
         return os.fspath(target.parent)
@@ -228,12 +230,12 @@ class _Writing:
     Args:
         learning: how codebooks are learned, and on which device blocks are coded.
         shards: all files of the output.
-        kept: names of the tensors that the patterns of the caller leave as they are.
+        kept: names of the tensors that are stored as they are, because the caller's patterns do not choose them.
         jobs: the number of threads.
         progress: whether to show a progress bar.
 
     Attributes:
-        peak: measures the process's own memory between blocks.
+        peak: the largest size of the process's own memory, which is measured between blocks.
     """
 
     def __init__(
@@ -246,14 +248,14 @@ class _Writing:
         self.peak = PeakMemory()
 
     def bar(self, shards: Iterable[Shard]) -> Bar:
-        """Makes the progress bar for the files that are written next. Returns it, a context manager."""
+        """Makes and returns the progress bar for the files that `write` will write next. It is a context manager."""
         total = sum(shard.num_bytes for shard in shards)
         self._bar = tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not self._progress)
         return self._bar
 
     def write(self, path: Path, shard: Shard, *, like: Iterable[str], replace: bool) -> dict[str, Any]:
-        """Writes a file. Returns the fields of its record. Raises BlockingIOError if another call is writing the same
-        file. like, replace: as in `FileWriter`."""
+        """Writes a file. Returns the fields of its record (see `Journal.write_record`). Raises BlockingIOError if
+        another call is writing the same file. like, replace: as in `FileWriter`."""
         self._books.prepare(shard.tensors, self._jobs)
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
         options: dict[str, Any] = {"like": like, "alone": True, "replace": replace}
@@ -286,8 +288,8 @@ class _BlockWriter:
 
     def __init__(self, writer: FileWriter, file: str) -> None:
         self._writer, self._file = writer, file
-        self._start, self._words = 0, 0  # of the present tensor: its offset in the data, and its sum of words so far
-        self._lengths: list[np.ndarray] = []  # lengths of the present tensor's rows so far, an array for each block
+        self._start, self._words = 0, 0  # of the current tensor: its offset in the data, and its sum of words so far
+        self._lengths: list[np.ndarray] = []  # lengths of the current tensor's rows so far, an array for each block
         self.reports: list[TensorReport] = []
 
     def write(self, coded: CodedBlock) -> Block:
@@ -309,8 +311,8 @@ class _BlockWriter:
         return coded.block
 
     def _finish(self, tensor: SourceTensor, codebook: AnyCodebook | None) -> None:
-        """Ends a tensor all of whose blocks have been written, and adds its report. For a table, it also writes the
-        lengths of the rows, their bases if there is overflow, and the fields."""
+        """Ends a tensor after its last block, and adds its report. If the tensor is coded, first writes the lengths of
+        its rows, the bases if any row has stored bytes, and the fields of the table."""
         self._sink.close()
         if codebook is not None:
             lengths = torch.from_numpy(np.concatenate(self._lengths))

@@ -33,7 +33,8 @@ from ._model_files import check_output, conversion_of
 from ._source import Source, SourceTensor, chosen
 from ._sources import FORMATS, open_sources
 
-# A function of (path, number of bytes) that returns a context with the new file: `replaced`, with its options.
+# A function of (path, size of the data in bytes) that returns a context, which yields the new file to write to. It is
+# `replaced` with some of its options.
 Begin = Callable[[Path, int], AbstractContextManager[IO[bytes]]]
 
 _A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # the end of "llama-3.1" does not match
@@ -52,12 +53,14 @@ def decompress(
     progress: bool = False,
     force: bool = False,
 ) -> list[str]:
-    """Writes the tensors of a checkpoint as they were: names, shapes, dtypes, bytes and metadata.
+    """Writes the tensors of a checkpoint as they were before compression, with their names, shapes, dtypes, bytes and
+    metadata.
 
-    Tensors are decoded and written block by block. Each file appears under its name when it is whole. A set of files
-    becomes a set of the same number of safetensors files, and its index; these appear when all of them are whole. If a
-    directory is decompressed to a directory, each coded file becomes a file with the name and format that it was made
-    from, all other files are copied, and config.json becomes what it was.
+    Tensors are decoded and written block by block. Each file appears under its name when it is whole. If the input is a
+    set of files and the output is safetensors, the output is a set of the same number of files, with an index; the
+    files of a set appear when all of them are whole. In other formats the output is one file. If a directory is
+    decompressed to a directory, each coded file or set gets the name and format from which it was compressed, all other
+    files are copied, and the original config.json is restored.
 
     Example:
         >>> torch.save({"w": torch.arange(100_000.0)}, "model.pt")
@@ -69,15 +72,16 @@ def decompress(
 
     Args:
         inputs: as in `ibp.checkpoints.compress`; usually a file of ibp, or an index or a directory of such files.
-        output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec. A name without a
-            suffix is that of a directory if a directory is decompressed, otherwise that of a safetensors file.
+        output: path of the file; or a directory, in which the file is "model.safetensors" unless the input is a
+            directory, too; or a URL of fsspec. A name without a suffix is that of a directory if the input is a
+            directory, and otherwise that of a safetensors file.
         format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all tensors in memory).
             It must agree with the suffix of the output. None: the suffix of the output decides; if a directory is
             decompressed to a directory, each file gets the format from which it was compressed.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
             and no pattern of exclude, are written.
         verify: whether to compare the checksums of inputs that are files of ibp, as their bytes are read. Inputs of
-            other formats have none.
+            other formats have no checksums.
         progress: whether to show a progress bar.
         force: whether to replace an existing output.
 
@@ -89,8 +93,9 @@ def decompress(
         FileExistsError: the output exists, and force is not set.
         ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged. With `verify`, damaged bytes
             raise ibp.ChecksumError, a FileFormatError, which names the file and the tensor.
-        ValueError: the format does not exist, contradicts the suffix, does not have a tensor's dtype, or is given for a
-            directory; or the patterns leave no tensor.
+        ValueError: the format does not exist, contradicts the suffix, does not have a tensor's dtype, or is given
+            although a directory is decompressed to a directory; or a pattern of include matches no name; or no tensor
+            is left to write.
         OSError: a file cannot be read or written, or another call is writing the same output.
     """
     output = output_of(inputs, output)
@@ -160,7 +165,7 @@ def write_source(
         ):
             pieces = functools.partial(_pieces, threads=pool, on_bytes=bar.update)
             weight_map: dict[str, str] = {}
-            with contextlib.ExitStack() as files:  # they get their names when all of them are written
+            with contextlib.ExitStack() as files:  # when it is left, all files get their names
                 for name, part in zip(names, parts):
                     file = files.enter_context(begin(target.with_name(name), part.num_bytes))
                     FORMATS[kind].write(file, part, pieces)
@@ -186,11 +191,11 @@ def _pieces(
 
 
 def format_of_output(target: Path, format: str | None) -> str:
-    """Returns the format in which a file is written: the one that the caller names, or else that of the suffix. For a
-    name without a suffix it is safetensors.
+    """Returns the format in which to write a file: `format` if it is given, otherwise the format of the suffix of
+    `target`, or safetensors if the name has no suffix.
 
     Raises:
-        ValueError: the format cannot be written, or the suffix stands for another one.
+        ValueError: the format cannot be written, or the suffix is that of another format.
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"format is {format!r}; wanted one of {sorted(FORMATS)}")

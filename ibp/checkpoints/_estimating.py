@@ -38,11 +38,12 @@ class TensorEstimate:
 
     Attributes:
         name, dtype, shape, num_bytes: name, dtype, shape and size in bytes of the tensor.
-        savings: for each scheme, the share of the tensor's bytes that a table would save in a file. Its index and its
-            padding count; its codebook does not. For schemes that `compress` would not choose the share is approximate.
-            Empty for a tensor that is never coded: it is smaller than 4 KiB, its dtype is one that tables do not have,
-            or patterns leave it out.
-        best: the scheme that `compress` chooses. None if no scheme saves 1 %.
+        savings: for each scheme, the share of the tensor's bytes that a table would save in a file. The size of the
+            table includes its index and its padding, but not its codebook. The share is approximate for schemes that
+            `compress` would not choose. The mapping is empty for a tensor that is never coded: a tensor of less than
+            4 KiB, one with a dtype that tables do not have, or one that the patterns do not choose.
+        best: the scheme that `compress` chooses. None if it would store the tensor as it is, for example because no
+            scheme saves more than 1 %.
     """
 
     name: str
@@ -122,7 +123,7 @@ def estimate(
         inputs: as in `compress`; or a model, or its `state_dict()`, on any device. A tensor that has several
             names counts once.
         level, row_bytes: as in `compress`.
-        include, exclude: patterns of names, as in `compress`. The other tensors are kept as they are.
+        include, exclude: patterns of names, as in `compress`. Other tensors are not compressed.
         progress: whether to show a progress bar.
 
     Raises:

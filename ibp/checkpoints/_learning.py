@@ -1,5 +1,6 @@
-"""Decides which tensors of a checkpoint are coded, and with which codebooks. Weights of a kind share a codebook,
-which is learned from rows of up to 8 of them."""
+"""Decides which tensors of a checkpoint are coded, and with which codebooks. Tensors of the same kind share a codebook:
+their names differ only in numbers, and their shapes and dtypes are equal. The codebook is learned from rows of up to 8
+of these tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from .._schemes.clusters import check_clusters
 from .._schemes.learning import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, kind_of
 from ._source import SourceTensor
 
-# The smallest size in bytes of an array's items that become rows: the index of shorter rows takes all that they save.
+# Each item of an array becomes a row if items have at least this size in bytes. The index of shorter rows takes as many
+# bytes as coding saves.
 _LEAST_ITEM_BYTES = 512
 SAMPLE_ELEMENTS = 1 << 19  # number of elements from which a codebook is learned, as in `ibp.compress`
 # Size in bytes of the sample of a tensor on which the codebook of its kind is tried, if that codebook does not have a
@@ -27,7 +29,7 @@ SAMPLE_ELEMENTS = 1 << 19  # number of elements from which a codebook is learned
 _CHECK_BYTES = 16 << 20
 TRIED_BYTES = 1 << 18  # size in bytes of that sample for other codebooks
 _SAMPLED_TENSORS = 8  # largest number of tensors of a kind from which the kind's sample is taken
-_LEAST_ROWS = 16  # smallest number of rows that are sampled from a tensor
+_LEAST_ROWS = 16  # smallest number of rows that are sampled from a tensor, unless it has fewer rows
 _LEAST_SAVED_BYTES = 1024  # A table must save more than this, which is about the size of its entries in the header.
 _CPU = torch.device("cpu")
 
@@ -37,8 +39,8 @@ class CheckpointLearning:
     """How codebooks are learned.
 
     Attributes:
-        options: options of `ibp.compress`. If row_bytes is None, a row has 4,096 bytes of the flat tensor; in an array
-            of numpy it is an item, if that has 512 bytes to 64 KiB.
+        options: options of `ibp.compress`. If row_bytes is None, a row is 4,096 bytes of the flat tensor. For an array
+            of numpy, a row is an item if items have 512 bytes to 64 KiB.
         device: the device that codes rows with the codebooks.
     """
 
@@ -47,8 +49,8 @@ class CheckpointLearning:
 
     @classmethod
     def of(cls, options: Options) -> CheckpointLearning:
-        """Checks options, and returns how codebooks are learned with them. Raises TypeError and ValueError for wrong
-        options."""
+        """Checks options of `ibp.compress`, and returns the `CheckpointLearning` that uses them. Raises TypeError or
+        ValueError if an option is invalid."""
         clusters, rows = options.clusters, options.row_bytes
         options = checked(replace(options, clusters=None))
         check_clusters(clusters)
@@ -65,18 +67,24 @@ class CheckpointLearning:
         return replace(whole, row_bytes=row_bytes)
 
     def is_worth_coding(self, tensor: SourceTensor) -> bool:
-        """Returns whether a tensor is large enough for a table, and has a dtype that tables have."""
+        """Returns whether a tensor may become a table: the scheme is not "raw", tables can have the tensor's dtype, and
+        the tensor has at least 4 KiB."""
         has_dtype = tensor.dtype in _rows.DTYPES and tensor.entry is None
         return self.options.scheme != "raw" and has_dtype and tensor.num_bytes >= LEAST_BYTES
 
     def kind_of(self, tensor: SourceTensor) -> tuple:
-        """Returns the kind of a tensor (see `_schemes/learning.py`), and the size in bytes of its rows. Tensors for
-        which both are equal share a codebook."""
+        """Returns (kind of a tensor as in `_schemes/learning.py`, size in bytes of its rows). Tensors for which both
+        are equal share a codebook. In this file, a kind is this pair."""
         return kind_of(tensor.name, torch.Size(tensor.shape), tensor.dtype), self.geometry_of(tensor).row_bytes
 
     def learn(self, scheme: str, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
-        """Returns a codebook for a tensor, learned from a sample of its rows, or None if raw rows are best. sample:
-        uint8 [n * row_bytes]; all_rows: whether every row must have a coded form."""
+        """Learns a codebook from a sample of rows. Returns the codebook, or None if raw rows are best.
+
+        Args:
+            sample: uint8 [n * row_bytes].
+            geometry: that of the tensors that the rows are from.
+            all_rows: whether the codebook must have a coded form for every row.
+        """
         return learn(scheme, Request(sample, geometry, self.device, self.options, 0, codes_invariant=all_rows))
 
 
@@ -104,9 +112,9 @@ class Codebooks:
         self._of_tensors: dict[SourceTensor, tuple[AnyCodebook | None, float | None]] = {}
 
     def prepare(self, tensors: Sequence[SourceTensor], jobs: int = 1) -> None:
-        """Learns the codebooks of tensors: first one for each kind, then, on `jobs` threads, one for each tensor that
-        its kind's codebook does not suit. If a single tensor is given, the latter is only learned when `of` is called
-        for it."""
+        """Learns the codebooks of tensors: first one codebook for each kind; then, on `jobs` threads, a separate
+        codebook for each tensor that the codebook of its kind does not suit. If a single tensor is given, its separate
+        codebook is learned later, when `of` or `savings` is first called for the tensor."""
         for tensor in tensors:
             if self.is_coded(tensor) and (kind := self._learning.kind_of(tensor)) not in self._of_kinds:
                 self._of_kinds[kind] = self._learned(kind, sample_of(self._kinds[kind], self._geometry(kind)))
@@ -147,9 +155,10 @@ class Codebooks:
     def _tried(
         self, tensor: SourceTensor, kind: tuple, codebook: AnyCodebook
     ) -> tuple[AnyCodebook | None, float | None]:
-        """Tries the codebook of a kind on a sample of a tensor. If it saves clearly less there, by more than one
-        percentage point, than in the kind's sample, learns a codebook for the tensor alone, and takes the better of the
-        two. Returns (codebook, share of bytes saved), or (None, None) if that share is too small."""
+        """Tries the codebook of a kind on a sample of one tensor. If it saves less there than in the kind's sample, by
+        more than one percentage point, learns a codebook for this tensor alone, and takes the better of the two.
+        Returns (codebook, share of the sample's bytes that it saves), or (None, None) if that share is too small for a
+        table."""
         geometry = self._geometry(kind)
         sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else TRIED_BYTES)
         savings = savings_of(sample, codebook)
@@ -162,7 +171,8 @@ class Codebooks:
         return (best, tried[best]) if _pays(tried[best], geometry) else (None, None)
 
     def _learned(self, kind: tuple, sample: torch.Tensor) -> Learner[AnyCodebook]:
-        """Learns the codebook of a kind from a sample. `found` of the result is None if it would save too little."""
+        """Learns the codebook of a kind from a sample. Returns a `Learner` that holds the codebook, or that holds None
+        if the codebook would save too little."""
         geometry = self._geometry(kind)
         codebook = self._learning.learn(self._learning.options.scheme, sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
@@ -170,9 +180,9 @@ class Codebooks:
 
 
 def sample_of(tensors: Sequence[SourceTensor], geometry: _rows.Geometry, num_bytes: int | None = None) -> torch.Tensor:
-    """Returns a sample of whole rows from up to 8 tensors of one geometry, uint8 [n * row_bytes]. If the tensors are
-    shorter than a row, returns the first one, padded with zeros to a row. num_bytes: approximate size in bytes of the
-    sample. None: that of 2^19 elements."""
+    """Returns a sample of whole rows from up to 8 tensors that have the same geometry, uint8 [n * row_bytes]. If the
+    tensors are shorter than a row, returns the first tensor, padded with zeros to a row. num_bytes: approximate size of
+    the sample in bytes. None: the size of 2^19 elements."""
     row_bytes = geometry.row_bytes
     wanted_bytes = SAMPLE_ELEMENTS * geometry.dtype.itemsize if num_bytes is None else num_bytes
     chosen = [
@@ -192,13 +202,13 @@ def sample_of(tensors: Sequence[SourceTensor], geometry: _rows.Geometry, num_byt
 
 
 def savings_of(sample: torch.Tensor, codebook: AnyCodebook) -> float:
-    """Returns the share of a sample's bytes that a table with a codebook saves; the table's index counts. The last row
-    may be shorter."""
+    """Returns the share of a sample's bytes that is saved by a table of this sample. The size of the table includes its
+    index, but not its codebook. The last row of the sample may be shorter than the others."""
     geometry = _rows.Geometry(sample.shape, torch.uint8, codebook.row_bytes)
     stored = surveyed(sample, codebook, _CPU).stored
     return 1 - (stored + geometry.index_bytes(stored > 0)) / geometry.num_bytes
 
 
 def _pays(savings: float, geometry: _rows.Geometry) -> bool:
-    """Returns whether a share of a tensor's bytes that a table saves is large enough to make the table."""
+    """Returns whether a tensor is worth coding if a table saves this share of its bytes."""
     return savings > CLEARLY_LESS and savings * geometry.num_bytes > _LEAST_SAVED_BYTES

@@ -1,7 +1,9 @@
-"""Directories of models and of trainers: their files of tensors, the files beside these, and config.json.
+"""Directories of models and of trainers: finds their files of tensors, copies their other files, and changes their
+config.json.
 
-If a directory becomes a directory, each file of tensors becomes a file of its own (`_files/paths.py` has the names), a
-set of files stays a set, and all other files are copied. config.json says that the weights beside it are coded.
+If a directory is compressed or decompressed to a directory, each file of tensors is converted to a separate file
+(`_files/paths.py` describes the names), and each set of files to a set. All other files are copied. After compression,
+a config.json beside weights says that they are coded; decompression removes this entry.
 """
 
 from __future__ import annotations
@@ -50,11 +52,12 @@ _INSERTED = f',\n  "{_FIELD}": {{\n    "quant_method": "{METHOD}"\n  }}'
 class Conversion:
     """A directory of this machine that is compressed or decompressed, to another directory or in place.
 
-    Everything is read and checked when the conversion is made; nothing is written before `finish`.
+    The constructor opens the files of tensors, and checks that the other files can be read. The caller writes the new
+    files of tensors, and then calls `finish`, which writes the other files.
 
     Attributes:
-        sources: the opened files of tensors. The key is the path, within the target, of the new file, or the path that
-            the new set of files is named after.
+        sources: the opened files and sets of files of tensors. The key is the path, within the target, of the new file,
+            or the path that the new set of files is named after.
         sets: the keys of `sources` that stand for sets of files.
     """
 
@@ -68,8 +71,8 @@ class Conversion:
         name_of, other_name_of = (coded_name, plain_name) if to_coded else (plain_name, coded_name)
         self.sources: dict[Path, Source] = {}
         self.sets: set[Path] = set()
-        # For each key of `sources`: files in the target that the new file or set replaces, because they have the other
-        # form, plain or coded.
+        # For each key of `sources`: the files in the target that hold the same tensors in the other form, plain if the
+        # new file or set is coded, and vice versa. `finish` removes them.
         self._replaced: dict[Path, list[Path]] = {}
         for path, opened in tensors.items():
             new = path.with_name(name_of(path.name.removesuffix(INDEX_SUFFIX)))
@@ -81,7 +84,8 @@ class Conversion:
             other = target / new.with_name(other_name_of(new.name))
             self._replaced[new] = _files_of(other) if other.name != new.name else []
         homes = {path.parent for path in tensors}
-        self._beside: dict[Path, Path | bytes] = {}  # by new path: the file to copy, or the new config.json
+        # The other files, by new path: the path of the file to copy, or the new content of a config.json.
+        self._beside: dict[Path, Path | bytes] = {}
         for path in others:
             os.close(open_regular(source / path))  # raises OSError if it cannot be read
             told = _told(source / path, to_coded) if path.name == _CONFIG and path.parent in homes else None
@@ -97,12 +101,13 @@ class Conversion:
         return [path for path in (*new, *map(index_of, new), *self._beside, *replaced) if os.path.lexists(path)]
 
     def skip(self, path: Path) -> None:
-        """Drops a source, for which nothing is written. path: a key of `sources`."""
+        """Drops a source, so that nothing is written for it. path: a key of `sources`."""
         del self.sources[path], self._replaced[path]
 
     def check(self) -> None:
-        """Raises OSError if a file beside the weights would replace anything but a regular file, such as a directory or
-        a device, or if the target contains the index of a set that this conversion neither writes nor removes."""
+        """Raises OSError if one of the other files would replace a directory, a device, or anything else that is not a
+        regular file. Also raises OSError if the target contains the index of a set that this conversion neither writes
+        nor removes."""
         for path in self._beside:
             check_replaceable(path)
         indices = [index_of(self.target / path) for path in self.sources]
@@ -124,10 +129,10 @@ class Conversion:
         return tuple(os.fspath(path.relative_to(self.target)) for path in self._beside)
 
     def finish(self) -> None:
-        """Writes the files that hold no tensors, such as config.json, and then removes files of tensors that the new
-        ones supersede. The caller calls it after the files of tensors are in place. Each file is written as a new file
-        and gets its name when it is whole. If there is a link of that name, the link is replaced, and the file that it
-        leads to does not change."""
+        """Writes the other files, such as config.json, and then removes the files of tensors that the new ones
+        supersede. The caller must call it after the new files of tensors are in place. Each file is written as a new
+        file, which gets its name when it is whole. If a symbolic link has that name, the link is replaced, and the file
+        that it leads to does not change."""
         for path, content in self._beside.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):
@@ -164,8 +169,9 @@ def conversion_of(
 
 
 def already_there(output: PathLike, name: str, conversion: Conversion | None) -> str | None:
-    """Returns the path or URL of a file that exists and that the output would replace, or None. Raises OSError if it
-    cannot be replaced. name: the file's name if the output is a directory and there is no conversion."""
+    """Returns the path or URL of an existing file that the output would replace, or None if there is no such file.
+    Raises OSError if that file must not be replaced, such as a device. name: the name of the new file if the output is
+    a directory and there is no conversion."""
     if conversion is not None:
         there = next(map(os.fspath, conversion.paths()), None)
     else:
@@ -176,9 +182,9 @@ def already_there(output: PathLike, name: str, conversion: Conversion | None) ->
 
 
 def check_output(output: PathLike, name: str, conversion: Conversion | None, force: bool) -> None:
-    """Raises OSError if an output cannot be written: it exists already, and `force` is not set; something that must
-    not be replaced has its name; or readers of its directory would find other weights. The arguments are as in
-    `already_there`."""
+    """Raises OSError if an output cannot be written: it exists already, and `force` is not set; or something that must
+    not be replaced, such as a device, has its name; or its directory has other weights, which readers of the directory
+    would find. The other arguments are as in `already_there`."""
     there = None if force else already_there(output, name, conversion)
     if there is not None:
         raise exists(there)
@@ -218,8 +224,8 @@ def is_index(path: Path) -> bool:
 
 
 def _units_of(folder: Path, files: list[Path]) -> tuple[list[Path], set[Path]]:
-    """Returns two groups of paths within the folder: files that are named like files of tensors, with the index for
-    each set of files; and the files of these sets."""
+    """Finds the files that are named like files of tensors. Returns (sorted paths of single files and of the indices of
+    sets, paths of the files of these sets), all of them within the folder."""
     paths, parts = {path for path in files if path.name.endswith(TENSOR_SUFFIXES)}, set[Path]()
     for path in filter(is_index, files):
         named = {path.with_name(name) for name in read_index(folder / path).values()}
@@ -247,7 +253,8 @@ def _contents_of(
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Returns the existing files of an output: the index of a set, the files of the set, and a single file."""
+    """Returns those files of an output that exist: the index of its set, the files that the index names, and the single
+    file. path: the path that the set is named after, which is also that of the single file."""
     index = index_of(path)
     names = sorted(set(read_index(index).values())) if index.is_file() else []
     return [found for found in (index, *map(path.with_name, names), path) if os.path.lexists(found)]
@@ -271,7 +278,8 @@ def _shown_files(folder: Path, target: Path | None) -> list[Path]:
 
 def _told(path: Path, is_coded: bool) -> bytes | None:
     """Returns the new text of a config.json, which tells transformers and diffusers whether the weights are coded, or
-    None if it needs no change. Everything else in the text stays the same, byte for byte."""
+    None if it needs no change. Everything else in the text stays the same, byte for byte. The exception is an entry of
+    ibp that is to be removed but no longer has the text that was inserted: then all of the JSON is formatted anew."""
     try:
         text = path.read_bytes().decode()
         config = json.loads(text)

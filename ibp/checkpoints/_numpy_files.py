@@ -58,7 +58,8 @@ def open_npz(path: str | os.PathLike[str]) -> Source:
     """Opens an .npz archive: one tensor for each member.
 
     Raises:
-        SourceFormatError: numpy cannot read it, two members have one name, or torch does not have a dtype.
+        SourceFormatError: it is not an archive, numpy cannot read a member, two members have the same name, or torch
+            does not have a member's dtype.
     """
     with contextlib.ExitStack() as stack:
         with _refused(f"{path} is no .npz archive"):
@@ -111,8 +112,8 @@ def _member(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: 
 
 @contextlib.contextmanager
 def _refused(what: str) -> Iterator[None]:
-    """Converts the errors that bytes cause which are not an array to SourceFormatError. what: the beginning of the
-    message."""
+    """Converts the errors that numpy and zipfile raise for invalid bytes to SourceFormatError. what: the beginning of
+    the message."""
     try:
         yield
     except FileNotFoundError:
@@ -125,8 +126,8 @@ def _refused(what: str) -> Iterator[None]:
 def _tensor(
     name: str, dtype: np.dtype, shape: tuple[int, ...], load: Callable[[], np.ndarray], path: object
 ) -> SourceTensor:
-    """Returns the tensor of an array that `load` returns. If the array is big-endian or in Fortran order, the
-    bytes are put in order when they are read."""
+    """Returns a tensor that reads its bytes from the array that `load` returns. If the array is big-endian or in
+    Fortran order, its elements are converted and put in order when they are read. path: the file, for the message."""
     try:
         if dtype.subdtype is not None:
             raise TypeError

@@ -1,9 +1,9 @@
-"""The files that `compress` writes: which tensors each holds, which of them are finished, and what is reported of them.
+"""The files that `compress` writes: which tensors each file holds, which files are finished, and the report.
 
 While a set is being made, its finished files wait in a directory beside the output, `.<name>.ibp-work`, so that an
 interrupted call can be repeated. The directory also has a record of each finished file, and a plan of the whole set.
 When all files are finished, they are moved to their final places, and the directory is removed. Only one call at a time
-uses the directory: it holds a lock on a file in it, which the system releases when the call's process ends in any way.
+uses the directory: it locks a file there. The system releases the lock when the call's process ends in any way.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHARD_BYTES = 5 << 30  # default limit in bytes of the total size, before coding
 RECORD = ".done.json"  # the end of the name of a finished file's record
 _PLAN, _LOCK = "plan.json", "lock"
 _OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # options on which coded bytes depend
-_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of sets whose files are not joined
+_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of files that are not joined; files of ibp are "ibp"
 
 
 # ---- which tensors a file holds ----
@@ -60,24 +60,32 @@ class Shard:
     file: str  # the file's path within the directory of the output
     tensors: tuple[SourceTensor, ...]  # the tensors of the file, in order
     metadata: Mapping[str, str]  # the metadata of the file
-    inputs: tuple[str, ...]  # paths of the files that the output, which may be a set, is made from
+    inputs: tuple[str, ...]  # paths of the input files of the whole set that the file belongs to
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def header_bytes(self, codebooks: Iterable[AnyCodebook]) -> int:
-        """Returns a size in bytes that is enough for the file's header, if its tensors have these codebooks."""
+        """Returns a size in bytes that is enough for the file's header. codebooks: those of the file's tensors."""
         names = [tensor.name for tensor in self.tensors]
         room = header_room(names, self.metadata, len({one for book in codebooks for one in with_clusters(book)}))
         return rounded_up(room + sum(64 * len(tensor.shape) for tensor in self.tensors))
 
 
 def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str]) -> list[Shard]:
-    """Plans the files that a checkpoint becomes. If it is a set of safetensors files or of files of torch, each of them
-    becomes a file; otherwise all tensors become one file. A file whose tensors have more than shard_bytes bytes is cut
-    between tensors; None: it is not cut. target: the path, within the directory of the output, that the files are named
-    after."""
+    """Plans the files that are written for a source.
+
+    If the source consists of several files, all of them ordinary safetensors files or checkpoints of torch, the files
+    are not joined. Otherwise all tensors go to one file. A file is then divided, between tensors, if the total size of
+    its tensors exceeds shard_bytes.
+
+    Args:
+        target: the path, within the directory of the output, that the files are named after.
+        shard_bytes: the largest total size in bytes of the tensors in a file, unless it has a single tensor. None:
+            files are not divided.
+        metadata: entries that are added to the metadata of every file.
+    """
     stay_apart = len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts)
     contents = [
         (tuple(tensors), {**part.metadata, **part.view_texts(), **metadata})
@@ -89,9 +97,9 @@ def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: M
 
 
 def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mapping[str, AnyCodebook | None]) -> int:
-    """Returns the size in bytes of the files that a checkpoint becomes, with headers, codebooks and checksums. stored:
-    size in bytes of each tensor in its file, by name. codebooks: the codebook of each tensor, or None if it is kept as
-    it is."""
+    """Returns the total size in bytes of the files that `compress` writes for a source, with headers, codebooks and
+    checksums. stored: size in bytes of each tensor in its file, by name. codebooks: the codebook of each tensor, by
+    name; None if the tensor is stored as it is."""
     total = 0
     for shard in shards_of(source, Path(f"model{SUFFIX}"), SHARD_BYTES, {}):
         books = {book for tensor in shard.tensors if (book := codebooks[tensor.name]) is not None}
@@ -103,8 +111,8 @@ def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mappi
 
 def table_bytes(stored_bytes: int, num_rows: int) -> int:
     """Returns the size in bytes of a packed table in a file, where its rows, lengths and bases are each padded to a
-    multiple of the alignment. stored_bytes: size in bytes of all three together, without padding. If it is that of the
-    lengths alone, no row has bytes, and there are no bases."""
+    multiple of the alignment. stored_bytes: size in bytes of all three together, without padding. If this is the size
+    of the lengths alone, no row has stored bytes, so the table has no bases."""
     lengths = 2 * num_rows
     bases = 8 * -(-num_rows // _core.ROWS_PER_BASE) if stored_bytes > lengths else 0
     return sum(map(rounded_up, (stored_bytes - lengths - bases, lengths, bases)))
@@ -115,8 +123,8 @@ def table_bytes(stored_bytes: int, num_rows: int) -> int:
 
 def plan_of(shards: Sequence[Shard], options: Options, kept: Iterable[str]) -> dict[str, Any]:
     """Returns a description of a set of files, as a dict that JSON can hold: the inputs, the options, and the tensors
-    of each file. It identifies an input by its path, its size and the time of its last change. kept: names of the
-    tensors that patterns leave as they are."""
+    of each file. An input is described by its path, its size and the time of its last change. kept: names of the
+    tensors that are stored as they are, because the caller's patterns do not choose them."""
     inputs = dict.fromkeys(os.path.abspath(path) for shard in shards for path in shard.inputs)
     found = {path: os.stat(path) for path in inputs}
     return {
@@ -134,11 +142,13 @@ def work_directory(target: Path) -> Path:
 
 
 class Journal:
-    """The directory of a set that is being made. A context manager: leaving it releases the directory, and after an
-    exception also removes it if no file is finished.
+    """The directory of a set that is being made. A context manager: leaving it releases the directory. If it is left by
+    an exception, and no file is finished, the directory is removed, too.
 
-    target: the output's path. plan: the description of the set that `plan_of` returns. Files that were finished under
-    another plan are not used.
+    Args:
+        target: the output's path.
+        plan: the description of the set that `plan_of` returns. Files that were finished under another plan are not
+            used.
     """
 
     def __init__(self, target: Path, plan: dict[str, Any]) -> None:
@@ -147,9 +157,10 @@ class Journal:
         self._target, self._home, self._plan = target, target.parent, plan
 
     def open(self, restart: bool) -> bool:
-        """Makes the directory and locks it. If an interrupted call has left it with the same plan, and `restart` is
-        set, its files are kept; otherwise they are removed. Returns whether it had the same plan. No other call can use
-        the directory until `release` is called.
+        """Makes the directory, if it does not exist, and locks it. Returns whether it existed with the same plan, that
+        is, whether an interrupted call with this plan has left it. If so, and if `restart` is set, the finished files
+        in the directory are kept; otherwise the directory is emptied. No other call can use the directory until
+        `release` is called.
 
         Raises:
             OSError: another call is using it, or it is not a directory.
@@ -209,7 +220,7 @@ class Journal:
             )
 
     def _empty(self) -> None:
-        """Removes everything except the lock."""
+        """Removes everything in the directory except the locked file."""
         for path in self.directory.iterdir():
             if path.name != _LOCK:
                 if path.is_dir() and not path.is_symlink():
@@ -230,14 +241,15 @@ class Journal:
             return None
 
     def path_of(self, file: str) -> Path:
-        """Returns the path to which a file of the output is written. file: a path within the output's directory."""
+        """Returns the path, in this directory, to which a file of the output is first written. Makes the directory of
+        that path. file: the file's path within the output's directory."""
         path = self.directory / file
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def write_record(self, file: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Writes the record of a file in the directory that is whole. Returns the record: the fields, with the file's
-        path, its size and the time of its last change."""
+        """Writes the record of a finished file, which is in the directory. Returns the record: the fields, with the
+        file's path, its size and the time of its last change."""
         found = self.path_of(file).lstat()
         record = {**fields, "file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
         write_whole(self.directory / f"{file}{RECORD}", json.dumps(record).encode())
@@ -269,7 +281,8 @@ class Journal:
     def publish(self, sets: Mapping[Path, Sequence[Shard]], records: Mapping[str, dict[str, Any]]) -> None:
         """Moves finished files to their final places, writes the index of each set, and removes the directory.
 
-        sets: the files of each set, by the path that the set is named after, within the directory of the output.
+        sets: the files of each set, by the path, within the directory of the output, that the set is named after. A
+            set may consist of one file, and then has no index.
         records: the records of the files, by their paths.
         """
         for path, shards in sets.items():
@@ -333,7 +346,7 @@ class TensorReport:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> TensorReport:
-        """Returns the report from the dict that its `as_dict` has returned."""
+        """Returns the report whose `as_dict` has returned these fields."""
         return cls(**{**fields, "dtype": dtype_of(fields["dtype"]), "shape": tuple(fields["shape"])})
 
 
@@ -349,7 +362,7 @@ class CheckpointReport:
 
     Attributes:
         path: the path to open: the file, the index of a set of files, or the directory of several files that are not a
-            set. For a URL it is the URL.
+            set. If the output is a URL, this is a URL, too.
         files: paths of the files with tensors, within their directory.
         tensors: a `TensorReport` for each tensor, in the order of the files.
         num_bytes: size in bytes of all tensors.
@@ -399,8 +412,8 @@ class PeakMemory:
         self.look()
 
     def passed(self, num_bytes: int) -> None:
-        """Measures the memory, if enough data have passed since the last time. The caller calls it whenever num_bytes
-        more bytes of data have passed."""
+        """Counts num_bytes bytes of data that were processed. Measures the memory if enough data have been processed
+        since the last measurement."""
         self._passed_bytes += num_bytes
         if self._passed_bytes >= self._BETWEEN_BYTES:
             self._passed_bytes = 0

@@ -40,8 +40,9 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ._source import Pieces, Source, SourceFormatError, SourceTensor, loaded_tensor
 
-# The beginning of keys of metadata for tables that hold some items of a tensor. The name of the table follows. The text
-# has the fields first, last (the table holds items [first, last)) and items (number of items of the tensor).
+# The items of a tensor may be divided among several tables. The metadata then has a key for each of these tables: this
+# text, followed by the table's name. Its value has the fields first, last (the table holds items [first, last) of the
+# tensor) and items (number of items of the tensor).
 ROWS_KEY = "ibp_rows."
 _ALIGNMENT = 8  # bytes: the alignment of data in a safetensors file
 _METADATA = "__metadata__"
@@ -52,7 +53,7 @@ def open_safetensors(path: str | os.PathLike[str], verify: bool = False) -> Sour
     """Opens a safetensors file: one of ibp, or a plain one, which has no checksums. verify: as in `open_ibp`.
 
     Raises:
-        ibp.FileFormatError: it is not such a file.
+        ibp.FileFormatError: it is not a valid safetensors file.
         SourceFormatError: it holds a delta.
     """
     header = read_header(Path(path))
@@ -78,8 +79,8 @@ def _mapped_tensor(name: str, entry: Entry, data: np.ndarray) -> SourceTensor:
 
 
 def _with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
-    """Returns a tensor that was read from an entry of a header. If torch has no such dtype, so that the tensor would be
-    stored with another entry, the original entry is added to it."""
+    """Returns a tensor that was read from a header's entry with this dtype and shape. If torch does not have the dtype,
+    the entry is added to the tensor, so that the tensor can be stored again with the same entry."""
     entry = dtype, shape
     return tensor if entry_of(tensor.dtype, tensor.shape) == entry else replace(tensor, entry=entry)
 
@@ -92,9 +93,9 @@ def open_ibp(path: str | os.PathLike[str], verify: bool = False) -> Source:
     those of other bytes when `SourceTensor.read` first reads them.
 
     Raises:
-        ibp.FileFormatError: it is not such a file.
+        ibp.FileFormatError: it is not a valid file of ibp.
         ibp.ChecksumError: with `verify`, bytes that are read now are damaged.
-        SourceFormatError: it holds a delta, which is not a tensor without its base.
+        SourceFormatError: it holds a delta, which becomes a tensor only together with its base.
     """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open_file(path, verify=verify, memory="host"))
@@ -106,7 +107,7 @@ def open_ibp(path: str | os.PathLike[str], verify: bool = False) -> Source:
                 tensors[name] = _with_entry(loaded_tensor(name, value, path), *entry)
             else:
                 raise SourceFormatError(f"{path}: {name!r} is a delta; wanted tensors: apply it to its base first")
-            if verify and not isinstance(value, WholeTensor):  # such a tensor has been read and compared
+            if verify and not isinstance(value, WholeTensor):  # a WholeTensor has been read and verified already
                 tensors[name] = _verified(tensors[name], file, value)
         tensors = _with_whole(tensors, file.metadata, path)
         for name, view in views_in(file).items():
@@ -124,8 +125,9 @@ def open_ibp(path: str | os.PathLike[str], verify: bool = False) -> Source:
 
 
 def _verified(tensor: SourceTensor, file: File, value: CompressedTensor | torch.Tensor) -> SourceTensor:
-    """Returns a tensor whose ranges are compared with the file's checksums before they are decoded. value: the tensor
-    as the file has it."""
+    """Returns the tensor with another `read`, which first verifies the blocks of the file that it will read. value: the
+    tensor or table in the file. If it is a table, it is verified as a whole when `SourceTensor.table` is first asked
+    for."""
     verify = range_verifier(file, tensor.name, value)
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:
@@ -135,7 +137,7 @@ def _verified(tensor: SourceTensor, file: File, value: CompressedTensor | torch.
     if not isinstance(value, CompressedTensor):
         return replace(tensor, read=read)
 
-    @functools.cache  # the table can be asked for again after the file has been closed
+    @functools.cache  # so that the table can be asked for again after the file has been closed
     def make_table() -> CompressedTensor:
         file.verify([tensor.name])
         return value
@@ -186,8 +188,8 @@ def _joined_tensor(name: str, parts: list[SourceTensor]) -> SourceTensor:
 
 
 def _view_tensor(name: str, view: View, base: SourceTensor) -> SourceTensor:
-    """Returns a tensor that is stored as a view of another one's memory. Unless its elements are contiguous, the
-    whole base is decoded when the tensor is first read."""
+    """Returns a tensor that is stored as a view of another tensor, its base. Unless the view's elements are contiguous,
+    the whole base is decoded when the view is first read."""
     view.check(math.prod(base.shape))
     start = view.offset * base.dtype.itemsize
     loaded = functools.cache(lambda: loaded_tensor(name, view.of(base.tensor()), base.name))
@@ -202,8 +204,8 @@ def _view_tensor(name: str, view: View, base: SourceTensor) -> SourceTensor:
 
 
 def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], path: object) -> dict[str, SourceTensor]:
-    """Returns the tensors, in which the tables that hold items of one tensor, as the metadata says, are replaced by
-    that tensor. Raises FileFormatError if such tables do not hold all items of their tensor."""
+    """Joins tables that hold items of the same tensor (see ROWS_KEY). Returns the tensors, with the joined tensor in
+    place of its tables. Raises FileFormatError if the tables do not hold all items of their tensor."""
     pieces: dict[str, list[tuple[int, int, int, str]]] = {}
     for key, text in metadata.items():
         if key.startswith(ROWS_KEY):
@@ -235,8 +237,8 @@ def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], p
 
 
 def write_safetensors(file: IO[bytes], source: Source, pieces: Pieces) -> None:
-    """Writes an ordinary safetensors file. Raises ValueError if safetensors does not have a name or a dtype, or if the
-    header is too large."""
+    """Writes an ordinary safetensors file. Raises ValueError if a tensor has a name that safetensors reserves or a
+    dtype that it lacks, or if the header is too large."""
     header: dict[str, Any] = {_METADATA: dict(source.metadata)} if source.metadata else {}
     end = 0
     for tensor in source.tensors.values():

@@ -1,4 +1,5 @@
-"""A file of tensors as all formats show it: names, shapes, dtypes, and ranges of bytes."""
+"""`Source` and `SourceTensor`, which present files of every format in the same way: as tensors with a name, a shape, a
+dtype, and a function that reads ranges of bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class SourceFormatError(ValueError):
 
 
 class NotTensorsError(SourceFormatError):
-    """A file is whole, but holds what this package does not read, such as objects of Python, or no tensors at all."""
+    """A file is not damaged, but it holds no tensors, or values that this package does not read, such as objects of
+    Python."""
 
 
 def is_chosen(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
@@ -53,19 +55,19 @@ class SourceTensor:
     """A tensor of a file. The bytes of its contiguous, little-endian form are read range by range."""
 
     name: str  # the name in its file
-    # dtype, shape: of the tensor.
+    # dtype, shape: those of the tensor. See `entry` for a dtype that torch does not have.
     dtype: torch.dtype
     shape: tuple[int, ...]
     # A function that returns bytes [start, end) as a contiguous uint8 array. The array must not be written to, because
     # it may be the file's map. Several threads may call the function at once. It raises OSError or ValueError if the
     # file cannot be read, or is damaged.
     read: Callable[[int, int], np.ndarray]
-    # Whether single items of the tensor are looked up, as in an array of numpy; a weight is used as a whole.
+    # Whether users look up single items of the tensor, as in an array of numpy. A weight is used as a whole.
     has_items: bool = False
     # A function that returns `table`. None: there is no table.
     make_table: Callable[[], CompressedTensor] | None = None
-    # The dtype and shape in the file, if torch does not have that dtype, so that this tensor consists of bytes.
-    # Otherwise None.
+    # The dtype and shape in the file's header, if torch does not have that dtype; `dtype` and `shape` are then those of
+    # the tensor's bytes (see `form_of`). Otherwise None.
     entry: tuple[str, tuple[int, ...]] | None = None
     # For a tensor that is a view: the tensor in whose memory it lies, and the description of the view. None for other
     # tensors.
@@ -74,7 +76,7 @@ class SourceTensor:
 
     @property
     def table(self) -> CompressedTensor | None:
-        """The table that holds the tensor in a file of ibp, over the mapped file; None in other files.
+        """The table that holds the tensor, over the mapped file of ibp. None for a tensor that no single table holds.
 
         Raises:
             ibp.ChecksumError: the source was opened with `verify`, and bytes of the table are damaged.
@@ -86,8 +88,8 @@ class SourceTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def spans(self, block_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yields the first byte and the end of each block of the tensor, of block_bytes each except the last one. An
-        empty tensor has one empty block."""
+        """Divides the tensor's bytes into blocks of block_bytes bytes; the last block may be shorter. Yields the range
+        (start, end) of each block. An empty tensor has one empty block."""
         for start in range(0, max(1, self.num_bytes), block_bytes):
             yield start, min(start + block_bytes, self.num_bytes)
 
@@ -100,7 +102,7 @@ class SourceTensor:
         return entry
 
     def tensor(self) -> torch.Tensor:
-        """Returns the whole tensor, in memory of its own on the CPU."""
+        """Returns the whole tensor, in new memory on the CPU."""
         data = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
         to = data.numpy()
         for start, end in self.spans(_BLOCK_BYTES):
@@ -129,8 +131,8 @@ def loaded_tensor(name: str, tensor: torch.Tensor, path: object) -> SourceTensor
 
 
 def _elements(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Returns elements first to last - 1 of a tensor in order, as a 1-D tensor. Copies at most the items of a dimension
-    that hold these elements."""
+    """Returns elements first to last - 1 of a tensor in order, as a 1-D tensor. Copies only the items that hold these
+    elements. If a single item holds all of them, only the part of the item that holds them is copied."""
     if tensor.dim() == 0:
         return tensor.reshape(1)
     each = tensor[0].numel()
@@ -151,10 +153,11 @@ class Source(Closing):
 
     Attributes:
         path: the path as it was given.
-        format: "safetensors", "npy", "npz", "torch" or "ibp".
+        format: "safetensors", "npy", "npz", "torch" or "ibp"; "several" for files of different formats.
         metadata: a mapping from keys to texts, which the file holds in addition to its tensors.
         tensors: mapping from name to `SourceTensor`, in the file's order.
-        parts: the files of a set as sources, in the order of their names; for one file, the source itself.
+        parts: for several files, such as those of a set, a source for each file, in order. For one file, the source
+            itself.
         files: paths, on this machine, of the files that are read.
         closing: the contexts that are left when the source is closed.
     """
@@ -187,7 +190,7 @@ class Source(Closing):
         return {f"{VIEW_KEY}{name}": view.text() for name, view in views.items() if view is not None}
 
     def only(self, names: Iterable[str]) -> Source:
-        """Returns a source with only these tensors. Files of a set that have none of them are left out."""
+        """Returns a source with only these tensors. Files of a set that have none of these tensors are left out."""
         wanted = set(names)
         kept = {name: tensor for name, tensor in self.tensors.items() if name in wanted}
         restricted = Source(self.path, self.format, kept, self.metadata)

@@ -1,7 +1,7 @@
 """Opens files of tensors of any known format, one or many, on this machine or by fsspec.
 
-`FORMATS` lists the formats, each of which has a module of its own. A source may be one file, several, the set that an
-index names, or the model in a directory.
+`FORMATS` lists the formats, which `_safetensors_files.py`, `_numpy_files.py` and `_torch_files.py` read and write. A
+source may be one file, several files, the set of files that an index names, or the model in a directory.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ def open_source(path: PathLike, *, verify: bool = False) -> Source:
 
 
 def format_of(path: str) -> str:
-    """Returns the format of a file of this machine, recognised by its bytes: "npy", "npz", "torch", or "safetensors",
-    which is also that of ibp's files.
+    """Recognises the format of a file on this machine by its bytes. Returns "npy", "npz", "torch", or "safetensors",
+    which is also the format of ibp's files. A file is taken for a safetensors file, too, if its bytes are not
+    recognised but its name ends in ".safetensors" or ".ibp".
 
     Raises:
         SourceFormatError: it has none of these formats.
@@ -151,8 +152,8 @@ def open_sources(inputs: PathLike | Iterable[PathLike], *, verify: bool = False)
 
 
 def expand(inputs: PathLike | Iterable[PathLike]) -> list[str]:
-    """Returns the files and URLs that the inputs name. Globs become what they match, sorted. Raises
-    FileNotFoundError if nothing is named, or if nothing matches."""
+    """Returns the paths and URLs that the inputs name, each once. A glob is replaced by the paths that it matches,
+    sorted. Raises FileNotFoundError if there are no inputs, or if a glob matches nothing."""
     given = [inputs] if isinstance(inputs, (str, bytes, os.PathLike)) or not isinstance(inputs, Iterable) else inputs
     found: list[str] = []
     for path in given:
@@ -218,8 +219,9 @@ def _matches(path: str) -> list[str]:
 
 
 def _open_directory(path: str, verify: bool) -> Source:
-    """Opens the model in a directory: the files that its index names, if it has one; otherwise all files of tensors,
-    without those whose tensors the safetensors files also have. verify: as in `open_source`."""
+    """Opens the model in a directory. If the directory has an index, opens the files that the index names. Otherwise
+    opens all files of tensors, safetensors files first, except files of other formats whose tensors are all in files
+    that were opened before. verify: as in `open_source`."""
     names = sorted(os.listdir(path))
     named = [name for name in names if name.endswith(TENSOR_SUFFIXES) and not name.startswith(".")]
     indices = [name for name in names if name.endswith(f"{SUFFIX}{INDEX_SUFFIX}")]
@@ -254,8 +256,8 @@ def _open_directory(path: str, verify: bool) -> Source:
 
 
 def _open_if_tensors(path: str, verify: bool) -> Source | None:
-    """Opens a file of a directory. Returns None and warns if it holds no tensors, or other things than tensors, such as
-    the state of a generator of random numbers or of a schedule that was saved with a model. verify: as in
+    """Opens a file of a directory. If the file holds no tensors, or values that are not read (`NotTensorsError`), such
+    as the state of a random number generator that was saved with a model, warns and returns None. verify: as in
     `open_source`."""
     try:
         source = open_source(path, verify=verify)

@@ -1,16 +1,17 @@
 """Reads checkpoints that torch.save wrote, with weights_only, and writes such checkpoints.
 
 The tensor at ["model"]["w"] has the name "model.w". A number or string at ["epoch"] is stored as JSON in the metadata,
-under the key "torch.epoch". One more text of the metadata, "torch_structure", holds what the names do not say. It is a
-JSON value of nodes:
+under the key "torch.epoch". The text "torch_structure" of the metadata describes the containers, which the names do not
+tell. It is JSON that consists of nodes:
 
-    null                  is the tensor or the value whose name is the path of the node,
+    null                  is the tensor or the value whose name is the path of the node.
     [kind, children]      is a container of one of `_KINDS`. Its children are [key, node] pairs for a mapping, and nodes
-                          for a list. They are null for a mapping at the root whose keys are the names in the file, in
-                          order, those of tensors first,
-    [kind, children, x]   also has an attribute _metadata, like the state_dict of a module.
+                          for a list. For a mapping at the root, children may be null: then its keys are the names in
+                          the file, in order, those of tensors before those of values.
+    [kind, children, x]   is a container that also has an attribute _metadata, like the state_dict of a module. x is the
+                          node of the attribute.
 
-Keys, and the content of _metadata, are nodes, too, but have values where other nodes have null.
+Keys and the attribute _metadata are nodes, too. In these nodes, values are written in place of null.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from .._files import MAX_HEADER_BYTES, MOST_TIMES, STORAGE, View, open_regular
 from ._source import NotTensorsError, Pieces, Source, SourceFormatError, SourceTensor, loaded_tensor
 
-PREFIX = "torch."  # of keys of metadata that hold a value of the checkpoint as JSON
+PREFIX = "torch."  # the beginning of the keys of metadata whose texts are values of the checkpoint as JSON
 STRUCTURE = "torch_structure"
 
 _KINDS: dict[str, Any] = {
@@ -44,7 +45,7 @@ _KINDS: dict[str, Any] = {
 _NAMES = {made: kind for kind, made in _KINDS.items()}
 _SCALARS = (str, int, float, bool, type(None))
 _MOST_LEVELS = 64  # largest depth of nested containers
-_VALUE_BYTES = 16  # lower bound in bytes of what a value takes in the header, with quotes and commas, without its path
+_VALUE_BYTES = 16  # lower bound of the size in bytes of a value in the header, with quotes and commas, without its path
 _ABSENT = object()
 _WHY = re.compile(r"WeightsUnpickler error:\s*(.+)")
 _UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in torch's message about a class or function that weights_only does not accept
@@ -55,8 +56,7 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
     "model.w".
 
     Raises:
-        NotTensorsError: it holds a value that is neither a tensor nor a number nor a text, so that weights_only refuses
-            it.
+        NotTensorsError: it holds values other than tensors, numbers, texts, and dicts and lists of them.
         SourceFormatError: it is not a checkpoint, or the total size of its tensors is more than 1,000 times the size of
             the file.
     """
@@ -105,8 +105,8 @@ def _load(path: str) -> Any:
 
 
 def write_torch(file: IO[bytes], source: Source, pieces: Pieces) -> None:
-    """Writes a checkpoint by torch.save: nested as the metadata says, or else a dict from names to tensors. Tensors
-    that shared memory share it again. All tensors are in memory at the same time."""
+    """Writes a checkpoint by torch.save: nested as the metadata says, or a dict from names to tensors if the metadata
+    says nothing. Tensors that shared memory share it again. All tensors are in memory at the same time."""
     held: dict[SourceTensor, torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
     for tensor in source.tensors.values():
@@ -123,8 +123,8 @@ def write_torch(file: IO[bytes], source: Source, pieces: Pieces) -> None:
 def _with_views(
     tensors: dict[str, SourceTensor], found: Mapping[str, torch.Tensor], path: object
 ) -> dict[str, SourceTensor]:
-    """Returns the tensors. Those that overlap in memory, and those in which several indices lead to the same element,
-    become views of a base. found: the same tensors, by name, as torch loaded them."""
+    """Returns the tensors, some of them as views of a base: tensors that overlap in memory, and tensors in which
+    several indices lead to the same element. found: the same tensors, by name, as torch loaded them."""
     of_storages: dict[tuple[int, torch.dtype], list[tuple[int, int, str]]] = {}
     for name, tensor in found.items():
         if tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
@@ -187,7 +187,7 @@ def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], d
     # Whether the root is a mapping from texts to tensors and values, so that its keys are their names in the file.
     is_flat = isinstance(structure, list) and structure[0] not in ("list", "tuple", "Size")
     is_flat = is_flat and all(isinstance(key, str) and key and node is None for key, node in structure[1])
-    in_order = [*made.tensors, *(key.removeprefix(PREFIX) for key in made.texts)]  # as `nested` finds them
+    in_order = [*made.tensors, *(key.removeprefix(PREFIX) for key in made.texts)]  # as `nested` adds them
     is_in_order = is_flat and [key for key, _ in structure[1]] == in_order
     storages = [one.untyped_storage().data_ptr() for one in made.tensors.values() if one.layout == torch.strided]
     if is_in_order and len(set(storages)) == len(storages):
@@ -198,8 +198,8 @@ def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], d
 
 
 class _Flattening:
-    """Flattens a checkpoint. A small file can stand for a huge number of values, if lists occur in many places. So the
-    size in bytes that names and values would have in a header is added up and limited."""
+    """Flattens a checkpoint. A small file can stand for a huge number of values, if it has the same lists in many
+    places. So the sizes that names and values would have in a header are added up, and their sum is limited."""
 
     def __init__(self, most_bytes: int) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -208,8 +208,8 @@ class _Flattening:
         self._json_bytes: dict[int, int | None] = {}  # by the container's id; see `_bytes_as_json`
 
     def node(self, value: Any, path: str | None, level: int = 0) -> Any:
-        """Returns the node of a value. Tensors and values are entered under their paths. path: the path of the value.
-        None: the node itself holds the values within it."""
+        """Returns the node of a value. Adds the tensors, numbers and texts in the value to `tensors` and `texts`, under
+        their paths. path: the path of the value. None: nothing is added, and the node itself holds the values."""
         self._take(_VALUE_BYTES + len(path or ""))
         if level > _MOST_LEVELS:
             raise SourceFormatError(f"lists and dicts are nested more than {_MOST_LEVELS} levels deep")
@@ -284,7 +284,8 @@ def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any
     New tensors are added to the outermost dict.
 
     Raises:
-        SourceFormatError: the metadata is damaged, or a tensor has no place.
+        SourceFormatError: the metadata is damaged, a tensor of a list or tuple has been left out, or a new tensor
+            cannot be added to the outermost container.
     """
     left: dict[str, Any] = dict(tensors)
     try:

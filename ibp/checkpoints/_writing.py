@@ -77,9 +77,11 @@ class CheckpointWriter(Closing):
 
     @staticmethod
     def takes(name: str, tensor: torch.Tensor) -> bool:
-        """Returns whether a file can hold a tensor under a name: the tensor is dense, of no subclass but
-        torch.nn.Parameter, and of a dtype of safetensors, and the name is printable, not reserved, and not like that of
-        a table's part.
+        """Returns whether a file can hold a tensor under a name.
+
+        The tensor must be a dense torch.Tensor or torch.nn.Parameter, not of another subclass, and have a dtype of
+        safetensors. The name must be printable. It must not be reserved, and must not have the form of the name of a
+        part of a table, such as "weight:slots".
 
         Example:
             >>> [ibp.checkpoints.CheckpointWriter.takes(name, torch.ones(3)) for name in ("weight", "weight:slots")]
@@ -108,8 +110,8 @@ class CheckpointWriter(Closing):
         return file.data_bytes - start
 
     def write_all(self, values: Iterable[tuple[str, CompressedTensor | torch.Tensor]]) -> dict[str, int]:
-        """Writes tables and tensors. A thread writes each while the calling thread gets the next one from `values`.
-        Returns the size in bytes of each in the file, by name. values: pairs (name, value)."""
+        """Writes tables and tensors. A separate thread writes a value while the calling thread gets the next one from
+        `values`. Returns the sizes of the values in the file in bytes, by name. values: pairs (name, value)."""
         with ThreadPoolExecutor(1, "ibp-writer") as thread:
             written = ahead(thread, lambda pair: (pair[0], self.write(*pair)), values, _AHEAD)
             with contextlib.closing(written):
