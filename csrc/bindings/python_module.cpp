@@ -245,26 +245,29 @@ PYBIND11_MODULE(_core, m)
 
     m.def("choose_slots", &choose_slots, py::arg("sectors"), py::arg("row_bytes"), py::arg("least"),
           py::arg("overflow_cost"), py::arg("part_cost"), py::arg("most_spilled"), py::arg("near"), py::arg("sizes"),
-          "Returns (bytes of the slots that suit rows, bytes of overflow of a mean row). sectors: int64 array; "
-          "sectors[k] "
-          "rows take k sectors. The other arguments are those of Survey.best_slots.");
-    m.def("count_spilled", &count_spilled, py::arg("sectors"), py::arg("slot_bytes"),
-          "Returns (rows that leave slots of this size, bytes of their parts in whole sectors).");
+          "Returns (slot size in bytes that suits the rows, mean number of bytes of overflow of a row). sectors: int64 "
+          "array, in which sectors[k] is the number of rows that take k sectors. The other arguments are those of "
+          "Survey.best_slots.");
+    m.def(
+        "count_spilled", &count_spilled, py::arg("sectors"), py::arg("slot_bytes"),
+        "Returns (number of rows that do not fit slots of this size, size in bytes of their overflow in whole sectors)."
+        " sectors: as in choose_slots.");
 
     m.def("ask_for_huge_pages", &ibp::ask_for_huge_pages, py::arg("address"), py::arg("num_bytes"),
           "Asks the system for huge pages for memory that has not been written yet.");
-    m.def("call_keeping_table", &call_keeping_table, py::arg("kept"), py::arg("call"),
-          "Returns call(). If it raises, the exception gets kept[0], if there is one, as its attribute `table`.");
+    m.def(
+        "call_keeping_table", &call_keeping_table, py::arg("kept"), py::arg("call"),
+        "Returns call(). If it raises and kept is not empty, kept[0] becomes the attribute `table` of the exception.");
 
     m.def("read_header", &ibp_python::read_header, py::arg("header"), py::arg("file_bytes"),
-          "Reads the bytes in front of a file's data. Returns (tensors, metadata, checks): {name: (dtype, shape, first "
-          "byte in the file, end)}, {key: text}, and (bytes of a block, number of blocks) of checksums, None if there "
-          "are none, or a text that says why they are refused. ValueError says what is wrong.");
-    m.def(
-        "read_table", &ibp_python::read_table, py::arg("line"),
-        "Returns the fields of a table. line: its line as it stands in JSON. Raises ValueError if the line is wrong.");
+          "Reads the header of a file. Returns (tensors, metadata, checks): {name: (dtype, shape, offset of its first "
+          "byte in the file, offset past its last byte)}, {key: text}, and (size in bytes of a block with a checksum, "
+          "number of blocks). checks is None if the file has no checksums, and a text if they are refused. Raises "
+          "ValueError if the header is wrong.");
+    m.def("read_table", &ibp_python::read_table, py::arg("line"),
+          "Returns the fields of a table. line: the JSON text of the table. Raises ValueError if the text is wrong.");
     m.def("read_codebook", &ibp_python::read_codebook, py::arg("line"),
-          "Returns the fields of a codebook. line: its line as it stands in JSON. Raises ValueError if the line is "
+          "Returns the fields of a codebook. line: the JSON text of the codebook. Raises ValueError if the text is "
           "wrong.");
 
     py::class_<ibp::PinnedBuffer>(m, "PinnedBuffer", py::buffer_protocol(), "Pinned, mapped host memory.")
@@ -309,15 +312,15 @@ PYBIND11_MODULE(_core, m)
 
     m.def(
         "sync_directory", [](const py::bytes &path) { sync_directory(PyBytes_AS_STRING(path.ptr())); }, py::arg("path"),
-        "Waits until the names in a directory are on disk; path as os.fsencode gives it.");
+        "Waits until the names in a directory are on disk. path: the directory, as os.fsencode returns it.");
 
     m.def(
         "enable_peer", [](int device, int peer) { check(ibp_cuda_enable_peer(device, peer)); }, py::arg("device"),
         py::arg("peer"),
-        "Lets kernels of a CUDA device read the memory of another one, from now on. RuntimeError if they cannot.");
+        "Lets kernels of a CUDA device read the memory of another device. Raises RuntimeError if they cannot.");
     m.def("map_pinned", &map_pinned, py::arg("owner"), py::arg("address"), py::arg("num_bytes"), py::arg("device"),
-          "Returns a DLPack capsule with pinned memory as bytes of the current CUDA device, whose index is device. It "
-          "keeps the owner alive.");
+          "Returns a DLPack capsule of pinned memory, as bytes on the current CUDA device, whose index is device. The "
+          "capsule keeps the owner alive.");
 
     py::class_<Stager>(m, "Stager", "The rings and streams of stage_items on the current CUDA device.")
         .def("__init__", &make<Stager, uintptr_t, uintptr_t, int64_t, py::object>, kNewStyle, py::arg("pinned"),
@@ -328,5 +331,6 @@ PYBIND11_MODULE(_core, m)
         .def("__init__", &make<Streamer>, kNewStyle)
         .def_property_readonly("address", &Streamer::address)
         .def("continue_stream", &Streamer::continue_stream,
-             "Begins another stream through the ring of the one before, which nothing else has used since.");
+             "Begins another stream of bytes through the ring of the previous stream. Nothing else may have used "
+             "the ring since.");
 }

@@ -344,7 +344,8 @@ ibp_status ibp_find_checks(const ibp_file *file, ibp_file_checks *checks, ibp_re
     checks->num_blocks = start / block_bytes + (start % block_bytes != 0);
     if ((block_bytes & (block_bytes - 1)) != 0) return ibp_refuse_field(refusal, &fields[0]);
     if (!ibp_is_text(fields[1].text, "xxh3_64")) return ibp_refuse_field(refusal, &fields[1]);
-    if (start + tensor.num_bytes != file->data_bytes) return ibp_refuse(refusal, tensor.name, "it behind all tensors");
+    if (start + tensor.num_bytes != file->data_bytes)
+        return ibp_refuse(refusal, tensor.name, "it after all other tensors");
     const bool are_entries = tensor.num_dims == 1 && ibp_is_text(tensor.dtype, "U64");
     if (are_entries && tensor.num_bytes / 8 == checks->num_blocks + 2) return IBP_OK;
     return ibp_refuse(refusal, tensor.name, "U64 of one dimension: an entry for each block, and two more");

@@ -97,7 +97,7 @@ def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: in
         parts.append(f"{output.show_count(copied, 'other file')} {'was' if copied == 1 else 'were'} copied.")
     if report.file_bytes > report.num_bytes:
         parts.append(
-            "The file is larger than its tensors: what they got smaller by is less than its header and checksums."
+            "The file is larger than its tensors: compression saves less than the header and the checksums take."
         )
     if report.kept_files:
         kept = output.show_count(report.kept_files, "file")

@@ -180,7 +180,7 @@ def read_message(message: torch.Tensor) -> tuple[Any, torch.Tensor]:
     begin = coming.wait().numpy().tobytes()
     prefix = begin[: _PREFIX.size]
     if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
-        raise CorruptTableError("the message is none of an ibp.deltas.Sender, or its beginning is damaged")
+        raise CorruptTableError("the message is not from an ibp.deltas.Sender, or its beginning is damaged")
     _, length, num_bytes, wanted = _PREFIX.unpack(prefix)
     first = _PREFIX.size + rounded_up(length, _ALIGNMENT)
     if message.numel() != first + num_bytes:

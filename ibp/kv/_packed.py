@@ -42,7 +42,9 @@ _SPREAD = 0x9E3779B97F4A7C15
 _STRANGE, _PACKING, _UNPACKING = range(3)
 _LATER = " (noted on {device})"
 _WORDS = (
-    FaultWords("{status}", invalid="a message was not packed by this codec for as many pages", later=_LATER),
+    FaultWords(
+        "{status}", invalid="a message was not packed by this codec, or has another number of pages", later=_LATER
+    ),
     FaultWords(
         "{status}: row {value} of a message",
         out_of_range="a block number that was packed is out of range; its page is marked as damaged",
@@ -358,7 +360,7 @@ def unpack(
         >>> message, _ = ibp.kv.pack(kv, codec, blocks=[3, 5])
         >>> ibp.kv.unpack(message, codec, out=kv, blocks=[20, 21, 22])
         Traceback (most recent call last):
-        ValueError: a message was not packed by this codec for as many pages
+        ValueError: a message was not packed by this codec, or has another number of pages
 
     Args:
         message: a uint8 tensor of one dimension on the device of out, at an address that is a multiple of 64. It has at

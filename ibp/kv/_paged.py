@@ -114,8 +114,8 @@ def check_paged(paged: PagedTensors, owner: str, device: torch.device, page_byte
         raise ValueError(f"a block has {paged.block_bytes} bytes; the {owner}'s pages have {page_bytes} a tensor")
     if paged.piece_bytes % row_bytes:
         raise ValueError(
-            f"blocks lie in pieces of {paged.piece_bytes} bytes, no whole rows of {row_bytes}: make the {owner} "
-            "with a row_bytes that divides them"
+            f"blocks lie in pieces of {paged.piece_bytes} bytes, which are not whole rows of {row_bytes} bytes: make "
+            f"the {owner} with a row_bytes that divides them"
         )
 
 

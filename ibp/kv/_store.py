@@ -497,7 +497,7 @@ class KVStore(OfThisProcess):
         else:
             near_blocks, host_blocks = numbers_on(self.device, "blocks", blocks, paged.num_blocks)
         if near.numel() != near_blocks.numel():
-            raise ValueError(f"there are {near.numel()} pages and {near_blocks.numel()} blocks; wanted as many")
+            raise ValueError(f"there are {near.numel()} pages and {near_blocks.numel()} blocks; wanted the same number")
         if once == "pages":
             check_different(once, host, self.num_pages)
         else:

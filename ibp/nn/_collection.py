@@ -293,7 +293,9 @@ class EmbeddingCollection(torch.nn.Module):
         parts = [self._part(key) for key in keys]
         values, lengths = list_of_ids(values, "values"), list_of_ids(lengths, "lengths").to(torch.int64)
         if not keys or lengths.numel() % len(keys):
-            raise ValueError(f"there are {lengths.numel()} lengths for {len(keys)} keys; wanted as many for each")
+            raise ValueError(
+                f"there are {lengths.numel()} lengths for {len(keys)} keys; wanted the same number for each key"
+            )
         if weights is not None and (not isinstance(weights, torch.Tensor) or weights.shape != values.shape):
             got = list(weights.shape) if isinstance(weights, torch.Tensor) else f"a {type(weights).__name__}"
             raise ValueError(f"weights is {got}; wanted a tensor [{values.numel()}], one for each value")

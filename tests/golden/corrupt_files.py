@@ -419,7 +419,7 @@ OF_CHECKSUMS = {
         text=("block_bytes=1048576", "block_bytes=0"),
     ),
     "a tensor behind the checksums": Case(
-        "raw.safetensors", "ibp.checks: it has 'ibp.checks'; wanted it behind all tensors", None, data=followed
+        "raw.safetensors", "ibp.checks: it has 'ibp.checks'; wanted it after all other tensors", None, data=followed
     ),
     "more blocks": Case(
         "raw.safetensors",

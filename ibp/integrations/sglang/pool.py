@@ -85,7 +85,7 @@ class IBPHostPool(MHATokenToKVPoolHost):
         if not self.layer_num == self.target_layer_num == len(keys):
             raise ValueError(
                 f"the host pool has {self.layer_num} layers, {self.target_layer_num} of the model, and the device "
-                f"{len(keys)}; wanted as many: neither draft layers nor layers of other ranks"
+                f"{len(keys)}; wanted the same number: neither draft layers nor layers of other ranks"
             )
         layers = [self._blocks_of(tensor) for pair in zip(keys, values) for tensor in pair]
         self._device, self._jobs = layers[0].device, itertools.count()
