@@ -261,7 +261,7 @@ def test_damaged_messages(place, flipped):
     (message,) = link.pushes[1]
     damaged = message.clone()
     damaged[place % len(damaged)] ^= flipped
-    link.refuses([damaged], "damaged|bytes; wanted|is none of an", ibp.CorruptTableError)
+    link.refuses([damaged], "damaged|bytes; wanted|is not from an", ibp.CorruptTableError)
     assert link.receiver.apply(message), "sent again"
     assert_same_weights(link.here, link.versions[2])
 
@@ -424,7 +424,7 @@ def test_any_head(place, value, full, number):
 @pytest.mark.parametrize("cut", [0, 1, 31, 32, 100, -1])
 def test_messages_that_are_cut_off(cut):
     link = Link(1 << 20)
-    link.refuses([link.pushes[1][0][:cut]], "wanted|none of an", ibp.CorruptTableError)
+    link.refuses([link.pushes[1][0][:cut]], "wanted|not from an", ibp.CorruptTableError)
 
 
 def test_what_is_no_message():
