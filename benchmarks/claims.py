@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from . import activations, charts, codec, gnn_cache, harness, papers, ratio, reproduction, spill
+from . import activations, charts, codec, dcp, gnn_cache, harness, papers, ratio, reproduction, spill
 from .reading import (
     NORMAL,
     NVCOMP,
@@ -434,6 +434,21 @@ TABLES = (
             "GB/s": judged,
             "seconds": cell("seconds", fine_number),
             "memory, MiB": cell("peak_mib", number),
+        },
+    ),
+    Table(
+        "",
+        "dcp",
+        "Checkpoints of torch.distributed.checkpoint, a billion parameters by two processes that share a GPU: seconds "
+        "to save, with fsync, and to load, and the share of the bytes that is stored; arms in one order and in the "
+        "other",
+        {
+            "what": cell("case"),
+            "arm": cell("arm"),
+            "order": cell("order"),
+            "save, s": cell("save_seconds", fine_number),
+            "load, s": cell("load_seconds", fine_number),
+            "stored": lambda row: percent(1 - row["savings"], 1),
         },
     ),
     Table(
@@ -1177,6 +1192,25 @@ def pinned_activations(results):
     )
 
 
+def distributed_checkpoints(results):
+    """Returns a table of the seconds that torch's writer and ibp's take to save and to load, in both orders."""
+    rows = [row for row in results.rows("dcp") if row["arm"] != dcp.WRITING]
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        arms = [[row for row in rows if row["case"] == case and row["arm"] == arm] for arm in (dcp.TORCH, dcp.IBP)]
+        seconds = [
+            " and ".join(fine_number(row[column]) for row in sorted(arm, key=lambda row: row["order"]))
+            for column in ("save_seconds", "load_seconds")
+            for arm in arms
+        ]
+        lines.append(f"| {' | '.join([case, percent(arms[1][0]['savings']), *seconds])} |")
+    head = "| what | fewer bytes | s to save, torch | s to save, ibp | s to load, torch | s to load, ibp |"
+    return (
+        "A billion parameters, by two processes that share a GPU, with fsync; two runs, in one order of the arms and "
+        f"in the other {source(results, 'dcp')}:\n\n" + "\n".join([head, "|" + " --- |" * 6, *lines])
+    )
+
+
 def spilled_rates(results):
     """Returns rates of decoding by the share of rows that leave their slots."""
     rows = results.rows("spill", case="normal 0.02", slot_bytes=1408, arm="decode, spilled")
@@ -1628,6 +1662,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "checkpoints": "4 GiB of BF16 weights are compressed at {checkpoints|gbps||compress, two cores} GB/s with two "
     "cores and {checkpoints|peak_mib||compress, two cores} MiB of memory, at {checkpoints|gbps||compress, GPU} GB/s "
     "with a GPU and {checkpoints|peak_mib||compress, GPU} MiB {from checkpoints}.",
+    "dcp": distributed_checkpoints,
     "choices": choices,
     "scale": "Two GPUs that fetch at once, each with a cache of 1 % of the bytes, get "
     "{scale|gbps|pubmed|ibp, cache of 1 %, 2 GPUs} GB/s of Pubmed's rows compressed, "

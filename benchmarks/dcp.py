@@ -5,7 +5,8 @@
 Two processes save a model of a billion parameters, each one half of its tensors, and load it again. Arms, in one order
 and in the other: `torch`, its FileSystemWriter; `torch, zstd`, the same with torch's own extension, if zstandard is
 installed; `ibp`. Cases: BF16 weights, N(0, 0.02), and the FP32 states that Adam has after a few steps with normal
-gradients; on the CPU, and on a GPU if there is one, which both processes share. The time of a call is that of the
+gradients; on a GPU if there is one, which both processes share, and on the CPU. Weights are also saved to a tmpfs
+(`tmpfs`), where no disk binds. The time of a call is that of the
 slower process, to the end of fsync. Its memory is the most of its own that a process was seen to have more than before
 the call. `writing` is a plain file of the same bytes, written and flushed by both processes. Everything that is loaded
 is compared with what was saved.
@@ -60,6 +61,7 @@ def adam_states(shape, device, generator):
     yield from (("exp_avg", mean), ("exp_avg_sq", square))
 
 
+TMPFS = Path("/dev/shm")
 CASES = {"BF16 weights": (weights, torch.bfloat16), "FP32 Adam states": (adam_states, torch.float32)}
 
 
@@ -141,7 +143,7 @@ def work(rank, device, case, shape, tensors, directory, store, found):
     Path(f"{found}.{rank}").write_bytes(pickle.dumps((num_bytes, records)))
 
 
-def measure(run, device, case, directory):
+def measure(run, device, case, directory, is_tmpfs):
     shape, tensors = (QUICK_SHAPE, QUICK_TENSORS) if run.quick else (SHAPE, TENSORS)
     found = directory / "found"
     mp.spawn(work, (device, case, shape, tensors, directory, str(directory / "store"), str(found)), nprocs=WORLD)
@@ -153,7 +155,7 @@ def measure(run, device, case, directory):
         (arm, order, *_), stored = records[0], sum(record[4] for record in records)
         save_s, load_s, save_peak, load_peak = (max(record[k] for record in records) for k in (2, 3, 5, 6))
         run.add(
-            case=f"{case}, {device.upper() if device == 'cpu' else 'GPU'}",
+            case=f"{case}, {'CPU' if device == 'cpu' else 'GPU'}{', tmpfs' if is_tmpfs else ''}",
             arm=arm,
             rows=num_bytes // (4096 * CASES[case][1].itemsize),
             row_bytes=4096 * CASES[case][1].itemsize,
@@ -177,11 +179,15 @@ def main(argv=None):
     chosen, others = own.parse_known_args(argv)
     args = harness.parse_args(others, __doc__)
     run = harness.Run("dcp", args, COLUMNS)
-    for device, case in itertools.product(["cpu", *(["cuda"] if run.on_gpu else [])], CASES):
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(run.cell(f"{case} on {device}"))
-            made = tempfile.TemporaryDirectory(prefix="ibp-dcp-", dir=chosen.directory)
-            measure(run, device, case, Path(stack.enter_context(made)))
+    for device in ("cuda", "cpu") if run.on_gpu else ("cpu",):
+        places = [(case, chosen.directory) for case in CASES]
+        if TMPFS.is_dir():
+            places.insert(1, (next(iter(CASES)), TMPFS))
+        for case, place in places:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(run.cell(f"{case} on {device}, in {place or tempfile.gettempdir()}"))
+                made = tempfile.TemporaryDirectory(prefix="ibp-dcp-", dir=place)
+                measure(run, device, case, Path(stack.enter_context(made)), place == TMPFS)
     return run.finish([])
 
 
