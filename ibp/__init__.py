@@ -17,8 +17,7 @@ ibp.spill            tables on a GPU whose overflow is in host memory
 ibp.codecs           codebooks, general codecs, and the choice between them
 ibp.calibration      measured rates of a machine, for the choice of schemes and paths
 ibp.distributed      tables in several processes, and collectives that send tensors coded
-ibp.adapters         tools for adapters of frameworks
-ibp.integrations     adapters of frameworks
+ibp.adapters         what framework adapters are made of ibp.integrations     framework adapters
 """
 
 from contextlib import suppress as _suppress

@@ -24,8 +24,8 @@ IBP_INLINE bool ibp_is_page_transfer(const ibp_page_transfer *t)
 /* Returns the number of ids of a transfer. */
 IBP_INLINE int64_t ibp_num_transfer_ids(const ibp_page_transfer *t) { return t->count * t->tensors * t->ids_per_block; }
 
-/* Returns whether the place stores a page's blocks of all tensors of a transfer. first_flag: the flag of the first of
- * these blocks. */
+/* Returns whether a page is stored for every tensor that the transfer moves. first_flag: the index in `stored` of the
+ * flag of the page's first such tensor. */
 IBP_INLINE bool ibp_is_stored_page(const ibp_page_transfer *t, const uint8_t *stored, int64_t first_flag)
 {
     uint32_t lacking = 0;

@@ -9,11 +9,11 @@
  * Bits and columns that are the same in all rows are left out first, and default rows are not counted. If leaving bits
  * or columns out does not pay, the search is repeated with these bits or columns.
  *
- * The elements are counted once, in the order of their values. Prefixes, which are the highest bits of elements, are
- * counted in an array if they have up to 16 bits. Longer elements are counted by sorting a sample. The symbols of every
- * shape are prefixes of the values, possibly without the sign. So one pass over these counts gives the counts of a
- * shape. Tails of plans for listed rows are computed in the same way from the listed elements, and tails of plans with
- * entries for each column from counts of some columns.
+ * The values are counted once, into lists that are sorted by value. The highest bits of an element, at most 16, are
+ * counted in an array, or by sorting if there are few elements. If elements are wider than 16 bits, a sample of whole
+ * elements is also counted, by sorting. The symbols of every shape are prefixes of the values, possibly without the
+ * sign. So one pass over these counts gives the counts of a shape. Tails of plans for listed rows are computed in the
+ * same way from the listed elements, and tails of plans with entries for each column from counts of some columns.
  *
  * All plans are then compared by cost: the mean size of a row in bytes, its share of the codebook included. The
  * cheapest plan is not always taken: a plan that a GPU decodes fastest may cost up to 0.6 % more (choose). */
@@ -194,9 +194,9 @@ typedef struct room {
 
 /* ---- shapes and digits ------------------------------------------------------------------------------------------- */
 
-/* Returns whether to try prefixes of `prefix` bits as symbols, without their highest bit if rotate is 1. All prefixes
- * of integers and of bytes are tried. For other floats, empty prefixes, whole elements and prefixes about as long as
- * the exponent are tried. Only prefixes of floats are rotated. */
+/* Returns whether to try prefixes of `prefix` bits as symbols, without their highest bit if rotate is 1. For integers,
+ * and for floats of 8 bits, all prefixes are tried. For longer floats, empty prefixes, whole elements and prefixes
+ * about as long as the exponent are tried. Only prefixes of floats are rotated. */
 static bool is_tried(const search *s, uint32_t prefix, uint32_t rotate)
 {
     const uint32_t least = s->exponent_bits > 3 ? s->exponent_bits - 2 : 1;

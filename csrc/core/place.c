@@ -42,8 +42,9 @@ static part take_part(const ibp_place *place, uint32_t sectors)
     return ibp_part_in_bounds(start, num_bytes, there_are) ? (part){start, sectors} : (part){IBP_NO_BASE, 0};
 }
 
-/* Takes a part for a row whose own part is too small. If the row had a part and the place has rooms, the new part has
- * room for the raw row, provided that overflow has enough room. Otherwise the new part has room for the coded row. */
+/* Takes a part for a row whose own part is too small. If place->rooms is not NULL and the row already had a part, the
+ * new part is large enough for the raw row, provided that overflow has that much space left. Otherwise the new part has
+ * room for the coded row. */
 static part take_part_for(const ibp_place *place, part own, uint32_t in_overflow, uint32_t valid)
 {
     part taken = {IBP_NO_BASE, 0};

@@ -64,8 +64,8 @@ typedef struct ibp_scheme_row {
     /* Coders for processors without features, with IBP_CPU_AVX2_BMI2, and also with IBP_CPU_AVX512. All are NULL if the
      * scheme has no coded rows. */
     const ibp_row_coder *plain, *avx2, *avx512;
-    /* Returns whether those fields of a codebook that only this scheme has are consistent, also with row_bytes. Called
-     * after the fields that all schemes have are checked. */
+    /* Returns whether the codebook fields of this scheme are consistent with each other and with row_bytes. The fields
+     * that all schemes have were checked before. */
     bool (*are_fields)(const ibp_codebook *codebook);
     /* Returns whether the arrays of a codebook hold valid contents. The codebook must have no clusters, and its fields
      * must have been checked. */

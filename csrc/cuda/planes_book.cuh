@@ -1,6 +1,6 @@
-// planes_book.cuh - reads codebooks of scheme planes, finds the parts of a coded row, joins symbols and residuals to
-// elements, and stores elements (FORMAT.md section 6). T is the type of an element; the other fields of a codebook are
-// run-time values.
+// planes_book.cuh - reads codebooks of scheme planes, finds the parts of a coded row, combines symbols and residuals
+// into elements, and stores these (FORMAT.md section 6). The template parameter T is the type of an element; all fields
+// of a codebook except the size of elements are read at run time.
 //
 // The values of a dense row, each part padded to a byte:
 //

@@ -27,7 +27,7 @@
  * of arrays: call ibp_check_codebook and ibp_check_table once for codebooks and tables that come from elsewhere.
  *
  * Safety. Coded bytes, lengths and bases may be hostile: they are refused or give wrong data, and nothing outside the
- * buffers is read or written. The same holds if a codebook's fields are in range and its arrays have any contents. It
+ * buffers is read or written. The same holds for a codebook whose fields are in range, whatever its arrays contain. It
  * also holds if another thread writes rows, ids, positions, offsets, lengths, bases or the arrays of codebooks during
  * the call, because a function reads each value that it checks only once. Addresses that are stored in arrays, such as
  * ibp_ids.addresses, are trusted. During a call no other thread may write these addresses, the structs that arguments

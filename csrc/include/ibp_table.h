@@ -32,7 +32,7 @@ extern "C" {
  *     slots      | row 0 | row 1 | row 2 | ...                 slot_bytes bytes each
  *     overflow   | rest of row 0 | rest of row 2 | ...         for rows that are longer than their slot
  *
- * The caller keeps all arrays. The pointers are host pointers for the functions of ibp.h, and pointers that the device
+ * The caller owns all arrays. The pointers are host pointers for the functions of ibp.h, and pointers that the device
  * can use for the functions of ibp_cuda.h. */
 typedef struct ibp_table {
     int64_t num_items;       /* number of items: the first size of the tensor */

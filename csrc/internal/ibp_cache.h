@@ -214,7 +214,7 @@ IBP_API ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *row
 IBP_API ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru,
                                          uint64_t *entries, ibp_cache_counts *counts, ibp_fault *fault,
                                          ibp_stream stream);
-/* Remove rows from a map, and note changed rows, as ibp_drop_cached and ibp_set_cached do. */
+/* ibp_cuda_drop_cached and ibp_cuda_set_cached do the same as ibp_drop_cached and ibp_set_cached. */
 IBP_API ibp_status ibp_cuda_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map,
                                         ibp_stream stream);
 IBP_API ibp_status ibp_cuda_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,

@@ -72,8 +72,8 @@ IBP_API ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *
 /* Copies the rows first_row to last_row - 1 of a selection, as they are stored, back to back to dst.
  *
  * dst: receives the rows. dst_bytes: size of dst in bytes.
- * @return IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW (a row that lies outside the table or does not fit dst), which is
- * noted in *fault if *fault is still zero. */
+ * @return IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW (a row that lies outside the table or does not fit in dst), which
+ * is noted in *fault if *fault is still zero. */
 IBP_API ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
                                       uint8_t *dst, uint64_t dst_bytes, ibp_fault *fault);
 

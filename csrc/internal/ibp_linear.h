@@ -67,8 +67,8 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
 
 #define IBP_MOST_VECTORS 512 /* largest number of vectors of one call */
 #define IBP_MOST_MATRICES 4  /* largest number of matrices of one call */
-/* The largest number of vectors of K columns for which a vector's result does not depend on the number. Shared memory
- * holds 64 vectors of up to 14,336 columns. */
+/* The largest number of vectors, of K elements each, for which a vector's result does not depend on how many vectors
+ * the call has. Shared memory holds 64 vectors of up to 14,336 elements. */
 #define IBP_MOST_INVARIANT(K) ((K) <= 14336u ? 64u : 32u)
 
 /* An element that is coded as the escape, because its exponent is not among the entries of the codebook. */

@@ -53,8 +53,9 @@ typedef void (*ibp_run)(void *runner, int64_t count, void (*work)(void *state, i
  * table: a table with slots, with the addresses that the device uses. The device itself reads the bytes of rows that
  *   are not in a slot.
  * slots: the address of the same slots for the CPU.
- * run, runner, num_threads: how the CPU's work is spread over threads. The function calls run(runner, num_threads, ...)
- *   once; `run` then calls the function that it receives num_threads times, on different threads if possible.
+ * run, runner, num_threads: how the CPU's work is spread over threads. The function calls run(runner, num_threads,
+ *   work, state) once. `run` must then call work(state, number) for each number from 0 to num_threads - 1, on different
+ *   threads if possible.
  * @return IBP_INVALID_ARGUMENT also if an item's slots do not fit into a twelfth of the ring. */
 IBP_API ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *table, const uint8_t *slots,
                                         const ibp_ids *ids, uint8_t *out, ibp_fault *fault, int max_sms, ibp_run run,

@@ -202,8 +202,9 @@ IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, siz
     }
 }
 
-/* Counts the elements that have a digit in plane 1, 2 and so on, or a raw symbol, in reaching[1], reaching[2] and so
- * on. Finds the parts of the values. Returns false unless the parts end exactly where src does. */
+/* Sets reaching[p], for p from 1 on, to the number of elements with a digit in plane p, and reaching[num_planes] to the
+ * number of elements with a raw symbol. Finds the parts of the values. Returns false unless the parts end exactly where
+ * src does. */
 IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start,
                                 uint32_t *reaching, ibp_value_parts *parts)
 {
@@ -490,8 +491,8 @@ IBP_AVX2 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbo
     memset(ranks + n, 0, 32);
 }
 
-/* Counts the elements that have a digit in plane 1, 2 and so on, or a raw symbol, in reaching[1], reaching[2] and so
- * on. ranks: n ranks, followed by zeros. */
+/* Sets reaching[p], for p from 1 on, to the number of elements with a digit in plane p, and reaching[num_planes] to the
+ * number of elements with a raw symbol. ranks: n ranks, followed by zeros. */
 IBP_AVX2 static void count_ranks(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint32_t *reaching)
 {
     for (uint32_t p = 0, first = 0; p < planes->num_planes; p++) {

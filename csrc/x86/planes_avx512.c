@@ -7,10 +7,10 @@
  * them from, a vector with 64 bytes of lanes. The vector is treated as eight 64-bit words; the fields of a word's lanes
  * are contiguous in the packed bytes, and the words follow one another.
  *
- * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
- * level has a byte for each raw symbol. A decoder reads the digits of all levels from the first to the last, and then
- * turns them into symbols from the last to the first. An encoder begins with the ranks of all symbols; a rank is the
- * index of a symbol's entry. It turns each level of ranks into digits and the next level. */
+ * Coding and decoding go through *levels*, which are arrays of bytes. Level p has a byte for each element with a digit
+ * in plane p; the last level has a byte for each raw symbol. A decoder reads the digits of all levels from the first to
+ * the last, and then turns them into symbols from the last to the first. An encoder begins with the ranks of all
+ * symbols; a rank is the index of a symbol's entry. It turns each level of ranks into digits and the next level. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS

@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ---- what is there, and what else uses it ----
+# ---- the environment, and other load on the machine ----
 
 
 def why_no_gpu(device: torch.device) -> str | None:

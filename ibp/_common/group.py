@@ -155,7 +155,7 @@ def all_taking_part() -> Iterator[None]:
 
 
 def machine() -> str:
-    """Returns a text that identifies this machine. It changes when the machine starts again."""
+    """Returns a text that identifies this machine. It changes when the machine reboots."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

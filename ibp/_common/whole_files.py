@@ -2,7 +2,7 @@
 
 A file is written under a temporary name in the directory of its path, and renamed at the end. The temporary name is
 derived from the path's name. The writer holds a lock on the temporary file, which the system releases when the writer's
-process ends, in whatever way. Therefore the next writer of the same path can distinguish a temporary file that is being
+process ends, however it ends. Therefore the next writer of the same path can distinguish a temporary file that is being
 written from one that a killed process has left, and removes the latter.
 
 The result depends on what is at the path:

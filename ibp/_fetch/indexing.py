@@ -84,12 +84,11 @@ def _checked(element: Any) -> Any:
 
 
 def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Tensor, Any]:
-    """Decodes the rows that an index of dimension 0 needs. Returns (rows, index), where rows[index] is what the index
-    selects.
+    """Decodes the rows that an index along dimension 0 selects. Returns (rows, rest): rows[rest] equals table[index].
 
     Args:
         is_alone: whether the key has no other element. If so, the rows that are returned are already the result, and
-            the returned index is None or a full slice.
+            `rest` is None or a full slice.
     """
     num_items = table.geometry.num_items
     if isinstance(index, int):

@@ -90,8 +90,8 @@ def linear(
     list. After the table has changed, the list is made anew; compile and capture again then.
 
     Some rows are kept decoded beside the list, and torch multiplies by them: rows that are stored raw, default rows,
-    and rows with more than 64 escaped weights that are also more than K / 128. If more than one row in 32 is such a
-    row, all of W is decoded in every call.
+    and rows with more than max(64, K / 128) escaped weights. If more than one row in 32 is such a row, all of W is
+    decoded in every call.
 
     Example:
         >>> x, weight = torch.randn(2, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()

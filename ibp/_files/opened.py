@@ -257,7 +257,8 @@ class File(Mapping[str, Value], Closing):
         return name in self._names
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns the table or tensor with a name, or the default. It does not look for similar names."""
+        """Returns the table or tensor with this name, or the default if there is none. Unlike `file[name]`, it does not
+        search for similar names if there is none."""
         self._check_open()
         return self[name] if name in self else default
 

@@ -258,8 +258,8 @@ def find_files(path: Path) -> FileSet:
 
 
 def _of_weights(paths: Iterable[Path]) -> list[Path]:
-    """Returns the paths whose names stand for weights (see `is_of_weights`), sorted. If no name does, returns all
-    paths, sorted."""
+    """Returns the paths whose names are those of files of weights (see `is_of_weights`), sorted. If no name does,
+    returns all paths, sorted."""
     found = sorted(paths)
     return [path for path in found if is_of_weights(path.name)] or found
 

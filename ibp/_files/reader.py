@@ -73,7 +73,7 @@ def read_header(path: Path) -> Header:
 
     Raises:
         FileFormatError: the file is not a safetensors file, is cut short, has a newer format than this ibp reads, or
-            has lost one of the names that mark it as ibp's.
+            has metadata of ibp but lacks the key `ibp.format`, the key `ibp.checks` or the tensor `ibp.checks`.
         OSError: the file cannot be read.
     """
     with os.fdopen(open_regular(path), "rb") as file:

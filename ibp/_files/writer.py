@@ -519,7 +519,8 @@ class _FileOutput:
         return errors_of(self._path, self._room + max(self.data_bytes, self._expected_bytes))
 
     def finish(self, header: bytes) -> None:
-        """Writes the data that are still buffered, and the header into its room. Waits until all is on disk."""
+        """Writes the data that are still buffered, and the header into the space that is reserved for it. Waits until
+        everything is on disk."""
         self._flush()
         self._write_at(0, memoryview(header))
         with self._errors():

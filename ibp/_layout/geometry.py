@@ -195,8 +195,7 @@ class Geometry:
 
     def raw_link_bytes(self) -> int:
         """Returns the number of bytes that are read if every row is fetched once, all rows are raw, and they lie one
-        after the other. Every sector is read once, and once more for each row that begins in the sector, but not at the
-        sector's first byte."""
+        after the other. A sector that several rows share is read once for each of these rows."""
         later_rows, period = self.num_rows - 1, SECTOR_BYTES // math.gcd(SECTOR_BYTES, self.row_bytes)
         return SECTOR_BYTES * (-(-self.num_bytes // SECTOR_BYTES) + later_rows - later_rows // period)
 

@@ -92,7 +92,7 @@ class Events:
 
     Attributes:
         lock: guards the places, and everything else that changes while the model runs.
-        thread: the calls of the model in which the current thread is.
+        thread: state of the current thread: the calls of the model that it is inside.
         fetchers: the fetcher of each device, in the order of the plan's devices.
         places: the place of each group that is fetched.
         users: for each module that uses groups, the places of these groups.

@@ -162,8 +162,9 @@ def _call(cls: type, function: Callable, types: tuple, args: tuple = (), kwargs:
     if isinstance(first, _Refusing):
         if function in _MOVES and _changes_nothing(function, first, *args[1:], **kwargs):
             return first
-        # Methods that write without an operation, such as `apply_` and `share_memory_`, are recognised by torch's
-        # naming.
+        # `_Reading` does not see methods that write without dispatching an operator, such as `apply_` and
+        # `share_memory_`. Methods whose names end in one underscore, as those of torch's in-place methods do, are
+        # therefore refused here.
         name = getattr(function, "__name__", "")
         if name.endswith("_") and not name.endswith("__") or name in ("__set__", "__delete__"):
             _refuse_to_write(first)

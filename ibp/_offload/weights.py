@@ -163,7 +163,7 @@ class Weight:
 
         Args:
             x: the values, on any device.
-            compressor: makes the table, if x is not a table that can be used without decoding it.
+            compressor: makes the table, unless x already is a table that can be used as it is.
             scheme: as in `ibp.offload`.
             is_borrowed: whether x belongs to a checkpoint, so that it is copied before the model uses it.
         """

@@ -113,8 +113,8 @@ class Request:
         options: the options, which `checked` has checked.
         slot_bytes: size in bytes of a slot of the table. 0: the table is packed. None: the size is still to be chosen.
         paper: the option of this name of `ibp.codecs.analyze`, for scheme "ibp".
-        codes_invariant: whether the codebook must have a coded form for every row, including rows that lack what all
-            sampled rows have in common.
+        codes_invariant: whether bits and columns that are the same in all sampled rows are coded, too. If so, every row
+            has a coded form, even one in which these bits differ.
         in_place: whether the coded rows replace the tensor in its own memory (`compress(inplace=True)`). If so, "auto"
             takes the scheme with the fewest stored bytes.
         near: a function that returns the bytes that work on the device is to read: a copy of `data` on the device,
@@ -177,7 +177,7 @@ class Request:
 
     @functools.cached_property
     def few_rows(self) -> torch.Tensor:
-        """The rows of the sample `rows` from which clusters are learned."""
+        """A smaller sample, drawn from `rows`, from which clusters are learned."""
         geometry = self.geometry
         if self.options.sample is None:
             most = max(1, _SAMPLE_BYTES[self.device.type] // geometry.row_bytes)

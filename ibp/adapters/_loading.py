@@ -157,8 +157,9 @@ class ModelLoading:
             return table.decompress(device=device).to(table.dtype if dtype is None else dtype)
 
     def put(self, key: str, value: CompressedTensor | torch.Tensor) -> CompressedTensor | torch.Tensor:
-        """Codes a weight, puts its table into its modules, and returns the table. Returns the tensor instead, which the
-        caller must make a parameter, if the weight stays plain, or if the tensor's shape is not the parameter's.
+        """Codes a weight, puts its table into its modules, and returns the table. If the weight stays plain, or if the
+        tensor's shape differs from the parameter's, it returns the plain tensor instead, and the caller must make it a
+        parameter.
 
         A weight that several modules share may be put under each of their names, if the values are the same. The first
         call codes it for all of these modules; later ones return its table.

@@ -116,7 +116,8 @@ class ExpertTables:
             activate: a function that takes the products by the first matrix, [n, rows of up], and returns the vectors
                 that the second matrix multiplies, [n, columns of down].
             biases: the biases of both matrices, [num_experts, rows] or None.
-            absent: the value of the second matrix's products for an expert that does not exist.
+            absent: the value that products with the second matrix get if an id is not an expert of this object, such as
+                -1 for an expert on another rank.
 
         Raises:
             ValueError: the kernel does not take these arguments.

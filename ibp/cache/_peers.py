@@ -154,7 +154,7 @@ class _Loan(NamedTuple):
     how: Any
 
     def opened(self, device: torch.device) -> Slab:
-        """Returns the slab as memory of the device that reads it."""
+        """Opens the slab in this process, without copying it, as memory that `device` can read."""
         if device.type == "cpu":
             handle, num_bytes, num_words = self.how
             held = Segment.opened(handle).tensors({"slots": num_bytes, "bases": num_words})

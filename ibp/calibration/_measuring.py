@@ -342,8 +342,8 @@ def _place_for(table: CompressedTensor, codebook: AnyCodebook, device: torch.dev
 
 
 def _coded_read_share(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Returns the rate at which sectors of coded rows of 256 original bytes are fetched, as a fraction of the rate for
-    raw rows, at most 1."""
+    """Returns the rate at which sectors of coded rows that had 256 bytes before coding are fetched, as a fraction of
+    the rate for raw rows, at most 1."""
     table = family.table(_MEDIUM_ROW_BYTES, min(_NEAR_BYTES, clock.table_bytes), _CPU)
     return min(1.0, table.link_bytes / table.num_rows / _row_ns(clock, table) / known.read_gbps)
 

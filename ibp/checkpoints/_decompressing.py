@@ -33,8 +33,8 @@ from ._model_files import check_output, conversion_of
 from ._source import Source, SourceTensor, chosen
 from ._sources import FORMATS, open_sources
 
-# A function of (path, size of the data in bytes) that returns a context, which yields the new file to write to. It is
-# `replaced` with some of its options.
+# A function that takes (path, size of the data in bytes) and returns a context manager for the new file. `decompress`
+# passes `whole_files.replaced` with some of its options set.
 Begin = Callable[[Path, int], AbstractContextManager[IO[bytes]]]
 
 _A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # the end of "llama-3.1" does not match
@@ -56,11 +56,11 @@ def decompress(
     """Writes the tensors of a checkpoint as they were before compression, with their names, shapes, dtypes, bytes and
     metadata.
 
-    Tensors are decoded and written block by block. Each file appears under its name when it is whole. If the input is a
-    set of files and the output is safetensors, the output is a set of the same number of files, with an index; the
-    files of a set appear when all of them are whole. In other formats the output is one file. If a directory is
-    decompressed to a directory, each coded file or set gets the name and format from which it was compressed, all other
-    files are copied, and the original config.json is restored.
+    Tensors are decoded and written block by block. A file gets its name only when it is complete. If the input is a set
+    of files and the output is safetensors, the output is a set of the same number of files, with an index; the files of
+    a set appear when all of them are whole. In other formats the output is one file. If a directory is decompressed to
+    a directory, each coded file or set gets the name and format from which it was compressed, all other files are
+    copied, and the original config.json is restored.
 
     Example:
         >>> torch.save({"w": torch.arange(100_000.0)}, "model.pt")

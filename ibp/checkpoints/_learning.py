@@ -83,7 +83,7 @@ class CheckpointLearning:
         Args:
             sample: uint8 [n * row_bytes].
             geometry: that of the tensors that the rows are from.
-            all_rows: whether the codebook must have a coded form for every row.
+            all_rows: whether every row must have a coded form; see `codes_invariant` of `Request`.
         """
         return learn(scheme, Request(sample, geometry, self.device, self.options, 0, codes_invariant=all_rows))
 

@@ -184,7 +184,7 @@ class Journal:
         self.release()
 
     def release(self) -> None:
-        """Releases the directory, if this call has locked it, so that other calls can use it."""
+        """Releases the directory if this journal holds its lock, so that other calls can use it."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)

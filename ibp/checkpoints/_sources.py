@@ -1,4 +1,4 @@
-"""Opens files of tensors of any known format, one or many, on this machine or by fsspec.
+"""Opens files of tensors of any supported format, one or several, local or through fsspec.
 
 `FORMATS` lists the formats, which `_safetensors_files.py`, `_numpy_files.py` and `_torch_files.py` read and write. A
 source may be one file, several files, the set of files that an index names, or the model in a directory.
@@ -90,7 +90,7 @@ def open_source(path: PathLike, *, verify: bool = False) -> Source:
 
     Raises:
         FileNotFoundError: there is no such file.
-        SourceFormatError: the file has no known format, or contradicts itself.
+        SourceFormatError: the file's format is unknown, or the file is inconsistent.
         ibp.FileFormatError: a file of ibp contradicts itself.
         ibp.ChecksumError: with `verify`, bytes that are read now are damaged.
     """

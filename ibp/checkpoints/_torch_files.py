@@ -123,8 +123,8 @@ def write_torch(file: IO[bytes], source: Source, pieces: Pieces) -> None:
 def _with_views(
     tensors: dict[str, SourceTensor], found: Mapping[str, torch.Tensor], path: object
 ) -> dict[str, SourceTensor]:
-    """Returns the tensors, some of them as views of a base: tensors that overlap in memory, and tensors in which
-    several indices lead to the same element. found: the same tensors, by name, as torch loaded them."""
+    """Returns the tensors. Those that overlap others in memory, or in which several indices lead to one element (as
+    after `expand`), become views of a base tensor. found: the same tensors, by name, as torch loaded them."""
     of_storages: dict[tuple[int, torch.dtype], list[tuple[int, int, str]]] = {}
     for name, tensor in found.items():
         if tensor.numel() and not tensor.is_conj() and not tensor.is_neg():

@@ -55,7 +55,7 @@ class CheckpointWriter(Closing):
         output: path of the file; a directory, for "model.safetensors" in it; or a URL that fsspec knows.
         shapes: the shapes, by name, of all tables and tensors that will be written, so that the header gets enough
             room.
-        metadata: a mapping from keys to texts, which is stored in the file. No key may begin with "ibp.".
+        metadata: a dict of strings, which is stored in the file. No key may begin with "ibp.".
 
     Raises:
         TypeError, ValueError: metadata is not as described, or output has the suffix of another format.

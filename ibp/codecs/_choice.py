@@ -245,8 +245,8 @@ def _is_there(name: str) -> bool:
 
 
 def _sample(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns the sample of a tensor, on a device: the tensor itself if it is small, otherwise pieces at equal
-    distances, which are concatenated."""
+    """Returns the sample of a tensor, on a device: the tensor itself if it is small, otherwise evenly spaced pieces,
+    which are concatenated."""
     limit = _GPU_SAMPLE_BYTES if device.type == "cuda" else _CPU_SAMPLE_BYTES * torch.get_num_threads()
     pieces = [x]
     if x.nbytes > limit:
@@ -265,8 +265,8 @@ def _sample(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _tried(candidates: list[tuple[str, str]], sample: torch.Tensor, num_bytes: int, rows: bool) -> list[CodingCost]:
     """Measures candidates on a sample. Returns the cost for the whole tensor of each candidate that saves bytes: the
-    bytes and times of the sample, multiplied by the ratio of the sizes. A candidate of rows is left out if it has no
-    codebook, or the codebook of an earlier candidate.
+    bytes and times of the sample, multiplied by the ratio of the sizes. A candidate whose scheme codes rows is left out
+    if no codebook can be learned for it, or if its codebook equals that of an earlier candidate.
 
     Args:
         candidates: (scheme, level) of each candidate.

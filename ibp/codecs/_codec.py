@@ -66,7 +66,7 @@ class GeneralCodec(ABC):
     ) -> list[torch.Tensor]:
         """Codes bytes, and returns the coded blocks, on the device that codes. A block that coding would not shrink is
         returned as it is. data: uint8 [bytes], not empty, on any device; worker: the device that codes; options: as
-        from `suited`."""
+        returned by `suited`."""
 
     @abstractmethod
     def decode(

@@ -1,4 +1,4 @@
-"""nvCOMP's codecs on a GPU, by nvCOMP's Python package. They run on the caller's stream, in memory of torch's
+"""nvCOMP's GPU codecs, called through its Python package. They run on the caller's stream, in memory from torch's
 allocator. Codecs and configurations are kept for later calls."""
 
 from __future__ import annotations
@@ -124,9 +124,10 @@ class NvComp(GeneralCodec):
             raise ValueError(f"the type is {options[_TYPE]!r}; {self.name!r} takes one of {list(_TYPES)}")
 
     def types(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """Returns the types, as array-protocol type strings, as which the codec can code elements of a dtype. ANS codes
-        floats of two and four bytes as floats, whose exponents it splits off, or as bytes, which suits floats with many
-        equal values. Other codecs code elements as bytes, or as integers of the elements' size."""
+        """Returns the data types that nvCOMP can be told for elements of a dtype, as array-protocol type strings. The
+        first one is the default. ANS codes floats of two and four bytes as floats, whose exponents it splits off, or as
+        bytes, which suits floats with many equal values. Other codecs code elements as bytes, or as integers of the
+        elements' size."""
         size = dtype.itemsize
         if self.kind == "ans" and dtype.is_floating_point and size in (2, 4):
             found = {"floats": f"<f{size}", "bytes": "|u1"}

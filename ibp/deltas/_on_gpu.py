@@ -101,8 +101,9 @@ class Making:
         self._found = staging.Coming(torch.cat([self._bases[self._edges], last_lengths, self._sums]))
 
     def _read(self) -> tuple[list[int], list[int], list[int]]:
-        """Where the coded rows of each pair begin, and the end; how many bytes they are; sums of words, of each pair's
-        base and newer version."""
+        """Waits for the results of `_index`. Returns (the offset at which each pair's coded rows begin, then the offset
+        past the last pair's rows; the size in bytes of each pair's coded rows; the sums of the words of each pair's
+        base and newer version)."""
         found, n = self._found.wait().tolist(), len(self._pairs)
         sizes = [
             end - start - (-pair.base.numel() % ROW_BYTES if length == 0 else 0)  # a raw last row counts as a whole one

@@ -45,8 +45,8 @@ class Receiver:
 
     The messages of a push may come in any order. When the last of them has come, all changes are applied in the memory
     of the weights. If the call fails or is interrupted, the changes are undone, so the weights are never a mixture of
-    two versions. The receiver copies each message except the last one on the message's device. So the caller may use
-    the memory of a message again when `apply` has returned.
+    two versions. Until the push is complete, the receiver keeps a copy of each message, on the message's device. So the
+    caller may reuse the memory of a message when `apply` has returned.
 
     Example:
         >>> there, here = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)

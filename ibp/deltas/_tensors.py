@@ -112,7 +112,7 @@ class Delta(Movable):
         )
 
     def apply_(self, base: torch.Tensor) -> torch.Tensor:
-        """Turns the base into the new version, in the memory of the base. Returns the base.
+        """Turns the base into the new version, in place. Returns the base.
 
         The call checks that the base is the one that the delta was made for, and that it becomes the new version. If an
         error is raised, the base holds the same bits as before the call. Gradients are not computed.

@@ -213,8 +213,8 @@ class Shards:
 
 
 class Rooms:
-    """Checks for all modules and ranks whether the parameters fit their messages: before each forward pass, and at the
-    end of each forward pass and each backward pass.
+    """Checks for all modules and ranks whether the parameters fit in their messages: before each forward pass, and at
+    the end of each forward pass and each backward pass.
 
     For each all-gather, the hosts of all ranks wait, or none of them does. They decide this by facts that are the same
     on all ranks: the result of the check before the pass, and whether a pass is under way.
@@ -256,7 +256,7 @@ class Rooms:
             self._depth = max(0, self._depth - 1)
 
     def end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Looks at the statuses at the end of the outermost forward pass."""
+        """Checks the statuses of the all-gathers at the end of the outermost forward pass."""
         if not (torch.compiler.is_compiling() or self._depth):
             self._look()
 
@@ -329,7 +329,7 @@ class Rooms:
 # ---- private parts of torch ----------------------------------------------------------------------------------------
 
 _NO_BACKWARD = -1  # The number that torch returns if no backward pass runs.
-# The attributes that this file reads of torch's objects for a module's parameters, and for one parameter.
+# Private attributes of torch's FSDPParamGroup and FSDPParam that this file uses.
 _OF_GROUPS = ("fsdp_params", "is_sharded", "device")
 _OF_PARAMETERS = ("offload_to_cpu", "_sharded_local_tensor")
 

@@ -64,7 +64,8 @@ def send(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """Sends a tensor to another rank, as `torch.distributed.send` does. The tensor travels coded if that is faster.
+    """Sends a tensor to another rank, as `torch.distributed.send` does. The tensor is sent in coded form if that is
+    faster.
 
     The receiver calls `recv` of this module with the same arguments.
 

@@ -31,13 +31,13 @@ class LoraLinear(lora.Linear):
     base_layer: Any
 
     def merge(self, *args: Any, **options: Any) -> None:
-        """Merges adapters like PEFT's method."""
+        """Merges adapters as PEFT's method does."""
         with self._decoded():
             super().merge(*args, **options)
 
     def unmerge(self) -> None:
-        """Unmerges adapters like PEFT's method. Because sums are rounded, the subtraction does not always restore the
-        bits of the matrix."""
+        """Unmerges adapters as PEFT's method does. Because sums are rounded, the subtraction does not always restore
+        the bits of the matrix."""
         with self._decoded():
             super().unmerge()
 

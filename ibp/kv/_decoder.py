@@ -87,7 +87,7 @@ class TokenDecoder:
 
     def store(self, history: TokenHistory, pending: Pending) -> None:
         """Appends encoded blocks to the history of a layer. Waits until the sizes of the blocks are known. If the call
-        is interrupted, either all blocks have been appended, or no block."""
+        is interrupted, either all blocks have been appended, or none."""
         sizes, start, offsets = pending.sizes(), history.arena.used, []
         pairs = (history.keys, pending.keys), (history.values, pending.values)
         new_bytes = sum(coded.num_items * codec.form.item_bytes for codec, coded in pairs)

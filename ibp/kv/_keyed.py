@@ -31,10 +31,11 @@ class KeyedPages(OfThisProcess):
     room for a new page, the least recently used page is dropped.
 
     The first page that is stored determines the page size, the codebook and the number of pages. A logger under "ibp"
-    logs the page size and the number of pages at level INFO. The first page must hold real keys and values: after a
-    page of zeros, hardly any other page fits. Later pages of another size are refused, and the first of them is logged
-    as a warning. A page is also refused if the pool's overflow has no room for it. Calls return when their work is
-    done. Several threads may call at the same time.
+    logs the page size and the number of pages at level INFO. The first page must hold real keys and values, because the
+    codebook and the size of slots are learned from it. If it is all zeros, slots are so small that almost every later
+    page is refused. Later pages of another size are refused, and the first of them is logged as a warning. A page is
+    also refused if the pool's overflow has no room for it. Calls return when their work is done. Several threads may
+    call at the same time.
 
     Example:
         >>> pages = torch.randn(3, 4096).mul(0.02).bfloat16()

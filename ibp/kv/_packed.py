@@ -43,7 +43,7 @@ _STRANGE, _PACKING, _UNPACKING = range(3)
 _LATER = " (noted on {device})"
 _WORDS = (
     FaultWords(
-        "{status}", invalid="a message was not packed by this codec, or has another number of pages", later=_LATER
+        "{status}", invalid="a message was not packed by this codec, or holds a different number of pages", later=_LATER
     ),
     FaultWords(
         "{status}: row {value} of a message",
@@ -167,8 +167,8 @@ class PageCodec:
 
         Raises:
             IndexError: a block number on a GPU was out of range.
-            ValueError: a message was packed by another codec, or has another number of pages. All pages of the call
-                have become zeros.
+            ValueError: a message was packed by another codec, or holds a different number of pages. All pages of the
+                call have become zeros.
             ibp.CorruptTableError: a message is damaged, or has not arrived. The damaged parts have become zeros.
         """
         for device in self._faults.devices:
@@ -336,7 +336,7 @@ def pack(
     message.clear()
     if call.num_pages:
         planned, addresses = call.plan(message.num_rows // call.num_pages)
-        # Encoding is faster without row ids, which are then 0, 1, 2 and so on. This is right only if all blocks exist.
+        # Encoding is faster with row_ids=None, which means 0, 1, 2 and so on. That is right only if all blocks exist.
         row_ids = None if call.are_checked else planned
         message.handle(codec.codebook.row_bytes).encode(
             call.paged.layout, message.counts, fault, buffers=addresses, row_ids=row_ids, max_sms=sms_of(max_sms)
@@ -360,7 +360,7 @@ def unpack(
         >>> message, _ = ibp.kv.pack(kv, codec, blocks=[3, 5])
         >>> ibp.kv.unpack(message, codec, out=kv, blocks=[20, 21, 22])
         Traceback (most recent call last):
-        ValueError: a message was not packed by this codec, or has another number of pages
+        ValueError: a message was not packed by this codec, or holds a different number of pages
 
     Args:
         message: a uint8 tensor of one dimension on the device of out, at an address that is a multiple of 64. It has at

@@ -185,7 +185,7 @@ class KVRows(OfThisProcess):
         Args:
             layer: number of the layer.
             rows: [tokens, num_heads, dim] of `dtype` on the device. The last dimension must be contiguous; the other
-                strides are free. If num_heads is 1, [tokens, dim] also works.
+                dimensions may have any strides. If num_heads is 1, [tokens, dim] also works.
             tokens: the numbers of the tokens, all different: a tensor [tokens] on the CPU or the device, or a list.
             max_sms: keep at most this many multiprocessors busy; None: all.
 

@@ -10,7 +10,7 @@ A table is not a torch.Tensor (docs/guide.md says why), so a module cannot hold 
 modules hold it as `weight`. `module.to()`, `cuda()`, `state_dict()`, `load_state_dict()`, `copy.deepcopy`, pickling and
 torch.compile work as for other modules. `state_dict()` returns plain tensors on the CPU, and `coded_state_dict` returns
 tables; `load_state_dict` accepts both, and compresses plain tensors. `parameters()` lists each table as a
-`TableParameter` with the plain weight's shape and without a gradient: optimizers of torch leave it alone.
+`TableParameter` with the plain weight's shape and without a gradient, so torch's optimizers ignore it.
 docs/embeddings.md says how rows are trained.
 """
 

@@ -257,7 +257,7 @@ class ModelPlan:
         return not is_multiplied or self._level == "default" or is_fast_matrix(table)
 
     def table_of(self, key: str, values: torch.Tensor) -> CompressedTensor:
-        """Compresses the values of a parameter, in the memory where they are, and returns the table."""
+        """Compresses the values of a parameter. Returns a new table on the device of the values."""
         values = values.detach()
         if all(isinstance(module, torch.nn.Embedding) for module in self._modules(key)):
             return compress_rows(values.contiguous())

@@ -180,8 +180,8 @@ class TableParameter(torch.nn.Parameter):
 
     def _set_data(self, data: torch.Tensor) -> None:
         """Implements `parameter.data = data`. If data is a plain tensor, its values are coded into this parameter's
-        table. If data is a TableParameter, its table replaces this parameter's table. The exception is a table that
-        stays: the values of data are then coded into it."""
+        table. If data is a TableParameter, its table replaces this parameter's table, unless this parameter's table has
+        to stay in its memory; the values of data are then coded into that table."""
         if (data.shape, data.dtype) != (self.shape, self.dtype):
             raise self._refusal(f"of {self.dtype} cannot become {list(data.shape)} of {data.dtype}")
         if not isinstance(data, TableParameter):
@@ -254,7 +254,7 @@ class TableParameter(torch.nn.Parameter):
         return tree_map_only(torch.Tensor, lambda tensor: written.get(id(tensor), tensor), result)
 
     def _moved(self, device: torch.device) -> TableParameter:
-        """Returns a parameter over a copy of the table on a device, or over the table itself if it stays."""
+        """Returns a parameter for a copy of the table on a device, or for the table itself if it stays where it is."""
         shared = self._shared
         if shared.stays:
             return TableParameter(shared, device=device)

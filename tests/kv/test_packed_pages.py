@@ -187,7 +187,7 @@ def test_inference_mode(device):
         with torch.inference_mode(used_in):
             unpack(ibp.kv.pack(kv, codec, out=packed.message).message, codec, out)
             assert_same_bits(out, kv)
-            with pytest.raises(ValueError, match="another number of pages"):
+            with pytest.raises(ValueError, match="a different number of pages"):
                 unpack(packed.message, codec, out, [1])
 
 
@@ -207,7 +207,7 @@ def test_a_message_of_another_codec_or_size(device):
         (codec, out, [1, 2, 3]),
         (codec, out, []),
     ):
-        with pytest.raises(ValueError, match="was not packed by this codec, or has another number of pages"):
+        with pytest.raises(ValueError, match="was not packed by this codec, or holds a different number of pages"):
             unpack(message, read_by, tensor, blocks)
         read_by.check()  # it was raised once
     assert not out[1:5].any() and (out[6:] == 1).all()

@@ -206,8 +206,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
         return values.raws + to_byte(values.num_raws * symbol_bits) == end;
     }
-    // Writes the ranks of the next n elements, which are a batch. Used only if the row has several batches. Returns the
-    // number of raw symbols in the batch.
+    // Writes the ranks of the next n elements, which form a batch. Used only if the row has several batches. Returns
+    // the number of raw symbols in the batch.
     __device__ __forceinline__ uint32_t name_batch(uint32_t n) const
     {
         uint32_t first = 0;
@@ -551,8 +551,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         ibp_position_form form;
     };
 
-    // Returns the array of the listed elements' columns in shared memory, for a row whose elements are stored one by
-    // one.
+    // Returns the array in shared memory with the columns of the listed elements. Only sparse rows (is_sparse) use it.
     __device__ __forceinline__ uint16_t *listed_columns() const
     {
         return reinterpret_cast<uint16_t *>(&shared_word(bitmap()));
@@ -564,7 +563,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return walk_list(row.form, row.columns, row.positions,
                          [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });
     }
-    // Joins the next n elements, which are a batch, and advances `values` past them.
+    // Joins the next n elements, which form a batch, and advances `values` past them.
     __device__ __forceinline__ void take_batch(const Book &book, const Listed &row, uint32_t n, Values &values) const
     {
         if (!row.is_batch) values.num_raws = name_batch(n);

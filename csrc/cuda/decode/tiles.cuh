@@ -139,9 +139,9 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     }
 
     // Writes the names of n elements of plane 2 or 3 into level 2, and lists the elements whose digits are escapes.
-    // FIRST: the elements are the first n of level 2; otherwise they are the n elements in the list. digit(base):
-    // returns the lane's digit, which is digit base + G::lane() of the plane. Returns the number of escapes among the
-    // digits.
+    // FIRST: digit i belongs to entry i of level 2; otherwise it belongs to the entry that is number i in the list.
+    // digit(base): returns the NamedDigit of digit base + G::lane() of the plane. Returns the number of escapes among
+    // the digits.
     template <bool FIRST, class Digit> __device__ __forceinline__ uint32_t name(uint32_t n, const Digit &digit) const
     {
         uint32_t num_escaped = 0;

@@ -229,9 +229,9 @@ template <typename T> struct DeltaRows {
         }
         if (held != done) put_elements(work, done, held - done);
     }
-    // Writes positions as a bitmap, or as a list of the positions that are not listed, for kPerLane columns of a lane.
-    // column: the first of these columns. listed: a bit for each of them, set if it is listed. rank: number of listed
-    // elements of the row in earlier columns.
+    // Writes which of a lane's kPerLane columns hold elements that are coded: as a bitmap, or as a list of the other
+    // columns. column: the first of the lane's columns. listed: bit i is set if column + i holds a coded element. rank:
+    // number of listed elements of the row in earlier columns.
     __device__ __forceinline__ void put_positions(const Parts &parts, const BitStage &stage, uint32_t column,
                                                   uint32_t listed, uint32_t rank) const
     {

@@ -20,7 +20,7 @@ struct KnownClusters {
 };
 
 // Multiplies up to 64 vectors. launched: receives whether the kernel was launched. The kernel is not launched if it has
-// no code for the current device, or if the vectors do not fit shared memory, as is the case for more than
+// no code for the current device, or if the vectors do not fit in shared memory, as is the case for more than
 // IBP_MOST_INVARIANT vectors.
 ibp_status multiply_many(const LinearJob &job, ibp_stream stream, bool *launched);
 

@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
 }
 
 // Launches a kernel that counts. what: the kernel's first argument. num_units: number of columns. The number of blocks
-// is a multiple of the number of tiles of 256 columns. It is as large as the device needs to be full, unless threads
-// would then have fewer than about eight rows each.
+// is a multiple of the number of tiles of 256 columns. There are enough blocks to fill the device, unless threads would
+// then have fewer than about eight rows each.
 template <class What>
 static ibp_status count(void (*kernel)(What, const uint8_t *, int64_t, unsigned long long *), const What &what,
                         uint32_t row_bytes, uint32_t num_units, const uint8_t *data, size_t rows, uint64_t *counts,

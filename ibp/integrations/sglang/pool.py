@@ -3,7 +3,7 @@
     SGLANG_PLUGINS=ibp_host_pool python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache
         --hicache-size 32 --hicache-io-backend direct --page-size 64
 
-The plugin calls `register`. `docs/serving.md` names the releases that were tried, and how.
+The plugin calls `register`. `docs/serving.md` lists the releases that were tested, and how they were tested.
 
 SGLang cannot handle the loss of a page, and may overwrite GPU blocks as soon as their store has ended. If the pool may
 be too full for pages that are being stored, the host therefore waits for the store, and keeps raw copies of the pages

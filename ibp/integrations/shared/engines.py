@@ -122,8 +122,8 @@ class Tasks:
 
 
 def dtype_of(name: str, option: str | None = None) -> torch.dtype:
-    """Returns the dtype with an engine's name, or torch.uint8 if the name is unknown. option: a name that the user
-    gave in place of the engine's. Raises ValueError if that name is unknown."""
+    """Returns the torch dtype that an engine calls `name`, or torch.uint8 if the name is unknown. option: a name that
+    the user gave in place of the engine's. Raises ValueError if that name is unknown."""
     known = getattr(torch, _CACHE_DTYPES.get(option or name, option or name), None)
     if isinstance(known, torch.dtype):
         return known

@@ -1,4 +1,4 @@
-"""Loads models of transformers with coded weights, by a quantizer that `from_pretrained` calls, and saves them."""
+"""Loads transformers models with coded weights through a quantizer that `from_pretrained` calls, and saves them."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class CodedMethod:
             weight = getattr(layer, name)
             empty = torch.empty(0, table.shape[1], dtype=table.dtype, device=weight.device)
             parameter: Any = torch.nn.Parameter(empty, requires_grad=False)
-            # vLLM also asks for the loader of experts that are on other ranks
+            # vLLM also calls the loader for experts that are on other ranks, whose weights may still come.
             parameter.weight_loader = getattr(weight, "weight_loader", None)
             delattr(layer, name)
             layer.register_parameter(name, parameter)

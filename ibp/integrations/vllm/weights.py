@@ -251,7 +251,7 @@ def _(ids: torch.Tensor, slots: torch.Tensor, num_columns: int) -> torch.Tensor:
 
 
 class IBPModelLoader(DefaultModelLoader):
-    """The loader that `--load-format ibp` makes. It reads a directory of `ibp compress` or `save_coded`.
+    """The loader behind `--load-format ibp`. It reads a directory that `ibp compress` or `save_coded` wrote.
 
     A coded layer can use coded rows of the files as they are. For this, `save_coded` must have written them in the form
     that `ibp.linear` can multiply by, and all weights of a merged layer must have the same codebook. Other tables are
