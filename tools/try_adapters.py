@@ -565,7 +565,8 @@ def try_sglang(num_trials=200):
         with tempfile.TemporaryDirectory() as folder:
             num_same += same_prefixes(hicache, rng, storage_of(hicache), folder, pages)
     print(
-        f"  batch_exists_v2 gives what SGLang's storage of files does in {num_same} of {num_trials} trials, else less"
+        f"  batch_exists_v2 gives what SGLang's storage of files does in {num_same} of {num_trials} trials, and finds "
+        "fewer pages in the others, which it may"
     )
     storage.close()
 
