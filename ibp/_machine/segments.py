@@ -53,7 +53,8 @@ class SharedHandle:
     _name: str = field(repr=False)
     _pin: bool = field(repr=False)
     _fields: bytes = field(repr=False)
-    # In shared memory, the number of elements of each tensor. On a GPU, the data with which torch opens each tensor.
+    # For a table in shared memory: the number of elements of each tensor. For a table on a GPU: the data with which
+    # torch opens each tensor.
     _tensors: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -195,11 +196,11 @@ def _file_of(handle: SharedHandle) -> int:
 
 
 def _checked(file: int, handle: SharedHandle) -> int:
-    """Checks that a file descriptor is one of the handle's memory, and returns it. Otherwise closes it and raises
-    RuntimeError.
+    """Checks that a file descriptor refers to the memory that a handle describes, and returns it. Otherwise closes it
+    and raises RuntimeError.
 
-    The descriptor may be one of another file: if the process of the handle has ended, a new process may have the same
-    ID and have any file open under the same number. The memory must also be sealed against shrinking, because a process
+    The descriptor may refer to another file: if the process of the handle has ended, a new process may have the same ID
+    and have any file open under the same number. The memory must also be sealed against shrinking, because a process
     that reads a mapped file past its end is killed by SIGBUS."""
     try:
         is_it = os.readlink(f"/proc/self/fd/{file}") == f"/memfd:{handle._name} (deleted)"

@@ -58,8 +58,8 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         self._deliveries: dict[Turn, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # (targets, pinned sources)
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Returns a uint8 tensor on the GPU for each size, to which the caller's work may write. Waits until earlier
-        copies from this memory are done."""
+        """For each size in bytes, returns a uint8 tensor on the GPU to which the caller's work may write. Waits until
+        earlier copies from this memory are done."""
         starts = list(itertools.accumulate((rounded_up(size, _ALIGNMENT) for size in sizes), initial=0))
         turn = self._ring.next()
         turn.free.synchronize()
@@ -102,8 +102,8 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
 
 
 class Direct(contextlib.AbstractContextManager["Direct"]):
-    """Has the methods of `Outlet`, for targets to which the worker's memory can be copied directly. `put` copies at
-    once."""
+    """Has the same methods as `Outlet`, for targets to which the worker's memory can be copied directly. It has no
+    buffers: `put` copies at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -91,8 +91,9 @@ def offload(
             dtype, as `load_state_dict` does. Tables of a compressed checkpoint (`ibp.checkpoints.compress`) or of a
             mapping are used without decompressing them if they have the parameter's dtype and the given scheme. For a
             GPU they are put into pinned memory. Other tables are decompressed.
-        verify: whether to compare the checksums of a checkpoint's files, as `ibp.load` does. Each tensor is compared
-            when it is read. With verify=False on the CPU, the bytes of tables are not read before they are used.
+        verify: whether to compare the checksums of a checkpoint's files, as `ibp.load` does. A tensor's checksums are
+            compared when the tensor is read. With verify=False on the CPU, the bytes of tables are not read before they
+            are used.
         resident_bytes: number of bytes of weights, counted before compression, that stay on the device; with several
             devices, on each of them. In a model with mixtures of experts, the bytes that its other weights do not need
             are used for caches of compressed experts. Each stacked weight has a cache in proportion to its size;
@@ -102,8 +103,8 @@ def offload(
         lookahead: number of groups of weights that are fetched ahead. None: 2 on a GPU; 0 on the CPU, where nothing
             runs beside the model.
         group_bytes: a module with at most this many bytes of weights is fetched as a whole, a larger one in parts.
-            None: 128 MiB, or less for small models.
-        min_bytes: smaller parameters stay on the device.
+            None: 128 MiB, or a sixteenth of the size of the model's parameters if that is less.
+        min_bytes: parameters of fewer bytes stay on the device.
         buffers: whether to offload large buffers, too, such as the packed weights of quantised layers. The model must
             not write to them.
         scheme: as in `ibp.compress`.
@@ -194,8 +195,8 @@ class OffloadStats(Statistics):
         link_bytes: number of bytes of compressed rows that crossed the link from host memory.
         seconds: time in seconds from the first use to the last one, by the host's clock.
         waited_seconds: time in seconds that modules waited for their weights, by the GPU's clock and without the last
-            use of each group; on the CPU, the time of decompression. It is close to `seconds` if the link is the
-            bottleneck.
+            use of each group; on the CPU, the time of decompression. `waited_seconds` is close to `seconds` if the link
+            is the bottleneck.
         weight_bytes: size in bytes of all offloaded weights, uncompressed.
         host_bytes: size in bytes of the offloaded weights in host memory, including index and codebooks.
         device_bytes: size in bytes of the device memory for offloaded weights: weights that stay, the arena, the ring,
@@ -269,7 +270,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
             f"host_bytes={stats.host_bytes:,}, device_bytes={stats.device_bytes:,}, on {where})"
         )
 
-    # ---- what the user asks ----
+    # ---- methods for users ----
 
     def stats(self) -> OffloadStats:
         """Returns statistics of the offloaded model: uses, misses, bytes and times since the last reset, and the memory

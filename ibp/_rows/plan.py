@@ -1,12 +1,13 @@
-"""Chooses how the items of a call are fetched from host memory, by the rates of the calibration in force. There are
-three paths. A GPU fetches the items in the order of the given ids; or it first sorts the ids by windows, which are
-ranges of consecutive items of the table; or the CPU gathers the items, and the copy engine copies them to the GPU.
+"""Chooses how the items of a call are fetched from host memory, according to the rates of the calibration in force.
+There are three paths. A GPU fetches the items in the order of the given ids; or it first sorts the ids by windows,
+which are ranges of consecutive items of the table; or the CPU gathers the items, and the copy engine copies them to the
+GPU.
 
 Windows help because address translation limits random reads of large memory. If a GPU fetches random rows from 0.5 GiB
-of pinned memory, only the number of bytes limits it. From a table of 4 GiB, it fetches 1,000,000 rows of 128 bytes at
-49 million rows per second in the given order, and at 370 to 400 million rows per second if the ids are first sorted by
-windows of 64 KiB to 256 MiB. With windows of 64 KiB, 100,000 rows are fetched 3.5 times as fast from a table of 4 GiB,
-and 1.6 times as fast from a table of 16 GiB (benchmarks/large_table.py, on an H200).
+of pinned memory, only the number of bytes limits the rate. From a table of 4 GiB, it fetches 1,000,000 rows of 128
+bytes at 49 million rows per second in the given order, and at 370 to 400 million rows per second if the ids are first
+sorted by windows of 64 KiB to 256 MiB. With windows of 64 KiB, 100,000 rows are fetched 3.5 times as fast from a table
+of 4 GiB, and 1.6 times as fast from a table of 16 GiB (benchmarks/large_table.py, on an H200).
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Plan(NamedTuple):
 
 
 def plan_of(table: Table, machine: Calibration, device: torch.device) -> Plan:
-    """Returns the plan of a table for a GPU. Ids are never sorted if the table is in device memory, or in less pinned
-    memory than `reach_bytes` of the calibration."""
+    """Returns the plan of a table for a GPU. Ids are never sorted if the table is in device memory, or if its slots and
+    overflow have fewer bytes than the calibration's `reach_bytes`."""
     all_sms = torch.cuda.get_device_properties(device).multi_processor_count
     windows = window_bits(table.geometry.num_items, spread_bytes(table)), bucketed_sms(table, machine, all_sms)
     if table.device.type == "cuda" or spread_bytes(table) < machine.reach_bytes:

@@ -1,5 +1,5 @@
-"""The memory of a table whose rows change. It may have capacity for more rows, and every row has its own base in the
-index (FORMAT.md section 2), so a row that grows does not move any other row."""
+"""The memory of a table whose rows change. This memory may have capacity for more rows, and every row has its own base
+in the index (FORMAT.md section 2), so a row that grows does not move any other row."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
 _GROWTH = 1.5  # Factor by which buffers and index arrays grow when they have become too small.
 # If the host does not know whether the overflow has enough free bytes for a change, it asks a GPU. It then also makes
 # sure that more bytes are free than the change needs, so that later changes seldom have to ask. The number of these
-# additional bytes is at least the smaller of _MOST_FREE and the fraction 1 / _FREE_SHARE of the size of the slots.
+# additional bytes is at least min(_MOST_FREE, size of the slots in bytes / _FREE_SHARE).
 _MOST_FREE = 1 << 16
 _FREE_SHARE = 64
 
-Empty = Callable[[int], torch.Tensor]  # Allocates a number of bytes in the same kind of memory as the table's.
+Empty = Callable[[int], torch.Tensor]  # Allocates the given number of bytes in the kind of memory that holds the table.
 
 
 class Index(NamedTuple):

@@ -4,8 +4,8 @@ chunk whether all its invariant bits have these values; if so, they are not stor
 
 The second half of the file learns codebooks from rows (the paper's sections 4.1 and 6.1). It works on groups of rows,
 and learns a codebook for each group. Without clusters, the whole table is one group; with clusters, each cluster is a
-group. K is the number of groups. Operations of `torch.ops.ibp` look at the rows and count their bits. The results for
-a group, such as masks and savings, are small; one NumPy array holds each of them for all groups.
+group. K is the number of groups. Operations of `torch.ops.ibp` look at the rows and count their bits. The results, such
+as masks and savings, are small; one NumPy array holds each kind of result for all groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from .._machine import staging
 from .codebook import AnyCodebook, checked_savings, fraction, private_copy, public, shown, whole
 
 CHUNK_BYTES = (1, 2, 4, 8)
-_INDEX_DTYPES = {torch.uint8: 256, torch.uint16: 65536}  # Dtypes of an index, each with its largest number of pairs.
+# Dtypes of an index, each with the largest number of pairs that it can number.
+_INDEX_DTYPES = {torch.uint8: 256, torch.uint16: 65536}
 
 
 class MasksForm(NamedTuple):
@@ -254,7 +255,7 @@ def check_chunk_bytes(chunk_bytes: int) -> int:
 def _checked_pairs(
     palette: object, index: object, chunk_bytes: int, num_chunks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns copies of palette and index. Raises ValueError if they are invalid or do not fit each other."""
+    """Returns copies of palette and index. Raises ValueError if they are invalid or inconsistent."""
     if not isinstance(palette, torch.Tensor) or palette.dim() != 3 or not 1 <= len(palette) <= 65536:
         raise ValueError(
             f"palette is {shown(palette)}; wanted torch.uint8 [P, 2, {chunk_bytes}] with P from 1 to 65,536"
@@ -528,8 +529,9 @@ class _Sweep:
         return [_rows.sample(part, self.row_bytes, most).cpu() for part in self.parts]
 
     def gains(self, tried: list[_Masks], chunk_bytes: int) -> list[np.ndarray]:
-        """Returns a list with an array, int64 [K, chunks], for each of the tried masks: the number of bits that each
-        chunk saves in all rows of a group, minus the number of the chunk's participation bits."""
+        """Returns a list with an array, int64 [K, chunks], for each of the tried masks. The array holds, for each
+        group, the number of bits that each chunk saves in all rows of the group, minus the number of the chunk's
+        participation bits."""
         codec, found = MasksForm(self.row_bytes, chunk_bytes, False).codec(num_flags=0), []
         for masks in tried:
             words = self._words(masks, chunk_bytes, False)
