@@ -64,7 +64,8 @@ _DTYPE_NAMES = (
 DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
 # The dtype that holds two values in a byte; None if torch lacks it.
 PAIRS_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
-KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # Dtypes of uncompressed tensors in files.
+# Dtypes that uncompressed tensors in files may have.
+KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}
 
 # Hints for error messages about objects that are not tensors. A hint names the call that takes such an object, or that
 # makes a tensor of it. _WAYS finds a hint by the type of the object, _WAYS_BY_ATTRIBUTE by an attribute of the object.
@@ -137,7 +138,7 @@ class Geometry:
         """Returns a survey of the sizes of the stored rows.
 
         Args:
-            lengths: uint16 [num_rows], the lengths of all rows, on any device. An empty tensor if all rows are raw.
+            lengths: uint16 [num_rows], the lengths of all rows, on any device; an empty tensor if all rows are raw.
         """
         if lengths.numel() == 0:
             lengths = torch.zeros(self.num_rows, dtype=torch.uint16, device="cpu")

@@ -49,8 +49,9 @@ class CoderRates:
         encode_gbps, few_encode_gbps: rate of encoding by `ibp.encode_into`, with all multiprocessors and with at
             most 8.
         least_row_ns: shortest time, in ns, in which a row can be fetched from pinned memory and decoded.
-        work_per_ns: amount of decoding work per ns, with all multiprocessors. The unit of work is an element for dense
-            rows, itemsize stored bytes for listed rows, and an original byte for masks.
+        work_per_ns: amount of decoding work per ns, with all multiprocessors. The work of a row is the number of its
+            elements for dense rows, its stored bytes divided by the size of an element for listed rows, and its
+            original bytes for masks.
     """
 
     decode_gbps: float
@@ -78,8 +79,8 @@ class Calibration:
             multiprocessors and with at most 8.
         least_row_ns: shortest time, in ns, in which a kernel reads a row from pinned memory, for rows of any size.
         coded_read_share: fraction of read_gbps at which sectors of coded rows arrive if no decoder limits the rate.
-        reach_bytes: size in bytes of the pinned memory in which address translation is fast. Random rows of a larger
-            table take longer.
+        reach_bytes: largest size in bytes of a pinned table in which address translation is fast. Random rows of a
+            larger table take longer.
         random_row_ns, sorted_row_ns: mean time per row, in ns, in which a kernel reads many random rows of 32 bytes
             from a table of 2 GiB. For random_row_ns, the rows are read in random order; for sorted_row_ns, in the order
             of their addresses.

@@ -228,7 +228,8 @@ def memory_read_by(device: torch.device, where: str | None, default: str) -> str
 
 
 def pins(where: str | None) -> bool | None:
-    """Returns whether to pin bytes in host memory, for an argument `memory`. None: pin them if the system allows it.
+    """Returns what an argument `memory` says about bytes in host memory: whether to pin them, or None to pin them only
+    if the system allows it.
 
     Raises:
         ValueError: the argument is not valid for host memory.

@@ -19,8 +19,8 @@ can be claimed at once. The host waits only before the CPU itself uses a buffer'
 brings bytes to the GPU, and for `free` if it sends bytes to the host.
 
 A buffer that grows gets new memory that belongs to the current stream, so the buffer's streams first wait for the
-current stream. `record_stream` tells torch's allocator of these streams, so it does not reuse the old memory before
-their work is done.
+current stream. `record_stream` tells torch's allocator of these streams, so that the allocator does not reuse the old
+memory before their work is done.
 
 Rings are used for blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), layers of
 KV-caches, and blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) use a ring of the core instead

@@ -70,8 +70,8 @@ class WeightArena:
         self._cursor = 0
 
     def region(self, num_bytes: int, held: Iterable[Region], wish: Region | None = None) -> Region | None:
-        """Returns a region of num_bytes bytes that does not overlap any held region: `wish` if it is free, otherwise
-        the first free region after the last returned region. Returns None if there is no such region."""
+        """Returns a region of num_bytes bytes that does not overlap any region in `held`: `wish` if it is free,
+        otherwise the first free region after the last returned region. Returns None if there is no such region."""
         held = list(held)
         after_held = sorted(end for _, end in held)
         starts = [self._cursor, *(end for end in after_held if end > self._cursor), 0, *after_held]
@@ -182,8 +182,8 @@ class WeightFetcher:
             place.is_loaded = False
 
     def find(self, tensor: torch.Tensor) -> tuple[Weight, int] | None:
-        """Returns (weight, offset in its bytes) if a tensor is a part of a weight that is loaded on this device,
-        otherwise None."""
+        """If a tensor is a part of a weight that is loaded on this device, returns (the weight, offset in bytes of the
+        tensor in the weight). Otherwise returns None."""
         address, start = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.element_size()
         for place in self._loaded:
             for weight, data in zip(place.group.weights, place.data):
@@ -210,7 +210,7 @@ class WeightFetcher:
         return self._arena.region(place.group.num_bytes, [o.region for o in held if o.region is not None], place.region)
 
     def _fetch(self, place: Place, region: Region | None) -> None:
-        """Fetches a group to a region of the arena. region: None: the group gets a separate allocation."""
+        """Fetches a group to a region of the arena. If region is None, the group gets a separate allocation."""
         if region is None:
             place.move(None, torch.empty(place.group.num_bytes, dtype=torch.uint8, device=self.device))
         elif place.region != region:

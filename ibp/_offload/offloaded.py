@@ -83,9 +83,9 @@ def offload(
             training mode, its parameters that require grad are not offloaded; they stay on the device. Weights on the
             meta device are read from `checkpoint`.
         device: the device on which the model computes. Several devices: the blocks of the model's outermost
-            `ModuleList` are distributed over them round-robin, so that the links of all devices are busy. The blocks
-            must be called one after the other. All other modules run on the first device. None: the current CUDA device
-            if there is one, otherwise the CPU.
+            `ModuleList` or `Sequential` are distributed over them round-robin, so that the links of all devices are
+            busy. The blocks must be called one after the other. All other modules run on the first device. None: the
+            current CUDA device if there is one, otherwise the CPU.
         checkpoint: a .safetensors file, a directory of such files (with or without an index), an index, a mapping, or
             pairs of names and tensors. It is read one tensor at a time, and each tensor is converted to its parameter's
             dtype, as `load_state_dict` does. Tables of a compressed checkpoint (`ibp.checkpoints.compress`) or of a

@@ -34,8 +34,8 @@ LEAST_STAGED_BYTES = 4 << 20  # Items of fewer bytes in total do not fill the CP
 # H100. To sort ids by windows, a GPU takes PARTITION_NS for a call and PARTITION_ID_NS for each id. If the ids come
 # from the CPU, the GPU also waits LAUNCHES_NS for the launches.
 PARTITION_NS, PARTITION_ID_NS, LAUNCHES_NS = 16e3, 0.055, 90e3
-# The CPU's pipeline takes STAGING_NS to begin and end. It moves rows at the fraction STAGED_SHARE of the rate that its
-# threads alone, or the copy engine alone, would reach.
+# The CPU's pipeline takes STAGING_NS to begin and end. It moves rows at STAGED_SHARE times the rate of its slower step
+# alone: gathering by the threads, or copying by the copy engine.
 STAGING_NS, STAGED_SHARE = 100e3, 0.7
 # A path that needs preparation is taken only if it is expected to be PROMISED times as fast as a path without any.
 PROMISED = 1.2

@@ -91,7 +91,7 @@ class PlanesCodebook(AnyCodebook):
         per_column: whether every column has its own entries. It cannot be combined with listed.
         listed: whether rows list the elements that differ from default.
         default, closed: two bit patterns of elements, as unsigned numbers. A row in which every element is default
-        takes no bytes. Listed rows also use both patterns in other ways (FORMAT.md section 6); dense rows do not.
+            takes no bytes. Listed rows also use both patterns in other ways (FORMAT.md section 6); dense rows do not.
         entries: int64 [C, E] on the CPU: the bit patterns of the symbols, the most frequent first. C is the number of
             live columns if per_column is set, and otherwise 1. E is `num_entries`, or 0 if symbols are consecutive.
             Symbols of 64 bits are given as signed numbers.
