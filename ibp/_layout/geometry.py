@@ -28,7 +28,7 @@ SECTOR_BYTES = _core.SECTOR_BYTES
 # a number of bytes that is added to the size of the part. A request takes 1.45 ns; in this time the link transfers
 # about two sectors of 32 bytes (0.65 ns each).
 SECOND_FETCH_BYTES = 64
-# Size in bytes of a row in tensors of one dimension, and in tensors whose items are longer than a row may be.
+# Size in bytes of a row, for tensors of one dimension and for tensors whose items are longer than the longest row.
 LONG_ITEM_ROW_BYTES = 4096
 # Size in bytes of the blocks in which rows are coded. `compress(inplace=True)` holds two copies of a block.
 _BLOCK_BYTES = 64 << 20
@@ -257,8 +257,8 @@ class Survey:
         """Chooses the size of slots. Returns (size of a slot in bytes, mean size in bytes of a row's part in the
         overflow).
 
-        A slot has row_bytes bytes, or a multiple of 32 below row_bytes. Sizes with which more than `most_spilled` rows
-        would not fit in their slots are excluded. Of the other sizes, the one with the lowest total cost of slots and
+        A slot has row_bytes bytes, or a multiple of 32 below row_bytes. A size is excluded if more than `most_spilled`
+        rows would not fit in slots of this size. Of the other sizes, the one with the lowest total cost of slots and
         overflow is chosen. If several sizes have the lowest cost, the largest of them is chosen.
 
         Args:
@@ -395,8 +395,8 @@ def layout_of(x: torch.Tensor) -> str:
 def check_bytes(
     name: str, given: object, least_bytes: int, device: torch.device | None = None, alignment: int = 1
 ) -> None:
-    """Raises TypeError or ValueError unless `given` is a contiguous 1-D uint8 tensor of least_bytes bytes or more,
-    whose address is a multiple of alignment.
+    """Raises TypeError or ValueError unless `given` is a contiguous 1-D uint8 tensor of least_bytes bytes or more, at
+    an address that is a multiple of `alignment`.
 
     Args:
         name: the name of the argument, for messages.

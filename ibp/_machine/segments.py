@@ -141,8 +141,8 @@ class Segment:
 
     def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Returns a table's tensors over this memory, by name. sizes: the number of elements of each tensor; a tensor
-        that is not named is empty. Raises TypeError if a size is not an int, and ValueError if the memory is too small
-        for the tensors."""
+        that is not in `sizes` is empty. Raises TypeError if a size is not an int, and ValueError if the memory is too
+        small for the tensors."""
         made, start = {}, 0
         for name, dtype in PART_DTYPES.items():
             most = max(0, self.num_bytes - start) // dtype.itemsize
@@ -159,7 +159,7 @@ class FileRows:
     `FileRows` in place of a `Segment`.
 
     Attributes:
-        pages: the mapped pages of the slots and of the overflow; a part without bytes has none.
+        pages: the mapped pages of the slots and those of the overflow. An empty part has no entry.
         pin: whether the pages are to be pinned. They are pinned when a GPU first fetches from them.
     """
 

@@ -86,7 +86,7 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         turn.hand_over(self._worker)
         turn.send(self._ring.stream, zip(staged, sources))
         if self._pageable:
-            # This must come last: `_deliver` may only find copies whose events are recorded.
+            # This must come last: `_deliver` must find only copies whose events have been recorded.
             self._deliveries[turn] = list(targets), staged
 
     def _deliver(self, turn: Turn) -> None:
@@ -192,8 +192,8 @@ def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[
 
 
 class Coming:
-    """A small tensor that is being copied to the host. The copy is queued on the current stream, after its present
-    work; the host waits for it only in `wait`. A tensor that is already in host memory is not copied."""
+    """A small tensor that is being copied to the host. The copy is queued on the current stream, after the work that is
+    already there; the host waits for the copy only in `wait`. A tensor that is already in host memory is not copied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._copied = tensor, None

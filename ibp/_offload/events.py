@@ -93,7 +93,7 @@ class Events:
 
     Attributes:
         lock: guards the places, and everything else that changes while the model runs.
-        thread: state of the current thread: the calls of the model that it is inside.
+        thread: the calls of the model and of its modules that the current thread is in.
         fetchers: the fetcher of each device, in the order of the plan's devices.
         places: the place of each group that is fetched.
         users: for each module that uses groups, the places of these groups.

@@ -121,7 +121,7 @@ def offload(
             a FileFormatError, which names the file and the tensor.
         RuntimeError: a weight is on the meta device and no checkpoint is given; memory cannot be pinned.
         torch.OutOfMemoryError: the device does not have enough memory. After this and every other error the model is
-            unchanged, except that a checkpoint may have filled tensors of the meta device.
+            unchanged, except that a checkpoint may have filled tensors that were on the meta device.
     """
     check_model(model)
     if any(isinstance(tensor, Resting) for tensor in (*model.parameters(), *model.buffers())):

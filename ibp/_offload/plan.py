@@ -39,7 +39,7 @@ class Group:
             start = rounded_up(end, _ALIGNMENT)
             self.offsets.append(start)
             end = start + weight.num_bytes
-        self.num_bytes = rounded_up(end, _ALIGNMENT)  # size of all weights as the model uses them
+        self.num_bytes = rounded_up(end, _ALIGNMENT)  # size of the group in bytes, uncompressed and with padding
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, {len(self.weights)} weights, {self.num_bytes:,} bytes)"

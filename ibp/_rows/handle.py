@@ -48,7 +48,7 @@ class Handle:
         table: the tensor that operations take as their argument `table`. It keeps the table's memory alive.
 
     Raises:
-        RuntimeError: parts contradict each other.
+        RuntimeError: parts are inconsistent.
     """
 
     # Only handles that `handle_on` returns have the following attributes. Calls of `take` use them.

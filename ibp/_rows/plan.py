@@ -43,7 +43,7 @@ NEVER = (1 << 63) - 1  # A number of ids that no call reaches.
 
 
 class Plan(NamedTuple):
-    """The rules by which a GPU sorts ids by windows. `describe_table` takes all numbers except the last.
+    """The rules by which a GPU sorts ids by windows. `describe_table` takes the first three numbers.
 
     Attributes:
         least_bucketed: the smallest number of ids that are sorted if the ids are on the GPU.
@@ -132,9 +132,9 @@ def staged_ns(table: Table, num_ids: int, machine: Calibration, num_threads: int
 
 def bucketed_sms(table: Table, machine: Calibration, all_sms: int) -> int:
     """Returns the number of SMs that should fetch items of sorted ids, or 0 for all SMs. For raw rows, a few SMs are
-    enough; with more SMs, the rows that are fetched at the same time would lie farther apart. Coded rows need as many
-    SMs as it takes to decode and write rows at the rate of the link, and no fewer than raw rows. all_sms: the number of
-    SMs of the GPU."""
+    enough; with more SMs, the rows that are fetched at the same time would lie farther apart. Coded rows need enough
+    SMs to decode and write rows at the rate of the link, and no fewer than raw rows need. all_sms: the number of SMs of
+    the GPU."""
     if table.codebook is None:
         return machine.bucketed_sms
     stored_bytes = spread_bytes(table) / max(1, table.num_rows)

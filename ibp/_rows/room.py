@@ -186,13 +186,14 @@ def _own_bases(
     rooms = (parts + torch.where(is_aligned, _SECTOR - 1, 0)) // _SECTOR
     own = torch.where(parts > 0, own, _NO_BASE)
     if not _are_apart(own, torch.maximum(parts, rooms * _SECTOR), overflow_bytes):
-        # Parts overlap or exceed the overflow, so no row may write to its old part. Rows that change get new parts.
+        # Parts overlap or lie outside the overflow, so no row may write to its old part. Rows that change get new
+        # parts.
         rooms = torch.zeros_like(rooms)
     return {"bases": own, "rooms": rooms.to(torch.int16).view(torch.uint16)}
 
 
 def _are_apart(bases: torch.Tensor, sizes: torch.Tensor, overflow_bytes: int) -> bool:
-    """Returns whether all parts lie inside the overflow and do not overlap. Parts without bytes are ignored."""
+    """Returns whether all parts lie inside the overflow and do not overlap. Empty parts are ignored."""
     starts, order = bases[sizes > 0].sort()
     sizes = sizes[sizes > 0][order]
     if not starts.numel():

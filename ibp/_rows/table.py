@@ -488,12 +488,12 @@ class Table(TensorManners, Saves):
     # ---- faults ----
 
     def check(self) -> None:
-        """Waits for all GPUs that have used this table. Raises the first fault that work on them, or compiled code, has
-        noted.
+        """Waits for all GPUs that have used this table. Raises the first fault that work on these GPUs, or compiled
+        code, has noted, if any.
 
         Raises:
             IndexError: an id was out of range.
-            CorruptTableError: the table's bytes contradict each other.
+            CorruptTableError: the table's bytes are inconsistent.
         """
         for device in self._faults.devices:
             if device.type == "cuda":

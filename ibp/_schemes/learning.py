@@ -5,8 +5,8 @@ choice among the schemes. A `Learner` decides when a codebook for data of one ki
 codebook of every scheme that may be best, measures a sample of the rows with each codebook, and chooses by the expected
 cost of the whole table. If the table has slots, a scheme is chosen only if a GPU is expected to fetch its rows no more
 slowly than raw rows. The link transfers a row's sectors while the decoder rebuilds other rows, so the time of a row is
-that of the link or that of the decoder, whichever is longer. For packed rows and for `compress(inplace=True)` the
-choice depends only on the size in bytes.
+the longer of the link's time and the decoder's time. For packed rows and for `compress(inplace=True)` the choice
+depends only on the size in bytes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .codebook import AnyCodebook, check_codebook, coder_rates, measure, work_of
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
 _HOST_ELEMENTS, _LEAST_HOST_ROWS = 1 << 19, 16
 _FEW_SHARE = 0.01
-# Size in bytes of the sample if the caller does not say how large it is, by the type of the device that analyses it.
-# For a table with a single codebook, a sample of 1 % of the rows loses at most 0.07 percentage points of savings
+# For each type of the device that analyses the sample: size of the sample in bytes if the caller does not say how large
+# it is. For a table with a single codebook, a sample of 1 % of the rows loses at most 0.07 percentage points of savings
 # (benchmarks/sampling.py).
 _SAMPLE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 # The coded size of a table is assumed to be at least this fraction of its estimate. Measured fractions are 0.985 to
@@ -112,7 +112,7 @@ class Request:
         device: the device that learns the codebook and encodes the rows.
         options: the options, which `checked` has checked.
         slot_bytes: size in bytes of a slot of the table. 0: the table is packed. None: the size is still to be chosen.
-        paper: the option of this name of `ibp.codecs.analyze`, for scheme "ibp".
+        paper: as in `ibp.codecs.analyze`; for scheme "ibp" only.
         codes_invariant: whether bits and columns that are the same in all sampled rows are coded, too. If so, every row
             has a coded form, even one in which these bits differ.
         in_place: whether the coded rows replace the tensor in its own memory (`compress(inplace=True)`). If so, "auto"

@@ -1,6 +1,7 @@
 """Scheme "ibp", which is called masks inside the library. Its codebook says which bits of a row are invariant, and
-which values they have (FORMAT.md section 5). Rows are cut into chunks. In a coded row, a participation bit says for a
-chunk whether all its invariant bits have these values; if so, they are not stored.
+which values they have (FORMAT.md section 5). Rows are cut into chunks. A coded row has a participation bit for each
+chunk with invariant bits. The bit says whether all invariant bits of the chunk have the codebook's values; if so, they
+are not stored.
 
 The second half of the file learns codebooks from rows (the paper's sections 4.1 and 6.1). It works on groups of rows,
 and learns a codebook for each group. Without clusters, the whole table is one group; with clusters, each cluster is a
@@ -71,7 +72,7 @@ class Codebook(AnyCodebook):
         num_flags: the number of participation bits in a coded row.
 
     Raises:
-        ValueError: fields are out of range or contradict each other.
+        ValueError: fields are out of range or inconsistent.
     """
 
     scheme = "ibp"
@@ -271,8 +272,8 @@ def _checked_pairs(
 
 
 def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (the distinct rows of pairs in increasing order, for each row its position among the distinct rows).
-    pairs: uint8 [n, up to 16]."""
+    """Returns (distinct, index): the distinct rows of pairs in increasing order, and the position of each row of pairs
+    among them, int64 [n]. pairs: uint8 [n, up to 16]."""
     keys = np.zeros((len(pairs), 16), np.uint8)
     keys[:, : pairs.shape[1]] = pairs
     words = keys.view(">u8").astype(np.uint64)
@@ -295,8 +296,8 @@ _LEAST_MASKED_ROWS = 64
 # Samples of up to this many bytes are analysed on the CPU. A GPU would take longer, because the host waits for it about
 # 60 times during an analysis.
 _FEW_BYTES = 32 << 10
-# When one threshold is chosen for all chunks of a group and the gains of the thresholds are known (see `_Sweep.gains`),
-# exact savings are computed only for this number of thresholds, those with the largest gains.
+# If the gains of the thresholds are known (see `_Sweep.gains`) when one threshold is chosen for all chunks of a group,
+# exact savings are computed only for the _FINALISTS thresholds with the largest gains.
 _FINALISTS = 3
 _BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)  # Number of ones in each byte.
 

@@ -109,7 +109,7 @@ class PlanesCodebook(AnyCodebook):
             in all rows that are not stored raw. Its live columns hold default. None if live_columns is None.
 
     Raises:
-        ValueError: fields are out of range or contradict each other.
+        ValueError: fields are out of range or inconsistent.
     """
 
     row_bytes: int

@@ -253,8 +253,8 @@ class CodedRows(OfThisProcess):
         "pinned", however, the index is copied, and the table shows only rows that were encoded before the call.
 
         Args:
-            shape, dtype: the shape and dtype of the table. A tensor of this shape and dtype must have the size of all
-                rows together. shape None: [num_rows, row_bytes / itemsize].
+            shape, dtype: the shape and dtype of the table. A tensor of this shape and dtype must have num_rows *
+                row_bytes bytes. shape None: [num_rows, row_bytes / itemsize].
 
         Raises:
             ValueError: a tensor of this shape and dtype has another size.
@@ -426,8 +426,8 @@ def encode_into(
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
-    """Returns a view of x whose dimensions are in the order of memory, if x is dense with permuted dimensions, and
-    otherwise x itself."""
+    """If x is dense with permuted dimensions, returns a view of x whose dimensions are in the order of memory.
+    Otherwise returns x itself."""
     if x.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(x):
         return x
     strides = x.stride()
