@@ -24,10 +24,11 @@ from .manners import TensorManners
 _Given = TypeVar("_Given")
 
 SECTOR_BYTES = _core.SECTOR_BYTES
-# Cost of the additional request for the part of a row in the overflow, expressed as a number of bytes and added to the
-# size of the part. A request takes 1.45 ns; meanwhile the link transfers about two sectors of 32 bytes (0.65 ns each).
+# Fetching a row that has a part in the overflow takes a second request. This is the cost of that request, expressed as
+# a number of bytes that is added to the size of the part. A request takes 1.45 ns; in this time the link transfers
+# about two sectors of 32 bytes (0.65 ns each).
 SECOND_FETCH_BYTES = 64
-# Size in bytes of a row in tensors of one dimension, and in tensors whose items are longer than a row may be.
+# Size in bytes of a row, for tensors of one dimension and for tensors whose items are longer than the longest row.
 LONG_ITEM_ROW_BYTES = 4096
 # Size in bytes of the blocks in which rows are coded. `compress(inplace=True)` holds two copies of a block.
 _BLOCK_BYTES = 64 << 20
@@ -63,7 +64,8 @@ _DTYPE_NAMES = (
 DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
 # The dtype that holds two values in a byte; None if torch lacks it.
 PAIRS_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
-KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # Dtypes of uncompressed tensors in files.
+# Dtypes that uncompressed tensors in files may have.
+KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}
 
 # Hints for error messages about objects that are not tensors. A hint names the call that takes such an object, or that
 # makes a tensor of it. _WAYS finds a hint by the type of the object, _WAYS_BY_ATTRIBUTE by an attribute of the object.
@@ -118,8 +120,8 @@ class Geometry:
     @classmethod
     def of(cls, x: torch.Tensor, row_bytes: int | None = None) -> Geometry:
         """Returns the geometry of a tensor. row_bytes: size in bytes of a row. None: the size of an item, if x has two
-        dimensions or more and items are no longer than 64 KiB; otherwise LONG_ITEM_ROW_BYTES, or the size of x if that
-        is less."""
+        dimensions or more and items are no longer than 64 KiB; otherwise the smaller of LONG_ITEM_ROW_BYTES and the
+        size of x."""
         natural = cls(x.shape, x.dtype, 1)
         if row_bytes is None:
             is_row = x.dim() > 1 and natural.item_bytes <= _core.MAX_ROW_BYTES
@@ -136,7 +138,7 @@ class Geometry:
         """Returns a survey of the sizes of the stored rows.
 
         Args:
-            lengths: uint16 [num_rows], the lengths of all rows, on any device. An empty tensor if all rows are raw.
+            lengths: uint16 [num_rows], the lengths of all rows, on any device; an empty tensor if all rows are raw.
         """
         if lengths.numel() == 0:
             lengths = torch.zeros(self.num_rows, dtype=torch.uint16, device="cpu")
@@ -149,8 +151,8 @@ class Geometry:
         return self.num_bytes if slot_bytes == self.row_bytes else self.num_rows * slot_bytes
 
     def index_rows(self, lengths: torch.Tensor, slot_bytes: int) -> torch.Tensor:
-        """Computes the bases of a table in which rows overflow their slots: for each group of 32 rows, the offset of
-        its parts in the overflow. Returns them on the device of the lengths."""
+        """Computes the bases of a table in which rows overflow their slots. A base is the offset in the overflow at
+        which the parts of a group of 32 rows begin. Returns the bases on the device of the lengths."""
         return torch.ops.ibp.index_rows.default(lengths, self.num_bytes, self.row_bytes, slot_bytes)[:-1]
 
     def index_bytes(self, overflows: bool) -> int:
@@ -173,7 +175,8 @@ class Geometry:
                 rows, or no bases.
             found: the survey of the lengths. None: it is computed if it is needed.
         """
-        # Each slot, and each part in the overflow, begins at a sector, so the survey's numbers of sectors are exact.
+        # Each slot, and each part in the overflow, begins at the start of a sector, so the survey's numbers of sectors
+        # are exact.
         if slot_bytes > 0 and slot_bytes % SECTOR_BYTES == 0 and own_bases is None:
             return (found or self.survey(lengths)).spilled(0)[1]
         sectors, overflow_end, step = 0, 0, 1 << 22
@@ -194,8 +197,8 @@ class Geometry:
         return sectors * SECTOR_BYTES
 
     def raw_link_bytes(self) -> int:
-        """Returns the number of bytes that are read if every row is fetched once, all rows are raw, and they lie one
-        after the other. A sector that several rows share is read once for each of these rows."""
+        """Returns the number of bytes that are read if every row of a table of raw rows is fetched once. The rows lie
+        one after the other, without padding. A sector that several rows share is read once for each of these rows."""
         later_rows, period = self.num_rows - 1, SECTOR_BYTES // math.gcd(SECTOR_BYTES, self.row_bytes)
         return SECTOR_BYTES * (-(-self.num_bytes // SECTOR_BYTES) + later_rows - later_rows // period)
 
@@ -237,7 +240,8 @@ class Survey:
 
     @functools.cached_property
     def table_slot_bytes(self) -> int:
-        """The best size in bytes of a slot for a table of these rows, if random rows are fetched over the link."""
+        """The best size in bytes of a slot if these rows make up a table, and random rows of it are fetched over the
+        link."""
         return self.best_slots(SECTOR_BYTES, part_cost=SECOND_FETCH_BYTES)[0]
 
     def best_slots(
@@ -253,8 +257,8 @@ class Survey:
         """Chooses the size of slots. Returns (size of a slot in bytes, mean size in bytes of a row's part in the
         overflow).
 
-        A slot has row_bytes bytes, or a multiple of 32 below row_bytes. Sizes with which more than `most_spilled` rows
-        would not fit their slots are excluded. Of the other sizes, the one with the lowest total cost of slots and
+        A slot has row_bytes bytes, or a multiple of 32 below row_bytes. A size is excluded if more than `most_spilled`
+        rows would not fit in slots of this size. Of the other sizes, the one with the lowest total cost of slots and
         overflow is chosen. If several sizes have the lowest cost, the largest of them is chosen.
 
         Args:
@@ -270,8 +274,8 @@ class Survey:
         return _core.choose_slots(self.sectors.numpy(), self.row_bytes, least, *costs, sizes)
 
     def spilled(self, slot_bytes: int) -> tuple[int, int]:
-        """Returns (number of rows that do not fit slots of this size, total size in bytes of the parts of these rows in
-        the overflow). The size of each part is rounded up to whole sectors."""
+        """Returns (number of rows that do not fit in slots of this size, total size in bytes of the parts of these rows
+        in the overflow). The size of each part is rounded up to whole sectors."""
         return _core.count_spilled(self.sectors.numpy(), slot_bytes)
 
     def overflow_bytes(self, slot_bytes: int) -> int:
@@ -310,7 +314,7 @@ def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
 def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> int | None:
     """Checks the arguments layout and slot_bytes of `compress`. Returns the size in bytes of a slot: 0 for packed rows,
     and None if the size is still to be chosen. Raises TypeError or ValueError if an argument is invalid, or if the two
-    contradict each other."""
+    are inconsistent."""
     if layout not in ("slots", "packed"):
         raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
     if layout == "packed" and slot_bytes is not None:
@@ -326,8 +330,8 @@ def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> i
 
 
 def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype] = DTYPES) -> None:
-    """Raises TypeError unless x is a tensor that can be compressed and has one of the dtypes. name: the name of x in
-    the message."""
+    """Raises TypeError unless x is a dense tensor on the CPU or a CUDA device and has one of the dtypes. name: the name
+    of x in the message."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; wanted a torch.Tensor{_way_from(x)}")
     if x.layout != torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
@@ -391,8 +395,8 @@ def layout_of(x: torch.Tensor) -> str:
 def check_bytes(
     name: str, given: object, least_bytes: int, device: torch.device | None = None, alignment: int = 1
 ) -> None:
-    """Raises TypeError or ValueError unless `given` is a contiguous 1-D uint8 tensor of least_bytes bytes or more,
-    whose address is a multiple of alignment.
+    """Raises TypeError or ValueError unless `given` is a contiguous 1-D uint8 tensor of least_bytes bytes or more, at
+    an address that is a multiple of `alignment`.
 
     Args:
         name: the name of the argument, for messages.
@@ -429,8 +433,8 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
 def blocks(
     data: torch.Tensor, row_bytes: int, device: torch.device, bar: str | None = None, whole: bool = True
 ) -> Iterable[tuple[int, int, torch.Tensor]]:
-    """Divides rows into blocks of about 64 MiB. Returns an iterable of (first, last, bytes). Such a block has the rows
-    from first up to, but not including, last, and its bytes are on the device. first is a multiple of 32.
+    """Divides rows into blocks of about 64 MiB. Returns an iterable of (first, last, bytes). A block consists of the
+    rows [first, last); `bytes` are its bytes, on the device. `first` is a multiple of 32.
 
     If the data is already on the device and `whole` is set, blocks are larger: a GPU gets all data as one block, and
     the CPU gets blocks of 1 GiB. If the data is in host memory and the device is a GPU, blocks are smaller, and the

@@ -139,8 +139,8 @@ class CodedManners(TensorManners):
     __setitem__ = __delitem__ = _refuse_assignment
 
     def __dlpack_device__(self) -> NoReturn:
-        """Raises TypeError when torch.from_dlpack is called with the object; also for torch.as_tensor and torch.tensor,
-        which would otherwise read the object row by row."""
+        """Raises TypeError if the object is given to torch.from_dlpack, torch.as_tensor or torch.tensor. The last two
+        would otherwise read the object row by row."""
         raise TypeError(f"{self._is} has no elements in memory: {self._instead}")
 
     __dlpack__ = __dlpack_device__

@@ -49,8 +49,9 @@ class CoderRates:
         encode_gbps, few_encode_gbps: rate of encoding by `ibp.encode_into`, with all multiprocessors and with at
             most 8.
         least_row_ns: shortest time, in ns, in which a row can be fetched from pinned memory and decoded.
-        work_per_ns: amount of decoding work per ns, with all multiprocessors. The unit of work is an element for dense
-            rows, stored bytes of the size of an element for listed rows, and an original byte for masks.
+        work_per_ns: amount of decoding work per ns, with all multiprocessors. The work of a row is the number of its
+            elements for dense rows, its stored bytes divided by the size of an element for listed rows, and its
+            original bytes for masks.
     """
 
     decode_gbps: float
@@ -78,14 +79,14 @@ class Calibration:
             multiprocessors and with at most 8.
         least_row_ns: shortest time, in ns, in which a kernel reads a row from pinned memory, for rows of any size.
         coded_read_share: fraction of read_gbps at which sectors of coded rows arrive if no decoder limits the rate.
-        reach_bytes: size in bytes of the pinned memory in which address translation is fast. Random rows of a larger
-            table take longer.
-        random_row_ns, sorted_row_ns: mean time, in ns, in which a kernel reads one of many random rows of 32 bytes from
-            a table of 2 GiB: if the rows are read in random order, and if they are read in the order of their
-            addresses.
-        bucketed_sms: number of multiprocessors that fetch rows fastest in the order of their addresses.
-        stream_start_us: additional time, in us, that the beginning and the end of the transfer of a whole tensor take
-            if the copy engine and not a kernel reads the tensor.
+        reach_bytes: largest size in bytes of a pinned table in which address translation is fast. Random rows of a
+            larger table take longer.
+        random_row_ns, sorted_row_ns: mean time per row, in ns, in which a kernel reads many random rows of 32 bytes
+            from a table of 2 GiB. For random_row_ns, the rows are read in random order; for sorted_row_ns, in the order
+            of their addresses.
+        bucketed_sms: number of multiprocessors with which rows are fetched fastest in the order of their addresses.
+        stream_start_us: time, in us, by which starting and finishing the transfer of a whole tensor take longer if the
+            copy engine reads the tensor than if a kernel does.
         device_copy_gbps, memset_gbps: rates at which bytes are copied, and set, in device memory.
         gather_gbps: rate at which one thread of the CPU gathers random rows from host memory.
         pairs: rates for dense rows of scheme planes with digits of two bits and elements of two bytes or more.
@@ -120,8 +121,8 @@ class Calibration:
 
     @functools.cached_property
     def least_streamed_bytes(self) -> int:
-        """Smallest size in bytes of a stored tensor that arrives sooner by the copy engine than by a kernel. The copy
-        engine starts later, but is faster."""
+        """Smallest size in bytes of a stored tensor that arrives sooner if the copy engine reads it than if a kernel
+        does. The copy engine starts later, but has the higher rate."""
         gained_ns = 1 / self.read_gbps - 1 / self.copy_in_gbps
         if gained_ns <= 0:
             return _MOST_STREAMED_BYTES
@@ -180,8 +181,8 @@ CODER_FAMILIES = ("pairs", "dense", "one_byte", "fast", "listed", "masks")
 # - codec.csv: `pairs` and `masks` in device memory.
 # - encode_into.csv: encoding, and `one_byte`, `fast` and `listed`. The encoders of `dense` and `masks` are not in this
 #   file; `calibrate` measured them while the GPU also had other work.
-# Each work_per_ns is that of the slowest data of its family: FP32 rows of 128 bytes, keys and values of an LLM, BF16
-# activations after ReLU, and rows of scheme ibp of 64 KiB.
+# Each work_per_ns was measured with the slowest data of its family: FP32 rows of 128 bytes, keys and values of an LLM,
+# BF16 activations after ReLU, and rows of scheme ibp of 64 KiB.
 H200 = Calibration(
     gpu="NVIDIA H200",
     copy_in_gbps=55.4,
@@ -250,8 +251,8 @@ def cache_file(device: torch.device) -> Path | None:
 
 
 def _key(device: torch.device) -> dict[str, Any]:
-    """Returns the properties of a device and of the software for which a calibration is valid. A calibration is used
-    only if all of them are equal."""
+    """Returns the properties of a device and of the software on which a calibration depends. A calibration in a file is
+    used only if all these properties are the same as when it was measured."""
     properties = torch.cuda.get_device_properties(device)
     driver = Path("/proc/driver/nvidia/version")
     return {

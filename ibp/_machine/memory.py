@@ -1,5 +1,5 @@
-"""Allocates pinned host memory of exact size, and makes tensors of a CUDA device over pinned memory. The last part
-interprets the arguments `memory` and `device` of calls."""
+"""Allocates pinned host memory of exact size, and makes tensors through which a CUDA device uses pinned memory without
+a copy. The last part of the file interprets the arguments `memory` and `device` of calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _LEAST_HUGE_BYTES = 4 << 20  # Allocations of this many bytes or more ask the sy
 
 
 def warn_of_pageable(refused: PinningError) -> None:
-    """Warns that memory is pageable because the system refused to pin it. For callers that do not require pinning."""
+    """Warns that memory is pageable because the system refused to pin it. Callers that do not require pinning use
+    this."""
     _warn(refused, "what would be pinned is pageable, and comes to GPUs by way of the CPU, which is slower")
 
 
@@ -170,8 +171,8 @@ def to_pinned(tensor: torch.Tensor, node: int = -1) -> torch.Tensor:
 
 
 def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of a CUDA device over the memory of a contiguous pinned tensor. The result keeps the pinned
-    tensor alive.
+    """Returns a tensor on a CUDA device that uses the memory of a contiguous pinned tensor, without a copy. The result
+    keeps the pinned tensor alive.
 
     The device can be any GPU, regardless of which device was current when the memory was pinned, or is current now.
 
@@ -186,8 +187,8 @@ def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def seen_from(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor over the same memory that work on a device can use: `memory` itself if it is on this device, or
-    otherwise a view of it on the device. In the second case `memory` must be pinned."""
+    """Returns the bytes of `memory`, without a copy, as a tensor that work on `device` can use. This is `memory` itself
+    if it is on this device, and otherwise a view of it on the device. In the second case, `memory` must be pinned."""
     return memory if memory.device == device else device_view(memory, device)
 
 
@@ -227,7 +228,8 @@ def memory_read_by(device: torch.device, where: str | None, default: str) -> str
 
 
 def pins(where: str | None) -> bool | None:
-    """Returns whether to pin bytes in host memory, for an argument `memory`. None: pin them if the system allows it.
+    """Returns what an argument `memory` says about bytes in host memory: whether to pin them, or None to pin them only
+    if the system allows it.
 
     Raises:
         ValueError: the argument is not valid for host memory.
@@ -275,7 +277,7 @@ def canonical(device: torch.device | str | int) -> torch.device:
 
 
 def usual(device: torch.device | str | int | None, x: torch.Tensor | None = None) -> torch.device:
-    """Returns the device that does the work: the given device, in the form of `canonical`. If device is None, returns
+    """Returns the device that does the work: the given device, as returned by `canonical`. If device is None, returns
     the GPU of x if x is on a GPU, otherwise the current CUDA device if there is one, and otherwise the CPU."""
     if device is None and x is not None and x.is_cuda:
         device = x.device

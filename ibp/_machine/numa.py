@@ -19,8 +19,8 @@ Numa = int | torch.device | str | None
 
 
 def node_of(numa: Numa) -> int:
-    """Returns the number of the node that an argument `numa` stands for, or CALLERS_NODE if this is the caller's node,
-    or if the node nearest to the device is not known.
+    """Returns the number of the node that an argument `numa` stands for. Returns CALLERS_NODE for None, for the CPU,
+    and for a GPU whose nearest node is not known.
 
     Raises:
         TypeError: the argument is neither a number nor a device.

@@ -11,16 +11,16 @@ events, `filled` and `free`. In both directions a buffer goes through these step
 | wait | emptying | a wait for `filled`, then the reads of the buffer |
 | release | emptying | records `free` |
 
-The host must take the steps of a buffer in this order, and may then begin again with the first step. Before it does,
-it may repeat wait and release on the same stream. This order is safe: the filling stream waits for `free`, which is
-recorded after all reads of the previous bytes, before it writes; the emptying stream waits for `filled`, which is
-recorded after the write, before it reads. CUDA does not wait for an event that was never recorded, so a new buffer can
-be claimed at once. The host waits only before the CPU itself uses a buffer's host memory: for `filled` if the ring
+The host must take the steps of a buffer in this order, and may then begin again with the first step. Before it does, it
+may repeat wait and release on the same stream. This order is safe. Before the filling stream writes, it waits for
+`free`, which is recorded after all reads of the previous bytes. Before the emptying stream reads, it waits for
+`filled`, which is recorded after the writes. CUDA does not wait for an event that was never recorded, so a new buffer
+can be claimed at once. The host waits only before the CPU itself uses a buffer's host memory: for `filled` if the ring
 brings bytes to the GPU, and for `free` if it sends bytes to the host.
 
 A buffer that grows gets new memory that belongs to the current stream, so the buffer's streams first wait for the
-current stream. `record_stream` tells torch's allocator of these streams, so it does not reuse the old memory before
-their work is done.
+current stream. `record_stream` tells torch's allocator of these streams, so that the allocator does not reuse the old
+memory before their work is done.
 
 Rings are used for blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), layers of
 KV-caches, and blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) use a ring of the core instead
@@ -47,7 +47,7 @@ class Turn:
         streams: all streams that use the buffer.
         num_bytes: initial size of the buffer in bytes.
         empty_host: a function that allocates a given number of bytes of host memory. The buffer then also has host
-            memory of its own size. None: the buffer has no host memory.
+            memory, of the same size as its GPU memory. None: the buffer has no host memory.
 
     Attributes:
         memory, host: the uint8 tensors of the buffer on the GPU and in host memory. New tensors replace them when the

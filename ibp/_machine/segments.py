@@ -53,7 +53,8 @@ class SharedHandle:
     _name: str = field(repr=False)
     _pin: bool = field(repr=False)
     _fields: bytes = field(repr=False)
-    # In shared memory, the number of elements of each tensor. On a GPU, the data with which torch opens each tensor.
+    # For a table in shared memory: the number of elements of each tensor. For a table on a GPU: the data with which
+    # torch opens each tensor.
     _tensors: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -140,8 +141,8 @@ class Segment:
 
     def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Returns a table's tensors over this memory, by name. sizes: the number of elements of each tensor; a tensor
-        that is not named is empty. Raises TypeError if a size is not an int, and ValueError if the memory is too small
-        for the tensors."""
+        that is not in `sizes` is empty. Raises TypeError if a size is not an int, and ValueError if the memory is too
+        small for the tensors."""
         made, start = {}, 0
         for name, dtype in PART_DTYPES.items():
             most = max(0, self.num_bytes - start) // dtype.itemsize
@@ -158,7 +159,7 @@ class FileRows:
     `FileRows` in place of a `Segment`.
 
     Attributes:
-        pages: the mapped pages of the slots and of the overflow; a part without bytes has none.
+        pages: the mapped pages of the slots and those of the overflow. An empty part has no entry.
         pin: whether the pages are to be pinned. They are pinned when a GPU first fetches from them.
     """
 
@@ -195,11 +196,11 @@ def _file_of(handle: SharedHandle) -> int:
 
 
 def _checked(file: int, handle: SharedHandle) -> int:
-    """Checks that a file descriptor is one of the handle's memory, and returns it. Otherwise closes it and raises
-    RuntimeError.
+    """Checks that a file descriptor refers to the memory that a handle describes, and returns it. Otherwise closes it
+    and raises RuntimeError.
 
-    The descriptor may be one of another file: if the process of the handle has ended, a new process may have the same
-    ID and have any file open under the same number. The memory must also be sealed against shrinking, because a process
+    The descriptor may refer to another file: if the process of the handle has ended, a new process may have the same ID
+    and have any file open under the same number. The memory must also be sealed against shrinking, because a process
     that reads a mapped file past its end is killed by SIGBUS."""
     try:
         is_it = os.readlink(f"/proc/self/fd/{file}") == f"/memfd:{handle._name} (deleted)"

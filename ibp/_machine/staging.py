@@ -58,8 +58,8 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         self._deliveries: dict[Turn, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # (targets, pinned sources)
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Returns a uint8 tensor on the GPU for each size, to which the caller's work may write. Waits until earlier
-        copies from this memory are done."""
+        """For each size in bytes, returns a uint8 tensor on the GPU to which the caller's work may write. Waits until
+        earlier copies from this memory are done."""
         starts = list(itertools.accumulate((rounded_up(size, _ALIGNMENT) for size in sizes), initial=0))
         turn = self._ring.next()
         turn.free.synchronize()
@@ -86,7 +86,7 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         turn.hand_over(self._worker)
         turn.send(self._ring.stream, zip(staged, sources))
         if self._pageable:
-            # This must come last: `_deliver` may only find copies whose events are recorded.
+            # This must come last: `_deliver` must find only copies whose events have been recorded.
             self._deliveries[turn] = list(targets), staged
 
     def _deliver(self, turn: Turn) -> None:
@@ -102,8 +102,8 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
 
 
 class Direct(contextlib.AbstractContextManager["Direct"]):
-    """Has the methods of `Outlet`, for targets to which the worker's memory can be copied directly. `put` copies at
-    once."""
+    """Has the same methods as `Outlet`, for targets to which the worker's memory can be copied directly. It has no
+    buffers: `put` copies at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -192,8 +192,8 @@ def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[
 
 
 class Coming:
-    """A small tensor that is being copied to the host. The copy is queued on the current stream, after its present
-    work; the host waits for it only in `wait`. A tensor that is already in host memory is not copied."""
+    """A small tensor that is being copied to the host. The copy is queued on the current stream, after the work that is
+    already there; the host waits for the copy only in `wait`. A tensor that is already in host memory is not copied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._copied = tensor, None

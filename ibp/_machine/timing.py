@@ -1,4 +1,4 @@
-"""Times calls on a device. Work of a GPU alone is timed with CUDA events; work that includes the host is timed with the
+"""Times calls on a device. Work on a GPU alone is timed with CUDA events; work that includes the host is timed with the
 host's clock."""
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import TypeVar
 import torch
 
 _Result = TypeVar("_Result")
-# For each type of device, (b, n): calls are timed on a table of b bytes, which is several times the size of the caches.
-# If b is more than 1/n of the device's free memory, the table is smaller.
+# For each type of device, (b, n). Calls are timed on a table of max(1 MiB, min(b, f / n)) bytes, where f is the size of
+# the device's free memory. b is several times the size of the caches.
 _TABLE_BYTES = {"cpu": (32 << 20, 16), "cuda": (128 << 20, 32)}
-# Time, in seconds, for which the GPU is kept busy before timed calls are queued, so that it does not wait for the host.
+# Time, in seconds, for which the GPU is kept busy with other work while the host queues the timed calls, so that the
+# GPU does not wait for the host between them.
 _HEAD_START_S = 2e-3
 
 
@@ -86,7 +87,7 @@ class Clock:
         return median
 
     def _repeats(self, call: Callable[[], object]) -> int:
-        """Runs a call twice. Returns how many times the budget allows it to be timed (3 to 15), judged by the second
-        run."""
+        """Runs a call twice. Returns the number of times, from 3 to 15, that the call can be timed within the budget,
+        estimated from the second run."""
         _, seconds = (timed_once(call, self.device)[1] for _ in range(2))
         return max(3, min(15, int(self._budget_s / seconds)))

@@ -7,7 +7,7 @@
     (the module computes)
     a module ends            `end`, by a hook after the call: the tensors rest (`resting.py`), which means that they
                              give up the memory, and other groups may use it
-    an error                 `abandon`: ends what an interrupted call of this thread has left in use
+    an error                 `abandon`: ends the uses that an interrupted call of this thread has begun
 
 Rows of an embedding (`hooks.py`), and experts that a router chooses (`experts.py`), are fetched without these events.
 """
@@ -32,15 +32,16 @@ from .fetcher import CudaWeightFetcher, Place, WeightFetcher
 from .plan import Group, OffloadPlan
 from .weights import Weight
 
-# A call of a module that has begun and not ended: the module, the places of the groups that it uses, and the context of
+# A call of a module that has begun but not ended: the module, the places of the groups that it uses, and the context of
 # autograd's saved-tensor hooks (None: there are no hooks).
 Call = tuple[nn.Module, Sequence[Place], Any]
 Item = TypeVar("Item", bound=Hashable)
 
 
 class Schedule(Generic[Item]):
-    """Predicts which item is used next. If the last two items have been used in this order before, it predicts the item
-    that followed them the last time. Otherwise it predicts the item that followed the last item the last time.
+    """Predicts which item is used next. If the two most recent items have been used in this order before, it predicts
+    the item that followed them on the latest such occasion. Otherwise it predicts the item that followed the previous
+    use of the most recent item.
 
     After one pass, a constant order is predicted without error. If the order changes, each new step is mispredicted
     once. If an item is used twice in a pass, the item before it tells the two uses apart. If a pair of successive items
@@ -76,7 +77,7 @@ class Schedule(Generic[Item]):
 
 
 class _ThreadState(threading.local):
-    """The calls of the model in which the current thread is."""
+    """State of the current thread: the calls of the model and of its modules that the thread is in."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []  # the calls that the thread is in, the innermost last
@@ -92,7 +93,7 @@ class Events:
 
     Attributes:
         lock: guards the places, and everything else that changes while the model runs.
-        thread: state of the current thread: the calls of the model that it is inside.
+        thread: the calls of the model and of its modules that the current thread is in.
         fetchers: the fetcher of each device, in the order of the plan's devices.
         places: the place of each group that is fetched.
         users: for each module that uses groups, the places of these groups.
@@ -206,7 +207,7 @@ class Events:
             self.first_use = self.last_use
 
     def _fetch_ahead(self) -> None:
-        """Fetches ahead, for each device, the next groups that are expected to be used there, as long as there is
+        """Fetches ahead, for each device, the next groups that are expected to be used there, as long as the arena has
         room."""
         if not self._lookahead:
             return
@@ -286,9 +287,9 @@ class Events:
         return weight.value(weight.device)
 
     def _saving(self) -> Any:
-        """Installs saved-tensor hooks. They make autograd save functions that decode weights instead of the weights'
-        memory, which other weights will overwrite. Returns torch's context of the hooks; its `__exit__` removes
-        them."""
+        """Installs saved-tensor hooks. For a weight, autograd then does not save the weight's memory, which other
+        weights will overwrite, but a function that decodes the weight. Returns torch's context of the hooks; its
+        `__exit__` removes them."""
         saving = torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked)
         saving.__enter__()
         return saving

@@ -54,8 +54,8 @@ class CachedStack:
         return torch.empty((rows.numel(), *self._row_shape), dtype=self._dtype, device=rows.device)
 
     def fetch(self, rows: torch.Tensor, out: torch.Tensor | None = None, max_sms: int | None = None) -> torch.Tensor:
-        """Fetches experts by the numbers of their rows, into memory that `room_for` returned or, if out is None, into
-        newly allocated memory. Returns them as a tensor of experts."""
+        """Fetches the rows with the given numbers, which make up whole experts, and returns them as a tensor of
+        experts. out: memory that `room_for` returned. None: new memory is allocated."""
         fetched, shape = self.cache.index_select(rows, out=out, max_sms=max_sms, in_order=True), self._expert_shape
         return fetched.as_strided((rows.numel() // self.num_rows, *shape), self._stride)
 
@@ -66,7 +66,7 @@ class ExpertsForward:
 
     Args:
         module: the module of experts.
-        group: the group of the module's stacked weights, which is fetched as a whole for a call for many tokens.
+        group: the group of the module's stacked weights. A call for many tokens fetches it as a whole.
         events: fetches the group, and records calls for few tokens.
     """
 
@@ -97,12 +97,13 @@ class ExpertsForward:
     def _call_beside(
         self, rows: Sequence[torch.Tensor], forward: Callable[[dict[str, functools.partial[torch.Tensor]]], Any]
     ) -> Any:
-        """Calls forward while experts are fetched on a stream beside the current one. Returns the result of forward.
+        """Calls forward while experts are fetched on a separate stream. Returns the result of forward.
 
         Args:
             rows: for each stacked weight, the numbers of the rows that fill the slots.
-            forward: receives, by name of the stacked weight, a function that returns the experts of the slots. The
-                current stream waits for a weight when its function is called, or when forward has returned.
+            forward: receives a dict that maps the name of each stacked weight to a function, which returns the experts
+                in the slots. The current stream waits for a weight when its function is called, or else when forward
+                has returned.
         """
         stacks = [(name, stack, of, stack.room_for(of)) for (name, stack), of in zip(self.stacks.items(), rows)]
         current, beside = torch.cuda.current_stream(rows[0].device), _stream_beside(rows[0].device)

@@ -49,8 +49,8 @@ class Place:
         self.done: dict[int, torch.cuda.Event] = {}
 
     def move(self, region: Region | None, memory: torch.Tensor | None) -> None:
-        """Gives the group other memory, or none. region: the region of the memory in the arena. None: the memory is not
-        in the arena."""
+        """Gives the group new memory, or takes its memory away if `memory` is None. region: the region of the memory in
+        the arena. None: the memory is not in the arena."""
         self.region, self.memory, self.data, self.values, self.prepared = region, memory, [], [], []
         if memory is not None:
             weights, offsets = self.group.weights, self.group.offsets
@@ -70,8 +70,8 @@ class WeightArena:
         self._cursor = 0
 
     def region(self, num_bytes: int, held: Iterable[Region], wish: Region | None = None) -> Region | None:
-        """Returns a region of num_bytes bytes that does not overlap any held region: `wish` if it is free, otherwise
-        the first free region after the region that was returned last. Returns None if there is no such region."""
+        """Returns a region of num_bytes bytes that does not overlap any region in `held`: `wish` if it is free,
+        otherwise the first free region after the last returned region. Returns None if there is no such region."""
         held = list(held)
         after_held = sorted(end for _, end in held)
         starts = [self._cursor, *(end for end in after_held if end > self._cursor), 0, *after_held]
@@ -90,12 +90,12 @@ def overlap(one: Region, other: Region) -> bool:
 
 
 class WeightFetcher:
-    """The arena of a device, into which groups of weights are decoded before they are used. This class decodes on the
-    CPU, immediately; `CudaWeightFetcher` on a GPU.
+    """The arena of a device, into which groups of weights are decoded before they are used. This class decodes
+    immediately, on the CPU; `CudaWeightFetcher` decodes on a GPU.
 
     Groups stay in the arena until another group overwrites them. A group is not overwritten while a call uses it. A
     group that was fetched ahead, and whose use is still expected, is overwritten only if another group is needed at
-    once and there is no other room.
+    once and the arena has no other room for it.
 
     Args:
         device: the device that uses the weights.
@@ -127,8 +127,9 @@ class WeightFetcher:
             place.stored_bytes = sum(spread_bytes(table) for table in tables)
 
     def fetch_ahead(self, expected: Sequence[Place]) -> bool:
-        """Fetches groups ahead of their uses, unless they are loaded. Returns False if there is no room for one of
-        them now. Groups that are not expected any longer may be overwritten.
+        """Fetches groups ahead of their uses, unless they are already loaded. Returns False if a group cannot be
+        fetched now, because there is no room for it or its table is corrupt. From now on, groups that were fetched
+        ahead but are no longer expected may be overwritten.
 
         Args:
             expected: the groups whose uses are expected next, in this order.
@@ -181,8 +182,8 @@ class WeightFetcher:
             place.is_loaded = False
 
     def find(self, tensor: torch.Tensor) -> tuple[Weight, int] | None:
-        """Returns (weight, offset in its bytes) if a tensor is a part of a weight that is loaded on this device,
-        otherwise None."""
+        """If a tensor is a part of a weight that is loaded on this device, returns (the weight, offset in bytes of the
+        tensor in the weight). Otherwise returns None."""
         address, start = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.element_size()
         for place in self._loaded:
             for weight, data in zip(place.group.weights, place.data):
@@ -209,7 +210,7 @@ class WeightFetcher:
         return self._arena.region(place.group.num_bytes, [o.region for o in held if o.region is not None], place.region)
 
     def _fetch(self, place: Place, region: Region | None) -> None:
-        """Fetches a group to a region of the arena. region: None: the group gets a separate allocation."""
+        """Fetches a group to a region of the arena. If region is None, the group gets a separate allocation."""
         if region is None:
             place.move(None, torch.empty(place.group.num_bytes, dtype=torch.uint8, device=self.device))
         elif place.region != region:
@@ -228,7 +229,7 @@ class WeightFetcher:
         self.fetched_bytes += place.group.num_bytes
         self.link_bytes += place.stored_bytes
 
-    # ---- what a device does: here the CPU ----
+    # ---- steps that depend on the device; here for the CPU ----
 
     def _check(self, place: Place) -> None:
         """Raises RuntimeError if a use cannot begin now, and CorruptTableError if an earlier fetch found a fault."""
@@ -240,8 +241,8 @@ class WeightFetcher:
         """Records that all work of a use has been issued to the caller's current stream."""
 
     def _queue(self, place: Place, over: list[Place]) -> None:
-        """Decodes a group's weights into the group's memory, after the last read of the overwritten groups. over: these
-        groups."""
+        """Decodes a group's weights into the group's memory, after the last reads of the groups that this overwrites.
+        over: the overwritten groups."""
         begun = time.perf_counter()
         for weight, part in zip(place.group.weights, place.data):
             assert weight.table is not None

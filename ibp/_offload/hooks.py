@@ -68,8 +68,8 @@ class Hook(functools.partial[Any]):
 
 
 def on_calls(module: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> Undo:
-    """Calls `begin` before and `end` after each call of a module, even if the call raises an exception. torch.compile
-    traces neither function."""
+    """Installs hooks that call `begin` before each call of a module, and `end` after it, even if the call raises an
+    exception. torch.compile traces neither function."""
     vars(module)["__prepare_scriptable__"] = _refuse_script
     return [
         module.register_forward_pre_hook(Hook(outside_of_graphs(begin)), prepend=True).remove,
@@ -151,7 +151,8 @@ def looking_up(module: nn.Module, weights: Mapping[str, Weight]) -> Callable[...
 
 
 def instead_of_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
-    """Replaces the forward of a module, for this module alone. torch.compile does not trace it."""
+    """Replaces the forward of this one module; other modules of its class keep theirs. torch.compile does not trace the
+    new forward."""
     module.forward = Hook(outside_of_graphs(forward))
     return [functools.partial(vars(module).pop, "forward")]
 

@@ -83,16 +83,17 @@ def offload(
             training mode, its parameters that require grad are not offloaded; they stay on the device. Weights on the
             meta device are read from `checkpoint`.
         device: the device on which the model computes. Several devices: the blocks of the model's outermost
-            `ModuleList` are distributed over them round-robin, so that the links of all devices are busy. The blocks
-            must be called one after the other. All other modules run on the first device. None: the current CUDA device
-            if there is one, otherwise the CPU.
+            `ModuleList` or `Sequential` are distributed over them round-robin, so that the links of all devices are
+            busy. The blocks must be called one after the other. All other modules run on the first device. None: the
+            current CUDA device if there is one, otherwise the CPU.
         checkpoint: a .safetensors file, a directory of such files (with or without an index), an index, a mapping, or
             pairs of names and tensors. It is read one tensor at a time, and each tensor is converted to its parameter's
             dtype, as `load_state_dict` does. Tables of a compressed checkpoint (`ibp.checkpoints.compress`) or of a
             mapping are used without decompressing them if they have the parameter's dtype and the given scheme. For a
             GPU they are put into pinned memory. Other tables are decompressed.
-        verify: whether to compare the checksums of a checkpoint's files, as `ibp.load` does. Each tensor is compared
-            when it is read. With verify=False on the CPU, the bytes of tables are not read before they are used.
+        verify: whether to compare the checksums of a checkpoint's files, as `ibp.load` does. A tensor's checksums are
+            compared when the tensor is read. With verify=False on the CPU, the bytes of tables are not read before they
+            are used.
         resident_bytes: number of bytes of weights, counted before compression, that stay on the device; with several
             devices, on each of them. In a model with mixtures of experts, the bytes that its other weights do not need
             are used for caches of compressed experts. Each stacked weight has a cache in proportion to its size;
@@ -102,8 +103,8 @@ def offload(
         lookahead: number of groups of weights that are fetched ahead. None: 2 on a GPU; 0 on the CPU, where nothing
             runs beside the model.
         group_bytes: a module with at most this many bytes of weights is fetched as a whole, a larger one in parts.
-            None: 128 MiB, or less for small models.
-        min_bytes: smaller parameters stay on the device.
+            None: 128 MiB, or a sixteenth of the size of the model's parameters if that is less.
+        min_bytes: parameters of fewer bytes stay on the device.
         buffers: whether to offload large buffers, too, such as the packed weights of quantised layers. The model must
             not write to them.
         scheme: as in `ibp.compress`.
@@ -120,7 +121,7 @@ def offload(
             a FileFormatError, which names the file and the tensor.
         RuntimeError: a weight is on the meta device and no checkpoint is given; memory cannot be pinned.
         torch.OutOfMemoryError: the device does not have enough memory. After this and every other error the model is
-            unchanged, except that a checkpoint may have filled tensors of the meta device.
+            unchanged, except that a checkpoint may have filled tensors that were on the meta device.
     """
     check_model(model)
     if any(isinstance(tensor, Resting) for tensor in (*model.parameters(), *model.buffers())):
@@ -194,8 +195,8 @@ class OffloadStats(Statistics):
         link_bytes: number of bytes of compressed rows that crossed the link from host memory.
         seconds: time in seconds from the first use to the last one, by the host's clock.
         waited_seconds: time in seconds that modules waited for their weights, by the GPU's clock and without the last
-            use of each group; on the CPU, the time of decompression. It is close to `seconds` if the link is the
-            bottleneck.
+            use of each group; on the CPU, the time of decompression. `waited_seconds` is close to `seconds` if the link
+            is the bottleneck.
         weight_bytes: size in bytes of all offloaded weights, uncompressed.
         host_bytes: size in bytes of the offloaded weights in host memory, including index and codebooks.
         device_bytes: size in bytes of the device memory for offloaded weights: weights that stay, the arena, the ring,
@@ -269,7 +270,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
             f"host_bytes={stats.host_bytes:,}, device_bytes={stats.device_bytes:,}, on {where})"
         )
 
-    # ---- what the user asks ----
+    # ---- methods for users ----
 
     def stats(self) -> OffloadStats:
         """Returns statistics of the offloaded model: uses, misses, bytes and times since the last reset, and the memory

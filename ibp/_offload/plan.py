@@ -19,8 +19,8 @@ from .weights import Weight
 # Alignment in bytes of the weights in a group: that of memory from cudaMalloc, which is enough for cuBLAS.
 _ALIGNMENT = 256
 
-# Modules of torch that read the weights of their submodules to choose how they compute. Such a module is used as a
-# whole.
+# Modules of torch that read the weights of their submodules to choose how they compute. A call of such a module uses
+# the weights of all its submodules.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
@@ -39,7 +39,7 @@ class Group:
             start = rounded_up(end, _ALIGNMENT)
             self.offsets.append(start)
             end = start + weight.num_bytes
-        self.num_bytes = rounded_up(end, _ALIGNMENT)  # size of all weights as the model uses them
+        self.num_bytes = rounded_up(end, _ALIGNMENT)  # size of the group in bytes, uncompressed and with padding
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, {len(self.weights)} weights, {self.num_bytes:,} bytes)"
@@ -65,7 +65,7 @@ class OffloadPlan:
     # The modules that are distributed over the devices round-robin, such as the layers of a transformer.
     blocks: list[nn.Module] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)  # all offloaded weights
-    # The weights of each module without its submodules, by attribute.
+    # For each module, the weights that it holds itself, not those of its submodules, by attribute.
     held: dict[nn.Module, dict[str, Weight]] = field(default_factory=dict)
     others: list[Other] = field(default_factory=list)  # all other parameters and buffers, each tensor once
     groups: list[Group] = field(default_factory=list)  # in the order of the modules
@@ -73,9 +73,9 @@ class OffloadPlan:
     users: dict[nn.Module, list[Group]] = field(default_factory=dict)  # the groups that a module's calls use
     lookups: list[nn.Module] = field(default_factory=list)  # modules that look up rows of the weights that they hold
     experts: dict[nn.Module, Group] = field(default_factory=dict)  # the stacks of a module of experts
-    # For each device, the size of the memory for groups that are in use or fetched ahead.
+    # For each device, the size in bytes of the memory for groups that are in use or fetched ahead.
     arena_bytes: list[int] = field(default_factory=list)
-    # The size of the cache of each stacked weight that is fetched.
+    # For each stacked weight that is fetched, the size of its cache in bytes.
     cache_bytes: dict[Weight, int] = field(default_factory=dict)
 
 
@@ -244,8 +244,8 @@ class _Divider:
         return is_usual and module in self._plan.held
 
     def _use(self, module: nn.Module, name: str, weights: list[Weight]) -> list[Group]:
-        """Makes a group of the weights that have no group yet, and records that the module uses the groups of all of
-        the weights. Returns the groups."""
+        """Makes one group of those weights that have no group yet. Records that the module uses the groups of all the
+        weights, and returns these groups."""
         new = [weight for weight in weights if weight.group is None]
         if new:
             self._new_group(module, name, new)
@@ -300,7 +300,7 @@ def spread(groups: Sequence[Group], num_bytes: int) -> list[Group]:
             chosen.append(group)
             left -= group.num_bytes
             due -= group.num_bytes
-    for group in groups:  # fills the room that is left
+    for group in groups:  # uses the bytes that are left
         if group not in chosen and group.num_bytes <= left:
             chosen.append(group)
             left -= group.num_bytes

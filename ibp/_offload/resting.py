@@ -227,8 +227,8 @@ _AWAKE: dict[type, type] = {resting: awake for awake, resting in _CLASSES.items(
 
 
 def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
-    """Replaces the memory of a model's tensor by `blank`, a tensor of the same shape, dtype and device. Afterwards its
-    values are read from `source`."""
+    """Makes a model's tensor rest. Its memory is replaced by that of `blank`, a tensor of the same shape, dtype and
+    device; from now on, its values are read from `source`."""
     kind = tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
     tensor.data = blank
     setattr(tensor, _SOURCE, source)
@@ -236,14 +236,14 @@ def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
 
 
 def wake(tensor: torch.Tensor) -> None:
-    """Makes a tensor an ordinary tensor: its values are the content of its memory. It keeps its source, because another
-    thread may be about to read from it."""
+    """Makes a tensor an ordinary tensor, whose values are the content of its memory. The tensor keeps its source,
+    because another thread may be about to read from it."""
     tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
 
 
 def bind(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Makes a parameter or buffer of a model an ordinary tensor with the memory of a value. The object stays the same,
-    because other code may hold references to it."""
+    """Makes a parameter or buffer of a model an ordinary tensor that uses the memory of `value`. It remains the same
+    object, because other code may hold references to it."""
     tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
     if tensor.is_meta:  # its data cannot be set, so the contents of two objects are swapped
         other = torch.nn.Parameter(value, False) if isinstance(tensor, torch.nn.Parameter) else value.view_as(value)

@@ -64,7 +64,7 @@ class Weight:
         # The table of `tensor.permute(order)`. None before the weight is stored, and after it is restored.
         self.table: CompressedTensor | None = None
         self.saved = SavedTensor()  # the tensor that state_dict() returned for it
-        # The content of the tensors between uses: a tensor of the right shape, dtype and device without values.
+        # What the tensors contain between uses: a tensor of the right shape, dtype and device, with meaningless values.
         self._blank: torch.Tensor | None = None
         self._read: Callable[[Weight], torch.Tensor] | None = None  # returns the values between uses
 
@@ -87,9 +87,9 @@ class Weight:
 
     @property
     def stacked_row_bytes(self) -> int | None:
-        """Size in bytes of the rows into which the items x[i] are cut: the largest size, at most `ROW_BYTES`, that
-        divides the size of an item. None if there is no such size, or if the items do not lie one after the other in
-        memory."""
+        """Size in bytes of the rows into which the items x[i] are cut: the largest divisor of the size of an item that
+        is a multiple of the size of an element, at least _LEAST_STACKED_ROW_BYTES, and at most `ROW_BYTES`. None if
+        there is no such divisor, or if the items do not lie one after the other in memory."""
         item_bytes, element = self.num_bytes // self.shape[0], self.dtype.itemsize
         if self.order[0] != 0:
             return None
@@ -106,7 +106,7 @@ class Weight:
         return data.view(self.dtype).as_strided(self.shape, self.stride)
 
     def bind(self, value: torch.Tensor) -> None:
-        """Makes the model's tensors ordinary tensors with the memory of a value."""
+        """Makes the model's tensors ordinary tensors that use the memory of `value`."""
         for tensor in self.tensors:
             resting.bind(tensor, value)
 

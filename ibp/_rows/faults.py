@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 
 class CorruptTableError(ValueError):
-    """Raised if a table's bytes contradict each other, because they were damaged or forged."""
+    """Raised if a table's bytes are inconsistent, because they were damaged or forged."""
 
 
 class FaultWords(NamedTuple):
@@ -39,7 +39,7 @@ class FaultWords(NamedTuple):
     damaged: str  # The message for a damaged row, and for all faults that have no message of their own.
     kind: type[Exception] = CorruptTableError  # The class of the exception that carries this message.
     out_of_range: str | None = None  # The message of the IndexError for an id that is out of range.
-    invalid: str | None = None  # The message of the ValueError for arguments that contradict each other.
+    invalid: str | None = None  # The message of the ValueError for inconsistent arguments.
     # This is appended to the message if a later call raises the fault. {device} is the device that noted the fault.
     later: str = " (noted by an earlier call on {device}; its row was filled with zeros)"
 

@@ -17,8 +17,8 @@ class Parts(NamedTuple):
 
     Attributes:
         codebook, codec: the words and the codec of the codebook (see `AnyCodebook`).
-        overflow_start: the offset in bytes at which `overflow` begins in the overflow of the whole table. It is not 0
-            only if the parts are those of some of the table's rows.
+        overflow_start: the offset in bytes at which `overflow` begins in the overflow of the whole table. It is 0
+            unless the parts belong to only some of the table's rows.
         rooms, used: needed only if rows are to be encoded into the memory (see `room.Index`).
         fault, plan: the fault record and the plan that the operation `take` uses on a GPU.
     """
@@ -48,7 +48,7 @@ class Handle:
         table: the tensor that operations take as their argument `table`. It keeps the table's memory alive.
 
     Raises:
-        RuntimeError: parts contradict each other.
+        RuntimeError: parts are inconsistent.
     """
 
     # Only handles that `handle_on` returns have the following attributes. Calls of `take` use them.

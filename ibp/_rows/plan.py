@@ -1,12 +1,13 @@
-"""Chooses how the items of a call are fetched from host memory, by the rates of the calibration in force. There are
-three paths. A GPU fetches the items in the order of the given ids; or it first sorts the ids by windows, which are
-ranges of consecutive items of the table; or the CPU gathers the items, and the copy engine copies them to the GPU.
+"""Chooses how the items of a call are fetched from host memory, according to the rates of the calibration in force.
+There are three paths. A GPU fetches the items in the order of the given ids; or it first sorts the ids by windows,
+which are ranges of consecutive items of the table; or the CPU gathers the items, and the copy engine copies them to the
+GPU.
 
 Windows help because address translation limits random reads of large memory. If a GPU fetches random rows from 0.5 GiB
-of pinned memory, only the number of bytes limits it. From a table of 4 GiB, it fetches 1,000,000 rows of 128 bytes at
-49 million rows per second in the given order, and at 370 to 400 million rows per second if the ids are first sorted by
-windows of 64 KiB to 256 MiB. With windows of 64 KiB, 100,000 rows are fetched 3.5 times as fast from a table of 4 GiB,
-and 1.6 times as fast from a table of 16 GiB (benchmarks/large_table.py, on an H200).
+of pinned memory, only the number of bytes limits the rate. From a table of 4 GiB, it fetches 1,000,000 rows of 128
+bytes at 49 million rows per second in the given order, and at 370 to 400 million rows per second if the ids are first
+sorted by windows of 64 KiB to 256 MiB. With windows of 64 KiB, 100,000 rows are fetched 3.5 times as fast from a table
+of 4 GiB, and 1.6 times as fast from a table of 16 GiB (benchmarks/large_table.py, on an H200).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ LEAST_STAGED_BYTES = 4 << 20  # Items of fewer bytes in total do not fill the CP
 # H100. To sort ids by windows, a GPU takes PARTITION_NS for a call and PARTITION_ID_NS for each id. If the ids come
 # from the CPU, the GPU also waits LAUNCHES_NS for the launches.
 PARTITION_NS, PARTITION_ID_NS, LAUNCHES_NS = 16e3, 0.055, 90e3
-# The CPU's pipeline takes STAGING_NS to begin and end. It moves rows at the fraction STAGED_SHARE of the rate that its
-# threads alone, or the copy engine alone, would reach.
+# The CPU's pipeline takes STAGING_NS to begin and end. It moves rows at STAGED_SHARE times the rate of its slower step
+# alone: gathering by the threads, or copying by the copy engine.
 STAGING_NS, STAGED_SHARE = 100e3, 0.7
 # A path that needs preparation is taken only if it is expected to be PROMISED times as fast as a path without any.
 PROMISED = 1.2
@@ -42,7 +43,7 @@ NEVER = (1 << 63) - 1  # A number of ids that no call reaches.
 
 
 class Plan(NamedTuple):
-    """The rules by which a GPU sorts ids by windows. `describe_table` takes all numbers except the last.
+    """The rules by which a GPU sorts ids by windows. `describe_table` takes the first three numbers.
 
     Attributes:
         least_bucketed: the smallest number of ids that are sorted if the ids are on the GPU.
@@ -58,8 +59,8 @@ class Plan(NamedTuple):
 
 
 def plan_of(table: Table, machine: Calibration, device: torch.device) -> Plan:
-    """Returns the plan of a table for a GPU. Ids are never sorted if the table is in device memory, or in less pinned
-    memory than `reach_bytes` of the calibration."""
+    """Returns the plan of a table for a GPU. Ids are never sorted if the table is in device memory, or if its slots and
+    overflow have fewer bytes than the calibration's `reach_bytes`."""
     all_sms = torch.cuda.get_device_properties(device).multi_processor_count
     windows = window_bits(table.geometry.num_items, spread_bytes(table)), bucketed_sms(table, machine, all_sms)
     if table.device.type == "cuda" or spread_bytes(table) < machine.reach_bytes:
@@ -131,9 +132,9 @@ def staged_ns(table: Table, num_ids: int, machine: Calibration, num_threads: int
 
 def bucketed_sms(table: Table, machine: Calibration, all_sms: int) -> int:
     """Returns the number of SMs that should fetch items of sorted ids, or 0 for all SMs. For raw rows, a few SMs are
-    enough; with more SMs, the rows that are fetched at the same time would lie farther apart. Coded rows need as many
-    SMs as it takes to decode and write rows at the rate of the link, and no fewer than raw rows. all_sms: the number of
-    SMs of the GPU."""
+    enough; with more SMs, the rows that are fetched at the same time would lie farther apart. Coded rows need enough
+    SMs to decode and write rows at the rate of the link, and no fewer than raw rows need. all_sms: the number of SMs of
+    the GPU."""
     if table.codebook is None:
         return machine.bucketed_sms
     stored_bytes = spread_bytes(table) / max(1, table.num_rows)

@@ -74,6 +74,6 @@ class CachedRows(Rows, Protocol):
         """Returns a context that looks up the rows of ids in the cache. Inside the `with` block, operations on the
         current stream may read these rows.
 
-        The context yields (handle of the table, tensor with an entry for each row that says where the row is held, the
-        slabs of memory that hold cached rows).
+        The context yields (handle of the table, tensor whose entry for each row says where the row is held, slabs of
+        memory that hold cached rows).
         """

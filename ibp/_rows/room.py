@@ -1,5 +1,5 @@
-"""The memory of a table whose rows change. It may have capacity for more rows, and every row has its own base in the
-index (FORMAT.md section 2), so a row that grows does not move any other row."""
+"""The memory of a table whose rows change. This memory may have capacity for more rows, and every row has its own base
+in the index (FORMAT.md section 2), so a row that grows does not move any other row."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
 _GROWTH = 1.5  # Factor by which buffers and index arrays grow when they have become too small.
 # If the host does not know whether the overflow has enough free bytes for a change, it asks a GPU. It then also makes
 # sure that more bytes are free than the change needs, so that later changes seldom have to ask. The number of these
-# additional bytes is at least the smaller of _MOST_FREE and the fraction 1 / _FREE_SHARE of the size of the slots.
+# additional bytes is at least min(_MOST_FREE, size of the slots in bytes / _FREE_SHARE).
 _MOST_FREE = 1 << 16
 _FREE_SHARE = 64
 
-Empty = Callable[[int], torch.Tensor]  # Allocates a number of bytes in the same kind of memory as the table's.
+Empty = Callable[[int], torch.Tensor]  # Allocates the given number of bytes in the kind of memory that holds the table.
 
 
 class Index(NamedTuple):
@@ -60,8 +60,8 @@ class Room:
     """The buffers that hold a table's rows. The tensors of the table are views of the beginnings of these buffers."""
 
     capacity: int  # Number of whole rows that the slots and the index have room for.
-    # Slots and overflow are in the same kind of memory as the table. The overflow is free from byte index.used to its
-    # end.
+    # Slots and overflow are each in the kind of memory that the table uses for them. The overflow is free from byte
+    # index.used to its end.
     slots: torch.Tensor
     overflow: torch.Tensor
     index: Index  # The index, on the device of the slots.
@@ -186,13 +186,14 @@ def _own_bases(
     rooms = (parts + torch.where(is_aligned, _SECTOR - 1, 0)) // _SECTOR
     own = torch.where(parts > 0, own, _NO_BASE)
     if not _are_apart(own, torch.maximum(parts, rooms * _SECTOR), overflow_bytes):
-        # Parts overlap or exceed the overflow, so no row may write to its old part. Rows that change get new parts.
+        # Parts overlap or lie outside the overflow, so no row may write to its old part. Rows that change get new
+        # parts.
         rooms = torch.zeros_like(rooms)
     return {"bases": own, "rooms": rooms.to(torch.int16).view(torch.uint16)}
 
 
 def _are_apart(bases: torch.Tensor, sizes: torch.Tensor, overflow_bytes: int) -> bool:
-    """Returns whether all parts lie inside the overflow and do not overlap. Parts without bytes are ignored."""
+    """Returns whether all parts lie inside the overflow and do not overlap. Empty parts are ignored."""
     starts, order = bases[sizes > 0].sort()
     sizes = sizes[sizes > 0][order]
     if not starts.numel():

@@ -63,7 +63,8 @@ class Table(TensorManners, Saves):
     # (state of the rows when `ibp.linear` listed their escapes, list of the escapes); see _fetch/escapes.py.
     _escapes: tuple | None = None
     _escapes_of_graphs: tuple = ()  # Lists of escapes that captured CUDA graphs still read.
-    # Number of changes of rows in place. Whoever keeps copies of rows compares this number to detect stale copies.
+    # Number of times that rows were changed in place. Code that keeps copies of rows compares this number to detect
+    # stale copies.
     version = 0
     _is_live: bool = False  # Rows may be encoded into the table's memory at any time (see `CodedRows.table`).
     _is_aliased: bool = False  # Another table may have the same memory.
@@ -111,10 +112,10 @@ class Table(TensorManners, Saves):
         overflow: torch.Tensor | None = None,
         bases: torch.Tensor | None = None,
     ) -> AnyTable:
-        """Returns a table of tensors that the library itself has made. They are not checked; for tensors from files and
-        pickles, call the constructor, which checks them. None stands for an empty tensor. lengths and bases are moved
-        to the device of the slots. If the slots are on a GPU and the overflow is in host memory, the overflow is
-        pinned."""
+        """Makes a table from tensors that the library itself has made. They are not checked; for tensors from files and
+        pickles, call the constructor, which checks its arguments. None stands for an empty tensor. lengths and bases
+        are moved to the device of the slots. If the slots are on a GPU and the overflow is in host memory, the overflow
+        is pinned."""
         table, home = object.__new__(cls), slots.device
         if overflow is None:
             overflow = torch.empty(0, dtype=torch.uint8, device=home)
@@ -151,7 +152,7 @@ class Table(TensorManners, Saves):
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"{name} of an ibp.CompressedTensor cannot be deleted")
 
-    # ---- what it is ----
+    # ---- properties, and pinning ----
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -208,7 +209,7 @@ class Table(TensorManners, Saves):
     @property
     def index_bytes(self) -> int:
         """Size of the row index in bytes: at most 2 per row, plus 8 per group of 32 rows. In a table whose rows have
-        been changed: at most 12 per row of capacity, plus 8."""
+        been changed, it is at most 12 per row of capacity, plus 8."""
         return self._room.index_bytes if self._room is not None else self.lengths.nbytes + self.bases.nbytes
 
     @property
@@ -284,7 +285,7 @@ class Table(TensorManners, Saves):
         return self
 
     def _serves(self, device: torch.device) -> bool:
-        """Returns whether a GPU can fetch the rows from host memory itself. Shared memory that is not yet pinned in
+        """Returns whether a GPU can fetch the rows directly from host memory. Shared memory that is not yet pinned in
         this process is first pinned, if the system allows it."""
         segment = self._segment
         if not self._is_pinned or segment is None or torch.compiler.is_compiling() or segment.is_pinned:
@@ -315,7 +316,7 @@ class Table(TensorManners, Saves):
 
     def _lie_in_file(self, rows: FileRows | None) -> None:
         """Records that the table's memory is a mapped file, which must not be written to. The first change of rows then
-        copies all rows to memory of the table's own.
+        copies all rows to memory that belongs to the table alone.
 
         Args:
             rows: the part of the file that can be pinned. None: the file cannot be pinned.
@@ -384,8 +385,8 @@ class Table(TensorManners, Saves):
         vars(self)["version"] = self.version + 1
 
     def _become(self, other: Table) -> None:
-        """Replaces all fields and the memory by those of another table of the same tensor, in one step. Nobody else may
-        hold the other table."""
+        """Replaces all fields and the memory by those of another table of the same tensor, in one step. No other code
+        may hold the other table."""
         self._handles.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
         vars(self).update(
@@ -443,8 +444,8 @@ class Table(TensorManners, Saves):
         slots, overflow, is_pinned = self.slots, self.overflow, False
         if self._segment is not None:
             is_pinned = self._segment.pin and torch.cuda.is_available()
-        # Before torch has initialised CUDA, no memory is pinned. Asking whether it is would initialise CUDA, after
-        # which forked child processes could not use CUDA.
+        # Before torch has initialised CUDA, no memory is pinned. Asking torch whether memory is pinned would initialise
+        # CUDA, and then forked child processes could not use CUDA.
         elif not slots.is_cuda and torch.cuda.is_initialized():
             is_pinned = all(not part.numel() or part.is_pinned() for part in (slots, overflow))
         vars(self).update(_stored_bytes=None, _link_bytes=None, _is_pinned=is_pinned)
@@ -487,12 +488,12 @@ class Table(TensorManners, Saves):
     # ---- faults ----
 
     def check(self) -> None:
-        """Waits for all GPUs that have used this table. Raises the first fault that work on them, or compiled code, has
-        noted.
+        """Waits for all GPUs that have used this table. Raises the first fault that work on these GPUs, or compiled
+        code, has noted, if any.
 
         Raises:
             IndexError: an id was out of range.
-            CorruptTableError: the table's bytes contradict each other.
+            CorruptTableError: the table's bytes are inconsistent.
         """
         for device in self._faults.devices:
             if device.type == "cuda":
@@ -515,9 +516,9 @@ class Table(TensorManners, Saves):
 
 
 def handle_on(table: Table, device: torch.device) -> Handle:
-    """Returns the table's handle for the operations of a device. The first call for a device makes the handle: on a
-    GPU, it copies the index and the codebook there and maps pinned rows. After a calibration the next call makes a new
-    handle, because the plan in it depends on the calibrated rates."""
+    """Returns the table's handle for the operations of a device. The first call for a device makes the handle. For a
+    GPU, this copies the index and the codebook to the GPU, and maps pinned rows. After a calibration, the next call
+    makes a new handle, because the plan in it depends on the calibrated rates."""
     handle = table._handles.get(device)
     if handle is not None:
         is_planned = handle.machine is None or torch.compiler.is_compiling()

@@ -34,7 +34,7 @@ class ClusteredCodebook(AnyCodebook):
             codebooks. None if the codebooks were not learned.
 
     Raises:
-        ValueError: the codebooks do not fit together.
+        ValueError: the codebooks cannot be combined.
     """
 
     _fields = ("codebooks", "expected_savings")
@@ -115,8 +115,8 @@ class ClusteredCodebook(AnyCodebook):
 
 
 def with_clusters(codebook: AnyCodebook | None) -> list[AnyCodebook]:
-    """Returns a list of a codebook and, if it is clustered, the codebooks of its clusters. Returns an empty list for
-    None."""
+    """Returns a list of the codebook itself and, if it is clustered, the codebooks of its clusters. For None, returns
+    an empty list."""
     if codebook is None:
         return []
     return [codebook, *codebook.codebooks] if isinstance(codebook, ClusteredCodebook) else [codebook]
@@ -211,8 +211,8 @@ def _with_count(
 
 
 def _cheapest(codebooks: Sequence[AnyCodebook], table: torch.Tensor) -> torch.Tensor:
-    """Returns, for each row, the index of the codebook that codes it in the fewest bytes: int64 [n]. If several
-    codebooks do, the first of them is chosen."""
+    """Returns, for each row, the index of the codebook that codes it in the fewest bytes: int64 [n]. Ties go to the
+    first codebook."""
     least = _stored(codebooks[0], table)
     assigned = torch.zeros_like(least)
     for k, codebook in enumerate(codebooks[1:], 1):

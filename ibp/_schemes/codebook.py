@@ -219,8 +219,8 @@ def checked_savings(value: object) -> float | None:
 
 
 def private_copy(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns a contiguous CPU copy of a tensor, so that the caller is the only one who can write to it. Raises
-    ValueError unless the tensor is dense and has the given dtype and shape."""
+    """Returns a contiguous CPU copy of a tensor, to which no code but the caller's has access. Raises ValueError unless
+    the tensor is dense and has the given dtype and shape."""
     if (
         not isinstance(tensor, torch.Tensor)
         or tensor.layout != torch.strided
@@ -251,7 +251,7 @@ def check_codebook(codebook: object) -> None:
         )
 
 
-# ---- rows that a codebook codes ------------------------------------------------------------------------------------
+# ---- sizes and rates of rows that a codebook codes -----------------------------------------------------------------
 
 
 def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, progress: bool = False) -> torch.Tensor:

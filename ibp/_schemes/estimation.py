@@ -149,7 +149,7 @@ def estimate(
 
     Returns:
         An `Estimate`, which maps schemes to savings (1 - stored / original bytes): {"raw": 0.0, "ibp": 0.23, "planes":
-        0.33}. With a codebook, it has only raw rows and the scheme of the codebook.
+        0.33}. With a codebook, its keys are only "raw" and the scheme of the codebook.
 
     Raises:
         TypeError, ValueError: as for `compress`.
@@ -236,7 +236,7 @@ def _bounded(request: Request, savings: float) -> Candidate:
     slot_bytes = min(in_sectors, row_bytes) if request.slot_bytes is None else request.slot_bytes
     part_bytes = sector * math.ceil(max(0.0, mean_bytes - slot_bytes) / sector) if slot_bytes else mean_bytes
     index_bytes = geometry.index_bytes(part_bytes > 0)
-    # A row that need not begin a sector touches (length + 31) / 32 sectors on average.
+    # A row that need not begin at the start of a sector touches (length + 31) / 32 sectors on average.
     row_link_bytes = in_sectors if slot_bytes and slot_bytes % sector == 0 else mean_bytes + sector - 1
     link_bytes = round(num_rows * row_link_bytes)
     return Candidate(

@@ -5,8 +5,8 @@ choice among the schemes. A `Learner` decides when a codebook for data of one ki
 codebook of every scheme that may be best, measures a sample of the rows with each codebook, and chooses by the expected
 cost of the whole table. If the table has slots, a scheme is chosen only if a GPU is expected to fetch its rows no more
 slowly than raw rows. The link transfers a row's sectors while the decoder rebuilds other rows, so the time of a row is
-that of the link or that of the decoder, whichever is longer. For packed rows and for `compress(inplace=True)` the
-choice depends only on the size in bytes.
+the longer of the link's time and the decoder's time. For packed rows and for `compress(inplace=True)` the choice
+depends only on the size in bytes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .codebook import AnyCodebook, check_codebook, coder_rates, measure, work_of
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
 _HOST_ELEMENTS, _LEAST_HOST_ROWS = 1 << 19, 16
 _FEW_SHARE = 0.01
-# Size in bytes of the sample if the caller does not say how large it is, by the type of the device that analyses it.
-# For a table with a single codebook, a sample of 1 % of the rows loses at most 0.07 percentage points of savings
+# For each type of the device that analyses the sample: size of the sample in bytes if the caller does not say how large
+# it is. For a table with a single codebook, a sample of 1 % of the rows loses at most 0.07 percentage points of savings
 # (benchmarks/sampling.py).
 _SAMPLE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 # The coded size of a table is assumed to be at least this fraction of its estimate. Measured fractions are 0.985 to
@@ -112,7 +112,7 @@ class Request:
         device: the device that learns the codebook and encodes the rows.
         options: the options, which `checked` has checked.
         slot_bytes: size in bytes of a slot of the table. 0: the table is packed. None: the size is still to be chosen.
-        paper: the option of this name of `ibp.codecs.analyze`, for scheme "ibp".
+        paper: as in `ibp.codecs.analyze`; for scheme "ibp" only.
         codes_invariant: whether bits and columns that are the same in all sampled rows are coded, too. If so, every row
             has a coded form, even one in which these bits differ.
         in_place: whether the coded rows replace the tensor in its own memory (`compress(inplace=True)`). If so, "auto"
@@ -190,7 +190,7 @@ class Request:
     def host_rows(self) -> torch.Tensor:
         """A sample of whole rows on the CPU, with no more than about 2^19 elements, but at least 16 rows. The core
         learns symbols from it, and "auto" measures it with the codebook of every scheme. If the caller says how large
-        the sample is, it may be smaller."""
+        the sample is, `host_rows` may be smaller."""
         geometry = self.geometry
         if geometry.num_bytes < geometry.row_bytes:
             return self.rows.cpu()
@@ -374,9 +374,10 @@ def analyze(
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, on the CPU or a GPU.
         scheme: "ibp", "planes", or "auto" for the better of the two. With "auto" the result is None if raw rows are
             best.
-        sample: the fraction of the rows to look at, in (0, 1]. For scheme "ibp", the analysis looks at 1,024 rows at
-            least, or at all rows of a smaller tensor. For scheme "planes", symbols are learned from no more than about
-            2^19 elements, or from 16 rows if these have more elements. None: the same number of rows as in `compress`.
+        sample: the fraction of the rows to look at, in (0, 1]. For scheme "ibp", the analysis looks at no fewer than
+            1,024 rows, or at all rows of a smaller tensor. For scheme "planes", symbols are learned from no more than
+            about 2^19 elements, or from 16 rows if these have more elements. None: the same number of rows as in
+            `compress`.
         chunk_bytes: size in bytes of a chunk, 1, 2, 4 or 8, for scheme "ibp" only. None: the best size.
         tau: one threshold for all chunks, in [0.5, 1], as in the paper. None: thresholds from 0.55 to 1 are tried, and
             each chunk gets its best mask.
@@ -439,9 +440,9 @@ class Candidate:
 def compare(request: Request) -> tuple[list[Candidate], dict[str, float]]:
     """Compares the schemes on a sample of the table's rows.
 
-    A scheme with `estimates` is not learned if options of another scheme are given. It is not learned, either, if an
-    estimate shows that it cannot be best; but if several clusters are requested, the estimates are not used. A scheme
-    whose table would not take fewer bytes than x does not become a candidate.
+    A scheme with `estimates` is not learned if options of another scheme are given. Nor is it learned if an estimate
+    shows that it cannot be best. The estimates are not used, however, if several clusters are requested. A scheme whose
+    table would not take fewer bytes than x does not become a candidate.
 
     Returns:
         (candidates, not_learned). The first candidate is raw rows. For each scheme that was not learned, not_learned
@@ -463,8 +464,8 @@ def compare(request: Request) -> tuple[list[Candidate], dict[str, float]]:
 
 
 def learned(request: Request, scheme: str) -> list[Candidate]:
-    """Learns a codebook of a scheme and measures it on a sample of the rows. Returns a list with this candidate, or an
-    empty list if the table would not take fewer bytes than raw rows."""
+    """Learns a codebook of a scheme and measures it on a sample of the rows. Returns a list with the resulting
+    candidate, or an empty list if the table would not take fewer bytes than raw rows."""
     return _coded(request, learn_scheme(scheme, request), request.host_rows, _CPU)
 
 
@@ -544,7 +545,7 @@ def _coded(
     if slot_bytes:
         link_bytes = sampled.link_bytes(lengths, slot_bytes, found=survey)
         second_fetches = survey.spilled(slot_bytes)[0]  # one for each row that overflows its slot
-    else:  # A row that need not begin a sector touches (length + 31) / 32 sectors on average.
+    else:  # A row that need not begin at the start of a sector touches (length + 31) / 32 sectors on average.
         link_bytes = survey.stored + (_rows.SECTOR_BYTES - 1) * (sampled.num_rows - int(survey.sectors[0]))
         second_fetches = 0
     fetched_bytes = link_bytes + second_fetches * _rows.SECOND_FETCH_BYTES
@@ -605,8 +606,8 @@ CLEARLY_LESS = 0.01  # Savings are clearly less if they are lower by more than t
 _DRIFT = 0.02
 _GROWTH = 2.0  # A codebook that was learned for use n (see `Learner`) is learned again at use _GROWTH * n or later.
 # Number of times that `ibp.distributed` learns a codebook for messages again before it gives up. If the codebook drifts
-# after that, tensors of this kind are sent raw. The reason: if the coded rows of a tensor do not fit its message, the
-# tensor has to be sent a second time, raw, which takes longer than sending it raw at once.
+# after that, tensors of this kind are sent raw. The reason: if the coded rows of a tensor do not fit in its message,
+# the tensor has to be sent a second time, raw, which takes longer than sending it raw at once.
 _MOST_TIMES = 3
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -631,8 +632,8 @@ def learned_from(
     num_rows: int | None = None,
 ) -> AnyCodebook | None:
     """Learns a codebook from a sample, for later data of the same kind. Returns the codebook, or None if raw rows are
-    best. The codebook has a coded form for every row, including rows that lack what all rows of the sample have in
-    common.
+    best. The codebook has a coded form for every row, even for rows that differ in bits or columns that are the same in
+    all rows of the sample.
 
     Args:
         rows: uint8 [n * row_bytes], the sample.
@@ -662,8 +663,8 @@ class Learner(Generic[_Found]):
             call of `note` sets it.
         learned_at: the number of the use for which the codebook was learned. 0: nothing was learned yet.
         times: number of times that the codebook was learned again, not counting the first time.
-        has_drifted: whether the codebook saved less on later data (by more than _DRIFT), or these data did not fit the
-            memory reserved for them.
+        has_drifted: whether the codebook saved less on later data (by more than _DRIFT), or these data did not fit in
+            the memory reserved for them.
     """
 
     found: _Found | None = None

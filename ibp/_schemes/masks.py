@@ -1,11 +1,12 @@
 """Scheme "ibp", which is called masks inside the library. Its codebook says which bits of a row are invariant, and
-which values they have (FORMAT.md section 5). Rows are cut into chunks. In a coded row, a participation bit says for a
-chunk whether all its invariant bits have these values; if so, they are not stored.
+which values they have (FORMAT.md section 5). Rows are cut into chunks. A coded row has a participation bit for each
+chunk with invariant bits. The bit says whether all invariant bits of the chunk have the codebook's values; if so, they
+are not stored.
 
 The second half of the file learns codebooks from rows (the paper's sections 4.1 and 6.1). It works on groups of rows,
 and learns a codebook for each group. Without clusters, the whole table is one group; with clusters, each cluster is a
-group. K is the number of groups. Operations of `torch.ops.ibp` look at the rows and count their bits. The results for
-a group, such as masks and savings, are small; one NumPy array holds each of them for all groups.
+group. K is the number of groups. Operations of `torch.ops.ibp` look at the rows and count their bits. The results, such
+as masks and savings, are small; one NumPy array holds each kind of result for all groups.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .._machine import staging
 from .codebook import AnyCodebook, checked_savings, fraction, private_copy, public, shown, whole
 
 CHUNK_BYTES = (1, 2, 4, 8)
-_INDEX_DTYPES = {torch.uint8: 256, torch.uint16: 65536}  # Dtypes of an index, each with its largest number of pairs.
+# Dtypes of an index, each with the largest number of pairs that it can number.
+_INDEX_DTYPES = {torch.uint8: 256, torch.uint16: 65536}
 
 
 class MasksForm(NamedTuple):
@@ -70,7 +72,7 @@ class Codebook(AnyCodebook):
         num_flags: the number of participation bits in a coded row.
 
     Raises:
-        ValueError: fields are out of range or contradict each other.
+        ValueError: fields are out of range or inconsistent.
     """
 
     scheme = "ibp"
@@ -254,7 +256,7 @@ def check_chunk_bytes(chunk_bytes: int) -> int:
 def _checked_pairs(
     palette: object, index: object, chunk_bytes: int, num_chunks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns copies of palette and index. Raises ValueError if they are invalid or do not fit each other."""
+    """Returns copies of palette and index. Raises ValueError if they are invalid or inconsistent."""
     if not isinstance(palette, torch.Tensor) or palette.dim() != 3 or not 1 <= len(palette) <= 65536:
         raise ValueError(
             f"palette is {shown(palette)}; wanted torch.uint8 [P, 2, {chunk_bytes}] with P from 1 to 65,536"
@@ -270,8 +272,8 @@ def _checked_pairs(
 
 
 def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (the distinct rows of pairs in increasing order, for each row its position among the distinct rows).
-    pairs: uint8 [n, up to 16]."""
+    """Returns (distinct, index): the distinct rows of pairs in increasing order, and the position of each row of pairs
+    among them, int64 [n]. pairs: uint8 [n, up to 16]."""
     keys = np.zeros((len(pairs), 16), np.uint8)
     keys[:, : pairs.shape[1]] = pairs
     words = keys.view(">u8").astype(np.uint64)
@@ -294,8 +296,8 @@ _LEAST_MASKED_ROWS = 64
 # Samples of up to this many bytes are analysed on the CPU. A GPU would take longer, because the host waits for it about
 # 60 times during an analysis.
 _FEW_BYTES = 32 << 10
-# When one threshold is chosen for all chunks of a group and the gains of the thresholds are known (see `_Sweep.gains`),
-# exact savings are computed only for this number of thresholds, those with the largest gains.
+# If the gains of the thresholds are known (see `_Sweep.gains`) when one threshold is chosen for all chunks of a group,
+# exact savings are computed only for the _FINALISTS thresholds with the largest gains.
 _FINALISTS = 3
 _BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)  # Number of ones in each byte.
 
@@ -528,8 +530,9 @@ class _Sweep:
         return [_rows.sample(part, self.row_bytes, most).cpu() for part in self.parts]
 
     def gains(self, tried: list[_Masks], chunk_bytes: int) -> list[np.ndarray]:
-        """Returns a list with an array, int64 [K, chunks], for each of the tried masks: the number of bits that each
-        chunk saves in all rows of a group, minus the number of the chunk's participation bits."""
+        """Returns a list with an array, int64 [K, chunks], for each of the tried masks. The array holds, for each
+        group, the number of bits that each chunk saves in all rows of the group, minus the number of the chunk's
+        participation bits."""
         codec, found = MasksForm(self.row_bytes, chunk_bytes, False).codec(num_flags=0), []
         for masks in tried:
             words = self._words(masks, chunk_bytes, False)

@@ -90,7 +90,7 @@ class PlanesCodebook(AnyCodebook):
         digit_bits: the number of bits of a digit in each plane: up to 4 planes, with digits of 1 to 4 bits.
         per_column: whether every column has its own entries. It cannot be combined with listed.
         listed: whether rows list the elements that differ from default.
-        default, closed: two bit patterns of elements, as numbers of at least 0. A row in which every element is default
+        default, closed: two bit patterns of elements, as unsigned numbers. A row in which every element is default
             takes no bytes. Listed rows also use both patterns in other ways (FORMAT.md section 6); dense rows do not.
         entries: int64 [C, E] on the CPU: the bit patterns of the symbols, the most frequent first. C is the number of
             live columns if per_column is set, and otherwise 1. E is `num_entries`, or 0 if symbols are consecutive.
@@ -105,11 +105,11 @@ class PlanesCodebook(AnyCodebook):
         signed_default: whether listed rows also omit elements that differ from default only in their highest bit. It
             can be set only if listed is set.
         live_columns: int64 [n], increasing: the columns that are coded, at least one. None: all columns.
-        row_template: uint8 [row_bytes], a row whose constant (not live) columns have the values that these columns have
-            in every row that is not stored raw. Its live columns are default. None if live_columns is None.
+        row_template: uint8 [row_bytes], a row that holds, in each constant (not live) column, the value of this column
+            in all rows that are not stored raw. Its live columns hold default. None if live_columns is None.
 
     Raises:
-        ValueError: fields are out of range or contradict each other.
+        ValueError: fields are out of range or inconsistent.
     """
 
     row_bytes: int
@@ -519,9 +519,9 @@ def _relearned(codebook: PlanesCodebook, rows: torch.Tensor) -> PlanesCodebook:
 
 
 def with_fullest_run(codebook: PlanesCodebook, data: torch.Tensor) -> PlanesCodebook:
-    """Returns a copy of the codebook whose run of consecutive symbols covers the most elements of all rows. Only
-    first_symbol changes. This is needed because a small sample may lack rare rows with larger elements (say, one row in
-    fifty), and every element of such a row would then be an escape.
+    """Returns a copy of the codebook with the run of consecutive symbols that covers the most elements of all rows.
+    Only first_symbol changes. This is needed because a small sample may lack rare rows with larger elements (say, one
+    row in fifty), and every element of such a row would then be an escape.
 
     Args:
         codebook: a codebook that has consecutive symbols and codes all bits and columns.

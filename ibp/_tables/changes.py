@@ -80,7 +80,7 @@ def append(table: Table, rows: torch.Tensor) -> None:
 
 def reserve(table: Table, num_items: int) -> None:
     """Allocates memory for `num_items` items in total, so that `append` does not move rows until the table has more
-    items than that."""
+    than `num_items` items."""
     _make_room(table)
     geometry = Geometry(torch.Size((num_items, *table.shape[1:])), table.dtype, table.row_bytes)
     table._set_room(_room_of(table).with_rows(geometry.num_rows, table.slot_bytes, _memory_of(table)))
@@ -120,9 +120,9 @@ def changed_items(table: Table, ids: Ids, rows: torch.Tensor) -> tuple[torch.Ten
 
 
 def _worker_of(table: Table, *devices: torch.device) -> torch.device:
-    """Returns the device that is to encode new rows. If the table is pinned, this is the first GPU among the given
-    devices, or otherwise a GPU that has used the table, so that this GPU's reads and the change are in stream order.
-    Otherwise, or if there is no such GPU, it is the table's own device."""
+    """Returns the device that is to encode new rows. For a pinned table, this is the first GPU among the given devices.
+    If they include no GPU, it is a GPU that has used the table, so that this GPU's reads and the change are in stream
+    order. For any other table, or if no GPU is found, it is the table's own device."""
     home = table.device
     if home.type == "cuda" or not table.is_pinned():
         return home
@@ -233,12 +233,13 @@ class _Row:
 
 
 def _memory_of(table: Table) -> Callable[[int], torch.Tensor]:
-    """Returns a function that allocates a number of bytes in the same kind of memory as the table's slots."""
+    """Returns a function that allocates a given number of bytes in the kind of memory that holds the table's slots."""
     return lambda num_bytes: memory.empty(num_bytes, table.device, table.is_pinned())
 
 
 def _overflow_memory_of(table: Table) -> Callable[[int], torch.Tensor]:
-    """Returns a function that allocates a number of bytes in the same kind of memory as the table's overflow."""
+    """Returns a function that allocates a given number of bytes in the kind of memory that holds the table's
+    overflow."""
     pin = table.is_pinned() or table.spills_to_host
     return lambda num_bytes: memory.empty(num_bytes, table.overflow.device, pin)
 
@@ -271,7 +272,7 @@ def _encode(
     first_row: int,
 ) -> None:
     """Encodes rows into the table's room. The operation needs no fault record, because the ids have been checked, and
-    the overflow is first enlarged until it has room for every row.
+    the overflow is first enlarged, if needed, so that it has room for every row.
 
     Args:
         geometry: the geometry of the table after the change.

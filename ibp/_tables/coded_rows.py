@@ -32,7 +32,8 @@ class RowCounts(NamedTuple):
 
     Attributes:
         spilled: number of rows that were stored with a part in overflow.
-        lost: number of rows that were lost because overflow had no room for their part. Reading a lost row raises.
+        lost: number of rows that were lost because overflow had no room for their part. Reading a lost row raises
+            ValueError.
         used_bytes: number of bytes of overflow that have been allocated to rows, including bytes that rows no longer
             use.
     """
@@ -45,7 +46,7 @@ class RowCounts(NamedTuple):
 class CodedRows(OfThisProcess):
     """Memory for coded rows. `ibp.encode_into` encodes rows into it, in any order and as often as needed.
 
-    Every row has a slot of fixed size. Bytes that do not fit the slot go to a part of `overflow`, which the device
+    Every row has a slot of fixed size. Bytes that do not fit in the slot go to a part of `overflow`, which the device
     allocates when it encodes the row. Rows that were never encoded read as default rows: zeros, or the codebook's
     default value.
 
@@ -123,9 +124,9 @@ class CodedRows(OfThisProcess):
         slot_bytes: int | None = None,
         overflow_bytes: int | None = None,
     ) -> CodedRows:
-        """Returns a `CodedRows` over a buffer with the bytes of another `CodedRows` that has the same codebook and
-        sizes. The bytes may also be copied to the buffer later, before rows are read. The buffer is not cleared.
-        Because overflow is the last part, the buffer may end after the bytes of overflow that are in use.
+        """Returns a `CodedRows` whose memory is a buffer that holds the bytes of another `CodedRows` with the same
+        codebook and sizes. The bytes may also be copied to the buffer later, before rows are read. The buffer is not
+        cleared. Because overflow is the last part, the buffer may end after the bytes of overflow that are in use.
 
         Args:
             buffer: memory as for `CodedRows`. Its device becomes the device of the result.
@@ -248,12 +249,12 @@ class CodedRows(OfThisProcess):
         return out.view(count, self.row_bytes).view(dtype)
 
     def table(self, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.uint8) -> CompressedTensor:
-        """Returns a table over the memory of the rows, which also shows rows that are encoded later. If `memory` is
+        """Returns a table over the memory of the rows. The table also shows rows that are encoded later. If `memory` is
         "pinned", however, the index is copied, and the table shows only rows that were encoded before the call.
 
         Args:
-            shape, dtype: the shape and dtype of the table. A tensor of this shape and dtype must have the size of all
-                rows together. shape None: [num_rows, row_bytes / itemsize].
+            shape, dtype: the shape and dtype of the table. A tensor of this shape and dtype must have num_rows *
+                row_bytes bytes. shape None: [num_rows, row_bytes / itemsize].
 
         Raises:
             ValueError: a tensor of this shape and dtype has another size.
@@ -275,8 +276,8 @@ class CodedRows(OfThisProcess):
         return table
 
     def _live_table(self) -> CompressedTensor:
-        """Returns a table over the memory of the rows, which also shows rows that are encoded later, even if `memory`
-        is "pinned"."""
+        """Returns a table over the memory of the rows. The table also shows rows that are encoded later, even if
+        `memory` is "pinned"."""
         table = self.table()
         table._keep_handle(self.device, self.handle.parts)
         return table
@@ -381,11 +382,11 @@ def encode_into(
     first_row: int = 0,
     max_sms: int | None = None,
 ) -> None:
-    """Encodes the rows of a tensor into an `ibp.CodedRows`, in one launch on the current stream of its device. The call
-    does not measure the rows first, does not allocate memory and does not synchronise. It can be captured in a CUDA
-    graph.
+    """Encodes the rows of a tensor into an `ibp.CodedRows`, in one launch on the current stream of the device of
+    `place`. The call does not measure the rows first, does not allocate memory and does not synchronise. It can be
+    captured in a CUDA graph.
 
-    If overflow has no room for a row, the row is lost: reading it raises, and `place.counts()` counts it.
+    If overflow has no room for a row, the row is lost: reading it raises ValueError, and `place.counts()` counts it.
 
     Example:
         >>> x = torch.randn(100, 1024).bfloat16()
@@ -409,7 +410,7 @@ def encode_into(
 
     Raises:
         TypeError: place or x has a wrong type.
-        RuntimeError: x, row_ids and place contradict each other.
+        RuntimeError: x, row_ids and place are inconsistent.
 
     If an id is out of range or is given twice, the call notes a fault, which `place.check()` raises.
     """
@@ -425,8 +426,8 @@ def encode_into(
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
-    """Returns a view of x whose dimensions are in the order of memory, if x is dense with permuted dimensions, and
-    otherwise x itself."""
+    """If x is dense with permuted dimensions, returns a view of x whose dimensions are in the order of memory.
+    Otherwise returns x itself."""
     if x.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(x):
         return x
     strides = x.stride()
