@@ -201,9 +201,9 @@ class CompressedTensor(Movable, CodedManners, Table):
         way.
 
         The handle is plain data and can be sent by any means, such as `torch.distributed.broadcast_object_list`, a
-        store or a socket. Any number of processes may open it, as long as this process lives and holds the table. For
-        a table on a GPU, however, the handle contains CUDA's own handles, which torch makes. Only one process may open
-        it, and this process keeps the memory alive until then.
+        store or a socket. Any number of processes may open it, as long as the process that called `share` lives and
+        holds the table. For a table on a GPU, however, the handle contains CUDA's own handles, which torch makes. Only
+        one process may open it. Until then, the process that called `share` keeps the memory alive.
 
         Raises:
             RuntimeError: as for `share_memory_`.
@@ -324,8 +324,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         unless slot_bytes is given. If the call is interrupted, the table is unchanged.
 
         Args:
-            level: as in `ibp.compress`. None: the level of the table's present codebook, unless scheme, codebook or
-                clusters say otherwise.
+            level: as in `ibp.compress`. None: the level of the table's present codebook; or "default" if the table has
+                no codebook, if scheme is neither "auto" nor "planes", or if codebook or clusters is given.
             scheme, codebook, sample, clusters, slot_bytes, device: as in `ibp.compress`.
 
         Raises:
@@ -413,7 +413,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         max_sms: int | None = None,
         path: str | None = None,
     ) -> prefetching.Prefetch:
-        """Starts to bring items, or the whole tensor, to a GPU on another stream, while the current stream goes on.
+        """Starts copying items, or the whole tensor, to a GPU on another stream, while the current stream continues.
 
         The prefetch begins after the work that is queued on the current stream at the time of the call, so this work
         may still write the ids and use out. If the result goes to the CPU, the call returns when the prefetch is
@@ -451,7 +451,7 @@ class CompressedTensor(Movable, CodedManners, Table):
             torch.Size([2, 512])
 
         Raises:
-            CorruptTableError: the table's bytes contradict each other.
+            CorruptTableError: the table's bytes are inconsistent.
         """
         escapes.prepare(self)
         return self
@@ -499,8 +499,8 @@ class CompressedTensor(Movable, CodedManners, Table):
             yield from streaming.decode_items(self, first, min(first + step, len(self)), check=self.is_cuda).unbind(0)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Returns the whole tensor as an array, for numpy.asarray(table). Raises TypeError for dtypes that numpy
-        lacks."""
+        """Returns the whole tensor as an array, for numpy.asarray(table). Raises TypeError if numpy does not have the
+        dtype."""
         if copy is False:
             raise ValueError("a compressed table cannot become an array without a copy")
         try:
@@ -526,7 +526,7 @@ torch.serialization.add_safe_globals([CompressedTensor])
 
 
 def compress_rows(x: torch.Tensor | np.ndarray, **options: Any) -> CompressedTensor:
-    """Returns a table of a tensor's rows, as `ibp.compress` does for the schemes that code rows. options: fields of
+    """Compresses a tensor as `ibp.compress` does with a scheme that codes rows. Returns the table. options: fields of
     `Options`."""
     x = given_tensor(x)
     check_tensor(x)

@@ -14,7 +14,7 @@ from ._slabs import COUNTERS, Generation, Slab
 
 
 class CacheState:
-    """The rows that a cache holds, and the locks and streams that keep readers and writers apart.
+    """The rows that a cache holds, and the locks and streams that order readers and writers.
 
     Args:
         view: the table whose rows are held.

@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class CheckpointLearning:
-    """How codebooks are learned.
+    """The options and the device with which codebooks are learned.
 
     Attributes:
         options: options of `ibp.compress`. If row_bytes is None, a row is 4,096 bytes of the flat tensor. For an array
@@ -82,7 +82,7 @@ class CheckpointLearning:
 
         Args:
             sample: uint8 [n * row_bytes].
-            geometry: that of the tensors that the rows are from.
+            geometry: the geometry of the tensors that the rows belong to.
             all_rows: whether every row must have a coded form; see `codes_invariant` of `Request`.
         """
         return learn(scheme, Request(sample, geometry, self.device, self.options, 0, codes_invariant=all_rows))
@@ -210,5 +210,5 @@ def savings_of(sample: torch.Tensor, codebook: AnyCodebook) -> float:
 
 
 def _pays(savings: float, geometry: _rows.Geometry) -> bool:
-    """Returns whether a tensor is worth coding if a table saves this share of its bytes."""
+    """Returns whether a tensor is worth coding. savings: the share of its bytes that a table would save."""
     return savings > CLEARLY_LESS and savings * geometry.num_bytes > _LEAST_SAVED_BYTES

@@ -1,5 +1,5 @@
-"""Reads safetensors files, those of ibp included, and writes plain ones. Plain tensors are read from the file's map,
-and tables are decoded block by block when they are read."""
+"""Reads safetensors files, those of ibp included, and writes plain ones. Plain tensors are read from the memory map of
+the file. Tables are decoded block by block when they are read."""
 
 from __future__ import annotations
 
