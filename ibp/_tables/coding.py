@@ -52,8 +52,8 @@ class Coding(NamedTuple):
         lengths: uint16 [num_rows], the lengths of all rows (FORMAT.md section 2), on the device that measured the rows
             and encodes them.
         survey: the survey of the lengths.
-        place: slots and overflow that already hold the encoded rows. The parts in the overflow are in no particular
-            order. None: the rows were only measured.
+        place: slots and overflow that already hold the encoded rows. The rows' parts in the overflow are in no
+            particular order. None: the rows were only measured.
     """
 
     codebook: AnyCodebook
@@ -84,7 +84,7 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
         kind: the class of the table.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `ibp.compress`.
+        TypeError, ValueError, RuntimeError: as in `ibp.compress`.
     """
     data, geometry, options = request.data, request.geometry, request.options
     worker, slot_bytes = request.device, request.slot_bytes

@@ -54,7 +54,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         codebook: the `ibp.codecs.Codebook`, `ibp.codecs.PlanesCodebook` or `ibp.codecs.ClusteredCodebook`; None for
             scheme "raw".
         row_bytes: size in bytes of a row. By default a row is an item x[i]. If items are longer than 64 KiB, or x has
-            fewer than two dimensions, a row is a stretch of the flattened tensor.
+            fewer than two dimensions, a row is at most 4,096 bytes of the flattened tensor.
         num_rows: number of rows.
         slot_bytes: size in bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
         slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3). They must not be changed.
@@ -260,7 +260,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         Returns self.
 
         Other rows are neither read nor moved. The codebook stays the same, so new rows save less, or are stored raw, if
-        they differ from the rows that it was learned from (`refit` learns a new codebook). A row that no longer fits
+        they differ from the rows that it was learned from (`refit` learns a new codebook). A row that no longer fits in
         its slot and its part of the overflow gets a new part. The overflow grows as needed, so an update does not fail
         for lack of room. `refit` frees the parts that rows no longer use.
 
@@ -271,9 +271,10 @@ class CompressedTensor(Movable, CodedManners, Table):
         If the table is on a GPU, this GPU encodes the rows on its current stream, in order with reads on that stream.
         Before another stream reads, it must wait for an event of the current stream; before the next change, the
         current stream must wait for an event of every other stream that reads. If the table is pinned, the GPU that
-        holds the new rows (or the ids) encodes them, or otherwise a GPU that has used the table; reads by the CPU wait
-        for this GPU. If the ids are on a GPU, the call waits for this GPU. CUDA graphs that read the table have to be
-        captured again after the overflow has grown, and after `append` and `refit`.
+        holds the new rows or the ids encodes them. If neither is on a GPU, a GPU that has used the table encodes them,
+        or the CPU if there is no such GPU. Reads by the CPU wait for the GPU that encodes. If the ids are on a GPU, the
+        call waits for this GPU. CUDA graphs that read the table have to be captured again after the overflow has grown,
+        and after `append` and `refit`.
 
         If the call is interrupted or refused, the table holds either all old rows or all new ones.
 
@@ -379,8 +380,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         max_sms: int | None = None,
         path: str | None = None,
     ) -> torch.Tensor:
-        """Decodes the items x[first:last] and returns them, as `ibp.decompress` does for all of x. If out is given, the
-        items are decoded directly into it.
+        """Decodes the items x[first:last] and returns them, as `ibp.decompress` does for all of x. If `out` is given,
+        the items are decoded directly into it.
 
         Example:
             >>> x = torch.randn(1000, 1024).bfloat16()

@@ -109,7 +109,8 @@ class WeightCompressor:
         Args:
             name: the name of the weight in its model.
             x: the weight.
-            defaults: options for this weight. They apply only if the constructor was not given the same options.
+            defaults: options for this weight. If the constructor was given the same option, the constructor's value is
+                used.
         """
         options = {"layout": "packed", "row_bytes": ROW_BYTES, **defaults, **self._options}
         kind = kind_of(name, x.shape, x.dtype), options["row_bytes"]  # A codebook fits only rows of one size.

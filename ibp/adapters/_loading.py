@@ -114,7 +114,8 @@ class ModelLoading:
         self._away = frozenset(names)
 
     def has(self, key: str) -> bool:
-        """Returns whether the model has a parameter with this name that is to be coded, by `put` or by `finish`."""
+        """Returns whether the model has a parameter with this name that the options select for coding. `leave` does not
+        change the result."""
         return self._plan.has(key)
 
     def codes(self, key: str) -> bool:

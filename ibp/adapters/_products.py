@@ -67,7 +67,8 @@ def join(
 
 
 class ExpertTables:
-    """The tables of the two stacked matrices of a mixture of experts, for engines that stack experts in this way.
+    """The two tables of a mixture of experts, for engines that stack the matrices of all experts: one table has the
+    first matrix of every expert, and the other has the second one.
 
     Example:
         >>> up, down = (ibp.adapters.compress_matrix(torch.randn(rows, 64).bfloat16()) for rows in (8 * 32, 8 * 64))

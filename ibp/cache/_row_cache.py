@@ -106,8 +106,9 @@ class RowCache(OfThisProcess, TensorManners):
     CUDA graph after one call outside of a graph. With devices="cpu" the CPU does all of the work.
 
     A cache can be used wherever a table is read; the adapters in `ibp.integrations` accept it as a table. The cache
-    keeps the table alive. A device without a slab gets all rows from the table. If a GPU cannot read the slab that
-    holds a row, it gets the row from the table.
+    keeps the table alive. A device without a slab gets all rows from the table. The exception is a cache that is
+    writable, or whose table is an `ibp.CodedRows`: its first device looks the rows up, and they are copied from there.
+    If a GPU cannot read the slab that holds a row, it gets the row from the table.
 
     Several threads may use a cache at the same time. The work of calls that change the cache (`update_`, `invalidate`,
     and lookups in a cache that replaces rows) is ordered with the cache's other work on all streams, except work in
@@ -127,10 +128,10 @@ class RowCache(OfThisProcess, TensorManners):
         budget_bytes: size in bytes of the device memory of each slab, including its map and everything else that the
             cache keeps there; 0 or more. The index that the table keeps on a GPU is not counted. During `refill` the
             old and the new slabs exist at the same time, and take up to twice this size.
-        hotness: the items to cache: a number for each item, [num_items], larger for hotter items (degrees,
-            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: nothing is cached until `refill` (a
-            RuntimeWarning says so) or, with "lru", until rows are requested. An empty list: nothing is cached, and
-            there is no warning.
+        hotness: the items to cache: a number for each item, [num_items], larger for hotter items (such as degrees of
+            nodes, or the result of `ibp.cache.count_accesses`); or a list of ids, the hottest first. None: nothing is
+            cached until `refill` (a RuntimeWarning says so) or, with "lru", until rows are requested. An empty list:
+            nothing is cached, and there is no warning.
         devices: 1 to 8 devices, each of which has a slab. The hash of a row's number determines its slab. None: the
             device of the `ibp.CodedRows`, or of a table on a GPU. For a table in host memory, the current GPU, or the
             CPU if there is no GPU.
@@ -400,8 +401,9 @@ class RowCache(OfThisProcess, TensorManners):
     def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
         """Looks items up on the current stream, for operations that read their rows on this stream.
 
-        Yields (the handle of the table; int64 [K * number of rows of an item]: the map entry of each row, 0 if the row
-        is not cached; the bytes of each slab). Only work that is launched within the `with` block may use them.
+        Yields (handle of the table, map entries, bytes of each slab). Map entries are int64 [K * number of rows of an
+        item]: the entry of each row, 0 if the row is not cached. Only work that is launched within the `with` block may
+        use them.
 
         Args:
             ids: int32 or int64 [K], contiguous, on one of `devices`.
@@ -460,12 +462,12 @@ class RowCache(OfThisProcess, TensorManners):
         return self._state.serving[0] if is_asked else None
 
     def decompress(self, *, device: Device | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the whole tensor from the table, after a flush."""
+        """Flushes the cache, and returns the whole tensor from the table."""
         self.flush()
         return self.view.decompress(device=device, out=out)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """Returns table[key] from the table, after a flush."""
+        """Flushes the cache, and returns table[key] from the table."""
         self.flush()
         return self.view[key]
 

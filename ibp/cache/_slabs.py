@@ -90,8 +90,8 @@ class Generation:
     described: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # see `describe`
 
     def view_of(self, device: torch.device) -> View:
-        """Returns two lists with one tensor for each slab: the maps in which a device looks rows up, and the bytes from
-        which it reads them. For a slab that the device cannot read, both tensors are empty."""
+        """Returns (maps, bytes), two lists that each have one tensor for each slab. The device looks rows up in the
+        maps, and reads them from the bytes. For a slab that the device cannot read, both tensors are empty."""
         if device not in self.views:
             near = self.near_maps.get(device, {})
             readable = [can_read(device, slab) for slab in self.slabs]

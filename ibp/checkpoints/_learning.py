@@ -113,8 +113,8 @@ class Codebooks:
 
     def prepare(self, tensors: Sequence[SourceTensor], jobs: int = 1) -> None:
         """Learns the codebooks of tensors: first one codebook for each kind; then, on `jobs` threads, a separate
-        codebook for each tensor that the codebook of its kind does not suit. If a single tensor is given, its separate
-        codebook is learned later, when `of` or `savings` is first called for the tensor."""
+        codebook for each tensor that the codebook of its kind does not suit. If only one tensor is given, the second
+        step is left to the first call of `of` or `savings` for this tensor."""
         for tensor in tensors:
             if self.is_coded(tensor) and (kind := self._learning.kind_of(tensor)) not in self._of_kinds:
                 self._of_kinds[kind] = self._learned(kind, sample_of(self._kinds[kind], self._geometry(kind)))

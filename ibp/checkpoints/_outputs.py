@@ -48,7 +48,7 @@ SHARD_BYTES = 5 << 30  # default limit in bytes of the total size, before coding
 RECORD = ".done.json"  # the end of the name of a finished file's record
 _PLAN, _LOCK = "plan.json", "lock"
 _OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # options on which coded bytes depend
-_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of files that are not joined; files of ibp are "ibp"
+_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats whose files are not joined; the format of ibp's files is "ibp"
 
 
 # ---- which tensors a file holds ----
@@ -68,7 +68,8 @@ class Shard:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def header_bytes(self, codebooks: Iterable[AnyCodebook]) -> int:
-        """Returns a size in bytes that is enough for the file's header. codebooks: those of the file's tensors."""
+        """Returns a size in bytes that is enough for the file's header. codebooks: the codebooks of the file's
+        tensors."""
         names = [tensor.name for tensor in self.tensors]
         room = header_room(names, self.metadata, len({one for book in codebooks for one in with_clusters(book)}))
         return rounded_up(room + sum(64 * len(tensor.shape) for tensor in self.tensors))
@@ -143,8 +144,8 @@ def work_directory(target: Path) -> Path:
 
 
 class Journal:
-    """The directory of a set that is being made. A context manager: leaving it releases the directory. If an exception
-    leaves it, and no file is finished, the directory is also removed.
+    """The directory of a set that is being made. A context manager: leaving it releases the directory. If the `with`
+    block ends with an exception, and no file is finished, the directory is also removed.
 
     Args:
         target: the output's path.

@@ -55,7 +55,7 @@ class SourceTensor:
     """A tensor of a file. The bytes of its contiguous, little-endian form are read range by range."""
 
     name: str  # the name in its file
-    # dtype, shape: those of the tensor. See `entry` for a dtype that torch does not have.
+    # dtype and shape of the tensor. See `entry` for a dtype that torch does not have.
     dtype: torch.dtype
     shape: tuple[int, ...]
     # A function that returns bytes [start, end) as a contiguous uint8 array. The array must not be written to, because

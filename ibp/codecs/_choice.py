@@ -26,7 +26,8 @@ from ._whole import CODECS, WholeTensor, codec_of, is_general
 # Size in bytes of the sample on a GPU: several times the GPU's cache, with enough chunks to occupy the whole GPU.
 _GPU_SAMPLE_BYTES = 256 << 20
 _CPU_SAMPLE_BYTES = 16 << 20  # size in bytes of the sample on the CPU, for each thread; threads code blocks of 2 MiB
-_PIECE_BYTES = 4 << 20  # size in bytes of a piece of the sample; general codecs look for repetitions that far back
+# Size in bytes of a piece of the sample; general codecs look for repetitions within this distance.
+_PIECE_BYTES = 4 << 20
 _BUDGET_S, _MOST_REPEATS = 4e-3, 12  # for one measurement: time in seconds, and largest number of repeated calls
 # Number of rounds. Each round measures all candidates, so that other work on the machine slows all of them alike.
 _ROUNDS = 3

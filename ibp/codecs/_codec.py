@@ -82,7 +82,7 @@ class GeneralCodec(ABC):
         Args:
             blocks: uint8, contiguous, on the device that decodes.
             offsets: the offset in `blocks` at which each block begins, and the offset at which the last one ends.
-            block_bytes, options: those with which the blocks were coded.
+            block_bytes, options: the values with which the blocks were coded.
             out: uint8, contiguous, on the device that decodes; its size is that of the blocks before coding.
 
         Raises:
