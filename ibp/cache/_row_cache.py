@@ -68,7 +68,7 @@ class CacheStats(Statistics):
     Attributes:
         own_hits: number of rows that were found in the slab of the device that asked.
         peer_hits: number of rows that were found in the slab of another device.
-        hits_of_slabs: for each slab, the number of rows that were found in it, for any device.
+        hits_of_slabs: for each slab, the number of rows that were found in it, whichever device asked.
         misses: number of rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
         link_bytes: total size of the missed rows in bytes, each row rounded up to whole 32-byte sectors.
         capacity: number of rows for which the cache has room.
@@ -150,7 +150,7 @@ class RowCache(OfThisProcess, TensorManners):
             row.
 
     Raises:
-        TypeError: table, budget_bytes or hotness has another type.
+        TypeError: table, budget_bytes or hotness has a wrong type.
         ValueError: an argument is out of range, or two arguments exclude each other.
         IndexError: hotness has an id that is out of range.
         RuntimeError: another rank of the group has failed, or does not take part.
@@ -303,7 +303,7 @@ class RowCache(OfThisProcess, TensorManners):
 
         Raises:
             TypeError, ValueError, IndexError, CorruptTableError: as in `ibp.index_select`.
-            RuntimeError: the table has been refit, or its rows have been changed other than by this cache.
+            RuntimeError: the table has been refit, or its rows have been changed by something other than this cache.
         """
         if type(ids) is not torch.Tensor or ids.dtype not in ID_DTYPES or ids.dim() != 1:
             ids = flat_ids(ids)
@@ -382,9 +382,9 @@ class RowCache(OfThisProcess, TensorManners):
     _take_outside = outside_of_graphs(_take)
 
     def _in_use(self, worker: torch.device) -> Generation:
-        """Returns the generation (`_slabs.py`) that is in use, for work on the current stream of a device. Makes this
-        stream wait for other streams if necessary. The caller must hold the lock. Raises RuntimeError if the table has
-        changed since its rows were cached."""
+        """Returns the generation (see `_slabs.py`) that is in use. If necessary, makes the current stream of the device
+        `worker` wait for other streams before it uses the generation. The caller must hold the lock. Raises
+        RuntimeError if the table has changed since its rows were cached."""
         state, generation, writes = self._state, self._state.generation, self.policy == "lru"
         if generation.codebook is not self.view.codebook or generation.version != self.view.version:
             state.check(generation)

@@ -1,4 +1,5 @@
-"""Measures a calibration. Each rate is measured with the calls whose speed it describes, on synthetic data."""
+"""Measures the rates of a calibration. Each rate is measured with the calls whose speed it describes, on synthetic
+data."""
 
 from __future__ import annotations
 
