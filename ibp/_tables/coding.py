@@ -1,7 +1,7 @@
-"""Makes tables from the rows of a tensor, given as a `Request`. `compressed` works in three steps: `coded` finds a
-codebook and measures all rows with it; then the memory of the table is allocated; then `encode` writes the rows.
-`placed` makes tables whose overflow is in host memory, and `compressed_in_place` makes tables in the tensor's own
-memory."""
+"""Makes tables from the rows of a tensor. A `Request` has the tensor and the options. `compressed` works in three
+steps: `coded` finds a codebook and measures all rows with it; then the memory of the table is allocated; then `encode`
+writes the rows. `placed` makes tables whose overflow is in host memory, and `compressed_in_place` makes tables in the
+tensor's own memory."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from .._rows.handle import Handle, Parts
 from .._rows.table import AnyTable, Table
 from .._schemes import AnyCodebook, Options, Request, checked, learn, measure, surveyed
 
-# Tensors in host memory of up to this size in bytes are encoded by the CPU, unless the caller names a device. Copying
+# If the caller names no device, the CPU encodes tensors in host memory of at most this size in bytes, because copying
 # them to a GPU would take longer.
 _FEW_BYTES = 1 << 20
-# Rows can be encoded in the pass that measures them, with slots that are chosen from the survey of a sample. If such a
-# survey was not made when the codebook was learned, a sample of _SURVEYED_BYTES bytes is surveyed, provided that the
-# tensor has at least _LEAST_TIMES times as many bytes.
+# Rows can be encoded in the pass that measures them. The slot size is then chosen from the survey of a sample. If no
+# survey was made when the codebook was learned, a sample of _SURVEYED_BYTES bytes is surveyed, but only if the tensor
+# has at least _LEAST_TIMES times this size.
 _SURVEYED_BYTES, _LEAST_TIMES = 1 << 20, 32
-# Overflow for rows that are encoded while they are measured has _MORE_OVERFLOW times the size that the sample predicts,
-# plus the fraction _LEAST_SHARE of all bytes, because the sample has few rows.
+# If rows are encoded while they are measured, memory for the overflow is allocated before its size is known. Its size
+# is _MORE_OVERFLOW times the size that the sample predicts, plus the fraction _LEAST_SHARE of the tensor's bytes. The
+# additional memory is needed because the sample has few rows.
 _MORE_OVERFLOW, _LEAST_SHARE = 1.25, 1 / 512
-# A codebook may leave out what all sampled rows have in common; rows that lack it are stored raw. If the savings on all
-# rows are lower than expected by at least this fraction of the original bytes, a codebook that codes all rows is
-# learned as well.
+# A codebook may leave out bits that are equal in all sampled rows; rows in which these bits differ are stored raw. If
+# the savings on all rows are lower than expected by at least this fraction of the original bytes, a codebook that can
+# code all rows is learned, too.
 MOST_LACKING = 0.01
 _CPU = torch.device("cpu")
 CHANGED = FaultWords(
@@ -51,8 +52,8 @@ class Coding(NamedTuple):
         lengths: uint16 [num_rows], the lengths of all rows (FORMAT.md section 2), on the device that measured the rows
             and encodes them.
         survey: the survey of the lengths.
-        place: slots and overflow that already hold the encoded rows. The parts in the overflow are in no particular
-            order. None: the rows were only measured.
+        place: slots and overflow that already hold the encoded rows. The rows' parts in the overflow are in no
+            particular order. None: the rows were only measured.
     """
 
     codebook: AnyCodebook
@@ -83,7 +84,7 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
         kind: the class of the table.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `ibp.compress`.
+        TypeError, ValueError, RuntimeError: as in `ibp.compress`.
     """
     data, geometry, options = request.data, request.geometry, request.options
     worker, slot_bytes = request.device, request.slot_bytes
@@ -115,7 +116,7 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
                 if sizes[1]:
                     bases = geometry.index_rows(coding.lengths, slot_bytes)
                     torch.ops.ibp.move_parts.default(place.table, bases, overflow)
-            else:  # No rows are encoded yet, or the survey of all rows asks for another slot size than the sample.
+            else:  # No rows are encoded yet, or the survey of all rows chooses another slot size than the sample did.
                 place, coding = None, coding._replace(place=None)  # frees the memory of the place
                 (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
                 bases = encode(request, coding, slot_bytes, slots, overflow, not is_pinned)
@@ -134,8 +135,9 @@ def code_anew(table: Table, options: Options, level: str | None) -> Table:
 
     Args:
         options: the arguments of `refit`.
-        level: the level at which a codebook is learned. None: the level of the table's codebook, unless the options say
-            otherwise.
+        level: the level at which a codebook is learned. None: the level of the table's codebook; or "default" if the
+            table has no codebook, or if the options give a codebook, clusters, or a scheme other than "auto" and
+            "planes".
     """
     if level is None:
         is_free = options.scheme in ("auto", "planes") and options.codebook is options.clusters is None
@@ -152,12 +154,13 @@ def code_anew(table: Table, options: Options, level: str | None) -> Table:
 
 def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding], int]) -> AnyTable:
     """Compresses the rows of a request. Returns a table with slots on the device that encodes the rows, and with the
-    overflow in host memory, which is pinned if the device is a GPU. If slots hold whole rows, and encoding does not
-    make the table smaller, the rows stay raw.
+    overflow in host memory, which is pinned if the device is a GPU. If a slot has the size of a row, and encoding would
+    not make the table smaller, the rows stay raw.
 
     Args:
         kind: the class of the table.
-        slots_for: returns the size of a slot in bytes. It is called if the request does not give the size.
+        slots_for: a function that takes the `Coding` and returns the size of a slot in bytes. It is called if the
+            request does not give the size.
     """
     data, geometry, device, slot_bytes = request.data, request.geometry, request.device, request.slot_bytes
     is_near = device.type == "cpu"
@@ -186,13 +189,13 @@ def coded(request: Request, room: Callable[[int], torch.Tensor] | None = None) -
     """Measures all rows with the given codebook, or with a codebook that it learns. Returns None if there are no rows,
     or if raw rows are best.
 
-    A learned codebook may leave out what all sampled rows have in common; rows that lack it are stored raw. If these
-    rows lower the savings too much (see MOST_LACKING), a second codebook is learned, which leaves out nothing, and the
-    better of the two codebooks is used.
+    A learned codebook may leave out bits that are equal in all sampled rows; rows in which these bits differ are stored
+    raw. If these rows lower the savings too much (see MOST_LACKING), a second codebook is learned that can code all
+    rows, and the better of the two codebooks is used.
 
     Args:
-        room: a function that allocates a number of bytes for slots. The rows may then be encoded in the pass that
-            measures them (see `_measured`). None: rows are only measured.
+        room: a function that takes a size in bytes and allocates memory of this size for slots. The rows may then be
+            encoded in the pass that measures them (see `_measured`). None: rows are only measured.
     """
     options, num_bytes = request.options, request.geometry.num_bytes
     if not num_bytes:
@@ -214,8 +217,9 @@ def coded(request: Request, room: Callable[[int], torch.Tensor] | None = None) -
 
 
 def coded_in_slots(request: Request) -> Coding:
-    """Measures all rows as `coded` does, for slots that may be smaller than rows. If raw rows are best, it still
-    returns a `Coding`, with a codebook of scheme "planes". The tensor must not be empty."""
+    """Measures all rows as `coded` does, for a table whose slots may be smaller than its rows. If `coded` returns None
+    because raw rows are best, this function measures the rows with a codebook of scheme "planes". The tensor must not
+    be empty."""
     found = coded(request)
     if found is None:
         codebook = learn("planes", request)
@@ -225,9 +229,9 @@ def coded_in_slots(request: Request) -> Coding:
 
 
 def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], torch.Tensor] | None) -> Coding:
-    """Measures all rows with a codebook and returns the results. The rows are also encoded in the same pass (see
-    `_encoded_ahead`) if `room` is given, the table has slots, and the device that encodes holds the rows. The tensor
-    must also be large, or the survey of a sample must be known."""
+    """Measures all rows with a codebook and returns the results. The same pass also encodes the rows (see
+    `_encoded_ahead`) if `room` is given, the table has slots, the rows are on the device that encodes, and the survey
+    of a sample is known or the tensor is large enough for making one."""
     data, device = request.data, request.device
     known = None if codebook is request.options.codebook else request.known(codebook)
     is_free = request.options.device is None and not data.is_cuda  # The caller has not named a device.
@@ -306,8 +310,8 @@ def encode(
     bases = torch.empty(0, dtype=torch.int64, device=worker)
     if num_bytes:
         bases = geometry.index_rows(lengths, slot_bytes)
-    # is_cut: whether the operation is given, for each block of rows, only the range of the overflow for this block. A
-    # GPU that writes to its own memory is given the whole overflow, so that the host need not read the bases.
+    # is_cut: whether the operation gets, for each block of rows, only this block's range of the overflow. A GPU that
+    # writes to its own memory gets the whole overflow, so that the host need not read the bases.
     is_cut = num_bytes > 0 and not (lies_near and worker.type == "cuda")
     starts, fault = bases.cpu() if is_cut else bases, new_record(worker)
     words, codec = codebook.words(worker), codebook.codec

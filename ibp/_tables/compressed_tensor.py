@@ -54,7 +54,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         codebook: the `ibp.codecs.Codebook`, `ibp.codecs.PlanesCodebook` or `ibp.codecs.ClusteredCodebook`; None for
             scheme "raw".
         row_bytes: size in bytes of a row. By default a row is an item x[i]. If items are longer than 64 KiB, or x has
-            fewer than two dimensions, a row is a stretch of the flattened tensor.
+            fewer than two dimensions, a row is at most 4,096 bytes of the flattened tensor.
         num_rows: number of rows.
         slot_bytes: size in bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
         slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3). They must not be changed.
@@ -201,9 +201,9 @@ class CompressedTensor(Movable, CodedManners, Table):
         way.
 
         The handle is plain data and can be sent by any means, such as `torch.distributed.broadcast_object_list`, a
-        store or a socket. Any number of processes may open it, as long as this process lives and holds the table. For
-        a table on a GPU, however, the handle contains CUDA's own handles, which torch makes. Only one process may open
-        it, and this process keeps the memory alive until then.
+        store or a socket. Any number of processes may open it, as long as the process that called `share` lives and
+        holds the table. For a table on a GPU, however, the handle contains CUDA's own handles, which torch makes. Only
+        one process may open it. Until then, the process that called `share` keeps the memory alive.
 
         Raises:
             RuntimeError: as for `share_memory_`.
@@ -260,7 +260,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         Returns self.
 
         Other rows are neither read nor moved. The codebook stays the same, so new rows save less, or are stored raw, if
-        they differ from the rows that it was learned from (`refit` learns a new codebook). A row that no longer fits
+        they differ from the rows that it was learned from (`refit` learns a new codebook). A row that no longer fits in
         its slot and its part of the overflow gets a new part. The overflow grows as needed, so an update does not fail
         for lack of room. `refit` frees the parts that rows no longer use.
 
@@ -271,9 +271,10 @@ class CompressedTensor(Movable, CodedManners, Table):
         If the table is on a GPU, this GPU encodes the rows on its current stream, in order with reads on that stream.
         Before another stream reads, it must wait for an event of the current stream; before the next change, the
         current stream must wait for an event of every other stream that reads. If the table is pinned, the GPU that
-        holds the new rows (or the ids) encodes them, or otherwise a GPU that has used the table; reads by the CPU wait
-        for this GPU. If the ids are on a GPU, the call waits for this GPU. CUDA graphs that read the table have to be
-        captured again after the overflow has grown, and after `append` and `refit`.
+        holds the new rows or the ids encodes them. If neither is on a GPU, a GPU that has used the table encodes them,
+        or the CPU if there is no such GPU. Reads by the CPU wait for the GPU that encodes. If the ids are on a GPU, the
+        call waits for this GPU. CUDA graphs that read the table have to be captured again after the overflow has grown,
+        and after `append` and `refit`.
 
         If the call is interrupted or refused, the table holds either all old rows or all new ones.
 
@@ -324,8 +325,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         unless slot_bytes is given. If the call is interrupted, the table is unchanged.
 
         Args:
-            level: as in `ibp.compress`. None: the level of the table's present codebook, unless scheme, codebook or
-                clusters say otherwise.
+            level: as in `ibp.compress`. None: the level of the table's present codebook; or "default" if the table has
+                no codebook, if scheme is neither "auto" nor "planes", or if codebook or clusters is given.
             scheme, codebook, sample, clusters, slot_bytes, device: as in `ibp.compress`.
 
         Raises:
@@ -379,8 +380,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         max_sms: int | None = None,
         path: str | None = None,
     ) -> torch.Tensor:
-        """Decodes the items x[first:last] and returns them, as `ibp.decompress` does for all of x. If out is given, the
-        items are decoded directly into it.
+        """Decodes the items x[first:last] and returns them, as `ibp.decompress` does for all of x. If `out` is given,
+        the items are decoded directly into it.
 
         Example:
             >>> x = torch.randn(1000, 1024).bfloat16()
@@ -413,7 +414,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         max_sms: int | None = None,
         path: str | None = None,
     ) -> prefetching.Prefetch:
-        """Starts to bring items, or the whole tensor, to a GPU on another stream, while the current stream goes on.
+        """Starts copying items, or the whole tensor, to a GPU on another stream, while the current stream continues.
 
         The prefetch begins after the work that is queued on the current stream at the time of the call, so this work
         may still write the ids and use out. If the result goes to the CPU, the call returns when the prefetch is
@@ -451,7 +452,7 @@ class CompressedTensor(Movable, CodedManners, Table):
             torch.Size([2, 512])
 
         Raises:
-            CorruptTableError: the table's bytes contradict each other.
+            CorruptTableError: the table's bytes are inconsistent.
         """
         escapes.prepare(self)
         return self
@@ -499,8 +500,8 @@ class CompressedTensor(Movable, CodedManners, Table):
             yield from streaming.decode_items(self, first, min(first + step, len(self)), check=self.is_cuda).unbind(0)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Returns the whole tensor as an array, for numpy.asarray(table). Raises TypeError for dtypes that numpy
-        lacks."""
+        """Returns the whole tensor as an array, for numpy.asarray(table). Raises TypeError if numpy does not have the
+        dtype."""
         if copy is False:
             raise ValueError("a compressed table cannot become an array without a copy")
         try:
@@ -526,7 +527,7 @@ torch.serialization.add_safe_globals([CompressedTensor])
 
 
 def compress_rows(x: torch.Tensor | np.ndarray, **options: Any) -> CompressedTensor:
-    """Returns a table of a tensor's rows, as `ibp.compress` does for the schemes that code rows. options: fields of
+    """Compresses a tensor as `ibp.compress` does with a scheme that codes rows. Returns the table. options: fields of
     `Options`."""
     x = given_tensor(x)
     check_tensor(x)

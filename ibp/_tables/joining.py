@@ -32,8 +32,8 @@ def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | Non
     cannot be joined.
 
     Tables can be joined if they have equal codebooks, dtypes, item shapes and slot sizes. Every item must be one row.
-    Slots must be smaller than a row, and not empty. No table may have a separate base for every row, as tables have
-    after their rows were changed."""
+    The size of a slot must be above 0 and below the size of a row. No table may have a separate base for every row, as
+    a table has after its rows have been changed."""
     table = parts[0].table
     form = _form(table)
     if form is None or any(_form(part.table) != form for part in parts[1:]):
@@ -63,6 +63,6 @@ def _form(table: CompressedTensor) -> Hashable | None:
 
 
 def _overflow_before(table: CompressedTensor, item: int) -> int:
-    """Returns the number of bytes of overflow that the items before `item` take."""
+    """Returns the size in bytes of the overflow of all items before `item`."""
     geometry = Geometry(torch.Size((item, *table.shape[1:])), table.dtype, table.row_bytes)
     return geometry.survey(table.lengths[:item]).overflow_bytes(table.slot_bytes)

@@ -17,10 +17,11 @@ from .._rows.table import Table
 
 
 def call(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Calls a function of torch with arguments of which at least one is a table. Returns the result. Raises TypeError
-    if the function does not support tables."""
+    """Calls a function of torch and returns its result. At least one argument must be a table. Raises TypeError if the
+    function does not support tables."""
     handler = _HANDLERS.get(function)
-    if function is torch.index_select:  # PyTorch Geometric replaces torch.index_select, so it is looked up here.
+    # PyTorch Geometric replaces torch.index_select, so the function is looked up at each call.
+    if function is torch.index_select:
         handler = _index_select
     if handler is None:
         known = ", ".join(sorted({name for name, _ in _NAMED}))
@@ -80,7 +81,7 @@ def embedding_bag_of(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> torch.Tensor:
-    """Implements F.embedding_bag by `ibp.embedding_bag`. The result is on the device of input. scale_grad_by_freq and
+    """Implements F.embedding_bag with `ibp.embedding_bag`. The result is on the device of input. scale_grad_by_freq and
     sparse are ignored."""
     _check_table(weight, "weight")
     _refuse_max_norm(max_norm)

@@ -1,5 +1,5 @@
-"""Compresses the weights of models into packed tables. The dimensions of a weight are coded in the order that they have
-in memory, and weights of one kind share a codebook."""
+"""Compresses the weights of models into packed tables. A weight is coded with its dimensions in the order that they
+have in memory. Weights of one kind share a codebook."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_worth_coding(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class CodedWeight:
-    """A compressed weight, with the strides that the weight had in memory, such as channels last.
+    """A compressed weight, with the strides that the weight had in memory, for example those of channels_last.
 
     Example:
         >>> weight = torch.randn(64, 32, 3, 3).to(memory_format=torch.channels_last)
@@ -109,7 +109,8 @@ class WeightCompressor:
         Args:
             name: the name of the weight in its model.
             x: the weight.
-            defaults: options for this weight. They apply only if the constructor was not given the same options.
+            defaults: options for this weight. If the constructor was given the same option, the constructor's value is
+                used.
         """
         options = {"layout": "packed", "row_bytes": ROW_BYTES, **defaults, **self._options}
         kind = kind_of(name, x.shape, x.dtype), options["row_bytes"]  # A codebook fits only rows of one size.

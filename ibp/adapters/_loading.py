@@ -59,13 +59,13 @@ class ModelOptions:
 
     @classmethod
     def of(cls: type[_Self], model: torch.nn.Module) -> _Self:
-        """Returns options that select exactly those weights which are coded in a model now."""
+        """Returns options that select exactly the weights that are now coded in a model."""
         return cls(**options_of(model))
 
     def includes(self, *names: str) -> bool:
-        """Returns whether a module is to be coded. names: the module's name in the model. If a framework has merged
-        several modules into this one, the names of all of them: `include` must match at least one, and `exclude` must
-        match none."""
+        """Returns whether a module is to be coded. names: the module's name in the model; if a framework has merged
+        several modules into this one, the names of all of them. `include` must match at least one of the names, and
+        `exclude` must match none of them."""
         is_wanted = any(is_included(name, self.include, ()) for name in names)
         return is_wanted and all(is_included(name, None, self.exclude) for name in names)
 
@@ -109,12 +109,13 @@ class ModelLoading:
         return ModelPlan(self._model, **{name: getattr(self._options, name) for name in _FIELDS})
 
     def leave(self, names: Iterable[str]) -> None:
-        """Makes modules with these names, and all modules inside them, stay plain. Call it before the first weight is
-        read."""
+        """Keeps the weights of the modules with these names, and of all modules inside them, plain. Call it before the
+        first weight is read."""
         self._away = frozenset(names)
 
     def has(self, key: str) -> bool:
-        """Returns whether the model has a parameter with this name that is to be coded, by `put` or by `finish`."""
+        """Returns whether the model has a parameter with this name that the options select for coding. `leave` does not
+        change the result."""
         return self._plan.has(key)
 
     def codes(self, key: str) -> bool:
@@ -185,8 +186,8 @@ class ModelLoading:
 
     @staticmethod
     def _check_same(key: str, shared: SharedTable, value: CompressedTensor | torch.Tensor) -> None:
-        """Raises ValueError unless a value has the bits of a weight that is coded already. shared: the weight's
-        table."""
+        """Raises ValueError unless a value is equal, bit for bit, to a weight that has been coded already. shared: the
+        weight's table."""
         with _LOCK:
             plain = value if isinstance(value, torch.Tensor) else value.decompress()
             if plain is not value and shared.transposed:

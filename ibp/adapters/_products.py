@@ -1,4 +1,5 @@
-"""Tables for engines that multiply: makes tables of matrices, joins tables of shards, multiplies by stacked experts."""
+"""For engines that multiply by tables: makes tables of matrices, joins the tables of shards, and multiplies by experts
+whose matrices are stacked."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ def join(
         device: the device of the result.
 
     Returns:
-        The table, or None if the tables cannot be joined. To be joined, tables must code each row of the tensor as one
-        row, have slots of the same size, smaller than a row, and have equal codebooks.
+        The table, or None if the tables cannot be joined. In each table, one coded row must be one row of the tensor,
+        and slots must be smaller than a row. All tables must have equal codebooks, and slots of the same size.
     """
     for table, *_ in parts:
         if not table.shape or table.row_bytes != table.shape[-1] * table.dtype.itemsize:
@@ -66,7 +67,8 @@ def join(
 
 
 class ExpertTables:
-    """The tables of the two stacked matrices of a mixture of experts, for engines that stack experts in this way.
+    """The two tables of a mixture of experts, for engines that stack the matrices of all experts: one table has the
+    first matrix of every expert, and the other has the second one.
 
     Example:
         >>> up, down = (ibp.adapters.compress_matrix(torch.randn(rows, 64).bfloat16()) for rows in (8 * 32, 8 * 64))
@@ -87,7 +89,7 @@ class ExpertTables:
     def multiplies(self, x: torch.Tensor, ids: torch.Tensor) -> bool:
         """Returns whether `multiply` can be called. The tables must be on the GPU of x, in the form that the kernel
         supports. There must be at most 1,024 pairs of a token and an expert, and at most 4,096 experts. If the result
-        is False, multiply by the weights that `decoded` returns.
+        is False, multiply by the matrices that `decoded` returns.
 
         Args:
             x: [tokens, columns], BF16.
@@ -107,7 +109,7 @@ class ExpertTables:
         biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         absent: float = torch.nan,
     ) -> torch.Tensor:
-        """Returns for each token the weighted sum of its experts' results, with a kernel that decodes weights in
+        """Returns, for each token, the weighted sum of its experts' results. The kernel decodes the matrices in
         registers. The call does not wait for the GPU, so that CUDA graphs can capture it.
 
         Args:
@@ -116,11 +118,11 @@ class ExpertTables:
             activate: a function that takes the products by the first matrix, [n, rows of up], and returns the vectors
                 that the second matrix multiplies, [n, columns of down].
             biases: the biases of both matrices, [num_experts, rows] or None.
-            absent: the value that products with the second matrix get if an id is not an expert of this object, such as
-                -1 for an expert on another rank.
+            absent: the value that products with the second matrix get if an id is not in [0, num_experts), such as -1
+                for an expert on another rank.
 
         Raises:
-            ValueError: the kernel does not take these arguments.
+            ValueError: the kernel does not support these arguments.
         """
         found = escapes_for_groups(x, [self.up, self.down], self._rows())
         if found is None:

@@ -52,8 +52,8 @@ class RestingWeight:
         resting.rest(parameter, self, self._blank)
 
     def wake(self, parameter: torch.nn.Parameter, decoded: torch.Tensor | None = None) -> None:
-        """Makes a resting parameter an ordinary one. decoded: a tensor to which the weight's table has been decoded;
-        its memory becomes that of the parameter. None: the parameter's content is undefined until it rests again."""
+        """Makes a resting parameter an ordinary one. decoded: a tensor that holds the decoded table of the weight; the
+        parameter uses its memory from now on. None: the parameter's content is undefined until it rests again."""
         resting.wake(parameter)
         if decoded is not None:
             parameter.data = self.coded.as_it_was(decoded)

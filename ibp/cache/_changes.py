@@ -61,9 +61,9 @@ def mark_current(state: CacheState) -> None:
 
 
 def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items of a writable cache. If a row is cached and its new bytes fit its slot, the row is changed in the
-    slot. All other rows are changed in the table; if they are cached, they are removed from the cache. items: ids on
-    the cache's first device, all different."""
+    """Changes items of a writable cache. If a row is cached and its new bytes fit in its slot, the row is changed in
+    the slot. All other rows are changed in the table; if they are cached, they are removed from the cache. items: ids
+    on the cache's first device, all different."""
     view, worker = state.view, items.device
     numbers = rows_of(items, state.rows_per_item)
     data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
@@ -140,9 +140,9 @@ class _CodedChanges(NamedTuple):
     """Rows in the form in which a cache stores them.
 
     Attributes:
-        bytes: uint8 [rows, size of a slot or of a raw row, whichever is smaller].
+        bytes: uint8 [rows, min(slot_bytes, row_bytes)]. Without a codebook, [rows, row_bytes].
         lengths: int16 [rows]: the bits of the rows' entries in the uint16 array `lengths` of a table.
-        fits: bool [rows]: whether each row fits a slot.
+        fits: bool [rows]: whether each row fits in a slot.
     """
 
     bytes: torch.Tensor
@@ -151,7 +151,8 @@ class _CodedChanges(NamedTuple):
 
     @classmethod
     def of(cls, codebook: AnyCodebook | None, data: torch.Tensor, slot_bytes: int) -> _CodedChanges:
-        """Encodes data, [rows, row_bytes]. Default rows, which have no bytes, count as not fitting a slot."""
+        """Encodes data, [rows, row_bytes]. Default rows have no bytes; `fits` is False for them if there is a
+        codebook."""
         (num_rows, row_bytes), device = data.shape, data.device
         if codebook is None:
             fits = torch.full((num_rows,), slot_bytes >= row_bytes, dtype=torch.bool, device=device)

@@ -27,7 +27,7 @@ def count_accesses(
 
     Args:
         batches: the ids of each batch, integers of any shape, on the CPU or a GPU.
-        num_items: ids are in [0, num_items).
+        num_items: number of items. Ids are in [0, num_items).
         device: the device that counts. None: the CPU.
 
     Returns:

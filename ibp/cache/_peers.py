@@ -2,10 +2,10 @@
 others.
 
 Each rank fills its own slab and lends it to the others: GPU memory by CUDA IPC, as torch sends tensors between
-processes, and host memory as shared segments. A loan is what another rank needs to open the slab. Each rank opens loans
-on its own device: its kernels then read the slab over NVLink, and no context on the lender's GPU is needed. Lent memory
-is freed when all borrowers have closed it, or when the lender ends. Borrowers close it when the cache is refilled or
-freed.
+processes, and host memory as shared segments. A loan has the data that another rank needs to open the slab. Each rank
+opens loans on its own device: its kernels then read the slab over NVLink, and no context on the lender's GPU is needed.
+Lent memory is freed when all borrowers have closed it, or when the lender ends. Borrowers close it when the cache is
+refilled or freed.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Peers:
             raise ValueError(f"the group has {self.size} ranks; a cache has at most {MAX_SLABS}")
 
     def agree(self, cache: RowCache, set_up: Callable[[], None], has_hotness: bool) -> None:
-        """Calls set_up() on each rank, and checks that the ranks can have a cache in common. A collective call. Raises
-        what set_up() raises. Also raises ValueError if ranks give different tables or budgets, are on several
-        machines, or have GPUs that cannot read each other's memory."""
+        """Calls set_up() on each rank, and checks that the ranks can share a cache. A collective call. Raises what
+        set_up() raises. Also raises ValueError if ranks give different tables or budgets, are on several machines, or
+        have GPUs that cannot read each other's memory."""
 
         def work() -> tuple[str, str, dict[str, Any]]:
             set_up()
@@ -109,8 +109,8 @@ class Peers:
         return made
 
     def give_back(self) -> None:
-        """Waits until all ranks have closed the memory that was lent to them, and then lets torch free it. A collective
-        call."""
+        """Waits until all ranks have closed the memory that was lent to them, and then lets torch free the memory that
+        this rank has lent. A collective call."""
         self._group.together(_REFILL, lambda: None)
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
@@ -147,8 +147,9 @@ def _fingerprint(items: torch.Tensor) -> tuple[int, int]:
 class _Loan(NamedTuple):
     """A slab that one other process may open.
 
-    how: for host memory (handle of the shared segment, size of the slab in bytes, number of words of its map). For GPU
-    memory, the results of `ipc.lent` for its bytes and for its map. Each of the two is None if the tensor is empty.
+    how: for a slab in host memory: (handle of the shared segment, size of the slab in bytes, number of words of its
+    map). For a slab in GPU memory: (result of `ipc.lent` for its bytes, result of `ipc.lent` for its map); each result
+    is None if the tensor is empty.
     """
 
     how: Any
@@ -167,8 +168,8 @@ class _Loan(NamedTuple):
 
 
 class _Lender:
-    """Lends a slab to the other ranks of a cache. `slab` is the slab that was lent: the slab that `lend` was given if
-    it is in GPU memory, otherwise a copy of that slab in a shared segment."""
+    """Lends a slab to the other ranks of a cache. `slab` is the slab that was lent: the argument of `lend` if that is
+    in GPU memory, otherwise a copy of the argument in a shared segment."""
 
     slab: Slab
     _segment: Segment  # other ranks open it through this process
@@ -177,8 +178,8 @@ class _Lender:
         self._rank, self._size = rank, size
 
     def lend(self, slab: Slab) -> list[_Loan | None]:
-        """Returns a loan for each other rank. Each loan of GPU memory must be opened once, because the memory is not
-        freed before."""
+        """Returns a loan for each other rank. Each loan of GPU memory must be opened once, because the memory cannot be
+        freed before it has been opened."""
         if slab.device.type == "cuda":
             self.slab = slab
             return [

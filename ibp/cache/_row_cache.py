@@ -68,7 +68,7 @@ class CacheStats(Statistics):
     Attributes:
         own_hits: number of rows that were found in the slab of the device that asked.
         peer_hits: number of rows that were found in the slab of another device.
-        hits_of_slabs: for each slab, the number of rows that were found in it, for any device.
+        hits_of_slabs: for each slab, the number of rows that were found in it, whichever device asked.
         misses: number of rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
         link_bytes: total size of the missed rows in bytes, each row rounded up to whole 32-byte sectors.
         capacity: number of rows for which the cache has room.
@@ -106,8 +106,9 @@ class RowCache(OfThisProcess, TensorManners):
     CUDA graph after one call outside of a graph. With devices="cpu" the CPU does all of the work.
 
     A cache can be used wherever a table is read; the adapters in `ibp.integrations` accept it as a table. The cache
-    keeps the table alive. A device without a slab gets all rows from the table. If a GPU cannot read the slab that
-    holds a row, it gets the row from the table.
+    keeps the table alive. A device without a slab gets all rows from the table. The exception is a cache that is
+    writable, or whose table is an `ibp.CodedRows`: its first device looks the rows up, and they are copied from there.
+    If a GPU cannot read the slab that holds a row, it gets the row from the table.
 
     Several threads may use a cache at the same time. The work of calls that change the cache (`update_`, `invalidate`,
     and lookups in a cache that replaces rows) is ordered with the cache's other work on all streams, except work in
@@ -127,12 +128,13 @@ class RowCache(OfThisProcess, TensorManners):
         budget_bytes: size in bytes of the device memory of each slab, including its map and everything else that the
             cache keeps there; 0 or more. The index that the table keeps on a GPU is not counted. During `refill` the
             old and the new slabs exist at the same time, and take up to twice this size.
-        hotness: the items to cache: a number for each item, [num_items], larger for hotter items (degrees,
-            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: nothing is cached until `refill` (a
-            RuntimeWarning says so) or, with "lru", until rows are requested. An empty list: nothing is cached, and
-            there is no warning.
+        hotness: the items to cache: a number for each item, [num_items], larger for hotter items (such as degrees of
+            nodes, or the result of `ibp.cache.count_accesses`); or a list of ids, the hottest first. None: nothing is
+            cached until `refill` (a RuntimeWarning says so) or, with "lru", until rows are requested. An empty list:
+            nothing is cached, and there is no warning.
         devices: 1 to 8 devices, each of which has a slab. The hash of a row's number determines its slab. None: the
-            current GPU, or the device of the `ibp.CodedRows`; the CPU if there is no GPU.
+            device of the `ibp.CodedRows`, or of a table on a GPU. For a table in host memory, the current GPU, or the
+            CPU if there is no GPU.
         policy: "static": only `refill` changes which rows are cached. "lru": requested rows replace the least recently
             used rows; only for a cache on one device.
         writable: whether `update_` changes cached rows in their slots, and `flush` changes them in the table. Only for
@@ -143,12 +145,13 @@ class RowCache(OfThisProcess, TensorManners):
             other calls are not. Before a process ends, all ranks must call `refill([])` or a barrier. Only for static
             caches that are not writable.
         slot_bytes: size in bytes of a row's slot in a cache that is writable or replaces rows, rounded up to a multiple
-            of 32. Rows that do not fit are not cached. None: a size that 99.9 % of the table's rows fit, plus a
-            sixteenth if the cache is writable. If no row of the table has bytes yet, it is the size of a raw row.
+            of 32. Rows that do not fit in a slot are not cached. None: a size in which 99.9 % of the table's rows fit,
+            plus a sixteenth if the cache is writable. If no row of the table has bytes yet, it is the size of a raw
+            row.
 
     Raises:
-        TypeError: table, budget_bytes or hotness has another type.
-        ValueError: an argument is out of range, or arguments contradict each other.
+        TypeError: table, budget_bytes or hotness has a wrong type.
+        ValueError: an argument is out of range, or two arguments exclude each other.
         IndexError: hotness has an id that is out of range.
         RuntimeError: another rank of the group has failed, or does not take part.
         torch.OutOfMemoryError: the device does not have enough memory.
@@ -283,25 +286,24 @@ class RowCache(OfThisProcess, TensorManners):
         max_sms: int | None = None,
         in_order: bool = False,
     ) -> torch.Tensor:
-        """Returns items of the table, like `ibp.index_select(table, ids)`. Cached rows come from the cache.
+        """Returns items of the table, as `ibp.index_select(table, ids)` does. Cached rows come from the cache.
 
         Args:
             ids: integers [K] in [0, N), on the CPU or a GPU.
             device: the device of the result. None: out's device, else that of ids.
             out: tensor of the table's dtype to write to. For a cache of an `ibp.CodedRows`, it may have any dtype with
                 the same number of bytes.
-            check: whether to wait for the result and raise errors here. Otherwise the next call raises errors for ids
-                on a GPU that are out of range, and for corrupt rows.
+            check: whether to wait for the result and raise errors here. Otherwise, if ids on a GPU are out of range or
+                rows are corrupt, the next call raises the error.
             max_sms: keep at most this many of the GPU's multiprocessors busy. None: all.
-            in_order: whether ids on a GPU are nearly sorted. If they are not, and if there are many of them and the
-                table is large, they are sorted first.
+            in_order: whether ids on a GPU are nearly sorted. If False, many ids into a large table are sorted first.
 
         Returns:
             Tensor [K, ...]; out if it was given.
 
         Raises:
             TypeError, ValueError, IndexError, CorruptTableError: as in `ibp.index_select`.
-            RuntimeError: the table has been refit, or its rows have been changed other than by this cache.
+            RuntimeError: the table has been refit, or its rows have been changed by something other than this cache.
         """
         if type(ids) is not torch.Tensor or ids.dtype not in ID_DTYPES or ids.dim() != 1:
             ids = flat_ids(ids)
@@ -339,11 +341,11 @@ class RowCache(OfThisProcess, TensorManners):
         stream: torch.cuda.Stream | None = None,
         max_sms: int | None = None,
     ) -> prefetching.Prefetch:
-        """Starts to bring items to a GPU on another stream, as `CompressedTensor.prefetch` does. Cached rows come from
+        """Starts copying items to a GPU on another stream, as `CompressedTensor.prefetch` does. Cached rows come from
         the cache.
 
         Raises:
-            ValueError: stream is of another device.
+            ValueError: stream belongs to another device.
 
         It also raises what `index_select` raises.
         """
@@ -380,9 +382,9 @@ class RowCache(OfThisProcess, TensorManners):
     _take_outside = outside_of_graphs(_take)
 
     def _in_use(self, worker: torch.device) -> Generation:
-        """Returns the generation (`_slabs.py`) that is in use, for work on the current stream of a device. Makes this
-        stream wait for other streams if necessary. The caller must hold the lock. Raises RuntimeError if the table has
-        changed since its rows were cached."""
+        """Returns the generation (see `_slabs.py`) that is in use. If necessary, makes the current stream of the device
+        `worker` wait for other streams before it uses the generation. The caller must hold the lock. Raises
+        RuntimeError if the table has changed since its rows were cached."""
         state, generation, writes = self._state, self._state.generation, self.policy == "lru"
         if generation.codebook is not self.view.codebook or generation.version != self.view.version:
             state.check(generation)
@@ -399,8 +401,9 @@ class RowCache(OfThisProcess, TensorManners):
     def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
         """Looks items up on the current stream, for operations that read their rows on this stream.
 
-        Yields (the handle of the table; int64 [K * number of rows of an item]: the map entry of each row, 0 if the row
-        is not cached; the bytes of each slab). Only work that is launched within the `with` block may use them.
+        Yields (handle of the table, map entries, bytes of each slab). Map entries are int64 [K * number of rows of an
+        item]: the entry of each row, 0 if the row is not cached. Only work that is launched within the `with` block may
+        use them.
 
         Args:
             ids: int32 or int64 [K], contiguous, on one of `devices`.
@@ -459,17 +462,18 @@ class RowCache(OfThisProcess, TensorManners):
         return self._state.serving[0] if is_asked else None
 
     def decompress(self, *, device: Device | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the whole tensor from the table, after a flush."""
+        """Flushes the cache, and returns the whole tensor from the table."""
         self.flush()
         return self.view.decompress(device=device, out=out)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """Returns table[key] from the table, after a flush."""
+        """Flushes the cache, and returns table[key] from the table."""
         self.flush()
         return self.view[key]
 
     def check(self) -> None:
-        """Waits for the table's work on all GPUs, and raises an error noted there: IndexError or CorruptTableError."""
+        """Waits for the table's work on all GPUs, and raises IndexError or CorruptTableError if one of them has
+        recorded an error."""
         self.view.check()
 
     # ---- contents ----
@@ -485,7 +489,7 @@ class RowCache(OfThisProcess, TensorManners):
         Args:
             hotness: as in the constructor.
 
-        With a group this is a collective call: all ranks must give the same hotness (sum counts of accesses by
+        With a group this is a collective call: all ranks must give the same hotness (add up counts of accesses with
         `torch.distributed.all_reduce`). If one rank fails, all ranks raise, and all caches are unchanged.
 
         Raises:
@@ -558,8 +562,8 @@ class RowCache(OfThisProcess, TensorManners):
 
     def _swap(self, made: Generation) -> None:
         """Replaces the generation in use. The memory of the old generation is freed when the streams that read it are
-        done. In a group the call also waits for this process's GPUs, so that nothing here still reads memory that
-        other processes lent to the old generation."""
+        done. In a group the call also waits for this process's GPUs, so that this process no longer reads memory that
+        other processes lent for the old generation."""
         with self._state.lock:
             old, self._state.generation = self._state.generation, made
         if self._peers is not None:
@@ -593,14 +597,14 @@ class RowCache(OfThisProcess, TensorManners):
     # ---- changing ----
 
     def put_items(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Changes items like `update_`. ids must be int64, all different and in range; rows must fit the table."""
+        """Changes items as `update_` does. ids must be int64, all different and in range; rows must fit the table."""
         _changes.put_items(self._state, ids, rows)
 
     def update_(self, ids: Ids, rows: torch.Tensor) -> RowCache:
-        """Sets table[ids] = rows, like `CompressedTensor.update_`. Returns the cache.
+        """Sets table[ids] = rows, as `CompressedTensor.update_` does. Returns the cache.
 
         A writable cache encodes cached rows into their slots, with the table's codebook, and the table keeps the old
-        rows until `flush`. Rows that are not cached, or that no longer fit their slots, are written to the table. A
+        rows until `flush`. Rows that are not cached, or that no longer fit in their slots, are written to the table. A
         cache that is not writable writes all rows to the table and removes them from its slabs. If ids are on a GPU,
         the call waits for them.
 
@@ -671,7 +675,8 @@ class RowCache(OfThisProcess, TensorManners):
 
 
 def _view_of(table: Any) -> CompressedTensor:
-    """Returns the table itself, or, if it is an `ibp.CodedRows`, a table that always reads the present rows."""
+    """If `table` is an `ibp.CodedRows`, returns a table over its memory, which always reads the present rows. Otherwise
+    returns `table` itself."""
     if isinstance(table, CodedRows):
         return table._live_table()
     if not isinstance(table, CompressedTensor):

@@ -1,4 +1,4 @@
-"""Slabs: copies of stored rows in device memory, as many as fit a budget (the paper's section 5).
+"""Slabs: copies of stored rows in device memory, limited by a budget (the paper's section 5).
 
 A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries. The map
 is a hash table, divided into *sets* of *ways*; a way holds one row number and the entry of this row. Rows that never
@@ -40,7 +40,7 @@ FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # size in bytes of 
 # cached rows. Lookups then do not read the memory of peers. On two H200s, reading cached rows of 128, 512 and 2,048
 # bytes from the peer was 1.5, 1.2 and 1.1 times as fast with such copies.
 NEAR_MAP_SHARE = 0.4
-SLOT_QUANTILE = 0.999  # the fraction of the rows whose stored size fits a slot
+SLOT_QUANTILE = 0.999  # the fraction of the rows that must fit in a slot
 GROWTH = 16  # if rows may change, a slot is larger by a sixteenth, so that most rows still fit after a change
 # The fields of an entry that this file reads (ibp_cache.h has all of them). Bits 0 to 39: offset of the row in its
 # slab, in bytes. Bits 40 to 42: number of the slab. Bit 60: whether the row is present. Bit 61: whether the row has
@@ -90,8 +90,8 @@ class Generation:
     described: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # see `describe`
 
     def view_of(self, device: torch.device) -> View:
-        """Returns two lists with one tensor for each slab: the maps in which a device looks rows up, and the bytes from
-        which it reads them. For a slab that the device cannot read, both tensors are empty."""
+        """Returns (maps, bytes), two lists that each have one tensor for each slab. The device looks rows up in the
+        maps, and reads them from the bytes. For a slab that the device cannot read, both tensors are empty."""
         if device not in self.views:
             near = self.near_maps.get(device, {})
             readable = [can_read(device, slab) for slab in self.slabs]
@@ -174,8 +174,8 @@ def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
 
 
 def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
-    """Returns a slot size in bytes, a multiple of 32, that nearly all rows with bytes fit. If no row has bytes, returns
-    the size of a raw row. may_grow: whether to leave room for rows to become larger when they change."""
+    """Returns a slot size in bytes, a multiple of 32, in which nearly all rows that have bytes fit. If no row has
+    bytes, returns the size of a raw row. may_grow: whether to leave room for rows to become larger when they change."""
     found = table.geometry.survey(handle_on(table, device).parts.lengths)
     with_bytes = found.num_rows - int(found.sectors[0])
     if not with_bytes:
@@ -190,8 +190,8 @@ def in_sectors(num_bytes: int) -> int:
 
 
 def sets_for(num_rows: Any) -> Any:
-    """Returns the number of sets of the map of a static cache of num_rows rows: a tensor if num_rows is a tensor,
-    otherwise an int."""
+    """Returns the number of sets that the map of a static cache needs for num_rows rows. The result is a tensor if
+    num_rows is a tensor, otherwise an int."""
     return (num_rows * _SETS + _ROWS - 1) // _ROWS
 
 
@@ -211,14 +211,15 @@ class SlabPlan:
 
 
 def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_bytes: int, num_maps: int) -> SlabPlan:
-    """Plans a slab with the longest prefix of the given rows that fits a budget together with the slab's map.
+    """Plans a slab that holds as many of the hottest rows as a budget allows for the rows and their maps.
 
     Args:
         rows: int64: the row numbers, the hottest first.
         sizes: int64: the stored size of each row in bytes, at least 1.
         slot_bytes: size in bytes of a row's slot. 0: rows lie back to back.
         budget_bytes: size in bytes of everything that the device holds for the cache.
-        num_maps: number of maps of this size on the device: the slab's own map, and copies of other slabs' maps.
+        num_maps: number of maps that the device holds: the slab's own map, and copies of other slabs' maps. They are
+            counted as equally large.
     """
     taken = sizes if slot_bytes == 0 else torch.full_like(sizes, slot_bytes)
     ends = taken.cumsum(0)
@@ -235,7 +236,7 @@ def plan_slabs(
     device of the cache.
 
     Default rows are left out: they have no bytes, and the table's index alone says what they are. Rows that do not fit
-    a slot are also left out.
+    in a slot are also left out.
     """
     sizes = stored_bytes(table, rows)
     fits = sizes > 0 if slot_bytes == 0 else (sizes > 0) & (sizes <= slot_bytes)
@@ -286,8 +287,8 @@ def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device)
 
 
 def replacing_slab(slot_bytes: int, budget_bytes: int, num_rows: int, device: torch.device) -> Slab:
-    """Returns an empty slab whose rows replace each other. The slab has as many sets as fit the budget, but not more
-    than are needed for twice num_rows rows. num_rows: number of rows of the table."""
+    """Returns an empty slab whose rows replace each other. It has the largest number of sets that the budget allows,
+    but at most the number that twice num_rows rows need. num_rows: number of rows of the table."""
     set_bytes = LRU_WAYS * (slot_bytes + WAY_BYTES + STAMP_BYTES) + STAMP_BYTES
     num_sets = min(max(0, budget_bytes - FIXED_BYTES) // set_bytes, -(-2 * num_rows // LRU_WAYS))
     num_ways = num_sets * LRU_WAYS

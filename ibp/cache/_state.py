@@ -14,7 +14,7 @@ from ._slabs import COUNTERS, Generation, Slab
 
 
 class CacheState:
-    """The rows that a cache holds, and the locks and streams that keep readers and writers apart.
+    """The rows that a cache holds, and the locks and streams that order readers and writers.
 
     Args:
         view: the table whose rows are held.
@@ -41,8 +41,8 @@ class CacheState:
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
-        """Makes sure that memory of the generation and of the counters, once freed, is not reused before the stream is
-        done with it. worker: the device of the stream. If stream is None, does nothing."""
+        """Makes sure that the memory of the generation and of the counters is not reused, after it has been freed,
+        before the stream is done with it. worker: the device of the stream. If stream is None, does nothing."""
         if stream is not None and key_of(stream) not in generation.streams:
             generation.hold_for(stream)
             self.counts[worker].record_stream(stream)

@@ -1,4 +1,5 @@
-"""Measures a calibration. Each rate is measured with the calls whose speed it describes, on synthetic data."""
+"""Measures the rates of a calibration. Each rate is measured with the calls whose speed it describes, on synthetic
+data."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from .._schemes.codebook import work_of
 from .._tables.coded_rows import CodedRows, encode_into
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
-_NEAR_BYTES = 128 << 20  # A size in bytes of pinned memory in which address translation is fast on every GPU.
+_NEAR_BYTES = 128 << 20  # Size in bytes of pinned memory for which address translation is fast on every GPU.
 _STREAMED_BYTES = 32 << 20  # Size in bytes of the tensor with which stream_start_us is measured.
 _ROW_BYTES, _SHORT_ROW_BYTES, _MEDIUM_ROW_BYTES, _SECTOR_BYTES = 2048, 128, 256, _core.SECTOR_BYTES
 _ID_SETS = 16  # Number of different sets of random ids that repeated calls use.
@@ -302,8 +303,8 @@ def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...],
 
 
 def _masks(floats: torch.Tensor) -> _Family:
-    """Returns a family of scheme ibp. 26 of the 32 bits of every chunk are equal in all rows, so coded rows are short
-    and the link limits the decoder less."""
+    """Returns a family of scheme ibp. 26 of the 32 bits of every chunk are equal in all rows, so coded rows are short,
+    and the link is less likely to limit the decoder."""
     fixed, chunk_bytes = 0x7FFFFFC1, 4
     rows = (floats.view(torch.int32) & ~fixed) | (fixed & 0x3F800001)
 
@@ -342,16 +343,17 @@ def _place_for(table: CompressedTensor, codebook: AnyCodebook, device: torch.dev
 
 
 def _coded_read_share(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Returns the rate at which sectors of coded rows that had 256 bytes before coding are fetched, as a fraction of
-    the rate for raw rows, at most 1."""
+    """Measures the rate at which sectors of coded rows of 256 original bytes are fetched. Returns this rate divided by
+    the rate for raw rows, but at most 1."""
     table = family.table(_MEDIUM_ROW_BYTES, min(_NEAR_BYTES, clock.table_bytes), _CPU)
     return min(1.0, table.link_bytes / table.num_rows / _row_ns(clock, table) / known.read_gbps)
 
 
 def _least_row_ns(clock: Clock, family: _Family, known: Calibration) -> float:
     """Returns the shortest time per row, in ns, in which coded rows are fetched from pinned memory and decoded. It is
-    measured with rows of 128 original bytes, relative to raw rows of the same size, whose time is known from the rates
-    of the link. If the link limits these rows, returns the shortest time of the link for any row instead."""
+    measured with rows of 128 original bytes, relative to raw rows of the same size, whose time follows from the rates
+    of the link. If the link is the limit for these coded rows, returns the link's shortest time for any row,
+    `known.least_row_ns`."""
     num_bytes = min(_NEAR_BYTES, clock.table_bytes)
     table = family.table(_SHORT_ROW_BYTES, num_bytes, _CPU)
     raw = _raw_table(_memory.empty(num_bytes, _CPU, pin=True), _SHORT_ROW_BYTES)

@@ -22,7 +22,8 @@ from .._schemes import AnyCodebook
 from ._source import SourceTensor
 
 _WORD_BYTES = 8  # size in bytes of a word of a fingerprint (FORMAT.md section 10)
-# Number of bytes that one call of `sum_words` adds to a fingerprint. For so few bytes the call uses a single thread.
+# Number of bytes that one call of `sum_words` adds to a fingerprint. It is small enough that the call uses a single
+# thread.
 _HASHED_BYTES = 1 << 20
 _CPU = torch.device("cpu")
 

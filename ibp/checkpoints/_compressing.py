@@ -91,7 +91,7 @@ def compress(
     config.json beside weights is changed, so that it says that the weights are coded. If ibp is imported,
     `from_pretrained` of transformers and diffusers loads such weights; without ibp it finds no weights.
 
-    The output appears under its name when it is whole. Until then, finished files of a set are kept in a directory
+    The output appears under its name when it is complete. Until then, finished files of a set are kept in a directory
     beside it, `.<name>.ibp-work`. If the call is interrupted, the next call with the same arguments uses these files,
     unless the inputs have changed.
 
@@ -107,8 +107,8 @@ def compress(
         inputs: one or more paths, globs, directories, indices of sets of files, or URLs of fsspec. The formats of files
             are safetensors, .npy, .npz, checkpoints of torch.save (read with weights_only), and files of ibp.
         output: path of the file; or a directory, in which the file is "model.ibp.safetensors" unless the input is a
-            directory, too; or a URL of fsspec, to which the files are copied when they are whole. If the input is a
-            directory, a name without the suffix of a format is that of a directory.
+            directory, too; or a URL of fsspec, to which the files are copied when they are complete. If the input is a
+            directory, and the output has no suffix of a format, the output is a directory.
         scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
         row_bytes: size in bytes of a row of the flat tensor. None: 4,096; for an array of numpy, the size of an item,
             if that is 512 bytes to 64 KiB.
@@ -162,7 +162,8 @@ def compress(
         kept = frozenset(names).difference(chosen(names, include, exclude))
         sets = {}
         for path, source in sources.items():
-            # A single file of a format other than safetensors is decompressed to a single file again, so it is not cut.
+            # A single file of a format other than safetensors is decompressed to a single file again, so it is not
+            # divided.
             is_cut = conversion is None or path in conversion.sets or is_of_weights(path.name)
             sets[path] = shards_of(source, path, most if is_cut else None, checked)
             outputs_of(target.parent / path, len(sets[path]))
@@ -201,8 +202,8 @@ def _write_one(target: Path, shard: Shard, writing: _Writing, force: bool) -> di
 def _write_set(
     target: Path, shards: list[Shard], writing: _Writing, journal: Journal
 ) -> tuple[dict[str, dict[str, Any]], int]:
-    """Writes the files of a set to the journal's directory, except those that an earlier call has finished. Returns the
-    records of all files by their paths, and the number of files that were finished before."""
+    """Writes the files of a set to the journal's directory, except those that an earlier call has finished. Returns
+    (the records of all files, by their paths; the number of files that were finished before)."""
     records = {shard.file: record for shard in shards if (record := journal.finished(shard.file)) is not None}
     num_kept, missing = len(records), [shard for shard in shards if shard.file not in records]
     with writing.bar(missing):

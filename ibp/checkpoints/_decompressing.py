@@ -37,7 +37,7 @@ from ._sources import FORMATS, open_sources
 # passes `whole_files.replaced` with some of its options set.
 Begin = Callable[[Path, int], AbstractContextManager[IO[bytes]]]
 
-_A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # the end of "llama-3.1" does not match
+_A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # ".1" does not match, so "llama-3.1" has no suffix
 _BLOCK_BYTES = 4 << 20  # number of bytes of a tensor that are decoded at once
 _AHEAD = 2  # number of blocks that are decoded ahead of the one that is written
 
@@ -58,8 +58,8 @@ def decompress(
 
     Tensors are decoded and written block by block. A file gets its name only when it is complete. If the input is a set
     of files and the output is safetensors, the output is a set of the same number of files, with an index; the files of
-    a set appear when all of them are whole. In other formats the output is one file. If a directory is decompressed to
-    a directory, each coded file or set gets the name and format from which it was compressed, all other files are
+    a set appear when all of them are complete. In other formats the output is one file. If a directory is decompressed
+    to a directory, each coded file or set gets the name and format from which it was compressed, all other files are
     copied, and the original config.json is restored.
 
     Example:
@@ -73,8 +73,8 @@ def decompress(
     Args:
         inputs: as in `ibp.checkpoints.compress`; usually a file of ibp, or an index or a directory of such files.
         output: path of the file; or a directory, in which the file is "model.safetensors" unless the input is a
-            directory, too; or a URL of fsspec. A name without a suffix is that of a directory if the input is a
-            directory, and otherwise that of a safetensors file.
+            directory, too; or a URL of fsspec. An output whose name has no suffix is a directory if the input is a
+            directory, and otherwise a safetensors file.
         format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all tensors in memory).
             It must agree with the suffix of the output. None: the suffix of the output decides; if a directory is
             decompressed to a directory, each file gets the format from which it was compressed.
@@ -93,9 +93,9 @@ def decompress(
         FileExistsError: the output exists, and force is not set.
         ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged. With `verify`, damaged bytes
             raise ibp.ChecksumError, a FileFormatError, which names the file and the tensor.
-        ValueError: the format does not exist, contradicts the suffix, does not have a tensor's dtype, or is given
-            although a directory is decompressed to a directory; or a pattern of include matches no name; or no tensor
-            is left to write.
+        ValueError: the format does not exist, is not that of the suffix, or does not have a tensor's dtype; a format is
+            given although a directory is decompressed to a directory; a pattern of include matches no name; or there
+            are no tensors to write.
         OSError: a file cannot be read or written, or another call is writing the same output.
     """
     output = output_of(inputs, output)

@@ -83,7 +83,7 @@ class CheckpointEstimate:
 
     @property
     def savings(self) -> float:
-        """1 - file_bytes / num_bytes, like `CheckpointReport.savings` after compressing."""
+        """1 - file_bytes / num_bytes: an estimate of `CheckpointReport.savings`."""
         return share_saved(self.num_bytes, self.file_bytes)
 
     def __repr__(self) -> str:
@@ -166,7 +166,7 @@ def estimate(
 
 
 def _rows_of(tensor: SourceTensor, learning: CheckpointLearning) -> torch.Tensor:
-    """Returns a sample of about 256 KiB of a tensor's rows, or the whole tensor if it is no larger, as uint8 on the
+    """Returns a sample of about 256 KiB of a tensor's rows, or the whole tensor if it is smaller, as uint8 on the
     CPU."""
     if tensor.num_bytes > TRIED_BYTES:
         return sample_of([tensor], learning.geometry_of(tensor), TRIED_BYTES)

@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class CheckpointLearning:
-    """How codebooks are learned.
+    """The options and the device with which codebooks are learned.
 
     Attributes:
         options: options of `ibp.compress`. If row_bytes is None, a row is 4,096 bytes of the flat tensor. For an array
@@ -82,7 +82,7 @@ class CheckpointLearning:
 
         Args:
             sample: uint8 [n * row_bytes].
-            geometry: that of the tensors that the rows are from.
+            geometry: the geometry of the tensors that the rows belong to.
             all_rows: whether every row must have a coded form; see `codes_invariant` of `Request`.
         """
         return learn(scheme, Request(sample, geometry, self.device, self.options, 0, codes_invariant=all_rows))
@@ -113,8 +113,8 @@ class Codebooks:
 
     def prepare(self, tensors: Sequence[SourceTensor], jobs: int = 1) -> None:
         """Learns the codebooks of tensors: first one codebook for each kind; then, on `jobs` threads, a separate
-        codebook for each tensor that the codebook of its kind does not suit. If a single tensor is given, its separate
-        codebook is learned later, when `of` or `savings` is first called for the tensor."""
+        codebook for each tensor that the codebook of its kind does not suit. If only one tensor is given, the second
+        step is left to the first call of `of` or `savings` for this tensor."""
         for tensor in tensors:
             if self.is_coded(tensor) and (kind := self._learning.kind_of(tensor)) not in self._of_kinds:
                 self._of_kinds[kind] = self._learned(kind, sample_of(self._kinds[kind], self._geometry(kind)))
@@ -210,5 +210,5 @@ def savings_of(sample: torch.Tensor, codebook: AnyCodebook) -> float:
 
 
 def _pays(savings: float, geometry: _rows.Geometry) -> bool:
-    """Returns whether a tensor is worth coding if a table saves this share of its bytes."""
+    """Returns whether a tensor is worth coding. savings: the share of its bytes that a table would save."""
     return savings > CLEARLY_LESS and savings * geometry.num_bytes > _LEAST_SAVED_BYTES

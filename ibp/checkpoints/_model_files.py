@@ -131,8 +131,8 @@ class Conversion:
     def finish(self) -> None:
         """Writes the other files, such as config.json, and then removes the files of tensors that the new ones
         supersede. The caller must call it after the new files of tensors are in place. Each file is written as a new
-        file, which gets its name when it is whole. If a symbolic link has that name, the link is replaced, and the file
-        that it leads to does not change."""
+        file, which gets its name when it is complete. If a symbolic link has that name, the link is replaced, and the
+        file that it leads to does not change."""
         for path, content in self._beside.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):
@@ -182,9 +182,9 @@ def already_there(output: PathLike, name: str, conversion: Conversion | None) ->
 
 
 def check_output(output: PathLike, name: str, conversion: Conversion | None, force: bool) -> None:
-    """Raises OSError if an output cannot be written: it exists already, and `force` is not set; or something that must
-    not be replaced, such as a device, has its name; or its directory has other weights, which readers of the directory
-    would find. The other arguments are as in `already_there`."""
+    """Raises OSError if an output cannot be written: it exists, and `force` is not set; or something that must not be
+    replaced, such as a device, has its name; or its directory has other weights, which programs that read the directory
+    would load. The other arguments are as in `already_there`."""
     there = None if force else already_there(output, name, conversion)
     if there is not None:
         raise exists(there)
@@ -277,9 +277,10 @@ def _shown_files(folder: Path, target: Path | None) -> list[Path]:
 
 
 def _told(path: Path, is_coded: bool) -> bytes | None:
-    """Returns the new text of a config.json, which tells transformers and diffusers whether the weights are coded, or
-    None if it needs no change. Everything else in the text stays the same, byte for byte. The exception is an entry of
-    ibp that is to be removed but no longer has the text that was inserted: then all of the JSON is formatted anew."""
+    """Changes the text of a config.json. If `is_coded` is set, adds ibp's entry, which tells transformers and diffusers
+    that the weights are coded; otherwise removes this entry. Returns the new text, or None if nothing changes. All
+    other text stays the same, byte for byte. The exception: if the entry is to be removed, but no longer has the text
+    that was inserted, all of the JSON is formatted anew."""
     try:
         text = path.read_bytes().decode()
         config = json.loads(text)

@@ -43,7 +43,7 @@ _UNREADABLE = (
 
 
 def open_npy(path: str | os.PathLike[str]) -> Source:
-    """Opens an .npy file: one tensor, named like the file without its suffix.
+    """Opens an .npy file: one tensor, whose name is the name of the file without its suffix.
 
     Raises:
         SourceFormatError: numpy cannot map it, or torch does not have its dtype.

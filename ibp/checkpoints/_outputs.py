@@ -3,7 +3,8 @@
 While a set is being made, its finished files wait in a directory beside the output, `.<name>.ibp-work`, so that an
 interrupted call can be repeated. The directory also has a record of each finished file, and a plan of the whole set.
 When all files are finished, they are moved to their final places, and the directory is removed. Only one call at a time
-uses the directory: it locks a file there. The system releases the lock when the call's process ends in any way.
+uses the directory: it locks a file there. When the call's process ends, for whatever reason, the system releases the
+lock.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SHARD_BYTES = 5 << 30  # default limit in bytes of the total size, before coding
 RECORD = ".done.json"  # the end of the name of a finished file's record
 _PLAN, _LOCK = "plan.json", "lock"
 _OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # options on which coded bytes depend
-_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of files that are not joined; files of ibp are "ibp"
+_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats whose files are not joined; the format of ibp's files is "ibp"
 
 
 # ---- which tensors a file holds ----
@@ -67,7 +68,8 @@ class Shard:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def header_bytes(self, codebooks: Iterable[AnyCodebook]) -> int:
-        """Returns a size in bytes that is enough for the file's header. codebooks: those of the file's tensors."""
+        """Returns a size in bytes that is enough for the file's header. codebooks: the codebooks of the file's
+        tensors."""
         names = [tensor.name for tensor in self.tensors]
         room = header_room(names, self.metadata, len({one for book in codebooks for one in with_clusters(book)}))
         return rounded_up(room + sum(64 * len(tensor.shape) for tensor in self.tensors))
@@ -82,8 +84,8 @@ def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: M
 
     Args:
         target: the path, within the directory of the output, that the files are named after.
-        shard_bytes: the largest total size in bytes of the tensors in a file, unless it has a single tensor. None:
-            files are not divided.
+        shard_bytes: the largest total size in bytes of the tensors in a file. A larger tensor is alone in its file.
+            None: files are not divided.
         metadata: entries that are added to the metadata of every file.
     """
     stay_apart = len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts)
@@ -142,8 +144,8 @@ def work_directory(target: Path) -> Path:
 
 
 class Journal:
-    """The directory of a set that is being made. A context manager: leaving it releases the directory. If it is left by
-    an exception, and no file is finished, the directory is removed, too.
+    """The directory of a set that is being made. A context manager: leaving it releases the directory. If the `with`
+    block ends with an exception, and no file is finished, the directory is also removed.
 
     Args:
         target: the output's path.
@@ -281,8 +283,8 @@ class Journal:
     def publish(self, sets: Mapping[Path, Sequence[Shard]], records: Mapping[str, dict[str, Any]]) -> None:
         """Moves finished files to their final places, writes the index of each set, and removes the directory.
 
-        sets: the files of each set, by the path, within the directory of the output, that the set is named after. A
-            set may consist of one file, and then has no index.
+        sets: for each set, its files. The key is the path, within the directory of the output, that the set is named
+            after. A set of one file has no index.
         records: the records of the files, by their paths.
         """
         for path, shards in sets.items():
@@ -346,7 +348,7 @@ class TensorReport:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> TensorReport:
-        """Returns the report whose `as_dict` has returned these fields."""
+        """Makes a report from the fields that its `as_dict` returned."""
         return cls(**{**fields, "dtype": dtype_of(fields["dtype"]), "shape": tuple(fields["shape"])})
 
 

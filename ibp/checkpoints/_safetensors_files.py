@@ -1,5 +1,5 @@
-"""Reads safetensors files, those of ibp included, and writes plain ones. Plain tensors are read from the file's map,
-and tables are decoded block by block when they are read."""
+"""Reads safetensors files, those of ibp included, and writes plain ones. Plain tensors are read from the memory map of
+the file. Tables are decoded block by block when they are read."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def open_safetensors(path: str | os.PathLike[str], verify: bool = False) -> Sour
 
 
 def _mapped_tensor(name: str, entry: Entry, data: np.ndarray) -> SourceTensor:
-    """Returns a plain tensor of a file, whose bytes are in the file's map."""
+    """Returns a plain tensor of a file. Its bytes are read from the memory map of the file."""
     dtype, shape = form_of(entry.dtype, entry.shape, entry.num_bytes)
     tensor = SourceTensor(name, dtype, shape, lambda start, end: data[start:end])
     return _with_entry(tensor, entry.dtype, entry.shape)
@@ -158,8 +158,8 @@ def _parts_of(whole: Source, file: File) -> tuple[Source, ...]:
 
 
 def _coded_tensor(name: str, coded: CompressedTensor | WholeTensor) -> SourceTensor:
-    """Returns the tensor of a table, or of a tensor that a general codec has coded. Ranges are decoded when they are
-    read."""
+    """Returns a `SourceTensor` for a table, or for a tensor that a general codec has coded. Ranges are decoded when
+    they are read."""
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:
         if start_byte == end_byte:

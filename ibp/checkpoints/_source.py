@@ -55,7 +55,7 @@ class SourceTensor:
     """A tensor of a file. The bytes of its contiguous, little-endian form are read range by range."""
 
     name: str  # the name in its file
-    # dtype, shape: those of the tensor. See `entry` for a dtype that torch does not have.
+    # dtype and shape of the tensor. See `entry` for a dtype that torch does not have.
     dtype: torch.dtype
     shape: tuple[int, ...]
     # A function that returns bytes [start, end) as a contiguous uint8 array. The array must not be written to, because
@@ -69,14 +69,14 @@ class SourceTensor:
     # The dtype and shape in the file's header, if torch does not have that dtype; `dtype` and `shape` are then those of
     # the tensor's bytes (see `form_of`). Otherwise None.
     entry: tuple[str, tuple[int, ...]] | None = None
-    # For a tensor that is a view: the tensor in whose memory it lies, and the description of the view. None for other
-    # tensors.
+    # If the tensor is a view: `base` is the tensor in whose memory it lies, and `view` describes the view. Otherwise
+    # both are None.
     base: SourceTensor | None = None
     view: View | None = None
 
     @property
     def table(self) -> CompressedTensor | None:
-        """The table that holds the tensor, over the mapped file of ibp. None for a tensor that no single table holds.
+        """The table that holds the tensor; its memory is the map of the file. None if no single table holds the tensor.
 
         Raises:
             ibp.ChecksumError: the source was opened with `verify`, and bytes of the table are damaged.
@@ -181,11 +181,11 @@ class Source(Closing):
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def stored(self) -> list[SourceTensor]:
-        """Returns the tensors that a file has to store: those that are not views, and the bases of the views."""
+        """Returns the tensors that a file must store: all tensors that are not views, and the bases of the views."""
         return list(dict.fromkeys(tensor.base or tensor for tensor in self.tensors.values()))
 
     def view_texts(self) -> dict[str, str]:
-        """Returns the entries of metadata that describe those tensors that are views."""
+        """Returns the metadata entries that describe views. There is one for each tensor that is a view."""
         views = {name: tensor.view for name, tensor in self.tensors.items()}
         return {f"{VIEW_KEY}{name}": view.text() for name, view in views.items() if view is not None}
 

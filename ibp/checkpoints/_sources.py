@@ -66,8 +66,8 @@ _START_BYTES = 16  # number of bytes that are read to recognise the format of a 
 def open_source(path: PathLike, *, verify: bool = False) -> Source:
     """Opens a file of tensors, or a set of them: a directory, or an index (model.safetensors.index.json).
 
-    The format is recognised by the file's bytes, whatever its name. A URL of fsspec ("s3://...") is copied to a
-    temporary file first, which is removed when the source is closed.
+    The format is recognised by the file's bytes, not by its name. A URL of fsspec ("s3://...") is copied to a temporary
+    file first, which is removed when the source is closed.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -91,7 +91,7 @@ def open_source(path: PathLike, *, verify: bool = False) -> Source:
     Raises:
         FileNotFoundError: there is no such file.
         SourceFormatError: the file's format is unknown, or the file is inconsistent.
-        ibp.FileFormatError: a file of ibp contradicts itself.
+        ibp.FileFormatError: a file of ibp is inconsistent.
         ibp.ChecksumError: with `verify`, bytes that are read now are damaged.
     """
     path = path_text(path)
@@ -113,8 +113,8 @@ def open_source(path: PathLike, *, verify: bool = False) -> Source:
 
 def format_of(path: str) -> str:
     """Recognises the format of a file on this machine by its bytes. Returns "npy", "npz", "torch", or "safetensors",
-    which is also the format of ibp's files. A file is taken for a safetensors file, too, if its bytes are not
-    recognised but its name ends in ".safetensors" or ".ibp".
+    which is also the format of ibp's files. If the bytes are not recognised, but the name ends in ".safetensors" or
+    ".ibp", also returns "safetensors".
 
     Raises:
         SourceFormatError: it has none of these formats.
@@ -146,7 +146,7 @@ def format_of(path: str) -> str:
 
 def open_sources(inputs: PathLike | Iterable[PathLike], *, verify: bool = False) -> Source:
     """Opens paths, globs, directories and URLs as one source, whose `parts` are the files. verify: as in `open_source`.
-    Raises ValueError if two files have a tensor with the same name; otherwise like `open_source`."""
+    Raises ValueError if two files have a tensor with the same name. Also raises what `open_source` raises."""
     paths = expand(inputs)
     return _opened(", ".join(paths), paths, functools.partial(open_source, verify=verify))
 
@@ -220,8 +220,8 @@ def _matches(path: str) -> list[str]:
 
 def _open_directory(path: str, verify: bool) -> Source:
     """Opens the model in a directory. If the directory has an index, opens the files that the index names. Otherwise
-    opens all files of tensors, safetensors files first, except files of other formats whose tensors are all in files
-    that were opened before. verify: as in `open_source`."""
+    opens all files of tensors, safetensors files first. A file of another format is left out if all of its tensors are
+    in files that were opened before. verify: as in `open_source`."""
     names = sorted(os.listdir(path))
     named = [name for name in names if name.endswith(TENSOR_SUFFIXES) and not name.startswith(".")]
     indices = [name for name in names if name.endswith(f"{SUFFIX}{INDEX_SUFFIX}")]
@@ -256,8 +256,8 @@ def _open_directory(path: str, verify: bool) -> Source:
 
 
 def _open_if_tensors(path: str, verify: bool) -> Source | None:
-    """Opens a file of a directory. If the file holds no tensors, or values that are not read (`NotTensorsError`), such
-    as the state of a random number generator that was saved with a model, warns and returns None. verify: as in
+    """Opens a file of a directory. Warns and returns None if the file has no tensors, or if opening it raises
+    `NotTensorsError`, as for the state of a random number generator that was saved with a model. verify: as in
     `open_source`."""
     try:
         source = open_source(path, verify=verify)

@@ -1,13 +1,13 @@
 """Reads checkpoints that torch.save wrote, with weights_only, and writes such checkpoints.
 
 The tensor at ["model"]["w"] has the name "model.w". A number or string at ["epoch"] is stored as JSON in the metadata,
-under the key "torch.epoch". The text "torch_structure" of the metadata describes the containers, which the names do not
-tell. It is JSON that consists of nodes:
+under the key "torch.epoch". The names do not tell what the containers are. The metadata has a text "torch_structure",
+which describes them. It is JSON that consists of nodes:
 
     null                  is the tensor or the value whose name is the path of the node.
     [kind, children]      is a container of one of `_KINDS`. Its children are [key, node] pairs for a mapping, and nodes
                           for a list. For a mapping at the root, children may be null: then its keys are the names in
-                          the file, in order, those of tensors before those of values.
+                          the file, in order, the names of tensors before those of values.
     [kind, children, x]   is a container that also has an attribute _metadata, like the state_dict of a module. x is the
                           node of the attribute.
 
@@ -105,8 +105,9 @@ def _load(path: str) -> Any:
 
 
 def write_torch(file: IO[bytes], source: Source, pieces: Pieces) -> None:
-    """Writes a checkpoint by torch.save: nested as the metadata says, or a dict from names to tensors if the metadata
-    says nothing. Tensors that shared memory share it again. All tensors are in memory at the same time."""
+    """Writes a checkpoint with torch.save. The metadata says how the tensors are nested; if it does not, the checkpoint
+    is a dict from names to tensors. Tensors that shared memory share it again. All tensors are in memory at the same
+    time."""
     held: dict[SourceTensor, torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
     for tensor in source.tensors.values():
@@ -251,7 +252,8 @@ class _Flattening:
         where[name if where is self.tensors else PREFIX + name] = value
 
     def _take(self, num_bytes: int) -> None:
-        """Subtracts bytes from what is left of the limit. Raises SourceFormatError if that is not enough."""
+        """Subtracts num_bytes from the bytes that the limit still allows. Raises SourceFormatError if the limit is
+        exceeded."""
         self._room -= num_bytes
         if self._room < 0:
             raise SourceFormatError(
@@ -308,10 +310,10 @@ def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any
 
 
 def _content(node: Any, path: str | None, left: dict[str, Any]) -> Any:
-    """Returns the value that a node stands for, or `_ABSENT` if that has been left out.
+    """Returns the value that a node stands for, or `_ABSENT` if that value has been left out.
 
     path: the keys that lead to the node, joined by dots. None: the node itself holds the values within it.
-    left: tensors and values by their paths. Those of the node are removed from it.
+    left: the tensors and values that are not used yet, by their paths. Those of the node are removed from it.
     """
     if not isinstance(node, list):
         if path is None:

@@ -31,7 +31,8 @@ from .._files import (
 from .._tables.compressed_tensor import CompressedTensor
 
 _AHEAD = 1  # number of tensors that wait while another one is written; each takes memory
-_DIMENSION_BYTES = 32  # room in bytes for a dimension in a header; `header_room` has room for at most 8 dimensions
+# Bytes that are reserved in the header for each dimension; `header_room` alone suffices for at most 8 dimensions.
+_DIMENSION_BYTES = 32
 # Names that the format reserves, or that a part of a table or of a tensor can have.
 _UNUSUAL_NAME = re.compile(r"ibp\.|__metadata__|.*[:\[]", re.DOTALL)
 
@@ -40,8 +41,8 @@ class CheckpointWriter(Closing):
     """A file of tables and tensors that is written tensor by tensor, for programs that produce tensors one after the
     other. For tensors that are in memory already, `ibp.save` is simpler. `ibp.open` reads the file.
 
-    It is a context manager. If it is left normally, the file appears under its name, whole and on disk; if it is left
-    by an exception, an earlier file of that name stays as it was.
+    It is a context manager. When the `with` block ends normally, the file appears under its name, complete and on disk.
+    When it ends with an exception, an earlier file of that name stays as it was.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -53,8 +54,8 @@ class CheckpointWriter(Closing):
 
     Args:
         output: path of the file; a directory, for "model.safetensors" in it; or a URL that fsspec knows.
-        shapes: the shapes, by name, of all tables and tensors that will be written, so that the header gets enough
-            room.
+        shapes: the shapes, by name, of all tables and tensors that will be written, so that enough space is reserved
+            for the header.
         metadata: a dict of strings, which is stored in the file. No key may begin with "ibp.".
 
     Raises:
@@ -96,8 +97,8 @@ class CheckpointWriter(Closing):
         """Writes a table or tensor, which may be on any device, block by block. Returns its size in bytes in the file.
 
         Raises:
-            ValueError: the file is not open, has the name already or cannot have it, or the tensor has a dtype that
-                safetensors lacks.
+            ValueError: the file is not open, already has a value of this name, or cannot have such a name; or
+                safetensors does not have the tensor's dtype.
         """
         file = self._file
         if file is None:

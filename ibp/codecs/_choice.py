@@ -26,7 +26,8 @@ from ._whole import CODECS, WholeTensor, codec_of, is_general
 # Size in bytes of the sample on a GPU: several times the GPU's cache, with enough chunks to occupy the whole GPU.
 _GPU_SAMPLE_BYTES = 256 << 20
 _CPU_SAMPLE_BYTES = 16 << 20  # size in bytes of the sample on the CPU, for each thread; threads code blocks of 2 MiB
-_PIECE_BYTES = 4 << 20  # size in bytes of a piece of the sample; general codecs look for repetitions that far back
+# Size in bytes of a piece of the sample; general codecs look for repetitions within this distance.
+_PIECE_BYTES = 4 << 20
 _BUDGET_S, _MOST_REPEATS = 4e-3, 12  # for one measurement: time in seconds, and largest number of repeated calls
 # Number of rounds. Each round measures all candidates, so that other work on the machine slows all of them alike.
 _ROUNDS = 3
@@ -118,7 +119,7 @@ class Choice:
 
     @property
     def total_s(self) -> float:
-        """Seconds that the choice is expected to take."""
+        """Expected time of the choice in seconds."""
         return self.best.total_s
 
     def at(self, link_gbps: float, encode: bool | None = None) -> Choice:
@@ -159,8 +160,8 @@ def choose(
     rows: bool = False,
     schemes: Iterable[str] | None = None,
 ) -> Choice:
-    """Chooses the coding that moves a tensor over a link in the least time. The time is that to code, to move and to
-    decode the tensor, one after the other.
+    """Chooses the coding that moves a tensor over a link in the least time. The time is the sum of the times to code,
+    to move and to decode the tensor.
 
     Every candidate codes and decodes a sample of the tensor on the device, and is timed; the sample is the whole tensor
     if it is small. General codecs are candidates if their packages are installed. A candidate that does not give
@@ -179,7 +180,7 @@ def choose(
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes.
         link_gbps: rate of the link in 10^9 bytes per second. None: the rate of the link from the host to the GPU, as in
             the calibration in force (see `ibp.calibration.calibrate`).
-        device: where tensors like x are coded and decoded. None: where x is.
+        device: the device that codes and decodes tensors like x. None: the device of x.
         encode: whether the time for coding counts. False: for tensors that are coded once and fetched often.
         rows: whether rows must be decodable alone. If so, general codecs are left out, tables have slots, and the
             bytes that count are those that are moved if every row is fetched once.
@@ -245,8 +246,8 @@ def _is_there(name: str) -> bool:
 
 
 def _sample(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns the sample of a tensor, on a device: the tensor itself if it is small, otherwise evenly spaced pieces,
-    which are concatenated."""
+    """Returns a sample of a tensor, on a device. If the tensor is small, the sample is the whole tensor. Otherwise it
+    consists of evenly spaced pieces, which are concatenated."""
     limit = _GPU_SAMPLE_BYTES if device.type == "cuda" else _CPU_SAMPLE_BYTES * torch.get_num_threads()
     pieces = [x]
     if x.nbytes > limit:
@@ -264,9 +265,10 @@ def _sample(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _tried(candidates: list[tuple[str, str]], sample: torch.Tensor, num_bytes: int, rows: bool) -> list[CodingCost]:
-    """Measures candidates on a sample. Returns the cost for the whole tensor of each candidate that saves bytes: the
-    bytes and times of the sample, multiplied by the ratio of the sizes. A candidate whose scheme codes rows is left out
-    if no codebook can be learned for it, or if its codebook equals that of an earlier candidate.
+    """Measures candidates on a sample. Returns the cost, for the whole tensor, of each candidate that saves bytes. Its
+    bytes and times are those of the sample, multiplied by (size of the tensor / size of the sample). A candidate whose
+    scheme codes rows is left out if no codebook can be learned for it, or if its codebook equals that of an earlier
+    candidate.
 
     Args:
         candidates: (scheme, level) of each candidate.
@@ -323,7 +325,7 @@ def measured(cost: CodingCost, x: torch.Tensor, rows: bool) -> CodingCost:
 def _timed(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:
     """Calls a function repeatedly for about _BUDGET_S. Returns (its result, the shortest time in seconds until its work
     was done). The shortest is taken because other work can only add to the time. The first call also prepares what
-    later calls reuse, and counts only if it is long."""
+    later calls reuse. It counts only if it takes longer than _LONG_S; then it is the only call."""
     result, first = timed_once(call, device)
     if first > _LONG_S:
         return result, first

@@ -18,7 +18,7 @@ class GeneralCodec(ABC):
     """A codec that codes bytes of any kind, block by block."""
 
     name: str  # the name in schemes and files, such as "zstd" or "nvcomp:ans"
-    package: str  # the name for pip of the package that has the codec
+    package: str  # pip's name of the package that has the codec
     device_type: str  # the type of the devices that code and decode: "cpu" or "cuda"
     is_safe: bool  # whether the authors of the package promise that decoding damaged bytes is safe
     # Names of the options that decoding needs, which are fields of the table in a file. Each begins with "codec_".
@@ -81,8 +81,8 @@ class GeneralCodec(ABC):
 
         Args:
             blocks: uint8, contiguous, on the device that decodes.
-            offsets: where each block begins in `blocks`, and where the last one ends.
-            block_bytes, options: those with which the blocks were coded.
+            offsets: the offset in `blocks` at which each block begins, and the offset at which the last one ends.
+            block_bytes, options: the values with which the blocks were coded.
             out: uint8, contiguous, on the device that decodes; its size is that of the blocks before coding.
 
         Raises:

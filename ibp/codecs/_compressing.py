@@ -102,15 +102,15 @@ def compress(
 
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. If it
-            requires grad, its values are taken, as by `x.detach()`: no gradient flows through a table, and a
-            RuntimeWarning says so, once per process. A numpy array, also of ml_dtypes' bfloat16 and float8, is taken as
-            the tensor of the same bytes.
+            requires grad, `x.detach()` is compressed: no gradient flows through a table, and a RuntimeWarning says so,
+            once per process. A numpy array, also of ml_dtypes' bfloat16 and float8, is taken as the tensor of the same
+            bytes.
         scheme: how x is coded. "auto" takes the best scheme for the layout, judged by a sample of rows. For slots it is
             the scheme that fetches the fewest bytes, among the schemes that a GPU fetches and decodes faster than raw
             rows; for packed rows it is the scheme with the fewest bytes. "ibp" leaves out invariant bits (the paper's
             scheme), "planes" codes ranked symbols, and "raw" keeps rows as they are, so that the same kernels gather
-            them. General codecs are for tensors that are only used whole; each needs its optional package. On the CPU
-            there are "zstd" and "lz4", also with a level ("zstd:9"). On a GPU there are nvCOMP's "nvcomp:ans",
+            them. General codecs are for tensors that are only used as a whole; each needs its optional package. On the
+            CPU there are "zstd" and "lz4", also with a level ("zstd:9"). On a GPU there are nvCOMP's "nvcomp:ans",
             "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and
             "nvcomp:zstd". "nvcomp:ans" codes floats as floats or as bytes, whichever takes fewer bytes for a sample;
             "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose one. "nvcomp:cascaded" has two run-length encodings, one
@@ -128,9 +128,9 @@ def compress(
             None: one.
         level: "default" takes the fewest bytes, or nearly so if that decodes faster. "fast" implies scheme "planes". It
             codes an exponent as one digit of 4 bits, which counts up from the smallest frequent exponent; a GPU codes
-            and decodes such digits at the rate of its memory. It saves 25 % of BF16 weights (33 % by default), 12 % of
-            FP32. If such digits save less than 4 % of a row, as with data that are half zeros, or if elements have 1 or
-            8 bytes, the codebook is that of "default".
+            and decodes such digits at the rate of its memory. It saves 25 % of BF16 weights (33 % at level "default")
+            and 12 % of FP32 weights. If such digits save less than 4 % of a row, as with data that are half zeros, or
+            if elements have 1 or 8 bytes, the codebook is that of "default".
         layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and
             files.
         slot_bytes: size in bytes of a slot: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place
@@ -140,8 +140,8 @@ def compress(
         device: the device of analysis and compression. None: x's GPU, else the current GPU if there is one, else the
             CPU. The CPU also codes host tensors of at most 1 MiB. A pinned tensor of at most a quarter of the GPU's
             free memory is copied to the GPU as a whole for the call; other tensors are copied block by block.
-        memory: where the table lives: "device", on the device that codes; "pinned", in host memory that GPUs read;
-            "host", in pageable memory. None: where x lives; if that is the host and there is a CUDA device, in pinned
+        memory: where the table is stored: "device", on the device that codes; "pinned", in host memory that GPUs read;
+            "host", in pageable memory. None: where x is; if that is the host and there is a CUDA device, in pinned
             memory. If the system then refuses to pin, the table is pageable, and a RuntimeWarning says so, once per
             process.
         numa: the NUMA node whose memory is preferred for a pinned table, or a device, which stands for the node nearest
@@ -156,7 +156,7 @@ def compress(
     Raises:
         TypeError: x is not a dense tensor of a supported dtype (quantized tensors, and dtypes of less than a byte, are
             not supported), codebook is not a codebook, or an argument has a wrong type.
-        ValueError: an argument is out of range or contradicts another; or x cannot be compressed in place.
+        ValueError: an argument is out of range, two arguments exclude each other, or x cannot be compressed in place.
         ImportError: the package of a general codec is not installed.
         RuntimeError: memory is "pinned", but the system refuses to pin; or the codec needs a GPU, and there is no GPU.
     """
@@ -180,8 +180,8 @@ def compress(
 def _coded_otherwise(
     x: torch.Tensor, scheme: str | Chosen, options: Options, inplace: bool
 ) -> CompressedTensor | WholeTensor:
-    """Codes a tensor by a choice or a general codec. Raises ValueError for options that these do not take, and for an
-    unknown scheme."""
+    """Codes a tensor with a choice or a general codec. Raises ValueError for options that choices or general codecs do
+    not support, and for an unknown scheme."""
     place: dict[str, Any] = {name: getattr(options, name) for name in ("device", "memory", "numa", "progress")}
     if not isinstance(scheme, str) and isinstance(scheme, Chosen):
         _refuse("a choice says how x is coded", options, "chunk_bytes", *_OF_ROWS, inplace=inplace)
@@ -194,11 +194,12 @@ def _coded_otherwise(
         raise ValueError(
             f"scheme is {scheme!r}{hint}; wanted one of {_SCHEMES_OF_ROWS}, or a general codec of {sorted(CODECS)}"
         )
-    return compressed(CompressedTensor, Request.of(x, options))  # refuses the scheme
+    return compressed(CompressedTensor, Request.of(x, options))  # raises ValueError, because the scheme is unknown
 
 
 def _refuse(why: str, options: Options, *names: str, inplace: bool = False) -> None:
-    """Raises ValueError if one of the named options is given, or inplace is set. why: the reason, for the message."""
+    """Raises ValueError if `inplace` is set, or if one of the options `names` is given. why: the reason, for the
+    message."""
     for name in names:
         value = getattr(options, name)
         if value is not None and not (isinstance(value, str) and value == getattr(_NONE_GIVEN, name)):

@@ -105,8 +105,8 @@ class HostCodec(GeneralCodec):
 
     @abstractmethod
     def _decode(self, data: memoryview, num_bytes: int) -> bytes:
-        """Decodes a block, and returns its original bytes. Allocates at most num_bytes, their expected number. Raises
-        ValueError or the package's exception for invalid bytes."""
+        """Decodes a block, and returns its original bytes. Allocates at most num_bytes bytes, the size that the block
+        is expected to have. Raises ValueError or the package's exception for invalid bytes."""
 
 
 class Zstd(HostCodec):
@@ -150,8 +150,7 @@ class Lz4(HostCodec):
 
 
 def _by_threads(work: Any, items: Sequence[Any]) -> list[Any]:
-    """Calls a function for each item, on at most the number of threads that torch uses. Returns the results in
-    order."""
+    """Calls a function for each item, on up to torch.get_num_threads() threads. Returns the results in order."""
     count = min(torch.get_num_threads(), len(items))
     if count <= 1:
         return [work(item) for item in items]

@@ -171,8 +171,8 @@ class NvComp(GeneralCodec):
 
 
 class Coder:
-    """A codec of nvCOMP for one stream. nvCOMP needs a configuration for each size of data; a coder keeps those that it
-    has used. policies: further options of nvCOMP's codec."""
+    """A codec of nvCOMP for one stream. nvCOMP needs a configuration for each size of data; a coder keeps the
+    configurations that it has used. policies: further options of nvCOMP's codec."""
 
     def __init__(
         self,
@@ -218,7 +218,8 @@ class Coder:
             return room[: out.buffer_size]
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> None:
-        """Decodes bytes, which a coder with the same options has coded, into `out`. Does not wait for the GPU."""
+        """Decodes bytes into `out`. They must have been coded by a coder with the same options. Does not wait for the
+        GPU."""
         with self._lock:
             _, decoding = self._configuration(out.numel())
             self._codec.decode(self._array(coded), out=out, decompression_config=decoding)
@@ -242,7 +243,7 @@ def aligned(data: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(coded: torch.Tensor) -> torch.Tensor:
-    """Returns the coded bytes in memory of their own size, with zeros up to a multiple of the alignment."""
+    """Copies the coded bytes to new memory, and adds zeros up to a multiple of _ALIGNMENT bytes. Returns the result."""
     return torch.nn.functional.pad(coded, (0, -coded.numel() % _ALIGNMENT))
 
 
@@ -264,13 +265,13 @@ def forget_coders() -> None:
 
 
 def stream_number(device: torch.device) -> int:
-    """Returns the number of a device's current stream for a `Coder`."""
+    """Returns the handle of a device's current stream as a number, for a `Coder`."""
     return torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM
 
 
 @functools.cache
 def _module(codec: str) -> ModuleType:
-    """Returns nvCOMP's package, which takes device memory from torch's allocator from now on."""
+    """Imports nvCOMP's package, makes it allocate device memory with torch's allocator, and returns it."""
     found = package("nvidia.nvcomp", NvComp.package, codec)
     found.set_device_allocator(_NvcompMemory)
     return found

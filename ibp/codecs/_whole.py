@@ -44,12 +44,12 @@ class WholeTensor(Movable, CodedManners, Saves):
     Attributes:
         shape, dtype: shape and dtype of the original tensor.
         codec: the name of the codec; `scheme` is the same.
-        device: where the coded bytes are.
+        device: the device of the coded bytes.
         block_bytes: size in bytes of a block before coding; the last block may be shorter.
         options: options of the codec, as text.
         blocks: uint8, the coded blocks one after the other.
-        offsets: int64 [number of blocks + 1] in host memory: the offset in `blocks` at which each block begins, and
-            that at which the last one ends.
+        offsets: int64 [number of blocks + 1] in host memory: the offset in `blocks` at which each block begins, and the
+            offset at which the last one ends.
     """
 
     _is, _instead = "a tensor that is coded as a whole", "call ibp.decompress(coded) for the tensor"
@@ -145,8 +145,8 @@ class WholeTensor(Movable, CodedManners, Saves):
     # ---- where it is ----
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> WholeTensor:
-        """Returns the tensor with its coded bytes on a device: itself if they are there, otherwise a copy, which is not
-        pinned.
+        """Returns the tensor with its coded bytes on a device. If they are already there, returns self; otherwise
+        returns a copy, which is not pinned.
 
         Args:
             device: the device of the result.
@@ -160,7 +160,7 @@ class WholeTensor(Movable, CodedManners, Saves):
         return WholeTensor(**{**self.__getstate__(), "blocks": moved})
 
     def pin_memory(self) -> WholeTensor:
-        """Moves the coded bytes to pinned host memory. Returns itself. On a GPU it does nothing.
+        """Moves the coded bytes from pageable to pinned host memory. Returns self. Coded bytes on a GPU stay there.
 
         Raises:
             RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
@@ -176,9 +176,9 @@ class WholeTensor(Movable, CodedManners, Saves):
     ) -> torch.Tensor:
         """Returns the original tensor.
 
-        A codec of the CPU decodes there, on several threads. A codec of a GPU decodes on the current stream of the GPU
-        that the result or the coded bytes are on, and the call does not wait for it. Coded bytes and results are copied
-        if they are on another device.
+        A codec of the CPU decodes on several threads of the CPU. A codec of a GPU decodes on the current stream of the
+        GPU that the result or the coded bytes are on, and the call does not wait for it. Coded bytes and results are
+        copied if they are on another device.
 
         Args:
             device: the device of the result. None: out's device, else that of the coded bytes.
@@ -203,7 +203,7 @@ class WholeTensor(Movable, CodedManners, Saves):
         return out if result is out else out.copy_(result.view(out.shape))
 
     def _decode(self, first: int, last: int, out: torch.Tensor) -> None:
-        """Decodes blocks first to last - 1 to out, a uint8 tensor on the device that decodes."""
+        """Decodes blocks [first, last) into `out`, a uint8 tensor on the device that decodes."""
         start, end = self._starts[first], self._starts[last]
         near = staging.to_host if out.device == _CPU else lambda data: staging.to_device(data, out.device)
         offsets = [offset - start for offset in self._starts[first : last + 1]]
@@ -303,7 +303,7 @@ def _joined(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Joins coded blocks into one tensor on the device `home`. Returns (that tensor, the offsets of the blocks in it,
     with the end of the last one). Each piece is removed from the list as soon as it is copied, so that its memory is
-    free."""
+    freed."""
     sizes = torch.tensor([0, *(piece.numel() for piece in pieces)], dtype=torch.int64, device="cpu")
     offsets = sizes.cumsum(0)
     if len(pieces) == 1 and pieces[0].device == home and home.type == "cuda":

@@ -30,7 +30,7 @@ Base = torch.Tensor | Pieces
 
 
 class InPlace:
-    """The batch of one job whose base is on the CPU and contiguous. Rows are added in the memory of the base.
+    """The batch of one job whose base is on the CPU and contiguous. The differences are added in the base's own memory.
 
     Attributes:
         indices: a list of one number, the index of the job.
@@ -84,7 +84,7 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
         whole: (tensor, its new values). The values are copied to the tensors after all deltas have been applied.
 
     Raises:
-        As `Delta.apply_`. All bases are then as they were.
+        As in `Delta.apply_`. All bases are then as they were before the call.
     """
     for job in jobs:
         _check_base(*job)
@@ -109,9 +109,10 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
-    """Divides jobs into batches. All jobs on one GPU whose deltas have equal codebooks, which the kernels support, are
-    one batch. Every other job is a separate batch. Such a job is done in place if the base is contiguous on the CPU and
-    the size of a row is a multiple of 8 bytes, else in a copy of the base (`InPieces`)."""
+    """Divides jobs into batches. All jobs on one GPU whose deltas have equal codebooks are one batch, if the kernels
+    support these deltas. Every other job is a separate batch. If its base is a contiguous tensor on the CPU, and the
+    size of a row is a multiple of 8 bytes, the delta is applied in place (`InPlace`); otherwise it is applied to a copy
+    of the base (`InPieces`)."""
     # The results of coding_key, by identity of the codebook and dtype, because deltas often share a codebook.
     keys: dict[tuple[Hashable, ...], tuple[Hashable, ...] | None] = {}
     groups: dict[tuple[Hashable, ...], list[tuple[int, Delta, torch.Tensor]]] = {}
@@ -153,7 +154,7 @@ def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
 
 
 def _check_base(name: str, delta: Delta, base: Any) -> None:
-    """Raises TypeError or DeltaMismatchError unless a base is a tensor or pieces with the dtype and shape of a
+    """Raises TypeError or DeltaMismatchError unless a base is a tensor or a `Pieces` with the dtype and shape of a
     delta."""
     if not isinstance(base, Pieces):
         if not isinstance(base, torch.Tensor):
