@@ -47,7 +47,8 @@ def threads(jobs: int | None) -> Iterator[None]:
 
 
 def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterable[T]:
-    """Returns an iterable of the items that also shows a progress bar on stderr, if bars are shown."""
+    """Returns an iterable of the items. It also shows a progress bar on stderr, unless `output.show_bars` forbids
+    it."""
     return tqdm(items, desc=what, leave=False, disable=not output.show_bars(arguments))
 
 
@@ -56,7 +57,7 @@ def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterabl
 
 @contextlib.contextmanager
 def local(paths: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the paths, with a temporary file that holds stdin in place of "-"."""
+    """Yields the paths. The path "-" is replaced by the path of a temporary file, into which stdin has been copied."""
     if STREAM not in paths:
         yield list(paths)
         return
@@ -153,8 +154,8 @@ def files_to_verify(paths: Sequence[str]) -> list[str]:
 
 
 def report_files(arguments: argparse.Namespace, document: dict[str, Any], files: list[str], *more: str) -> None:
-    """Reports the written files, which are local or at URLs, and further sentences. Reports nothing if the output went
-    to stdout."""
+    """Reports the files that were written, locally or at URLs, with their sizes, and further sentences. Reports nothing
+    if the output went to stdout."""
     if arguments.output == STREAM:
         return
     sizes = [size_of(file) for file in files]

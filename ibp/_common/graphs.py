@@ -1,5 +1,5 @@
-"""Keeps functions out of the graphs of torch's compiler. Makes the errors that are raised under tracers and transforms
-that cannot record ibp's operations."""
+"""Keeps functions out of the graphs of torch's compiler. Creates the errors that are raised under tracers and
+transforms that cannot record ibp's operations."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def cannot_map(operation: str = "") -> RuntimeError:
 
 
 def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Wraps a function so that torch.compile does not compile it: the graph ends before the call. torch.export, whose
-    graph cannot end, raises."""
+    """Wraps a function so that torch.compile does not compile it: the graph ends before the call. torch.export cannot
+    end its graph early, so there the call raises an error."""
 
     @functools.wraps(function)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        # torch 2.11 says that it is exporting where torch.compile traces, too.
+        # In torch 2.11, is_exporting() is also true while torch.compile traces.
         if torch.compiler.is_exporting():
             if torch.compiler.is_dynamo_compiling():
                 torch._dynamo.graph_break(msg=_NOT_EXPORTED)
