@@ -56,8 +56,8 @@ def _check_unusual(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
 
 
 def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Returns whether a shape differs from the wanted shape only in that several dimensions stand in place of the first
-    one, and their product is the size of the first one."""
+    """Returns whether a shape equals the wanted shape, except that several dimensions with the same product stand in
+    place of the first one."""
     num_outer = len(shape) - len(wanted) + 1
     if num_outer < 2 or not wanted or tuple(shape[num_outer:]) != tuple(wanted[1:]):
         return False

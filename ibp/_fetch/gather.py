@@ -58,9 +58,9 @@ def index_select(
     the item of a bad id is zeros, and the error for the first bad id is raised by the next call on the table, by
     `table.check()`, or by this call if check=True.
 
-    Inside torch.compile, also with fullgraph=True, the call works once one call has been made outside. check=True and
-    path="cpu" do not work there. CPU ids are then checked in the same way as CUDA ids. A call with a list of tables
-    ends the graph.
+    Inside torch.compile, also with fullgraph=True, the call works once one call has been made outside. There, check has
+    no effect, path="cpu" raises ValueError, and CPU ids are checked in the same way as CUDA ids. A call with a list of
+    tables ends the graph.
 
     One call can fetch items of several tables, such as a model's embeddings: item ids[k] of table[table_numbers[k]],
     for every k. The call sorts the ids by table, and takes the tables in groups of up to 32. In a group, tables with
@@ -254,7 +254,7 @@ def _way_from_cpu(
 
 def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
     """Returns whether the CPU should gather the items of many CPU ids for a GPU. It should if it can, and if this is
-    expected to be faster than fetching by the GPU."""
+    expected to be faster than if the GPU fetched them."""
     if table.slots.is_cuda or (worker.type == "cuda" and not _stages(table, handle, ids.shape[0])):
         return False
     can_gather = host_gather.rows_at_once(table) > 0 and not is_capturing(target)

@@ -115,7 +115,7 @@ def decompress(
 
     Raises:
         TypeError, ValueError: out has a wrong shape, dtype or device, `path` cannot be taken, or the number of outs is
-        not the number of tables.
+            not the number of tables.
         CorruptTableError: the table's bytes are inconsistent. Faults on a GPU are raised as in `index_select`.
     """
     if isinstance(table, Table):

@@ -278,8 +278,8 @@ def _data(files: Sequence[FileReport]) -> dict[str, Any]:
 
 def _tensor(report: TensorContents, codebooks: dict[str, int]) -> dict[str, Any]:
     """Returns the data of one report. Values that are empty or zero are left out, except for some that page.js always
-    needs. codebooks: the descriptions of codebooks, each with its position in the list of all; if the report has a new
-    description, it is added."""
+    needs. codebooks: a dictionary from each description of a codebook to its position in the list "codebooks". If the
+    report has a new description, it is added."""
     values = vars(report) | {
         "codebook": codebooks.setdefault(report.codebook, len(codebooks)) if report.codebook else None,
         "left_out": report.left_out if any(report.left_out) else [],

@@ -179,8 +179,8 @@ def _symbols(elements: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
 
 
 def _entries(codebook: PlanesCodebook) -> np.ndarray:
-    """Returns the symbols in the codebook, uint64 [columns, E], E = codebook.num_entries. There is one column if all
-    columns have the same entries. Otherwise there is one for each live column."""
+    """Returns the symbols in the codebook, uint64 [C, E], where E is codebook.num_entries. C is 1 if all columns have
+    the same entries. Otherwise it is the number of live columns."""
     if codebook.first_symbol is None:
         return codebook.entries.numpy().view(np.uint64)
     return np.array(
@@ -262,8 +262,8 @@ def _named_by(symbol: np.generic, codebook: PlanesCodebook) -> str:
 
 
 class CountedRows(NamedTuple):
-    """The result of `count_rows`: numbers of rows of each kind, total sizes in bytes of the raw rows and of the coded
-    rows, and the histogram of row sizes (`TensorContents.lengths`)."""
+    """The result of `count_rows`: the number of rows of each kind, the total size in bytes of the raw rows and that of
+    the coded rows, and the histogram of row sizes (`TensorContents.lengths`)."""
 
     raw_rows: int
     default_rows: int
@@ -298,8 +298,8 @@ def count_rows(table: CompressedTensor) -> CountedRows:
 
 
 def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
-    """Returns the entries of rows in `table.lengths`, int64, or zeros if the table has no index. numbers: the numbers
-    of the rows."""
+    """Returns the entries of the given rows in `table.lengths`, as int64. Returns zeros if the table has no index.
+    numbers: the numbers of the rows."""
     if not table.lengths.numel():
         return np.zeros(numbers.shape, np.int64)
     return table.lengths.cpu().numpy()[numbers].astype(np.int64)
