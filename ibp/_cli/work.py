@@ -47,8 +47,7 @@ def threads(jobs: int | None) -> Iterator[None]:
 
 
 def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterable[T]:
-    """Returns an iterable of the items. It also shows a progress bar on stderr, unless `output.show_bars` forbids
-    it."""
+    """Returns an iterable of the items. It also shows a progress bar on stderr, if `output.show_bars` returns True."""
     return tqdm(items, desc=what, leave=False, disable=not output.show_bars(arguments))
 
 

@@ -22,8 +22,8 @@ def check_conversion(module: torch.nn.Module, convert: Callable) -> None:
 
 def guard_conversions(model: torch.nn.Module) -> None:
     """Makes a model and each of its submodules check all that they contain before they convert anything. Without this
-    check, a submodule or a tensor could refuse after torch, which converts depth first, has converted others. If a
-    module no longer contains anything that may refuse, its check is removed.
+    check, a submodule or a tensor could refuse after torch, which converts depth first, has converted other tensors. If
+    a module no longer contains anything that may refuse, its check is removed.
 
     If the model later becomes a submodule of another module, that module does not check, because torch does not tell
     the model about it.
@@ -48,8 +48,8 @@ class _GuardedApply:
 
 
 def _refusing(module: torch.nn.Module) -> Iterator[Any]:
-    """Yields all that may refuse conversions, that is, has a method `check_conversion`, among a module, its submodules,
-    and their parameters and buffers."""
+    """Yields those of a module, its submodules, and their parameters and buffers that may refuse conversions: those
+    with a method `check_conversion`."""
     for part in module.modules():
         for held in (part, *part._parameters.values(), *part._buffers.values()):
             if hasattr(type(held), "check_conversion"):

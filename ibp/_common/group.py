@@ -109,9 +109,9 @@ class RankGroup:
         return [part[:size].cpu().numpy().tobytes() for part, size in zip(self.gathered(padded), sizes)]
 
     def gathered(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Sends a tensor from each rank to all ranks. Returns the tensors of all ranks, in the order of the ranks. They
-        must be on the group's device and have the same shape and dtype. They travel as bytes, because not every backend
-        supports every dtype. A collective call."""
+        """Sends a tensor from each rank to all ranks. Returns the tensors of all ranks, in the order of the ranks. The
+        tensors must be on the group's device and have the same shape and dtype. They travel as bytes, because not every
+        backend supports every dtype. A collective call."""
         data = part.contiguous().view(torch.uint8)
         parts = [torch.empty_like(data) for _ in range(self.size)]
         with all_taking_part():

@@ -10,7 +10,7 @@ The result depends on what is at the path:
 - A regular file is replaced, and its permissions are kept. If a symbolic link leads to a regular file, the link is
   replaced.
 - A device, a pipe, a socket or a directory is refused, even if the path is a symbolic link to it.
-- If there is nothing, the new file gets those permissions that all its source files have (`like`). If it has no source
+- If nothing is there, the new file gets those permissions that all its source files have (`like`). If it has no source
   files, it gets 0666 minus the umask.
 """
 

@@ -182,7 +182,7 @@ def checked_padding(padding_idx: int | None, num_items: int) -> int | None:
 
 
 def _check_offsets(bags: Bags) -> None:
-    """Raises ValueError if offsets on the CPU do not describe bags."""
+    """Raises ValueError unless offsets on the CPU begin with 0, never decrease, and are at most the number of ids."""
     offsets, num_ids = bags.offsets, bags.ids.numel()
     if offsets is None or offsets.is_cuda or offsets.numel() == 0:
         return

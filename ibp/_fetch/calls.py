@@ -30,7 +30,7 @@ def check_table(table: Any) -> None:
 
 
 def check_path(path: str, paths: Collection[str]) -> None:
-    """Raises ValueError unless path is one of the paths of a call."""
+    """Raises ValueError unless `path` is one of the paths in `paths`."""
     if path not in paths:
         raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, paths))}, or None")
 
@@ -66,7 +66,7 @@ def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 def refusal(error: RuntimeError) -> RuntimeError:
     """Converts the error of an operation to the class that torch's own functions raise: torch.OutOfMemoryError if a GPU
-    did not have the memory for a result. Returns other errors as they are."""
+    ran out of memory. Returns other errors as they are."""
     is_memory = "out of memory" in str(error) and torch.cuda.is_initialized()
     return torch.OutOfMemoryError(str(error)) if is_memory else error
 

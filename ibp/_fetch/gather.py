@@ -46,8 +46,8 @@ def index_select(
     max_sms: int | None = None,
     path: str | None = None,
 ) -> torch.Tensor:
-    """Returns the items of a table that have the given ids, on a device, as torch.index_select(x, 0, ids) does (the
-    paper's sections 4.3 and 4.4).
+    """Returns the items of a table with the given ids, as a tensor on a device. The result equals torch.index_select(x,
+    0, ids), where x is the tensor that was compressed (the paper's sections 4.3 and 4.4).
 
     If the table is in pinned host memory or on a GPU, the GPU itself fetches and decodes the rows in one kernel on the
     current stream. If the table is in pageable memory, the CPU gathers the rows and they are copied. If ids and out are

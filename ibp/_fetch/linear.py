@@ -60,7 +60,7 @@ def linear(
     out: Any = None,
     check: bool = False,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Returns x W^T + bias, where W is the tensor that was compressed, as torch.nn.functional.linear(x, W, bias) does.
+    """Returns x W^T + bias, as torch.nn.functional.linear(x, W, bias) does. W is the tensor that was compressed.
 
     On a GPU, a kernel reads only the coded bytes of W, decodes them in registers and multiplies up to 24 vectors of
     BF16. On GPUs of compute capability 9.0 it multiplies up to min(512, max(128, N / 16)) vectors. The kernel runs if W
@@ -69,7 +69,7 @@ def linear(
     function multiplies by W, which is decoded on the device of x for the duration of the call.
 
     The kernel adds products in float. For up to 64 vectors (32 if K is above 14,336), the order of the additions
-    depends only on K, so a vector's result has the same bits whatever the number of vectors is. The results of rows
+    depends only on K, so a vector's result has the same bits regardless of the number of vectors. The results of rows
     that torch multiplies (see below) are an exception. The bits differ from those of torch's function, which also
     differ between shapes and GPUs.
 

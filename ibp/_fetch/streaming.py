@@ -81,9 +81,9 @@ def decompress(
 
     If several tables in pinned host memory go to one GPU, they come as one stream through one ring. The copies for one
     tensor run while the previous tensor is still being decoded, so the link is busy from the first tensor to the last,
-    however small they are. Tables in the memory of the GPU that decodes them share launches: among every 32 tables, one
-    launch decodes all that have the same scheme, the same element size and about the same row length, up to 2 KiB. All
-    arguments are checked before anything is written.
+    however small they are. Tables in the memory of the GPU that decodes them share launches. In each group of 32
+    tables, one launch decodes all tables that have the same scheme, the same element size and similar row lengths of at
+    most 2 KiB. All arguments are checked before anything is written.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -106,7 +106,7 @@ def decompress(
         path: how rows come from pinned host memory to a GPU. Both paths give the same bits. None chooses "gpu" if
             max_sms is given, and otherwise chooses by the size.
             "copy": the copy engine moves the rows into the ring. This is the fastest path if the GPU has free
-                multiprocessors. If other kernels keep all of them busy, every chunk has to wait for some.
+                multiprocessors. If other kernels keep all of them busy, every chunk has to wait until some are free.
             "gpu": one kernel fetches the rows, and keeps its multiprocessors until it is done.
 
     Returns:

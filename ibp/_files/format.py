@@ -407,7 +407,7 @@ def _read_view(text: str) -> View:
 
 # ---- the header ----
 
-_OTHERS = {  # for messages: what a file of each format of `other_format` is
+_OTHERS = {  # for messages: a description of each format that `other_format` returns
     "npy": "an array of numpy",
     "archive": "an archive, as torch.save and numpy.savez write them",
     "pickle": "a pickle, as torch.save once wrote them",
@@ -419,7 +419,7 @@ class Entry(NamedTuple):
     """A tensor in a file."""
 
     dtype: str  # the dtype's name in the header
-    shape: tuple[int, ...]  # the tensor's shape; a part of a table has one dimension, padding included
+    shape: tuple[int, ...]  # the tensor's shape; a part of a table has one dimension, which counts the padding
     # start, end: offsets in the file at which its bytes begin and end.
     start: int
     end: int

@@ -484,9 +484,9 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
         share: whether processes share pinned copies of tables. This has an effect only if the system cannot pin mapped
             memory. All processes of the same user on this machine that open the file with share=True then use the same
             copy of a table, instead of one copy each. A shared table cannot be changed. Its copy is freed when no
-            process uses it any longer. The processes find the copy by a small file in the directory `$XDG_RUNTIME_DIR`
-            or, if that does not exist, in the directory of temporary files. If the table cannot be shared, a
-            RuntimeWarning says so, and the process makes its own copy.
+            process uses it any longer. The processes find the copy through a small file in the directory
+            `$XDG_RUNTIME_DIR` or, if that does not exist, in the directory of temporary files. If the table cannot be
+            shared, a RuntimeWarning says so, and the process makes its own copy.
 
     Returns:
         An `ibp.File`, a mapping from names to tables and tensors.

@@ -291,7 +291,7 @@ def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _fetched(url: str, folder: Path, suffixes: tuple[str, ...]) -> Path:
-    """Copies the file, set of files or directory of a URL to a folder. Returns the path of the copy."""
+    """Copies the file, set of files or directory at a URL to a folder. Returns the path of the copy."""
     system, remote = file_system(url)
     remote = remote.rstrip("/")
     near = folder / (os.path.basename(remote) or "input")

@@ -547,7 +547,7 @@ def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin
 def _taken(
     file: OpenFile, place: TensorPlace | None, name: str, dtype: str, num_bytes: int, take: Take
 ) -> torch.Tensor:
-    """Returns the num_bytes bytes of a part, without padding. place: that of the part; None if the part is missing,
+    """Returns the num_bytes bytes of a part, without padding. place: the place of the part. None: the part is missing,
     which is an error unless num_bytes is 0. file: the file with the table's fields, for that error's message."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -602,7 +602,7 @@ def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, 
     """Returns the shared memory for a key, and the tensors in it. The first process makes the memory and copies the
     given tensors there; other processes open it. This is for systems on which mapped files cannot be pinned.
 
-    A process finds the memory by a small file in a directory that belongs to the user alone. The file lists the
+    A process finds the memory through a small file in a directory that belongs to the user alone. The file lists the
     processes that hold the memory. A process locks the file while it reads or changes the file, and the last process
     that holds the memory removes the file. If all holders were killed, the next process that makes such memory removes
     their file. The memory itself has no path: the system frees it when the last process that holds it ends, however it

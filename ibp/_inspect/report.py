@@ -96,7 +96,7 @@ class FileReport(Saves):
     path: str  # The path as the caller gave it.
     format: str  # "ibp", "safetensors", "npy", "npz" or "torch".
     is_estimate: bool  # True if ibp did not write the files. stored_bytes then estimates their compressed size.
-    file_bytes: int  # Size in bytes of the present files.
+    file_bytes: int  # Size of the files in bytes.
     metadata: dict[str, str] = field(default_factory=dict)  # The user's metadata.
     tensors: list[TensorContents] = field(default_factory=list)  # The reports on the tensors, in the file's order.
     # Number of bytes in the compressed files that do not belong to a single tensor: headers, codebooks, checksums,

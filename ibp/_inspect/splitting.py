@@ -57,7 +57,7 @@ def split_rows(rows: np.ndarray, codebook: AnyCodebook, element_bytes: int) -> S
         rows: uint8 [n, row_bytes], n > 0: the decoded rows, without raw rows and default rows.
         codebook: the codebook of these rows, not a `ClusteredCodebook`.
         element_bytes: size in bytes of the elements whose bits are reported. For scheme planes it is ignored, and the
-            size in the codebook is taken.
+            size in the codebook is used.
     """
     if isinstance(codebook, PlanesCodebook):
         return _split_planes(rows, codebook)
@@ -138,7 +138,7 @@ def _split_planes(rows: np.ndarray, codebook: PlanesCodebook) -> Split:
 
 
 def _split_listed(elements: np.ndarray, codebook: PlanesCodebook, parts: Counter[str]) -> np.ndarray:
-    """Adds the sizes of headers, positions and signs of listed rows to parts. Returns bool [n, columns]: whether the
+    """Adds the sizes of headers, positions and signs of listed rows to parts. Returns bool [n, columns]: True if the
     coded row has a value for the element. It has no value if the element is not listed, or if the row is closed, which
     means that all its listed elements equal `codebook.closed`."""
     columns = elements.shape[1]
@@ -376,8 +376,8 @@ def _with_powers(entries: list[tuple[str, str, float]], table: CompressedTensor)
 
 
 def bit_entropy(rows: np.ndarray, element_bytes: int) -> list[float]:
-    """Returns, for each bit of an element, the Shannon entropy of this bit in the given rows, in bits, the most
-    significant bit first. Returns an empty list if there are no rows, or if rows do not consist of whole elements."""
+    """Returns the Shannon entropy of each bit of an element in the given rows, in bits. The most significant bit comes
+    first. Returns an empty list if there are no rows, or if rows do not consist of whole elements."""
     if not rows.size or rows.shape[1] % element_bytes:
         return []
     p = np.unpackbits(rows.reshape(-1, element_bytes)[:, ::-1], axis=1).mean(0)
