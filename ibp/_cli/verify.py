@@ -48,9 +48,9 @@ def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _damage(file: ibp.File, content: bool) -> dict[str, Any]:
-    """Returns the names of tensors in a damaged file, in three lists, and a sentence about its first damaged block. The
-    lists are "damaged"; "by_codebook", the damaged tensors that share a damaged codebook; and "suspect", tensors that
-    may be damaged.
+    """Returns a dictionary with the names of tensors in a damaged file, in three lists: "damaged"; "by_codebook", the
+    damaged tensors that share a damaged codebook; and "suspect", tensors that may be damaged. If blocks are damaged,
+    "error" is a sentence about the first of them.
 
     Checksums tell which blocks are damaged. Fingerprints tell which tables are damaged. If no tensor and no codebook in
     a damaged block is known to be damaged, all tensors with bytes in the block may be damaged, except those that are

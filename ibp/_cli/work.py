@@ -146,8 +146,8 @@ def has_other_format(path: str) -> bool:
 
 
 def files_to_verify(paths: Sequence[str]) -> list[str]:
-    """Returns the paths to verify: those of the inputs. A directory with several safetensors files is replaced by the
-    paths of these files."""
+    """Returns the paths to verify: those of the inputs. A directory that has several safetensors files or sets of
+    files, at any depth, is replaced by the paths of the files and of the indices of the sets."""
     found = _sources.expand(paths)
     return [file for path in found for file in (_model_files.files_to_verify(path) if os.path.isdir(path) else [path])]
 

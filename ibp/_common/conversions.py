@@ -48,8 +48,8 @@ class _GuardedApply:
 
 
 def _refusing(module: torch.nn.Module) -> Iterator[Any]:
-    """Yields those of a module, its submodules, and their parameters and buffers that may refuse conversions: those
-    with a method `check_conversion`."""
+    """Searches a module, its submodules, and their parameters and buffers. Yields those that have a method
+    `check_conversion`, because they may refuse conversions."""
     for part in module.modules():
         for held in (part, *part._parameters.values(), *part._buffers.values()):
             if hasattr(type(held), "check_conversion"):

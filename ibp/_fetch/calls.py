@@ -66,7 +66,7 @@ def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 def refusal(error: RuntimeError) -> RuntimeError:
     """Converts the error of an operation to the class that torch's own functions raise: torch.OutOfMemoryError if a GPU
-    ran out of memory. Returns other errors as they are."""
+    ran out of memory. Other errors are returned as they are."""
     is_memory = "out of memory" in str(error) and torch.cuda.is_initialized()
     return torch.OutOfMemoryError(str(error)) if is_memory else error
 

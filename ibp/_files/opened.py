@@ -632,7 +632,7 @@ def load(
         ChecksumError: with `verify`, bytes are damaged.
         KeyError: there is no tensor with a given name.
         TypeError, ValueError: device, names or memory is not as described, or device and memory are inconsistent.
-        RuntimeError: memory is "pinned", but the system refuses to pin it.
+        RuntimeError: memory is "pinned", but there is no CUDA device, or the system refuses to pin memory.
         OSError: the file cannot be read.
     """
     _check_names(names)
