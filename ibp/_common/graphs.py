@@ -57,7 +57,7 @@ def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _
                 raise cannot_record("torch.export")
         if not made:
             # Do not load torch's compiler unless something is compiling. Loading takes seconds, and if another thread
-            # forked the process meanwhile, the child would wait for ever for the module that is being loaded.
+            # forked the process meanwhile, the child would wait forever for the module that is being loaded.
             if "torch._dynamo" not in sys.modules:
                 return function(*args, **kwargs)
             if torch.compiler.is_dynamo_compiling():

@@ -18,8 +18,8 @@ from .streaming import decode_items, decompress
 # A regular row of K columns has at most max(64, K / 128) escapes. The kernel adds the products of that many escapes in
 # about the time that it needs to decode the row.
 MOST_OF_A_ROW, COLUMNS_AN_ESCAPE = 64, 128
-_LEAST_ROWS = 16  # The kernel takes matrices of at least this many rows.
-COLUMN_UNIT = 32  # The kernel takes rows whose number of columns is a multiple of this.
+_LEAST_ROWS = 16  # The kernel supports matrices of at least this many rows.
+COLUMN_UNIT = 32  # The kernel supports rows whose number of columns is a multiple of this.
 # An element of BF16 is coded as a residual, which is its sign and mantissa, and a digit of four bits for its exponent.
 _RESIDUAL_BITS, _EXPONENT_BITS = 8, 8
 _NUM_SYMBOLS = 15  # A digit of four bits stands for one of 15 exponents; digit 15 is an escape.

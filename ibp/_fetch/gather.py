@@ -93,7 +93,7 @@ def index_select(
             contiguous.
         check: whether to wait for the result and raise faults in this call.
         max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all. The exception is path
-            "bucketed", which then takes only the number that decodes rows as fast as the link brings them (at least 16
+            "bucketed", which then uses only the number that decodes rows as fast as the link brings them (at least 16
             on an H200).
         path: how items come from host memory to a GPU. All paths give the same bits. None chooses by the sizes.
             "gpu": the GPU fetches the items in the order of the ids.

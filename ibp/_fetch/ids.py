@@ -1,4 +1,4 @@
-"""Checks the ids that calls take, and converts them to tensors of integers."""
+"""Checks the ids that are passed to calls, and converts them to tensors of integers."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MOST_OF_A_GROUP = 8  # Largest number of vectors in a group, for stacks of matri
 # Largest numbers of vectors (IBP_MOST_GROUPED) and of matrices of a stack (IBP_MOST_STACKED) for `group_vectors`.
 MOST_GROUPED, MOST_STACKED = 1024, 4096
 _multiply = torch.ops.ibp.linear.default
-_ROWS_OF_STACKS = 16  # The kernel takes stacks of matrices if each matrix has a multiple of this number of rows.
+_ROWS_OF_STACKS = 16  # The kernel supports stacks whose matrices have a multiple of this number of rows.
 # Slots of rows with at least _LONG_COLUMNS columns have _SYMBOL_BYTES bytes for the row's escapes, so that decoding the
 # row does not read overflow. Most shorter rows have no escape.
 _SYMBOL_BYTES, _LONG_COLUMNS = 32, 1024
@@ -74,7 +74,8 @@ def linear(
     differ between shapes and GPUs.
 
     With several tables, such as the query, key and value matrices of a model, one launch of the kernel multiplies by up
-    to 4 of them, if no gradients are wanted. Short matrices then take as long as one matrix that has all their rows.
+    to 4 of them, if no gradients are wanted. Together, short matrices then take as long as one matrix that has all
+    their rows.
 
     Gradients reach x and bias, also under autocast. The decoded W is not kept for backward. Instead, backward decodes W
     again for the duration of its product, so rows of the table must not change before that. There are two exceptions:
@@ -82,13 +83,13 @@ def linear(
     backward.
 
     The kernel needs a list of the few escaped weights, which the table's digits do not represent. Modules of `ibp.nn`
-    make this list when they take a table; call `table.prepare_linear()` to make it for a table of your own. With the
-    list, calls do not synchronise, and they allocate only their result and, for more than 64 vectors (32 if K is above
-    14,336), a workspace. They can be captured in a CUDA graph, or compiled with fullgraph=True and
+    make this list when they are given a table; call `table.prepare_linear()` to make it for a table of your own. With
+    the list, calls do not synchronise, and they allocate only their result and, for more than 64 vectors (32 if K is
+    above 14,336), a workspace. They can be captured in a CUDA graph, or compiled with fullgraph=True and
     mode="reduce-overhead", from the first call on. Without the list, the first call makes it. If a graph is captured,
     or code is compiled, before the list is made, the graph or the code decodes W in every call, and a warning says so
-    once. The table's `nbytes` includes the list. After the table has changed, the list is made anew; compile and
-    capture again then.
+    once. The table's `nbytes` includes the list. After the table has changed, the list is made again; then also compile
+    and capture again.
 
     Some rows are kept decoded next to the list, and torch multiplies by them: rows that are stored raw, default rows,
     and rows with more than max(64, K / 128) escaped weights. If more than one row in 32 is such a row, all of W is
@@ -159,8 +160,8 @@ def _one_for_each(name: str, given: Sequence[torch.Tensor | None] | None, tables
 
 def slot_bytes_for(columns: int, dtype: torch.dtype = torch.bfloat16) -> int | None:
     """Returns the `slot_bytes` that a table needs so that the kernel can multiply by its rows. Slots of long rows have
-    32 bytes for escapes. Returns None if the kernel does not take rows of this length and dtype. columns: the number of
-    elements of a row."""
+    32 bytes for escapes. Returns None if the kernel does not support rows of this length and dtype. columns: the number
+    of elements of a row."""
     if dtype != torch.bfloat16 or columns == 0 or columns % COLUMN_UNIT or 2 * columns > _core.MAX_ROW_BYTES:
         return None
     least = coded_row_bytes(columns) + (_SYMBOL_BYTES if columns >= _LONG_COLUMNS else 0)
@@ -273,8 +274,8 @@ def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None, out
 
 
 def _are_near(x: torch.Tensor, table: Any, bias: torch.Tensor | None = None) -> bool:
-    """Returns whether x, table and bias are on one GPU and have the dtypes and layouts that the kernel takes. Whether
-    the kernel takes the table's rows is not checked here, but by `escapes_of`."""
+    """Returns whether x, table and bias are on one GPU and have the dtypes and layouts that the kernel supports.
+    Whether the kernel supports the table's rows is not checked here, but by `escapes_of`."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or not isinstance(table, Table) or table.dtype != x.dtype:
         return False
     if table.slots.device != x.device or x.layout != torch.strided or x.numel() == 0 or is_transformed():

@@ -72,7 +72,7 @@ def read_header(path: Path) -> Header:
     """Reads the header of a file.
 
     Raises:
-        FileFormatError: the file is not a safetensors file, is cut short, has a newer format than this ibp reads, or
+        FileFormatError: the file is not a safetensors file, is truncated, has a newer format than this ibp reads, or
             has metadata of ibp but lacks the key `ibp.format`, the key `ibp.checks` or the tensor `ibp.checks`.
         OSError: the file cannot be read.
     """
@@ -195,7 +195,7 @@ class OpenFile:
         then copies the page, and the file does not change. The tensor keeps the map alive.
 
         Raises:
-            FileFormatError: the file has been cut since it was opened.
+            FileFormatError: the file has been truncated since it was opened.
         """
         pages = self._private_map  # a copy of the reference, because another thread may call `close`
         if pages is None:
@@ -221,7 +221,8 @@ class OpenFile:
         return _core.FilePages(self.fileno(), start, num_bytes)
 
     def _whole_size(self) -> int:
-        """Returns the file's size in bytes. Raises FileFormatError if the file has been cut since it was opened."""
+        """Returns the file's size in bytes. Raises FileFormatError if the file has been truncated since it was
+        opened."""
         size = os.fstat(self.fileno()).st_size
         if size < self._num_bytes:
             raise FileFormatError(f"{self.path} has been cut since it was opened")

@@ -40,7 +40,7 @@ class Split:
 
 def scaled(parts: Counter[str], total: int) -> dict[str, int]:
     """Scales the sizes of parts so that their sum is `total`, the size in bytes of all coded rows. The given sizes may
-    be those of a sample of the rows, and in any unit. If they are all 0, returns a single part "coded rows"."""
+    be in any unit, and may be those of a sample of the rows. If they are all 0, returns a single part "coded rows"."""
     counted = sum(parts.values())
     if not counted:
         return {"coded rows": total}
