@@ -1,4 +1,4 @@
-"""`ibp inspect`: prints the contents of files, and writes a plot and a page."""
+"""`ibp inspect`: describes the tensors in files, and can also draw them as a plot or an HTML page."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_pictures(arguments: argparse.Namespace) -> int:
     """Checks --plot and --html before the work begins. If a picture will not be written, sets its option to None.
 
-    If a picture exists and --keep is given, it is not written. If matplotlib is not installed, the plot cannot be
-    drawn: if a page is to be written, the command goes on with exit status 2; otherwise ImportError is raised.
+    With --keep, a picture that exists is not written. Without matplotlib, the plot cannot be drawn. Then the command
+    goes on without the plot, with exit status 2, if --html is given; otherwise ImportError is raised.
 
     Returns:
         The exit status of the command: 0 or 2.
@@ -76,7 +76,7 @@ def _check_pictures(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ---- what is printed ----
+# ---- the printed report ----
 
 
 def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[output.Part]:
@@ -172,8 +172,8 @@ def _facts(tensor: TensorContents) -> list[list[str]]:
 
 
 def _bits(tensor: TensorContents) -> Iterator[list[str]]:
-    """Yields a line of the table of bits for each run of adjacent bits with equal numbers, from the most significant
-    bit."""
+    """Yields the rows of the table of bits, the most significant bit first. Adjacent bits with equal figures share a
+    row."""
     width = len(tensor.entropy)
     none = [0.0] * width
     uses = zip(tensor.entropy, tensor.left_out or none, tensor.ranked or none)

@@ -18,12 +18,11 @@ from .parsing import make_parser
 
 # Exit statuses of commands that did not succeed. 0 means success.
 WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 1, 2, 130, 141, 143
-_OLD_WORDS = {"bench": "doctor"}  # The present names of commands, by their names in earlier versions.
+_OLD_WORDS = {"bench": "doctor"}  # Maps a command's name in earlier versions to its present name.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line. Returns its exit status. argv: the words after the program's name. None: those of the
-    process."""
+    """Runs a command line. Returns its exit status. argv: the words after the program's name. None: sys.argv[1:]."""
     try:
         arguments = _parsed(argv)
         with warnings.catch_warnings():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 # The width of sentences in pipes, in characters. It is also used for narrower terminals, which fold the lines.
 _WIDTH = 80
-_UNLIMITED = 1 << 20  # The width that tables in pipes may have.
+_UNLIMITED = 1 << 20  # Width limit of tables in pipes and files: practically none.
 _GAP, _RULE = "  ", "\u2500"  # The text between columns, and the character of the line under their names.
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -41,7 +41,8 @@ def report(arguments: argparse.Namespace, document: object, *parts: Part) -> Non
         is_terminal = sys.stdout.isatty()
         width = max(_WIDTH, shutil.get_terminal_size().columns) if is_terminal else _WIDTH
         for part in parts:
-            # Words stay whole, because users copy paths. Lines of code, which begin with four spaces, also stay whole.
+            # Words are not broken, because users copy paths. Lines of code, which begin with four spaces, are not
+            # wrapped.
             if isinstance(part, str) and part.startswith("    "):
                 lines = iter([part])
             elif isinstance(part, str):
@@ -52,8 +53,7 @@ def report(arguments: argparse.Namespace, document: object, *parts: Part) -> Non
 
 
 def warn(arguments: argparse.Namespace, sentence: str) -> None:
-    """Prints a sentence on stderr about something that went wrong, although the command goes on. It is printed even
-    with --quiet."""
+    """Prints a warning on stderr, even with --quiet. The sentence says what went wrong; the command goes on."""
     print(f"ibp {arguments.command}: {one_line(sentence)}", file=sys.stderr)
 
 
@@ -64,7 +64,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 
     Args:
         columns: the names of the columns. A column whose name begins with ">" is aligned to the right. If all names are
-            empty, the table has no head.
+            empty, the table has no header line.
         rows: the cells of each row.
     """
     heads = [name.lstrip(">") for name in columns]

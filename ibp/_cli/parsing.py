@@ -62,10 +62,10 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)
         if isinstance(action, argparse._SubParsersAction):
-            self._action_max_length += self._indent_increment  # The names in the list of commands are indented more.
+            self._action_max_length += self._indent_increment  # The list of commands is indented further than options.
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Returns the text for an option in the help in the form of Python 3.13: "-o, --output OUT"."""
+        """Returns an option as the help shows it, in the form of Python 3.13: "-o, --output OUT"."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
@@ -101,7 +101,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-# ---- options of several commands ----
+# ---- options that several commands share ----
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -48,13 +48,13 @@ def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _damage(file: ibp.File, content: bool) -> dict[str, Any]:
-    """Returns the names of tensors in a damaged file, in three lists, and a sentence about its first damaged block. The
-    lists are "damaged"; "by_codebook", the damaged tensors that share a damaged codebook; and "suspect", tensors that
-    may be damaged.
+    """Returns a dictionary with the names of tensors in a damaged file, in three lists: "damaged"; "by_codebook", the
+    damaged tensors that share a damaged codebook; and "suspect", tensors that may be damaged. If blocks are damaged,
+    "error" is a sentence about the first of them.
 
     Checksums tell which blocks are damaged. Fingerprints tell which tables are damaged. If no tensor and no codebook in
     a damaged block is known to be damaged, all tensors with bytes in the block may be damaged, except those that are
-    known to be right. If the block has bytes of only one tensor, this tensor is damaged.
+    known to be intact. If the block has bytes of only one tensor, this tensor is damaged.
 
     Args:
         content: whether to decode tables outside of damaged blocks, too.
@@ -63,8 +63,9 @@ def _damage(file: ibp.File, content: bool) -> dict[str, Any]:
     inside = {name for block in blocks for name in block.tensors}
     used = {name for block in blocks for users in block.codebooks for name in users}
     good = {name: _is_what_it_was(file, name) for name in {*inside, *used, *(file if content else ())}}
-    # For each codebook that is certainly damaged, the tables that use it. All these tables must be damaged. If there is
-    # only one, none of its rows may be in a damaged block: otherwise the rows may be damaged, and not the codebook.
+    # For each codebook that is certainly damaged, the tables that use it. A codebook in a damaged block is certainly
+    # damaged if all tables that use it are damaged. If only one table uses it, this table must also have no rows in a
+    # damaged block. Otherwise the rows may be damaged, and not the codebook.
     shared = [
         users
         for block in blocks

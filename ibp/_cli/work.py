@@ -47,7 +47,7 @@ def threads(jobs: int | None) -> Iterator[None]:
 
 
 def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterable[T]:
-    """Returns an iterable of the items that also shows a progress bar on stderr, if bars are shown."""
+    """Returns an iterable of the items. It also shows a progress bar on stderr, if `output.show_bars` returns True."""
     return tqdm(items, desc=what, leave=False, disable=not output.show_bars(arguments))
 
 
@@ -56,7 +56,7 @@ def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterabl
 
 @contextlib.contextmanager
 def local(paths: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the paths, with a temporary file that holds stdin in place of "-"."""
+    """Yields the paths. The path "-" is replaced by the path of a temporary file, into which stdin has been copied."""
     if STREAM not in paths:
         yield list(paths)
         return
@@ -146,15 +146,15 @@ def has_other_format(path: str) -> bool:
 
 
 def files_to_verify(paths: Sequence[str]) -> list[str]:
-    """Returns the paths to verify: those of the inputs. A directory with several safetensors files is replaced by the
-    paths of these files."""
+    """Returns the paths to verify: those of the inputs. A directory that has several safetensors files or sets of
+    files, at any depth, is replaced by the paths of the files and of the indices of the sets."""
     found = _sources.expand(paths)
     return [file for path in found for file in (_model_files.files_to_verify(path) if os.path.isdir(path) else [path])]
 
 
 def report_files(arguments: argparse.Namespace, document: dict[str, Any], files: list[str], *more: str) -> None:
-    """Reports the written files, which are local or at URLs, and further sentences. Reports nothing if the output went
-    to stdout."""
+    """Reports the files that were written, locally or at URLs, with their sizes, and further sentences. Reports nothing
+    if the output went to stdout."""
     if arguments.output == STREAM:
         return
     sizes = [size_of(file) for file in files]

@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions take."""
+"""Checks of arguments that several functions have in common."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import SupportsFloat, SupportsIndex
 
 
 def whole_number(name: str, value: SupportsIndex, least: int | None = None, most: int | None = None) -> int:
-    """Converts an argument to an int. Accepts integers of Python and of numpy, and tensors of one integer.
+    """Converts an argument to an int. Accepts integers of Python and of numpy, and tensors that hold one integer.
 
     Raises:
         TypeError: the value is a bool, a float or not a number.
-        ValueError: the value is less than `least` or more than `most`. None: there is no such bound.
+        ValueError: the value is less than `least` or more than `most`. A bound that is None is not checked.
     """
     try:
         if isinstance(value, bool):
@@ -37,8 +37,8 @@ def number(name: str, value: SupportsFloat) -> float:
 
 
 def near(value: object, known: Iterable[str]) -> str:
-    """Returns the end of an error message about an unknown name, which proposes known names with a similar spelling.
-    Returns "" if there are no such names."""
+    """Returns a text to append to an error message about an unknown name. The text proposes known names with a similar
+    spelling. Returns "" if there are no such names."""
     found = difflib.get_close_matches(str(value).lower(), known)
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 

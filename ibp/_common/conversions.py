@@ -21,12 +21,12 @@ def check_conversion(module: torch.nn.Module, convert: Callable) -> None:
 
 
 def guard_conversions(model: torch.nn.Module) -> None:
-    """Makes a model and every module in it check all that they contain before they convert anything. Otherwise, if a
-    submodule or a tensor refuses, torch, which converts depth first, would leave the tensors before it converted. If a
-    module no longer contains anything that may refuse, its check is removed.
+    """Makes a model and each of its submodules check all that they contain before they convert anything. Without this
+    check, a submodule or a tensor could refuse after torch, which converts depth first, has converted other tensors. If
+    a module no longer contains anything that may refuse, its check is removed.
 
-    If the model later becomes a part of another module, that module is not guarded, because torch does not tell the
-    model.
+    If the model later becomes a submodule of another module, that module does not check, because torch does not tell
+    the model about it.
     """
     for module in model.modules():
         if next(_refusing(module), None) is not None:
@@ -36,7 +36,8 @@ def guard_conversions(model: torch.nn.Module) -> None:
 
 
 class _GuardedApply:
-    """Replaces the method `_apply` of one module: checks first, and then calls the method of the module's class."""
+    """Replaces the method `_apply` of one module: calls `check_conversion` first, and then the method of the module's
+    class."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module: Any = module
@@ -47,8 +48,8 @@ class _GuardedApply:
 
 
 def _refusing(module: torch.nn.Module) -> Iterator[Any]:
-    """Yields all that may refuse conversions, that is, has a method `check_conversion`, among a module, its submodules,
-    and their parameters and buffers."""
+    """Searches a module, its submodules, and their parameters and buffers. Yields those that have a method
+    `check_conversion`, because they may refuse conversions."""
     for part in module.modules():
         for held in (part, *part._parameters.values(), *part._buffers.values()):
             if hasattr(type(held), "check_conversion"):

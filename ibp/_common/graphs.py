@@ -1,5 +1,5 @@
-"""Keeps functions out of the graphs of torch's compiler. Makes the errors that are raised under tracers and transforms
-that cannot record ibp's operations."""
+"""Keeps functions out of the graphs of torch's compiler. Creates the errors that are raised under tracers and
+transforms that cannot record ibp's operations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _OUTSIDE = "ibp runs it outside of graphs: compile the code around it, or withou
 
 
 def cannot_record(tracer: str, operation: str = "") -> RuntimeError:
-    """Returns the error to raise under a tracer that cannot record ibp's operations: its graph would lack the rows of
-    tables, or writes to tensors that are passed to an operation.
+    """Returns the error to raise under a tracer that cannot record ibp's operations. The tracer's graph would lack the
+    rows of tables, or writes to tensors that are passed to an operation.
 
     Args:
         tracer: the name under which users know the tracer.
@@ -44,12 +44,12 @@ def cannot_map(operation: str = "") -> RuntimeError:
 
 
 def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Wraps a function so that torch.compile does not compile it: the graph ends before the call. torch.export, whose
-    graph cannot end, raises."""
+    """Wraps a function so that torch.compile does not compile it: the graph ends before the call. torch.export cannot
+    end its graph early, so there the call raises an error."""
 
     @functools.wraps(function)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        # torch 2.11 says that it is exporting where torch.compile traces, too.
+        # In torch 2.11, is_exporting() is also true while torch.compile traces.
         if torch.compiler.is_exporting():
             if torch.compiler.is_dynamo_compiling():
                 torch._dynamo.graph_break(msg=_NOT_EXPORTED)
@@ -57,7 +57,7 @@ def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _
                 raise cannot_record("torch.export")
         if not made:
             # Do not load torch's compiler unless something is compiling. Loading takes seconds, and if another thread
-            # forked the process meanwhile, the child would wait for ever for the module that is being loaded.
+            # forked the process meanwhile, the child would wait forever for the module that is being loaded.
             if "torch._dynamo" not in sys.modules:
                 return function(*args, **kwargs)
             if torch.compiler.is_dynamo_compiling():

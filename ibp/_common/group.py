@@ -48,7 +48,7 @@ class RankGroup:
 
     def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
         """Calls work() on each rank. Returns the results of all ranks, in the order of the ranks. Results must be
-        values that `wire.written` takes. A collective call.
+        values that `wire.written` accepts. A collective call.
 
         If work() raises on one rank, the call raises on all ranks: on that rank the exception itself, and on the other
         ranks a RuntimeError with the message of the exception. what: the name of the work in error messages.
@@ -80,14 +80,15 @@ class RankGroup:
 
     def on_all(self, what: str, work: Callable[[], _Result]) -> _Result:
         """Calls work() on each rank, and waits until it has returned on all ranks. Returns the result of this rank,
-        which is not sent to the others. Errors are raised as by `together`. A collective call."""
+        which is not sent to the others. Raises errors as `together` does. A collective call."""
         made: list[_Result] = []
         self.together(what, lambda: made.append(work()))
         return made[0]
 
     def from_rank(self, src: int, what: str, work: Callable[[], Any]) -> Any:
-        """Calls work() on rank src alone. Returns the result on all ranks. Errors are raised as by `together`. Raises
-        ValueError if src is not a rank, or if ranks give different values of src. A collective call."""
+        """Calls work() on rank src alone. Returns its result on all ranks. Raises errors as `together` does. Also
+        raises ValueError if src is not a rank of the group, or if ranks pass different values of src. A collective
+        call."""
 
         def offer() -> tuple[dict[str, int], Any]:
             if not 0 <= src < self.size:
@@ -108,9 +109,9 @@ class RankGroup:
         return [part[:size].cpu().numpy().tobytes() for part, size in zip(self.gathered(padded), sizes)]
 
     def gathered(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Sends a tensor from each rank to all ranks. Returns the tensors of all ranks, in the order of the ranks. They
-        must be on the group's device and have the same shape and dtype. They travel as bytes, because not every backend
-        supports every dtype. A collective call."""
+        """Sends a tensor from each rank to all ranks. Returns the tensors of all ranks, in the order of the ranks. The
+        tensors must be on the group's device and have the same shape and dtype. They travel as bytes, because not every
+        backend supports every dtype. A collective call."""
         data = part.contiguous().view(torch.uint8)
         parts = [torch.empty_like(data) for _ in range(self.size)]
         with all_taking_part():
@@ -173,8 +174,8 @@ def check_one_machine(what: str, machines: list[str]) -> None:
 
 
 def same_on_all(what: str, given: list[dict[str, Any]]) -> None:
-    """Raises ValueError, with the name of the argument, if ranks were given different values of an argument. given: for
-    each rank, its arguments by name."""
+    """Raises ValueError, which names the argument, if an argument has different values on different ranks. given: for
+    each rank, a dict of its arguments by name."""
     for name, first in given[0].items():
         for rank, other in enumerate(given):
             if other[name] != first:

@@ -19,8 +19,8 @@ def after_import(name: str, work: Callable[[], object]) -> None:
 
 
 class _Finder:
-    """A finder in sys.meta_path for one module. It lets the other finders find the module, and calls work() when the
-    module has been executed."""
+    """A finder in sys.meta_path for one module. It lets the other finders find the module, and calls work() after the
+    module's code has run."""
 
     def __init__(self, name: str, work: Callable[[], object]) -> None:
         self._name, self._work, self._is_asking = name, work, False

@@ -25,7 +25,7 @@ def opened(how: Any, device: int | None = None) -> torch.Tensor:
 
     Args:
         how: what `lent` has returned in that process.
-        device: the number that the tensor's device has in this process. None: the same as in the other process.
+        device: the index of the tensor's GPU in this process. None: the same index as in the other process.
 
     Raises:
         ValueError: how is not what `lent` returns.

@@ -1,4 +1,4 @@
-"""Locks of objects that both the parent and the child use after a fork.
+"""Locks for objects that both the parent and the child use after a fork.
 
 A child process has only the thread that forked it. A lock that another thread held at the fork would stay held in the
 child for good. A new lock would not help, because the data that the lock guards may be half changed: the child could

@@ -7,12 +7,13 @@ csrc/bindings/torch_tables.h. Unless an operation's documentation says otherwise
 - Tensors must be flat and contiguous. All tensors of a call must be on the CPU, or all on one CUDA device. Pass pinned
   host memory as a tensor of the CUDA device (`_machine.memory.device_view`).
 - Memory that an operation writes must not be shared with another argument.
-- An operation raises RuntimeError if arguments break these rules or contradict each other. It does not check the
-  handles in `table` and `cache`, nor the addresses of streamers and stagers, those in `buffers` and `addresses`, and
-  those of deltas.
+- An operation raises RuntimeError if arguments break these rules or are inconsistent. It does not check the handles in
+  `table` and `cache`. It does not check addresses either: those of streamers, stagers and deltas, and those in
+  `buffers` and `addresses`.
 - CPU implementations run on torch's intra-op threads if there is enough work for several threads. CUDA implementations
-  run on the current stream of their tensors' device, whichever device is current. If they write to given tensors, they
-  allocate nothing and do not synchronise; but `take.out` and products may take work memory from torch's allocator.
+  run on the current stream of their tensors' device, whichever device is current. CUDA implementations that write to
+  the caller's tensors do not synchronise, and do not allocate memory. The exceptions are `take.out` and products, which
+  may allocate work memory from torch's allocator.
 """
 
 import os
@@ -36,7 +37,8 @@ def _define(schema, shaped=lambda *args, **options: None):
 
     Args:
         schema: the operation's name, arguments and results.
-        shaped: returns the operation's results as tensors without data; None for an operation that only writes."""
+        shaped: a function that returns the operation's results as tensors without data. It returns None if the
+            operation only writes to its arguments."""
     name = schema[: schema.index("(")]
     _lib.define(schema, tags=(torch.Tag.cudagraph_unsafe,) if " table," in schema else ())
     packet, _, overload = name.partition(".")

@@ -14,7 +14,7 @@ from .closing import Closing
 
 class _Bar(_tqdm.tqdm):
     """tqdm's bar with a lock of this process alone. tqdm's own lock is shared with forked processes. If one of them
-    were killed while it holds the lock, the others would wait for the lock for ever."""
+    were killed while it holds the lock, the others would wait for the lock forever."""
 
     _lock = threading.RLock()
 
@@ -24,7 +24,7 @@ os.register_at_fork(after_in_child=lambda: _Bar.set_lock(threading.RLock()))
 
 class _Hidden(Closing):
     """A bar that is not shown. It takes no lock, unlike tqdm's hidden bar, where an interrupt in a thread that holds
-    the lock would make all other threads wait for ever."""
+    the lock would make all other threads wait forever."""
 
     def __init__(self, iterable: Iterable[Any] | None) -> None:
         self._iterable = iterable

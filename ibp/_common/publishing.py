@@ -1,4 +1,4 @@
-"""Makes the public names of a package appear as its own, in whichever file they are defined."""
+"""Makes the public names of a package appear as the package's own, whichever of its files defines them."""
 
 from __future__ import annotations
 

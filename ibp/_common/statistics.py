@@ -13,15 +13,15 @@ def share_saved(num_bytes: int, stored_bytes: int) -> float:
 
     Args:
         num_bytes, stored_bytes: size in bytes of the tensors before and after coding. The caller decides whether
-            headers, index and codebooks count.
+            headers, the index and codebooks count.
     """
     return 1 - stored_bytes / num_bytes if num_bytes else 0.0
 
 
 def shown_memory(nbytes: int, original_bytes: int) -> str:
     """Returns a text for the `repr` of coded objects: the size of all memory that coded tensors take, and the ratio of
-    this size to the size of the plain tensors. The memory includes index and codebooks, so the ratio cannot be computed
-    from `savings`, for which only coded rows and codebooks count.
+    this size to the size of the plain tensors. The memory includes the index and codebooks, so the ratio cannot be
+    computed from `savings`, for which only coded rows and codebooks count.
 
     Example:
         >>> ibp.adapters.shown_memory(1500, 2000)
@@ -40,7 +40,7 @@ class Saves:
 
     @property
     def savings(self: Any) -> float:
-        """1 - stored_bytes / original_bytes; 0 if there are no bytes."""
+        """1 - stored_bytes / original_bytes; 0 if original_bytes is 0."""
         return share_saved(self.original_bytes, self.stored_bytes)
 
 

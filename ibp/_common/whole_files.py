@@ -9,8 +9,8 @@ The result depends on what is at the path:
 
 - A regular file is replaced, and its permissions are kept. If a symbolic link leads to a regular file, the link is
   replaced.
-- A device, a pipe, a socket and a directory are refused, also if a symbolic link leads to one.
-- If there is nothing, the new file gets those permissions that all its source files have (`like`). If it has no source
+- A device, a pipe, a socket or a directory is refused, even if the path is a symbolic link to it.
+- If nothing is there, the new file gets those permissions that all its source files have (`like`). If it has no source
   files, it gets 0666 minus the umask.
 """
 
@@ -200,7 +200,8 @@ def _locked_file(path: Path, mode: int) -> io.FileIO:
 
 
 def _remove_unless_locked(path: Path) -> None:
-    """Removes a temporary file, if it exists. Raises BlockingIOError if another call is writing it and has the lock."""
+    """Removes a temporary file, if it exists. Raises BlockingIOError if another call that is writing it holds the
+    lock."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise OSError(f"{path} is no regular file; wanted it removed")
@@ -217,8 +218,8 @@ def _remove_unless_locked(path: Path) -> None:
 
 @contextlib.contextmanager
 def errors_of(path: Path, num_bytes: int) -> Iterator[None]:
-    """A context that completes an OSError which names no file. Adds the path and, if the disk is full, the number of
-    bytes that the file needs.
+    """A context that completes an OSError of the block if the error names no file: adds the path and, if the disk is
+    full, the number of bytes that the file needs.
 
     Args:
         num_bytes: the least size of the file in bytes.

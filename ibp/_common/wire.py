@@ -28,7 +28,7 @@ _classes: dict[str, tuple[type, tuple[str, ...]]] = {}
 
 
 def sent(kind: _Class) -> _Class:
-    """Registers a class, so that its objects can be sent: a named tuple, a dataclass or a class of codebooks. An object
+    """Registers a class whose objects can then be sent: a named tuple, a dataclass or a class of codebooks. An object
     is sent as the arguments of its constructor.
 
     The sender chooses these values, so the constructors of dataclasses and codebooks must check their arguments and

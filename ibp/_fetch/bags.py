@@ -16,7 +16,7 @@ from .._rows.table import Table, handle_on
 from .calls import check_out, sms_of, target_of, worker_of
 from .ids import check_range, checked_ids, list_of_ids
 
-MODES = ("sum", "mean", "max")  # The operation takes the position of a mode in this tuple.
+MODES = ("sum", "mean", "max")  # The operation receives the position of the mode in this tuple.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _KINDS = _DTYPES[:3]  # The dtypes that the kernel sums. The position of a dtype is its ibp_float_kind.
 _PLANES = 2  # The first number of a codec of scheme "planes".
@@ -64,7 +64,7 @@ def embedding_bag(
     torch.nn.functional.embedding_bag(ids, x, offsets, ...) on the same device, where x is the tensor that was
     compressed.
 
-    Bad ids are handled as by `ibp.index_select`. On the CPU they raise IndexError at once. On a GPU their rows count as
+    Bad ids are handled as in `ibp.index_select`. On the CPU they raise IndexError at once. On a GPU their rows count as
     zeros, and the error is raised by the next call on the table, by `table.check()`, or by this call if check=True.
 
     Example:
@@ -84,8 +84,8 @@ def embedding_bag(
             Only mode "sum" supports weights. The result is differentiable with respect to them.
         padding_idx: an id that is ignored in every bag. A negative id counts from the end. None: no id is ignored.
         include_last_offset: whether offsets has one more element at the end, which is K.
-        device: the device of the result. None: the device of out, or otherwise of the ids.
-        out: tensor [B, D] of the table's dtype to write to.
+        device: the device of the result. None: the device of out or, without out, that of the ids.
+        out: tensor [B, D] of the table's dtype, to which the result is written.
         check: whether to wait for the result and raise faults in this call.
         max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all.
 
@@ -93,11 +93,11 @@ def embedding_bag(
         Tensor [B, D]; out if it was given.
 
     Raises:
-        TypeError: a tensor has a dtype that does not fit.
-        ValueError: a shape, mode, offset or padding_idx does not fit.
+        TypeError: source is not a table, or a tensor has a wrong dtype.
+        ValueError: a shape, mode, offset or padding_idx is invalid.
         NotImplementedError: per_sample_weights are given for a mode other than "sum".
         IndexError: an id is out of range.
-        CorruptTableError: the table's bytes contradict each other.
+        CorruptTableError: the table's bytes are inconsistent.
     """
     if not hasattr(source, "index_select") or not hasattr(source, "dtype") or isinstance(source, torch.Tensor):
         raise TypeError(f"source is a {type(source).__name__}; wanted an ibp.CompressedTensor or an ibp.RowCache")
@@ -182,7 +182,7 @@ def checked_padding(padding_idx: int | None, num_items: int) -> int | None:
 
 
 def _check_offsets(bags: Bags) -> None:
-    """Raises ValueError if offsets on the CPU do not describe bags."""
+    """Raises ValueError unless offsets on the CPU begin with 0, never decrease, and are at most the number of ids."""
     offsets, num_ids = bags.offsets, bags.ids.numel()
     if offsets is None or offsets.is_cuda or offsets.numel() == 0:
         return
@@ -198,13 +198,13 @@ def _check_offsets(bags: Bags) -> None:
         )
 
 
-# ---- rows decoded and reduced by one kernel ----
+# ---- rows decoded and reduced in one kernel ----
 
 
 def _is_fused(source: Table | CachedRows, bags: Bags) -> bool:
-    """Returns whether one kernel should decode and reduce these bags. Otherwise `_pool_gathered` does. The kernel must
-    support the table, the device and the weights. It is not used if `_pool_gathered` is faster, which holds for coded
-    rows of at most _SHORT_ROW_BYTES bytes in device memory, and for so many ids that `index_select` would choose path
+    """Returns True if one kernel should decode and reduce these bags, and False if `_pool_gathered` should. The kernel
+    must support the table, the device and the weights. It is not used where `_pool_gathered` is faster: for coded rows
+    of at most _SHORT_ROW_BYTES bytes in device memory, and for so many ids that `index_select` would choose path
     "bucketed"."""
     table, device = _table_of(source), bags.ids.device
     is_near = table.device.type == "cuda" or isinstance(source, CachedRows)
@@ -251,7 +251,7 @@ def _sums_rows_of(table: Table) -> bool:
 def _sum_bags(
     source: Table | CachedRows, bags: Bags, out: torch.Tensor | None, check: bool, max_sms: int | None
 ) -> torch.Tensor:
-    """Computes `embedding_bag` by one kernel, on the GPU of the ids."""
+    """Computes `embedding_bag` with one kernel, on the GPU of the ids."""
     table, device = _table_of(source), bags.ids.device
     mode, kind, padding = MODES.index(bags.mode), _KINDS.index(table.dtype), bags.padding_idx
     weights = None if bags.weights is None else bags.weights.detach().contiguous()
@@ -286,7 +286,7 @@ def _sum_bags(
 
 
 def _pool_gathered(source: Rows, bags: Bags, check: bool, max_sms: int | None) -> torch.Tensor:
-    """Computes `embedding_bag` by torch's own function, over gathered rows."""
+    """Computes `embedding_bag` with torch's own function, over gathered rows."""
     gather = _gather_all if bags.ids.is_cuda or torch.compiler.is_compiling() else _gather_unique
     rows, places, padding = gather(source, bags, check, max_sms)
     offsets, includes_last = bags.offsets, False
@@ -311,8 +311,8 @@ def _pool_gathered(source: Rows, bags: Bags, check: bool, max_sms: int | None) -
 def _gather_unique(
     source: Rows, bags: Bags, check: bool, max_sms: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """Gathers every row of the bags once. Returns (rows, position of each id's row among them, position of the row of
-    padding_idx among them or None).
+    """Gathers each distinct row of the bags once. Returns (rows, for each id the position of its row in `rows`, the
+    position of padding_idx's row in `rows` or None).
 
     If padding_idx is given, its row is gathered even if no id needs it: on the CPU, torch's function gives different
     bits with a padding_idx than without one, even if no id is padding."""
@@ -330,8 +330,8 @@ def _gather_unique(
 def _gather_all(
     source: Rows, bags: Bags, check: bool, max_sms: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """Gathers a row for each id, without synchronising. Returns the same kinds of values as `_gather_unique`. Ids that
-    are padding have the position of an additional last row, which is zeros."""
+    """Gathers a row for each id, without synchronising. Returns the same three values as `_gather_unique`. `rows` has
+    an additional last row of zeros; ids that equal padding_idx get its position."""
     ids, num_ids = bags.ids, bags.ids.numel()
     rows = torch.empty(num_ids + 1, source.shape[1], dtype=source.dtype, device=ids.device)
     source.index_select(ids, out=rows[:num_ids], check=check, max_sms=max_sms)

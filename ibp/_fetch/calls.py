@@ -1,5 +1,5 @@
-"""Helpers that all calls on tables share: they check arguments such as `out` and `max_sms`, and choose the devices of
-the work and of the result."""
+"""Helpers that all calls on tables share: they check arguments such as `out` and `max_sms`, and choose the device that
+decodes and the device of the result."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def check_table(table: Any) -> None:
 
 
 def check_path(path: str, paths: Collection[str]) -> None:
-    """Raises ValueError unless path is one of the paths of a call."""
+    """Raises ValueError unless `path` is one of the paths in `paths`."""
     if path not in paths:
         raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, paths))}, or None")
 
 
 def check_out(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Raises TypeError or ValueError unless a result of this shape and dtype can be written to out. In place of the
-    first dimension, out may have several dimensions with the same product."""
+    first dimension, out may have several dimensions whose product is the size of that dimension."""
     if type(out) is not torch.Tensor or out.dtype != dtype or out.shape != shape or out.requires_grad:
         _check_unusual(out, shape, dtype)
     if dtype in _VIEWED and not torch.compiler.is_compiling() and (out.is_conj() or out.is_neg()):
@@ -56,8 +56,8 @@ def _check_unusual(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
 
 
 def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Returns whether a shape is the wanted shape with its first dimension replaced by several dimensions of the same
-    product."""
+    """Returns whether a shape equals the wanted shape, except that several dimensions with the same product stand in
+    place of the first one."""
     num_outer = len(shape) - len(wanted) + 1
     if num_outer < 2 or not wanted or tuple(shape[num_outer:]) != tuple(wanted[1:]):
         return False
@@ -66,14 +66,14 @@ def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 def refusal(error: RuntimeError) -> RuntimeError:
     """Converts the error of an operation to the class that torch's own functions raise: torch.OutOfMemoryError if a GPU
-    did not have the memory for a result. Returns other errors as they are."""
+    ran out of memory. Other errors are returned as they are."""
     is_memory = "out of memory" in str(error) and torch.cuda.is_initialized()
     return torch.OutOfMemoryError(str(error)) if is_memory else error
 
 
 def target_of(device: torch.device | str | int | None, out: torch.Tensor | None, default: torch.device) -> torch.device:
     """Returns the device of a result: `device`, the device of `out`, or `default` if the caller gives neither. Raises
-    ValueError if `device` and `out` contradict each other."""
+    ValueError if `out` is not on `device`."""
     if out is None:
         return memory.canonical(default if device is None else device)
     if not isinstance(out, torch.Tensor):
@@ -95,7 +95,7 @@ def worker_of(table: Table, target: torch.device) -> torch.device:
 
 
 def sms_of(max_sms: int | None) -> int:
-    """Checks max_sms. Returns it as the operations take it: 0 stands for all multiprocessors."""
+    """Checks max_sms. Returns the number to pass to operations, where 0 means all multiprocessors."""
     if max_sms is None:
         return 0
     if isinstance(max_sms, bool) or not hasattr(max_sms, "__index__"):

@@ -1,5 +1,5 @@
-"""Lists the escapes of a matrix that was coded at level "fast": the weights whose exponents the digits of their rows do
-not represent. The list is made once, so that the kernel that multiplies does not have to look for escapes. The kernel
+"""Lists the escapes of a matrix that was coded at level "fast": the weights whose exponents the four-bit digits cannot
+represent. The list is made once, so that the kernel that multiplies does not have to look for escapes. The kernel
 multiplies by regular rows, which have few escapes; torch multiplies by the other rows."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .._rows.table import Table, handle_on
 from .._schemes import PlanesCodebook
 from .streaming import decode_items, decompress
 
-# A regular row has at most 64 escapes or, if that is more, one escape for each 128 columns. The kernel adds the
-# products of so many escapes in about the time in which it decodes the row.
+# A regular row of K columns has at most max(64, K / 128) escapes. The kernel adds the products of that many escapes in
+# about the time that it needs to decode the row.
 MOST_OF_A_ROW, COLUMNS_AN_ESCAPE = 64, 128
-_LEAST_ROWS = 16  # The kernel takes matrices of at least this many rows.
-COLUMN_UNIT = 32  # The kernel takes rows whose number of columns is a multiple of this.
-# An element of BF16 is coded as a residual, its sign and mantissa unchanged, and a digit of four bits for its exponent.
+_LEAST_ROWS = 16  # The kernel supports matrices of at least this many rows.
+COLUMN_UNIT = 32  # The kernel supports rows whose number of columns is a multiple of this.
+# An element of BF16 is coded as a residual, which is its sign and mantissa, and a digit of four bits for its exponent.
 _RESIDUAL_BITS, _EXPONENT_BITS = 8, 8
 _NUM_SYMBOLS = 15  # A digit of four bits stands for one of 15 exponents; digit 15 is an escape.
 LEAST_REGULAR = 31 / 32  # If a smaller fraction of the rows is regular, the whole matrix is decoded in every call.
@@ -36,14 +36,15 @@ class Escapes(NamedTuple):
         slots: the table's slots, as a torch.nn.Parameter, because torch.compile(mode="reduce-overhead") copies all
             other tensors to the memory of its graphs in every call.
         below: uint8 [2 + first_symbol], where first_symbol is the exponent that digit 0 stands for. Only the size
-            matters. The number is passed as a size because torch.compile treats numbers on modules as constants, and
+            matters. first_symbol is passed as a size because torch.compile treats numbers on modules as constants, and
             compiles again for each value. It does the same for sizes 0 and 1, hence the 2.
-        starts: int32 [N + 1], the position of each row's first entry.
-        entries: int32 [escapes, 2], ordered by row and column. An entry has the column of the weight, and a word whose
-            low half has the bits of the weight and whose high half has the bits to which its digit, 15, decodes.
-        rows: int64 [rows], the numbers of the irregular rows, by which torch multiplies. A row is irregular if it is
-            stored raw, if it is a default row, or if it has too many escapes: more than `MOST_OF_A_ROW`, and also more
-            than one for each `COLUMNS_AN_ESCAPE` columns.
+        starts: int32 [N + 1], the position of each row's first entry, followed by the number of entries.
+        entries: int32 [escapes, 2], ordered by row and column. An entry consists of the column of the weight and a
+            word. The low half of the word holds the bits of the weight. The high half holds the bits to which the
+            weight's digit, 15, decodes.
+        rows: int64 [rows], the indices of the irregular rows, by which torch multiplies. A row is irregular if it is
+            stored raw, if it is a default row, or if it has more than max(`MOST_OF_A_ROW`, K // `COLUMNS_AN_ESCAPE`)
+            escapes.
         weights: [rows, K] of the table's dtype, the weights of the irregular rows.
     """
 
@@ -69,8 +70,8 @@ def prepare(table: Table) -> None:
 def escapes_of(table: Table) -> Escapes | None:
     """Returns the escapes of a table on a GPU, and lists them first if necessary.
 
-    Returns None if the kernel does not take the table, or if too many of its rows are irregular. Also returns None if
-    the escapes are not listed yet and cannot be listed now, because a graph is being captured or code is being
+    Returns None if the kernel does not support the table, or if too many of its rows are irregular. Also returns None
+    if the escapes are not listed yet and cannot be listed now, because a graph is being captured or code is being
     compiled."""
     held: tuple[Any, Escapes | None] | None = table._escapes
     if torch.compiler.is_compiling():
@@ -157,7 +158,7 @@ def _gives_digits(codebook: Any) -> bool:
 
 def list_escapes(table: Table) -> Escapes | None:
     """Lists the escapes of a table for which `takes` returns True. Returns None if too many rows are irregular. Raises
-    CorruptTableError if the table's bytes contradict each other."""
+    CorruptTableError if the table's bytes are inconsistent."""
     assert isinstance(table.codebook, PlanesCodebook)
     first_symbol = table.codebook.first_symbol
     assert first_symbol is not None
@@ -174,7 +175,7 @@ def list_escapes(table: Table) -> Escapes | None:
 
 
 def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[torch.Tensor, ...]:
-    """Lists the escapes of the rows start to end - 1. Returns (number of listed escapes of each row, entries, numbers
+    """Lists the escapes of the rows start to end - 1. Returns (number of listed escapes of each row, entries, indices
     of the irregular rows, weights of the irregular rows)."""
     weights = decode_items(table, start, end, check=True)
     bits, mantissa_bits = weights.view(torch.int16), _RESIDUAL_BITS - 1

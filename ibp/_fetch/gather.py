@@ -46,8 +46,8 @@ def index_select(
     max_sms: int | None = None,
     path: str | None = None,
 ) -> torch.Tensor:
-    """Returns the items of a table by their ids, as torch.index_select(x, 0, ids) does, on a device (the paper's
-    sections 4.3 and 4.4).
+    """Returns the items of a table with the given ids, as a tensor on a device. The result equals torch.index_select(x,
+    0, ids), where x is the tensor that was compressed (the paper's sections 4.3 and 4.4).
 
     If the table is in pinned host memory or on a GPU, the GPU itself fetches and decodes the rows in one kernel on the
     current stream. If the table is in pageable memory, the CPU gathers the rows and they are copied. If ids and out are
@@ -58,14 +58,16 @@ def index_select(
     the item of a bad id is zeros, and the error for the first bad id is raised by the next call on the table, by
     `table.check()`, or by this call if check=True.
 
-    Inside torch.compile, also with fullgraph=True, the call works after one call outside, but not with check=True or
-    path="cpu". There, CPU ids are checked in the same way as CUDA ids. A call with a list of tables ends the graph.
+    Inside torch.compile, also with fullgraph=True, the call works once one call has been made outside. There, check has
+    no effect, path="cpu" raises ValueError, and CPU ids are checked in the same way as CUDA ids. A call with a list of
+    tables ends the graph.
 
     One call can fetch items of several tables, such as a model's embeddings: item ids[k] of table[table_numbers[k]],
     for every k. The call sorts the ids by table, and takes the tables in groups of up to 32. In a group, tables with
     the same scheme, the same element size and similar row lengths share a launch; each table with rows above 2 KiB has
     its own launch. The call waits for table numbers that are on a GPU, but not for table numbers on the CPU. It cannot
-    be captured in a CUDA graph. Errors for bad CUDA ids and corrupt rows are raised by the next call on their table.
+    be captured in a CUDA graph. The error for a bad CUDA id or a corrupt row is raised by the next call on the table
+    that it belongs to.
 
     Example:
         >>> x, ids = torch.randn(1000, 1024).bfloat16(), torch.tensor([3, 999, 3])
@@ -83,15 +85,15 @@ def index_select(
             (int32 and int64 are used directly, shorter integers are widened), a sequence of ints or a numpy array.
         table_numbers: integers [K] in [0, T): the position in the list of the table that each id belongs to. None:
             there is only one table.
-        device: the device of the result. None: the device of out, or otherwise of the ids. With a list of tables, it
-            must be the device of the ids.
+        device: the device of the result. None: the device of out or, without out, that of the ids. With a list of
+            tables, it must be the device of the ids.
         out: tensor of the table's dtype to write to. Its shape is [K, ...]; in place of K it may have several
             dimensions, whose product is K. It may have any strides. If its items are contiguous, such as the items at
             one t of a cache [B, H, T, D], they are written to it directly. With a list of tables, out must be
             contiguous.
         check: whether to wait for the result and raise faults in this call.
         max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all. The exception is path
-            "bucketed", which then takes only the number that decodes rows as fast as the link brings them (at least 16
+            "bucketed", which then uses only the number that decodes rows as fast as the link brings them (at least 16
             on an H200).
         path: how items come from host memory to a GPU. All paths give the same bits. None chooses by the sizes.
             "gpu": the GPU fetches the items in the order of the ids.
@@ -107,10 +109,10 @@ def index_select(
     Raises:
         TypeError: ids or table numbers are not integers, out has another dtype, or there are table numbers without a
             list of tables.
-        ValueError: ids is not 1-D, out has another shape or is not on `device`, `path` cannot be taken, or the tables
-            or table numbers do not fit together.
+        ValueError: ids is not 1-D, out has another shape or is not on `device`, `path` cannot be taken, or the tables,
+            or ids and table numbers, do not match.
         IndexError: an id or a table number is out of range.
-        CorruptTableError: the table's bytes contradict each other.
+        CorruptTableError: the table's bytes are inconsistent.
     """
     if others:
         raise TypeError(
@@ -251,8 +253,8 @@ def _way_from_cpu(
 
 
 def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
-    """Returns whether the CPU should gather the items of many CPU ids for a GPU: whether this is possible, and is
-    expected to be faster."""
+    """Returns whether the CPU should gather the items of many CPU ids for a GPU. It should if it can, and if this is
+    expected to be faster than if the GPU fetched them."""
     if table.slots.is_cuda or (worker.type == "cuda" and not _stages(table, handle, ids.shape[0])):
         return False
     can_gather = host_gather.rows_at_once(table) > 0 and not is_capturing(target)
@@ -261,7 +263,7 @@ def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.de
 
 def _stages(table: Table, handle: Handle, num_ids: int) -> bool:
     """Returns the result of `plan.stages` for about num_ids ids, and caches it in the handle. The number is rounded
-    down to its first three bits, so that the handle keeps only a few results."""
+    down to its three most significant bits, so that the handle keeps only a few results."""
     rest = max(0, num_ids.bit_length() - 3)
     asked = num_ids >> rest << rest, torch.get_num_threads()
     if asked not in handle.staged:
@@ -411,6 +413,6 @@ def _take_of_many(
     try:
         torch.ops.ibp.take_many.default(handles, ids, order.to(torch.int32), bounds, sms, out)
     except RuntimeError:
-        for number in used:  # One table has a bad id or row. The call for this table raises the error.
+        for number in used:  # A table has a bad id or row. `select` raises the error for it.
             some = slice(starts[number], starts[number + 1])
             out[order[some]] = select(tables[number], ids[some])

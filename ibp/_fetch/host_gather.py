@@ -1,11 +1,11 @@
 """Fetches items with the CPU's help: threads of the CPU gather the stored rows, the copy engine moves them, and the GPU
 decodes them.
 
-If a GPU itself fetches rows at random addresses of a large table, the translation of addresses limits its speed. CPU
-cores do not have this limit. If the table is pinned and has slots, the threads gather the slots, and the GPU, which has
-the table's index, reads the gathered slots in place of those in host memory. One operation does this
+If a GPU itself fetches rows at random addresses of a large table, address translation limits its speed. CPU cores do
+not have this limit. If the table is pinned and has slots, the threads gather the slots, and the GPU, which has the
+table's index, reads the gathered slots in place of those in host memory. One operation does this
 (csrc/cuda/stream/stage.cu). For other tables the threads make a selection: a table in packed layout (FORMAT.md section
-3) that holds only the selected items, which the GPU decodes like any other table.
+3) that holds only the selected items. The GPU decodes a selection as it decodes any other table.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .._rows.handle import Handle, Parts
 from .._rows.plan import spread_bytes
 from .._rows.table import OF_SELECTIONS, Table, handle_on
 
-# Size in bytes of one chunk: the rows and the index of a selection. The copy engine reaches its full rate with copies
-# of 4 MiB or more.
+# Size in bytes of one chunk, which holds the rows and the index of a selection. The copy engine reaches its full rate
+# with copies of 4 MiB or more.
 CHUNK_BYTES = 8 << 20
 # While one chunk is gathered, another is copied and a third is decoded. Each chunk has a buffer in pinned memory and a
 # buffer in device memory.
@@ -94,7 +94,7 @@ def decode(
     """Decodes a selection of num_items items on its device, and writes them to out[first : first + num_items].
 
     Args:
-        order: int32 on the device, the numbers 0, 1, 2 and so on: one number for each item of out.
+        order: int32 tensor on the device: 0, 1, 2 and so on, one number for each item of out.
     """
     bases, lengths, rows = selection
     geometry, none = table.geometry, rows[:0]

@@ -1,4 +1,4 @@
-"""Checks the ids that calls take, and converts them to tensors of integers."""
+"""Checks the ids that are passed to calls, and converts them to tensors of integers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 
 def tensor_of(values: Any, name: str) -> torch.Tensor:
-    """Converts a sequence or an array of ids, or a mask, to a CPU tensor. If there are no values, its dtype is int64.
+    """Converts a sequence or an array of ids, or a mask, to a CPU tensor. Without values, the tensor's dtype is int64.
     Raises TypeError if the values do not form an array."""
     if not isinstance(values, (list, tuple, range, np.ndarray, np.generic)):
         raise TypeError(
@@ -29,8 +29,8 @@ def tensor_of(values: Any, name: str) -> torch.Tensor:
 
 
 def checked_ids(ids: Any, name: str = "ids") -> torch.Tensor:
-    """Converts ids to a tensor of int32 or int64. ids: a tensor, or what `tensor_of` takes. Raises TypeError if the ids
-    are not integers."""
+    """Converts ids to a tensor of int32 or int64. ids: a tensor, or a sequence or array that `tensor_of` accepts.
+    Raises TypeError if the ids are not integers."""
     if isinstance(ids, torch.Tensor):
         refuse_mapped(ids)
     else:

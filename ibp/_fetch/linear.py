@@ -17,18 +17,18 @@ from .escapes import COLUMN_UNIT, Escapes, coded_row_bytes, escapes_of, matrix_o
 from .products import differentiable, is_transformed, wants_gradients
 from .streaming import decode_items, decompress
 
-# Largest number of vectors that the kernel multiplies. More vectors are multiplied faster by weights that are decoded
-# first (benchmarks/linear.py).
+# Largest number of vectors that the kernel multiplies. With more vectors, it is faster to decode the weights first
+# (benchmarks/linear.py).
 MOST_VECTORS = 24
-# The same limit on GPUs of compute capability 9.0: one vector for each 16 rows of the matrix, but at least LEAST_90 and
-# at most MOST_90 (IBP_MOST_VECTORS).
+# On GPUs of compute capability 9.0 the limit is min(MOST_90, max(LEAST_90, N / 16)) for a matrix of N rows. MOST_90 is
+# IBP_MOST_VECTORS.
 LEAST_90, MOST_90 = 128, 512
-MOST_MATRICES = 4  # Largest number of matrices of one launch (IBP_MOST_MATRICES).
+MOST_MATRICES = 4  # Largest number of matrices in one launch (IBP_MOST_MATRICES).
 MOST_OF_A_GROUP = 8  # Largest number of vectors in a group, for stacks of matrices (IBP_MOST_OF_A_GROUP).
 # Largest numbers of vectors (IBP_MOST_GROUPED) and of matrices of a stack (IBP_MOST_STACKED) for `group_vectors`.
 MOST_GROUPED, MOST_STACKED = 1024, 4096
 _multiply = torch.ops.ibp.linear.default
-_ROWS_OF_STACKS = 16  # The kernel takes stacks of matrices if each matrix has a multiple of this number of rows.
+_ROWS_OF_STACKS = 16  # The kernel supports stacks whose matrices have a multiple of this number of rows.
 # Slots of rows with at least _LONG_COLUMNS columns have _SYMBOL_BYTES bytes for the row's escapes, so that decoding the
 # row does not read overflow. Most shorter rows have no escape.
 _SYMBOL_BYTES, _LONG_COLUMNS = 32, 1024
@@ -60,36 +60,38 @@ def linear(
     out: Any = None,
     check: bool = False,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Returns x W^T + bias, where W is the tensor that was compressed, as torch.nn.functional.linear(x, W, bias) does.
+    """Returns x W^T + bias, as torch.nn.functional.linear(x, W, bias) does. W is the tensor that was compressed.
 
     On a GPU, a kernel reads only the coded bytes of W, decodes them in registers and multiplies up to 24 vectors of
-    BF16. On GPUs of compute capability 9.0 it multiplies more vectors: up to one for each 16 rows of W, but at least
-    128 and at most 512. The kernel runs if W is in the memory of that GPU, N is at least 16, and the table has the form
-    that `ibp.nn.Linear.from_linear` makes: level "fast", K a multiple of 32, and slot_bytes at least 1.5 K. In all
-    other cases, such as FP16 and FP32, torch's function multiplies by W, which is decoded on the device of x for the
-    time of the call.
+    BF16. On GPUs of compute capability 9.0 it multiplies up to min(512, max(128, N / 16)) vectors. The kernel runs if W
+    is in the memory of that GPU, N is at least 16, and the table has the form that `ibp.nn.Linear.from_linear` makes:
+    level "fast", K a multiple of 32, and slot_bytes at least 1.5 K. In all other cases, such as FP16 and FP32, torch's
+    function multiplies by W, which is decoded on the device of x for the duration of the call.
 
     The kernel adds products in float. For up to 64 vectors (32 if K is above 14,336), the order of the additions
-    depends only on K, so a vector's result has the same bits whatever the number of vectors is. The results of rows
+    depends only on K, so a vector's result has the same bits regardless of the number of vectors. The results of rows
     that torch multiplies (see below) are an exception. The bits differ from those of torch's function, which also
     differ between shapes and GPUs.
 
     With several tables, such as the query, key and value matrices of a model, one launch of the kernel multiplies by up
-    to 4 of them, if no gradients are wanted. Short matrices then take as long as one matrix that has all their rows.
+    to 4 of them, if no gradients are wanted. Together, short matrices then take as long as one matrix that has all
+    their rows.
 
-    Gradients reach x and bias, also under autocast. W is not kept for them: backward decodes W again, for the time of
-    its product, and rows of the table must not change before that. There are two exceptions: if transforms of
-    torch.func are active, or if the source is not a table, autograd keeps the decoded W until backward.
+    Gradients reach x and bias, also under autocast. The decoded W is not kept for backward. Instead, backward decodes W
+    again for the duration of its product, so rows of the table must not change before that. There are two exceptions:
+    if transforms of torch.func are active, or if the source is not a table, autograd keeps the decoded W until
+    backward.
 
     The kernel needs a list of the few escaped weights, which the table's digits do not represent. Modules of `ibp.nn`
-    make this list when they take a table; call `table.prepare_linear()` to make it for a table of your own. With the
-    list, calls do not synchronise, and they allocate only their result and, for more vectors than these, a workspace.
-    They can be captured in a CUDA graph, or compiled with fullgraph=True and mode="reduce-overhead", from the first
-    call on. Without the list, the first call makes it. If a graph is captured, or code is compiled, before the list is
-    made, the graph or the code decodes W in every call, and a warning says so once. The table's `nbytes` includes the
-    list. After the table has changed, the list is made anew; compile and capture again then.
+    make this list when they are given a table; call `table.prepare_linear()` to make it for a table of your own. With
+    the list, calls do not synchronise, and they allocate only their result and, for more than 64 vectors (32 if K is
+    above 14,336), a workspace. They can be captured in a CUDA graph, or compiled with fullgraph=True and
+    mode="reduce-overhead", from the first call on. Without the list, the first call makes it. If a graph is captured,
+    or code is compiled, before the list is made, the graph or the code decodes W in every call, and a warning says so
+    once. The table's `nbytes` includes the list. After the table has changed, the list is made again; then also compile
+    and capture again.
 
-    Some rows are kept decoded beside the list, and torch multiplies by them: rows that are stored raw, default rows,
+    Some rows are kept decoded next to the list, and torch multiplies by them: rows that are stored raw, default rows,
     and rows with more than max(64, K / 128) escaped weights. If more than one row in 32 is such a row, all of W is
     decoded in every call.
 
@@ -118,12 +120,12 @@ def linear(
 
     Raises:
         TypeError: x or bias is not a tensor, table is not a table, or out has another dtype.
-        ValueError: a shape does not fit; x is on the meta device; out is on another device than x, or is given for a
-            nested x; or there are not as many biases or outs as tables.
+        ValueError: a shape is wrong; x is on the meta device; out is on another device than x, or is given for a nested
+            x; or the number of biases or outs is not the number of tables.
         RuntimeError: dtypes differ, or bias is on another device than x (raised by torch's function); or, in backward,
             rows of the table have changed since the call.
-        CorruptTableError: the table's bytes contradict each other. If W is decoded for the call, faults on a GPU are
-            raised as by `index_select`.
+        CorruptTableError: the table's bytes are inconsistent. If W is decoded for the call, faults on a GPU are raised
+            as in `index_select`.
     """
     if isinstance(table, (list, tuple)):
         biases, outs = _one_for_each("biases", bias, table), _one_for_each("outs", out, table)
@@ -158,8 +160,8 @@ def _one_for_each(name: str, given: Sequence[torch.Tensor | None] | None, tables
 
 def slot_bytes_for(columns: int, dtype: torch.dtype = torch.bfloat16) -> int | None:
     """Returns the `slot_bytes` that a table needs so that the kernel can multiply by its rows. Slots of long rows have
-    32 bytes for escapes. Returns None if the kernel does not take rows of this length and dtype. columns: the number of
-    elements of a row."""
+    32 bytes for escapes. Returns None if the kernel does not support rows of this length and dtype. columns: the number
+    of elements of a row."""
     if dtype != torch.bfloat16 or columns == 0 or columns % COLUMN_UNIT or 2 * columns > _core.MAX_ROW_BYTES:
         return None
     least = coded_row_bytes(columns) + (_SYMBOL_BYTES if columns >= _LONG_COLUMNS else 0)
@@ -229,8 +231,8 @@ def _products(
 
 
 def _multiply_irregular(x: torch.Tensor, escapes: Escapes, bias: torch.Tensor | None, result: torch.Tensor) -> None:
-    """Multiplies x by the irregular rows of a table, by torch's function, and writes the columns of the result that
-    belong to these rows."""
+    """Multiplies x by the irregular rows of a table with torch's function, and writes the products to the columns of
+    the result that belong to these rows."""
     vectors = x.detach().reshape(-1, x.shape[-1])
     irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])
     result.view(len(vectors), -1).index_copy_(1, escapes.rows, irregular)
@@ -268,12 +270,12 @@ def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None, out
         raise ValueError(f"out is on {out.device}; wanted x's device, {x.device}")
 
 
-# ---- by the kernel ----
+# ---- products by the kernel ----
 
 
 def _are_near(x: torch.Tensor, table: Any, bias: torch.Tensor | None = None) -> bool:
-    """Returns whether x, table and bias are on one GPU and have the dtypes and layouts that the kernel takes. Whether
-    the kernel takes the table's rows is not checked here, but by `escapes_of`."""
+    """Returns whether x, table and bias are on one GPU and have the dtypes and layouts that the kernel supports.
+    Whether the kernel supports the table's rows is not checked here, but by `escapes_of`."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or not isinstance(table, Table) or table.dtype != x.dtype:
         return False
     if table.slots.device != x.device or x.layout != torch.strided or x.numel() == 0 or is_transformed():
@@ -296,7 +298,7 @@ def most_vectors(device: torch.device, num_rows: int) -> int:
     return min(MOST_90, max(LEAST_90, num_rows // 16))
 
 
-# ---- by stacks of matrices ----
+# ---- products with stacks of matrices ----
 
 
 def linear_groups(
@@ -309,8 +311,8 @@ def linear_groups(
     sharing: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the products of groups of vectors, each group with one matrix of a stack, as
-    `torch.nn.functional.linear` multiplies.
+    """Multiplies each group of vectors by one matrix of a stack, as `torch.nn.functional.linear` does. Returns the
+    products.
 
     On a GPU, a kernel multiplies if `escapes_for_groups` returns escapes. The kernel reads only the coded bytes of a
     matrix, once for each of the matrix's groups, and the call does not synchronise. Otherwise the matrices are decoded
@@ -326,11 +328,11 @@ def linear_groups(
     Args:
         x: tensor [V / sharing, K], the vectors.
         table: a table of the stacked matrices [E * rows, K], of x's dtype.
-        groups: int32 [G, 3] on the device of x. A group is (number of its matrix, position of its first vector, number
-            of its vectors, at most 8). The first group without vectors ends the list. A vector must not be in two
-            groups.
+        groups: int32 [G, 3] on the device of x. A group is (index of its matrix, position of its first vector, number
+            of its vectors). It has at most 8 vectors. The first group without vectors ends the list. A vector must not
+            be in two groups.
         rows: the number of rows of each matrix.
-        order: int64 [V] on the device of x, such as `group_vectors` returns: position v in the groups stands for vector
+        order: int64 [V] on the device of x, as returned by `group_vectors`: position v in the groups stands for vector
             order[v]. None: position v stands for vector v.
         sharing: each row of x stands for this number of consecutive vectors. It must be 1 if order is None.
         out: tensor [V, rows] of the table's dtype, contiguous and on the device of x, to write to.
@@ -340,8 +342,8 @@ def linear_groups(
         values; if out was not given, their results are undefined.
 
     Raises:
-        TypeError: an argument is of another type, groups is not int32, order is not int64, or out has another dtype.
-        ValueError: shapes do not fit; groups, order or out is on another device than x; or out is not contiguous.
+        TypeError: an argument has a wrong type, groups is not int32, order is not int64, or out has another dtype.
+        ValueError: shapes do not match; groups, order or out is on another device than x; or out is not contiguous.
         IndexError: a group, or a number in order, is out of range. The kernel does not raise this error: it ends the
             list of groups at such a group, and the results for such a number are undefined.
         CorruptTableError: as for `linear`.
@@ -380,7 +382,7 @@ def multiply_groups(
     sharing: int,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes `linear_groups` by the kernel, without checking the arguments, and writes the result to out.
+    """Computes `linear_groups` with the kernel, without checking the arguments, and writes the result to out.
 
     Args:
         escapes: the table's entry in the result of `escapes_for_groups`.
@@ -464,15 +466,15 @@ def group_vectors(matrices: torch.Tensor, num_matrices: int) -> tuple[torch.Tens
                 [0, 0, 0]], dtype=torch.int32))
 
     Args:
-        matrices: int32 or int64 [V], the number of each vector's matrix. V is at most `MOST_GROUPED`. Vectors whose
+        matrices: int32 or int64 [V], the index of each vector's matrix. V is at most `MOST_GROUPED`. Vectors whose
             matrix is out of range come last in the order and are not in any group.
         num_matrices: the number of matrices E, at most `MOST_STACKED`.
 
     Returns:
-        (order, groups). order is int64 [V]: the numbers of the vectors in the order of their matrices. groups is int32
+        (order, groups). order is int64 [V]: the indices of the vectors, sorted by their matrices. groups is int32
         [min(V, E) + V // 8, 3]: the groups of the vectors in that order, then groups without vectors.
 
     Raises:
-        RuntimeError: matrices is of another dtype, or there are too many vectors or matrices.
+        RuntimeError: matrices has another dtype, or there are too many vectors or matrices.
     """
     return torch.ops.ibp.group_vectors.default(matrices.contiguous(), num_matrices)

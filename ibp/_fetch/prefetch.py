@@ -15,7 +15,7 @@ from .streaming import decompress
 
 
 class Prefetch(OfThisProcess):
-    """The result of `table.prefetch`: items, or a whole tensor, that come to a device on another stream.
+    """The result of `table.prefetch`: items, or a whole tensor, that are brought to a device on another stream.
 
     `wait` makes the current stream wait for the result; the host does not wait. Call `close` when all work that uses
     the result has been queued on the current stream. A `with` block calls `wait` at its beginning and `close` at its

@@ -21,7 +21,7 @@ def differentiable(
     """Returns product(x, table, bias), with gradients of x and bias. The product is x [..., K] times the transpose of
     the table's matrix [N, K], plus bias [N].
 
-    Autograd keeps the decoded matrix until backward in two cases: if the source is not a table, because backward could
+    Autograd keeps the decoded matrix until backward in two cases: if `table` is not a `Table`, because backward could
     not find out whether its rows have changed; and inside transforms of torch.func, which do not support an
     autograd.Function of this kind.
     """

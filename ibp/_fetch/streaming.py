@@ -1,9 +1,9 @@
 """Decodes whole tensors: `decompress`.
 
-Stored bytes in pinned host memory come to a GPU on one of two paths. A small number of bytes is fetched and decoded by
-one kernel. A larger number is brought by the copy engine through a ring of buffers, and each chunk is decoded while the
-next ones are copied (`TensorStream`, which `ibp.offload` uses, too). Several tables share one such stream. Tables that
-are in the memory of the GPU that decodes them share launches."""
+Stored bytes in pinned host memory come to a GPU on one of two paths. If there are few, one kernel fetches and decodes
+them. If there are many, the copy engine brings them in chunks through a ring of buffers, and each chunk is decoded
+while the next ones are copied (`TensorStream`, which `ibp.offload` uses, too). Several tables share one such stream.
+Tables that lie in the memory of the GPU that decodes them are decoded together, in few launches."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def decompress(
 
     If several tables in pinned host memory go to one GPU, they come as one stream through one ring. The copies for one
     tensor run while the previous tensor is still being decoded, so the link is busy from the first tensor to the last,
-    however small they are. Tables in the memory of the GPU that decodes them share launches: among every 32 tables, one
-    launch decodes all that have the same scheme, the same element size and about the same row length, up to 2 KiB. All
-    arguments are checked before anything is written.
+    however small they are. Tables in the memory of the GPU that decodes them share launches. In each group of 32
+    tables, one launch decodes all tables that have the same scheme, the same element size and similar row lengths of at
+    most 2 KiB. All arguments are checked before anything is written.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -96,17 +96,17 @@ def decompress(
     Args:
         table: a table made from a tensor x; or another object with a method `decompress`, such as an
             `ibp.codecs.WholeTensor` or an `ibp.RowCache`; or several of these, as a list, a tuple or an iterator.
-        device: the device of the result. None: the device of out, or otherwise of the table.
-        out: tensor of the shape and dtype of x, with any strides, to write to. For several tables: a list with a tensor
-            or None for each table.
+        device: the device of the result. None: the device of out or, without out, that of the table.
+        out: tensor of the shape and dtype of x, with any strides, to which the result is written. For several tables: a
+            list with a tensor or None for each table.
         check: whether to wait for the result and raise faults at once, as in `index_select`.
-        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all; but path "copy" takes only as
-            many as keep up with the link (32, or more if decoding is slow), so that other work can fill the rest. Give
-            a number, such as 16, if other kernels keep all multiprocessors busy.
+        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all. The exception is path "copy",
+            which then uses only the number that keeps up with the link (32, or more if decoding is slow), so that other
+            work can use the rest. Give a number, such as 16, if other kernels keep all multiprocessors busy.
         path: how rows come from pinned host memory to a GPU. Both paths give the same bits. None chooses "gpu" if
             max_sms is given, and otherwise chooses by the size.
             "copy": the copy engine moves the rows into the ring. This is the fastest path if the GPU has free
-                multiprocessors. If other kernels keep all of them busy, every chunk has to wait for some.
+                multiprocessors. If other kernels keep all of them busy, every chunk has to wait until some are free.
             "gpu": one kernel fetches the rows, and keeps its multiprocessors until it is done.
 
     Returns:
@@ -114,8 +114,9 @@ def decompress(
         table.
 
     Raises:
-        TypeError, ValueError: out does not fit, `path` cannot be taken, or there are not as many outs as tables.
-        CorruptTableError: the table's bytes contradict each other. Faults on a GPU are raised as by `index_select`.
+        TypeError, ValueError: out has a wrong shape, dtype or device, `path` cannot be taken, or the number of outs is
+            not the number of tables.
+        CorruptTableError: the table's bytes are inconsistent. Faults on a GPU are raised as in `index_select`.
     """
     if isinstance(table, Table):
         return decode_items(table, 0, None, device, out, check, max_sms, path)
@@ -145,7 +146,7 @@ def _decode_itself(
     max_sms: int | None,
     path: str | None,
 ) -> torch.Tensor:
-    """Returns the tensor of an object that is not a table, by its own method `decompress`."""
+    """Returns the tensor of an object that is not a table. Calls the object's own method `decompress`."""
     if max_sms is not None or path is not None:
         raise ValueError(f"max_sms and path are for tables; an ibp.{type(source).__name__} has neither")
     result = source.decompress(device=device, out=out)
@@ -258,7 +259,7 @@ def _stored_bytes(table: Table, num_bytes: int) -> int:
 
 
 def _copies(worker: torch.device, stored_bytes: int, sms: int, path: str | None) -> bool:
-    """Returns whether the copy engine is to bring rows over the link. If not, a kernel fetches them.
+    """Returns True if the copy engine should bring rows over the link, and False if a kernel should fetch them.
 
     If the caller limits the number of SMs and names no path, a kernel fetches the rows: the caller probably has other
     kernels that keep SMs busy for long, and every chunk of a stream would have to wait for free SMs."""
@@ -362,8 +363,8 @@ def _decode_job(job: _DecodeJob, sms: int, stream: TensorStream | None) -> torch
 def _decode_together(
     jobs: list[_DecodeJob], streams: Sequence[TensorStream | None], sms: int
 ) -> dict[int, torch.Tensor]:
-    """Decodes jobs that have no stream and whose results are contiguous on a GPU, if there are at least two of them for
-    this GPU. Tables that the same kernel decodes share launches. Returns a dictionary from the position of a job to its
+    """Decodes jobs that have no stream and whose results are contiguous on a GPU, if that GPU has at least two such
+    jobs. Tables that the same kernel decodes share launches. Returns a dictionary from the position of a job to its
     result. The caller must do all jobs that are not in the dictionary."""
     groups: dict[torch.device, list[int]] = {}
     for number, (job, stream) in enumerate(zip(jobs, streams)):
@@ -390,12 +391,12 @@ def _decode_together(
 
 
 def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:
-    """Returns a number of SMs with which a device decodes stored bytes faster than the copy engine brings them:
+    """Returns the number of SMs with which a device decodes stored bytes faster than the copy engine brings them. It is
     _SPARE_SMS times the number that decodes at the rate of the copy engine.
 
     Args:
         num_bytes: size in bytes of the part of the tensor that is decoded.
-        stored_bytes: size in bytes of that part as it is stored.
+        stored_bytes: size in bytes of the coded form of that part.
     """
     machine = calibration.in_force(device)
     rates = machine.pairs if table.codebook is None else coder_rates(table.codebook, machine)
@@ -409,7 +410,7 @@ def streamed_sms(table: Table, device: torch.device, num_bytes: int, stored_byte
     return max(STREAM_SMS, sms_at_link_rate(table, device, num_bytes, stored_bytes))
 
 
-# Streamers that are not in use, each with its ring, or with None if it has no ring. The key is (device, stream, whether
+# Streamers that are not in use, each with its ring, or with None if it has no ring. The key is (device, stream, True if
 # a CUDA graph was being captured), because a ring must be used only on its own stream, and the ring of a captured
 # stream belongs to the graph.
 _idle_streamers: dict[tuple[int, int, bool], list[tuple[_core.Streamer, torch.Tensor | None]]] = {}
@@ -424,10 +425,10 @@ class TensorStream:
 
     Args:
         device: the GPU. Its current stream waits for every table, and the ring's memory is allocated on this stream.
-        num_tables: the number of tables. If it is known, the last table ends in small chunks, so that its decoding ends
-            sooner. None: it is not known.
-        ring_bytes: size in bytes of the ring, which holds four chunks. It is also an attribute. None: 32 MiB. With a
-            larger ring the copy engine pauses less often, and the host issues fewer calls.
+        num_tables: the number of tables. If it is given, the last table ends in small chunks, so that its decoding ends
+            sooner. None: the number is not known.
+        ring_bytes: size in bytes of the ring, which holds four chunks. None: 32 MiB. The size is also an attribute.
+            With a larger ring the copy engine pauses less often, and the host issues fewer calls.
     """
 
     def __init__(self, device: torch.device, num_tables: int | None = None, ring_bytes: int | None = None) -> None:
@@ -474,7 +475,7 @@ class TensorStream:
         )
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
-        """Queues the decoding that `prepare` has prepared. prepared: the result of `prepare`."""
+        """Queues a decoding. prepared: the result of `prepare`."""
         self._num_done += 1
         begins = self._num_done == 1 and not self._continues
         ends, self._failed = self._num_done == self._num_tables, True

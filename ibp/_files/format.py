@@ -24,20 +24,20 @@ from .._schemes.planes import num_entries, symbol_bytes
 ALIGNMENT = 128  # bytes: every tensor's data in a file begin at a multiple of this
 MAX_HEADER_BYTES = 100_000_000  # the largest size in bytes of the JSON that readers of safetensors accept
 
-PREFIX = "ibp."  # the beginning of the keys of metadata, and of the names of tensors, that belong to the format
+PREFIX = "ibp."  # the beginning of all metadata keys and names of tensors that belong to the format
 FORMAT = "ibp.format"  # the key whose value is the format's version
 CHECKS = "ibp.checks"  # the key of the fields of the checksums, and the name of the tensor that holds the checksums
 PADDING = "ibp.padding."  # the beginning of the names of the tensors of zeros that fill gaps between other tensors
 # Beginnings of keys. The name of a table, the number of a codebook or the name of a removed tensor follows.
 TABLE_KEY, CODEBOOK_KEY, REMOVED_KEY = "ibp.table.", "ibp.codebook.", "ibp.removed."
 
-# Names of the parts of a table, and of a tensor that an external codec has coded, with the names of their dtypes.
+# The names of the parts of a table and of a tensor that an external codec has coded, each with the name of its dtype.
 TABLE_PARTS = {"slots": "U8", "overflow": "U8", "lengths": "U16", "bases": "U64"}
 CODEC_PARTS = {"blocks": "U8", "offsets": "U64"}
 
 
 class FileFormatError(ValueError):
-    """A file is not a file of ibp or of safetensors, contradicts itself, or has a newer format."""
+    """A file is not a file of ibp or of safetensors, is inconsistent, or has a newer format."""
 
 
 class ChecksumError(FileFormatError):
@@ -68,8 +68,8 @@ def rounded_up(num_bytes: int) -> int:
 
 # ---- dtypes ----
 
-# Names of dtypes in headers of safetensors, with torch's names. In the fields of tables, a dtype that safetensors lacks
-# has torch's name in capitals.
+# Maps the names of dtypes in headers of safetensors to torch's names. In the fields of tables, a dtype that safetensors
+# lacks has torch's name in capitals.
 _DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -109,7 +109,7 @@ def as_json(record: Any) -> dict[str, Any]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the dtype that has a name in files. Raises FileFormatError if this torch does not have it."""
+    """Returns the dtype that files call `name`. Raises FileFormatError if this torch does not have it."""
     dtype = getattr(torch, _DTYPES.get(name, name.lower()), None)
     if not isinstance(dtype, torch.dtype) or dtype_name(dtype) != name:
         raise FileFormatError(f"the dtype {name!r} is none of torch {torch.__version__}")
@@ -126,12 +126,13 @@ def entry_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int
 
 
 def form_of(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Returns the dtype and shape in torch of a plain tensor. dtype, shape: those in the header; num_bytes: size of the
-    tensor in bytes.
+    """Returns (dtype, shape) of the torch tensor into which a plain tensor is read. dtype, shape: as in the header.
+    num_bytes: size of the tensor in bytes.
 
-    If torch does not have the dtype, the result is that of a tensor of the same bytes: the dtype is uint8, and the last
-    dimension counts bytes instead of elements. If its size would not be a whole number, the tensor has one dimension.
-    The exceptions are 4-bit floats: if torch has PAIRS_DTYPE, each element of the result holds a pair of them.
+    If torch does not have the dtype, the tensor is read as bytes: the dtype is uint8, and the last dimension counts
+    bytes instead of elements. If the bytes do not divide evenly among the other dimensions, the result has one
+    dimension. The exceptions are 4-bit floats: if torch has PAIRS_DTYPE, each element of the result holds a pair of
+    them.
     """
     with contextlib.suppress(FileFormatError):
         return dtype_of(dtype), shape
@@ -224,7 +225,7 @@ def table_fields(what: str, text: str) -> TableFields:
 
 
 def _in_json(text: str) -> str:
-    """Returns a text with the escapes of JSON, without the quotes around it."""
+    """Returns a text as a JSON string, without the quotes around it."""
     return json.dumps(text)[1:-1]
 
 
@@ -242,7 +243,7 @@ def codebook_record(
     codebook: AnyCodebook, number_of: Callable[[AnyCodebook], int]
 ) -> tuple[str, dict[str, np.ndarray]]:
     """Returns the fields of a codebook as text, and its parts by name, without empty parts. number_of: a function that
-    returns the number in the file of a cluster's codebook."""
+    returns the number that the codebook of a cluster has in the file."""
     fields: dict[str, Any]
     parts: dict[str, np.ndarray] = {}
     if isinstance(codebook, ClusteredCodebook):
@@ -277,7 +278,7 @@ def read_codebook(
     part: Callable[[int, str, str, int], np.ndarray],
     is_cluster: bool = False,
 ) -> AnyCodebook:
-    """Reads the codebook with a number.
+    """Reads the codebook that has the given number in a file.
 
     Args:
         file: the file's name, for messages.
@@ -288,7 +289,7 @@ def read_codebook(
         is_cluster: whether the codebook belongs to a cluster of another codebook, so that it must have no clusters.
 
     Raises:
-        FileFormatError: the fields are missing or wrong, or a part does not fit them.
+        FileFormatError: the fields are missing or wrong, or a part does not match them.
     """
     line = metadata.get(f"{CODEBOOK_KEY}{number}")
     if line is None:
@@ -351,15 +352,15 @@ class View(NamedTuple):
     offset: int
 
     def check(self, num_elements: int) -> None:
-        """Raises FileFormatError if the view ends after a base of num_elements elements, or has more than 1,000 times
-        that number of elements."""
+        """Raises FileFormatError if the view ends past the end of a base of num_elements elements, or has more than
+        1,000 times that number of elements."""
         last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
         if math.prod(self.shape) > MOST_TIMES * num_elements or (0 not in self.shape and last >= num_elements):
             elements = f"{math.prod(self.shape)} elements up to number {last}"
             raise FileFormatError(f"a view of {self.base!r} has {elements}; the base has {num_elements}")
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
-        """Returns the view of a base. Raises FileFormatError like `check`."""
+        """Returns the view of a base. Raises FileFormatError as `check` does."""
         self.check(base.numel())
         return base.contiguous().view(-1).as_strided(self.shape, self.strides, self.offset)
 
@@ -406,7 +407,7 @@ def _read_view(text: str) -> View:
 
 # ---- the header ----
 
-_OTHERS = {  # for messages: what a file of each format of `other_format` is
+_OTHERS = {  # for messages: a description of each format that `other_format` returns
     "npy": "an array of numpy",
     "archive": "an archive, as torch.save and numpy.savez write them",
     "pickle": "a pickle, as torch.save once wrote them",
@@ -418,7 +419,7 @@ class Entry(NamedTuple):
     """A tensor in a file."""
 
     dtype: str  # the dtype's name in the header
-    shape: tuple[int, ...]  # the tensor's shape; a part of a table has one dimension, padding included
+    shape: tuple[int, ...]  # the tensor's shape; a part of a table has one dimension, which counts the padding
     # start, end: offsets in the file at which its bytes begin and end.
     start: int
     end: int

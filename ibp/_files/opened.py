@@ -67,15 +67,15 @@ class TensorInfo:
 
     Attributes:
         name: name of the tensor.
-        dtype: dtype of the original tensor. If this torch does not have that dtype: None for a table; for a plain
-            tensor, which is then read as bytes, the dtype of the tensor of bytes.
+        dtype: dtype of the original tensor. If this torch lacks that dtype, it is None for a table. A plain tensor is
+            then read as bytes, and this is the dtype of the tensor of bytes.
         shape: shape of the original tensor, or of the tensor of bytes.
         scheme: "ibp", "planes" or "raw" for a table; None for a tensor that is kept as it is or is coded by `codec`.
         codebook: codebook of a table, or None.
         codec: name of the external codec of a table, or None.
         num_bytes: size in bytes of the original tensor. None if dtype is None.
-        stored_bytes: size in bytes of the tensor in the file, index and padding included, without the codebook. 0 for a
-            tensor that is stored as a view of another tensor.
+        stored_bytes: size in bytes of the tensor in the file, including the index and padding, but not the codebook. 0
+            for a tensor that is stored as a view of another tensor.
         fields: the fields of a table, a mapping from keys to texts; empty for other tensors.
         files: names of the files that hold the tensor's bytes.
     """
@@ -97,7 +97,7 @@ class File(Mapping[str, Value], Closing):
     mapped file.
 
     A table or tensor is made when it is first asked for, and its bytes are read from the file when they are used.
-    Tables and tensors stay valid after `close`. Their changes do not change the file: the first change of a table
+    Tables and tensors stay valid after `close`. Changing them does not change the file: the first change of a table
     copies its rows to new memory, and the system copies each page of a tensor that is written to.
 
     Example:
@@ -146,7 +146,7 @@ class File(Mapping[str, Value], Closing):
         self._made: dict[str, Value] = {}
         self._is_closed = False
 
-    # ---- a mapping ----
+    # ---- the mapping from names to values ----
 
     def __getitem__(self, name: str) -> Value:
         """Returns the table or tensor with a name.
@@ -161,7 +161,7 @@ class File(Mapping[str, Value], Closing):
         return self._value(name)
 
     def get_tensor(self, name: str, device: torch.device | str | int | None = None) -> torch.Tensor:
-        """Returns the tensor with a name, like `get_tensor` of safetensors' `safe_open`. A compressed tensor is
+        """Returns the tensor with a name, as `get_tensor` of safetensors' `safe_open` does. A compressed tensor is
         decompressed.
 
         Args:
@@ -193,7 +193,7 @@ class File(Mapping[str, Value], Closing):
             raise self._unknown(name)
 
     def _unknown(self, name: object) -> KeyError:
-        """Returns the error for an unknown name. Its message lists some names that there are."""
+        """Returns the error for an unknown name. Its message lists some of the existing names."""
         there = f"it has {shown_names(self._names)}" if self._names else "it has no tensors"
         alike = itertools.islice(self._names, _COMPARED_NAMES)
         return KeyError(f"{self.path} has no tensor {name!r}{near(name, alike)}; {there}")
@@ -202,7 +202,7 @@ class File(Mapping[str, Value], Closing):
         """Makes the value with a name, over the mapped file. verify: whether to compare its checksums first.
 
         The exception is a tensor that an external codec has coded: it is read into memory. Its checksums are compared
-        if the file was opened with `verify`, whatever the argument `verify` is.
+        if the file was opened with `verify`, regardless of the argument `verify`.
         """
         if name in self._views:
             return _viewed(self._views[name], self._value(self._views[name].base))
@@ -282,7 +282,7 @@ class File(Mapping[str, Value], Closing):
         """Pickles the path and the options. Unpickling opens the file again."""
         return _reopened, (os.fspath(self.path), self._verify, self._memory, self._share)
 
-    # ---- what the file says ----
+    # ---- descriptions of tensors ----
 
     def info(self, name: str) -> TensorInfo:
         """Returns what the file says about a tensor, without reading its bytes.
@@ -322,7 +322,7 @@ class File(Mapping[str, Value], Closing):
         )
 
     def fields(self, name: str) -> TableFields:
-        """Returns the checked fields of a table. Raises KeyError and FileFormatError like `info`."""
+        """Returns the checked fields of a table. Raises KeyError and FileFormatError as `info` does."""
         return self._owners[name].fields(name)
 
     def _parts(self, name: str) -> list[TensorPlace]:
@@ -475,23 +475,24 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
         path: a file, the index of a set of files (`model.safetensors.index.json`), or a directory that has a set or
             single files. An ordinary safetensors file also works: all of its tensors are plain.
         verify: whether to compare the header's checksum now, and a tensor's checksums when it is first asked for, which
-            reads all of its bytes. False by default, because a checksum covers 1 MiB: rows of some hundred bytes, which
-            the CPU and GPUs read from the map as they need them, would each wait for 1 MiB.
-        memory: "pinned": GPUs read rows themselves. A table's mapped bytes are pinned when it is first asked for. If
-            the system refuses, the table is copied to pinned memory, and a RuntimeWarning is given once per process.
-            "host": rows pass through the CPU. None: pinned when a GPU first fetches from a table.
+            reads all of its bytes. False by default, so that the CPU and GPUs read only the rows that they need from
+            the map. Comparing checksums row by row would not help: a row has a few hundred bytes, and a checksum covers
+            1 MiB.
+        memory: "pinned": GPUs read rows themselves. A table's mapped bytes are pinned when the table is first asked
+            for. If the system refuses, the table is copied to pinned memory, and a RuntimeWarning is given once per
+            process. "host": rows pass through the CPU. None: pinned when a GPU first fetches from a table.
         share: whether processes share pinned copies of tables. This has an effect only if the system cannot pin mapped
             memory. All processes of the same user on this machine that open the file with share=True then use the same
             copy of a table, instead of one copy each. A shared table cannot be changed. Its copy is freed when no
-            process uses it any longer. The processes find the copy by a small file in the directory
-            `$XDG_RUNTIME_DIR`, or in that of temporary files if the former does not exist. If the table cannot be
+            process uses it any longer. The processes find the copy through a small file in the directory
+            `$XDG_RUNTIME_DIR` or, if that does not exist, in the directory of temporary files. If the table cannot be
             shared, a RuntimeWarning says so, and the process makes its own copy.
 
     Returns:
         An `ibp.File`, a mapping from names to tables and tensors.
 
     Raises:
-        FileFormatError: the file has another format, contradicts itself, or has a newer format.
+        FileFormatError: the file has another format, is inconsistent, or has a newer format.
         ChecksumError: with `verify`, the header is damaged.
         ValueError: path is a URL that does not name a file on this machine. `ibp.load` can read it.
         OSError: the file cannot be read.
@@ -541,7 +542,7 @@ def range_verifier(file: File, name: str, value: CompressedTensor | torch.Tensor
 
 
 class DamagedBlock(NamedTuple):
-    """A block of a file whose bytes do not have its checksum.
+    """A block of a file whose bytes do not match its checksum.
 
     Attributes:
         place: the file, the block's number and the range of its bytes in the file, as text.
@@ -627,11 +628,11 @@ def load(
         Tables and tensors by name, in the order of `names` or of the file.
 
     Raises:
-        FileFormatError: the file has another format, contradicts itself, or has a newer format.
+        FileFormatError: the file has another format, is inconsistent, or has a newer format.
         ChecksumError: with `verify`, bytes are damaged.
         KeyError: there is no tensor with a given name.
-        TypeError, ValueError: device, names or memory is not as described, or they contradict each other.
-        RuntimeError: memory is "pinned", but cannot be pinned.
+        TypeError, ValueError: device, names or memory is not as described, or device and memory are inconsistent.
+        RuntimeError: memory is "pinned", but there is no CUDA device, or the system refuses to pin memory.
         OSError: the file cannot be read.
     """
     _check_names(names)

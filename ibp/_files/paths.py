@@ -1,5 +1,5 @@
-"""Paths, URLs, names of files, and outputs. Files at URLs are read and written by way of temporary files on this
-machine, which fsspec copies.
+"""Paths, URLs, names of files, and outputs. Files at URLs are read and written through temporary files on this machine;
+fsspec copies between the two.
 
 A set of files has an index, which says which file each tensor is in. A coded file in a directory has a special name. A
 loader that does not know ibp then reports that there are no weights, instead of reading weights that it cannot decode.
@@ -88,8 +88,8 @@ def format_of_name(path: PathLike) -> str | None:
 
 
 def coded_name(name: str) -> str:
-    """Returns the name of the coded form of a file of tensors; for a coded file, its own name. Frameworks that do not
-    know ibp do not look for such names.
+    """Returns the name of the coded form of a file of tensors. The name of a coded file is returned as it is.
+    Frameworks that do not know ibp do not look for such names.
 
     Example:
         >>> ibp.checkpoints.coded_name("model.safetensors"), ibp.checkpoints.coded_name("optimizer.pt")
@@ -102,7 +102,7 @@ def coded_name(name: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Returns the name of the file that a coded file was made from; for any other file, its own name."""
+    """Returns the name of the file that a coded file was made from. The name of any other file is returned as it is."""
     if not name.endswith(_CODED_SUFFIX):
         return name
     stem = name.removesuffix(_CODED_SUFFIX)
@@ -182,11 +182,11 @@ def open_locked(path: str | os.PathLike[str], mode: int, lock: Callable[[int], N
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Reads the index of a set of files. Returns the name of each tensor's file, by the tensor's name.
+    """Reads the index of a set of files. Returns a dictionary from the name of each tensor to the name of its file.
 
     Raises:
         FileFormatError: the file is not an index.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -205,7 +205,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns a dict of pairs. Raises ValueError if a key occurs twice or cannot be printed."""
+    """Returns pairs of (key, value) as a dict. Raises ValueError if a key occurs twice or cannot be printed."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key is there twice")
@@ -220,7 +220,7 @@ class FileSet:
 
     Attributes:
         files: their paths, by name.
-        places: for each tensor, the name of its file, as the index says it. Empty if there is no index.
+        places: for each tensor, the name of its file, as the index gives it. Empty if there is no index.
     """
 
     files: Mapping[str, Path]
@@ -266,8 +266,8 @@ def _of_weights(paths: Iterable[Path]) -> list[Path]:
 
 @contextlib.contextmanager
 def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Yields the path on this machine of a file, a set of files or a directory. For a path, that is the path itself. A
-    URL is copied to a temporary directory, which is removed when the context is left.
+    """Yields the path on this machine of a file, a set of files or a directory. If `url` is a path, it is yielded as it
+    is. What a URL names is copied to a temporary directory, which is removed when the context is left.
 
     suffixes: if the URL is a directory, only files whose names end with one of these are copied.
 
@@ -285,13 +285,13 @@ def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
             raise FileNotFoundError(f"{url}: there is no such file") from None
         except (ImportError, OSError, ValueError):
             raise
-        except Exception as error:  # errors of the file system's own kinds
+        except Exception as error:  # the file system's own exception classes
             raise OSError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
         yield os.fspath(near)
 
 
 def _fetched(url: str, folder: Path, suffixes: tuple[str, ...]) -> Path:
-    """Copies the file, set of files or directory of a URL to a folder. Returns the path of the copy."""
+    """Copies the file, set of files or directory at a URL to a folder. Returns the path of the copy."""
     system, remote = file_system(url)
     remote = remote.rstrip("/")
     near = folder / (os.path.basename(remote) or "input")
@@ -459,7 +459,7 @@ def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> 
 
     Args:
         path: the path that the set is named after.
-        weight_map: the name of each tensor's file.
+        weight_map: a mapping from the name of each tensor to the name of its file.
         total_bytes: size in bytes of all tensors.
     """
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}

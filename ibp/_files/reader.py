@@ -72,7 +72,7 @@ def read_header(path: Path) -> Header:
     """Reads the header of a file.
 
     Raises:
-        FileFormatError: the file is not a safetensors file, is cut short, has a newer format than this ibp reads, or
+        FileFormatError: the file is not a safetensors file, is truncated, has a newer format than this ibp reads, or
             has metadata of ibp but lacks the key `ibp.format`, the key `ibp.checks` or the tensor `ibp.checks`.
         OSError: the file cannot be read.
     """
@@ -195,7 +195,7 @@ class OpenFile:
         then copies the page, and the file does not change. The tensor keeps the map alive.
 
         Raises:
-            FileFormatError: the file has been cut since it was opened.
+            FileFormatError: the file has been truncated since it was opened.
         """
         pages = self._private_map  # a copy of the reference, because another thread may call `close`
         if pages is None:
@@ -208,8 +208,8 @@ class OpenFile:
         return _part_of(pages, start, num_bytes)
 
     def mapped_read_only(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Returns bytes of the file as a mapped tensor, uint8 [num_bytes], which must not be written to. Its memory is
-        the page cache. Raises FileFormatError like `mapped`."""
+        """Returns bytes of the file as a mapped tensor, uint8 [num_bytes], which must not be written to. Its memory
+        belongs to the page cache. Raises FileFormatError as `mapped` does."""
         pages = self._shared_map
         if pages is None:
             pages = self._shared_map = self.pages(0, self._whole_size())
@@ -221,7 +221,8 @@ class OpenFile:
         return _core.FilePages(self.fileno(), start, num_bytes)
 
     def _whole_size(self) -> int:
-        """Returns the file's size in bytes. Raises FileFormatError if the file has been cut since it was opened."""
+        """Returns the file's size in bytes. Raises FileFormatError if the file has been truncated since it was
+        opened."""
         size = os.fstat(self.fileno()).st_size
         if size < self._num_bytes:
             raise FileFormatError(f"{self.path} has been cut since it was opened")
@@ -241,8 +242,9 @@ class OpenFile:
         self._private_map = self._shared_map = None
 
     def tensor(self, name: str, take: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-        """Returns a plain tensor, in the form that `form_of` describes. Raises FileFormatError if its size does not fit
-        that form. take: a function of (start, num_bytes) that returns bytes of the file as a uint8 tensor."""
+        """Returns a plain tensor, in the form that `form_of` describes. Raises FileFormatError if its size in bytes
+        does not match that form. take: a function of (start, num_bytes) that returns bytes of the file as a uint8
+        tensor."""
         entry = self.header.tensors[name]
         dtype, shape = form_of(*entry[:2], entry.num_bytes)
         if dtype.itemsize * math.prod(shape) != entry.num_bytes:
@@ -342,8 +344,8 @@ class Checks:
 
     def read_into(self, start: int, data: memoryview) -> None:
         """Reads the file, beginning at byte `start`, until `data` is full, and verifies the blocks that hold these
-        bytes. A block that is read whole is hashed in memory. A block that is read in part is read a second time, as a
-        whole, to hash it, unless it was verified before. Raises ChecksumError like `check`."""
+        bytes. A block that is read completely is hashed in memory. A block that is read only in part is read a second
+        time, completely, to hash it, unless it was verified before. Raises ChecksumError as `check` does."""
         end = start + len(data)
         for block in self.blocks_of(start, end):
             first, last = self._bounds(block)
@@ -395,8 +397,8 @@ class Checks:
         return [name for name in inside if not name.startswith(PADDING)]
 
     def _shown_name(self, name: str) -> str:
-        """Returns the name by which messages call an entry of the header: for a part of a table or codebook, that of
-        the table or codebook."""
+        """Returns the name that messages use for an entry of the header. For a part of a table or codebook, that is the
+        name of the table or codebook."""
         whole = name.rpartition(":")[0]
         return whole if whole in self._file.tables or name.startswith(CODEBOOK_KEY) else name
 
@@ -406,8 +408,8 @@ class Checks:
 
 def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, num_bytes: int) -> int:
     """Returns the offset in the file at which a part begins. Raises FileFormatError unless the part exists, has this
-    dtype, is aligned, and has the size of num_bytes bytes with padding. entry: the part's entry in the header. None:
-    the part does not exist."""
+    dtype, is aligned, and has the size that num_bytes bytes have with padding. entry: the part's entry in the header.
+    None: the part does not exist."""
     padded = rounded_up(num_bytes)
     if entry is None:
         raise FileFormatError(f"{file.path}: {name!r}, of {num_bytes} bytes, is missing")
@@ -424,8 +426,8 @@ Take = Callable[["OpenFile", int, int, str], torch.Tensor]
 
 
 def mapped_parts(pages: list[_core.FilePages] | None) -> Take:
-    """Returns a `Take` that maps parts read-only. pages: a list. Slots and overflow get separate maps, so that a single
-    table can be pinned, and the maps are appended to the list. None: all parts are in the file's read-only map."""
+    """Returns a `Take` that maps parts read-only. pages: a list. Slots and overflow each get a separate map, which is
+    appended to the list, so that a single table can be pinned. None: all parts are in the file's read-only map."""
 
     def take(file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
         if pages is None or part not in _ROWS:
@@ -454,7 +456,7 @@ def read_table(
         take: a function that returns the bytes of a part.
 
     Raises:
-        FileFormatError: the fields are wrong, or a part does not fit them.
+        FileFormatError: the fields are wrong, or a part does not match them.
     """
     what, fields = f"{file.path}: table {name!r}", file.fields(name)
     dtype = dtype_of(fields.dtype)
@@ -481,9 +483,9 @@ def read_table(
 
 
 def row_ranges(table: CompressedTensor, rows_per_base: int, start: int, end: int) -> dict[str, tuple[int, int]]:
-    """Returns the ranges of a table's slots and overflow that hold the rows of bytes [start, end) of its tensor, each
-    as (first byte, end), by the name of the part. If each row has its own base, rows may lie anywhere in the overflow,
-    so the range is the whole overflow. rows_per_base: as in `TableFields`."""
+    """Finds the rows that hold bytes [start, end) of a table's tensor. Returns a dictionary from "slots" and "overflow"
+    to the range (first byte, end) in which these rows lie in that part. If each row has its own base, rows may lie
+    anywhere in the overflow, so the range is the whole overflow. rows_per_base: as in `TableFields`."""
     first, last = start // table.row_bytes, -(-end // table.row_bytes)
     slots = table.slots.numel()
     overflow = 0, table.overflow.numel()
@@ -492,7 +494,7 @@ def row_ranges(table: CompressedTensor, rows_per_base: int, start: int, end: int
         first_group, last_group = first // rows_per_base, -(-last // rows_per_base)
         begin = int(table.bases[first_group])
         stop = stop if last_group >= table.bases.numel() else int(table.bases[last_group])
-    # A file whose checksums are right may have bases that contradict each other. The decoder reports them.
+    # A file whose checksums are right may have inconsistent bases. The decoder reports them.
     is_right = 0 <= begin <= stop <= overflow[1]
     return {
         "slots": (min(first * table.slot_bytes, slots), min(last * table.slot_bytes, slots)),
@@ -505,8 +507,8 @@ def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin
     single rows of such a tensor are never fetched. file, places: as in `read_table`; pin: as in `read_parts`.
 
     Raises:
-        FileFormatError: the fields are wrong, a part does not fit them, the codec is not available, or the codec is not
-            safe with damaged bytes and the file has no checksums.
+        FileFormatError: the fields are wrong, a part does not match them, the codec is not available, or the codec is
+            not safe with damaged bytes and the file has no checksums.
         ChecksumError: bytes are damaged. Checksums are compared if the file was opened with `verify`, and always if the
             codec is not safe with damaged bytes.
     """
@@ -546,7 +548,7 @@ def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin
 def _taken(
     file: OpenFile, place: TensorPlace | None, name: str, dtype: str, num_bytes: int, take: Take
 ) -> torch.Tensor:
-    """Returns the num_bytes bytes of a part, without padding. place: that of the part; None if the part is missing,
+    """Returns the num_bytes bytes of a part, without padding. place: the place of the part. None: the part is missing,
     which is an error unless num_bytes is 0. file: the file with the table's fields, for that error's message."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -601,10 +603,11 @@ def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, 
     """Returns the shared memory for a key, and the tensors in it. The first process makes the memory and copies the
     given tensors there; other processes open it. This is for systems on which mapped files cannot be pinned.
 
-    A process finds the memory by a small file in a directory that belongs to the user alone. The file lists the
+    A process finds the memory through a small file in a directory that belongs to the user alone. The file lists the
     processes that hold the memory. A process locks the file while it reads or changes the file, and the last process
     that holds the memory removes the file. If all holders were killed, the next process that makes such memory removes
-    their file. The memory itself has no path: the system frees it when the last process that holds it ends, in any way.
+    their file. The memory itself has no path: the system frees it when the last process that holds it ends, however it
+    ends.
 
     Args:
         key: a text that is the same in all processes for the same tensors, and different for others.
@@ -643,8 +646,8 @@ class _Record(NamedTuple):
 
     @classmethod
     def of(cls, text: bytes) -> _Record:
-        """Returns the record that a file's content stands for. It is empty if the content is not a record, because the
-        file is new or its writer was killed."""
+        """Returns the record that a file's content stands for. The record is empty if the content is not valid, because
+        the file is new or its writer was killed."""
         try:
             name, num_bytes, holders = json.loads(text)
             return cls(str(name), int(num_bytes), [(int(process), int(file)) for process, file in holders])
@@ -678,8 +681,9 @@ def _locked(path: Path) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
 
 
 def _leave(path: Path, own: tuple[int, int] | None = None) -> None:
-    """Removes the file of a record, unless a process holds the memory or has locked the file. own: if this process is
-    releasing the memory, its entry in the record, which then does not count. In a forked child nothing is done."""
+    """Removes the file of a record, unless a process holds the memory or has locked the file. own: the entry of this
+    process in the record, if the process is releasing the memory; the entry is then ignored. In a forked child, the
+    function does nothing."""
     if own is not None and own[0] != os.getpid():  # in a forked child: the holder is the parent
         return
     with contextlib.suppress(OSError), path.open("rb") as file:

@@ -1,5 +1,5 @@
 """`ibp.save`, and the writer of one file of tables and tensors. A file is written as a stream: first the data, and last
-the header, into room that was left for it before the data. The file gets its name when it is whole."""
+the header, into the space that is reserved for it before the data. The file gets its name when it is complete."""
 
 from __future__ import annotations
 
@@ -84,8 +84,9 @@ def save(
     """Writes tables and tensors to a file. `ibp.load` and `ibp.open` read it, and readers of safetensors list its
     contents.
 
-    The file appears under its name only when it is whole and on disk. Only then does it replace an earlier file or set
-    of files of that name. A replaced file's permissions are kept. Data on a GPU are copied to the host block by block.
+    The file appears under its name only when it is complete and on disk. Only then does it replace an earlier file or
+    set of files of that name. A replaced file's permissions are kept. Data on a GPU are copied to the host block by
+    block.
 
     Example:
         >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16())
@@ -162,8 +163,8 @@ def _write_files(
     content: bool,
     on_write: Callable[[int], object],
 ) -> None:
-    """Writes a file for each shard. The files get their names when all of them are whole. If there are several files,
-    their index gets its name last. on_write: as in `FileWriter`."""
+    """Writes a file for each shard. The files get their names when all of them are complete. If there are several
+    files, their index gets its name last. on_write: as in `FileWriter`."""
     weight_map: dict[str, str] = {}
     total = 0
     names = outputs_of(path, len(shards))
@@ -195,8 +196,8 @@ def _writer_of(
     metadata: Mapping[str, str] | None,
     on_write: Callable[[int], object],
 ) -> FileWriter:
-    """Returns the writer for a file that will hold these values, with enough room for the header. items: the values, by
-    name. removed: names that will be passed to `add_removed`."""
+    """Returns the writer for a file that will hold these values, with enough space for the header. items: the values,
+    by name. removed: names that will be passed to `add_removed`."""
     tables = [value.table if isinstance(value, Delta) else value for value in items.values()]
     books = [table.codebook for table in tables if isinstance(table, CompressedTensor)]
     room = header_room([*items, *removed], metadata, len({one for book in books for one in with_clusters(book)}))
@@ -221,16 +222,16 @@ def _stored(value: Value) -> int:
 
 
 class FileWriter:
-    """Writes a file as a stream. It is a context manager: if it is left normally, the file is whole under its name. If
-    it is left by an exception, there is no new file, and an earlier file is unchanged.
+    """Writes a file as a stream. It is a context manager: if the block ends normally, the complete file gets its name.
+    If an exception leaves the block, there is no new file, and an earlier file is unchanged.
 
-    Tensors are written one after the other, each from its first byte to its last. The data go to a temporary file
-    beside `path`.
+    Tensors are written one after the other, each from its first byte to its last. The data go to a temporary file in
+    the directory of `path`.
 
     Args:
         path: path of the file.
         metadata: the user's metadata, a mapping from keys to texts; no key may begin with "ibp.".
-        header_bytes: size in bytes of the room for the header, see `header_room`.
+        header_bytes: size in bytes of the space for the header, see `header_room`.
         data_bytes: the expected size of the data in bytes, which may be too small; 0 if it is not known. The message
             about a full disk states it.
         on_write: a function that is called after each write of data, with the number of bytes that were written.
@@ -238,8 +239,8 @@ class FileWriter:
             call is writing the same path, and whether to replace an existing file.
 
     Raises:
-        ValueError: a name occurs twice or is reserved, the header does not fit its room, or the data of a tensor do not
-            have the size that its shape requires.
+        ValueError: a name occurs twice or is reserved, the header does not fit in its space, or the data of a tensor do
+            not have the size that its shape requires.
         OSError: the file cannot be written. The message names the file, and for a full disk says how many bytes are
             needed.
     """
@@ -311,7 +312,8 @@ class FileWriter:
         self._tables.add(name)
 
     def add_removed(self, name: str) -> None:
-        """For the delta of a checkpoint: adds an entry to the metadata that says that a tensor no longer exists."""
+        """Adds an entry to the metadata that says that a tensor no longer exists. Only for the delta of a
+        checkpoint."""
         self._add_line(f"{REMOVED_KEY}{name}", "")
 
     @property
@@ -345,7 +347,7 @@ class FileWriter:
         self._lines[key] = text
 
     def _claim_header(self, what: str, num_bytes: int) -> None:
-        """Reserves num_bytes bytes of the header's room. Raises ValueError if fewer are left. what: the use of these
+        """Reserves num_bytes bytes of the header's space. Raises ValueError if fewer are left. what: the use of these
         bytes, for the message."""
         if self._header_bytes + num_bytes > self._room:
             raise ValueError(
@@ -476,7 +478,7 @@ class Sink:
 
 
 class _FileOutput:
-    """The temporary file of a writer. Data are buffered, hashed, and written after the room for the header."""
+    """The temporary file of a writer. Data are buffered, hashed, and written after the space for the header."""
 
     def __init__(self, new: NewFile, path: Path, room: int, expected_bytes: int) -> None:
         self._new, self._path, self._room, self._expected_bytes = new, path, room, expected_bytes

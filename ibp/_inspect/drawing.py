@@ -167,8 +167,8 @@ def _draw_entropy(figure: Any, axes: Axes, dtype: str, rows: Sequence[tuple[str,
 
 
 def _mean(field: str, reports: Sequence[TensorContents]) -> np.ndarray:
-    """Returns, for each bit, the mean over the reports of a field that has a number for each bit. Tensors are weighted
-    by their sizes. An empty field counts as zeros."""
+    """Returns the mean of a field over the reports, for each bit. The field has a number for each bit. Tensors are
+    weighted by their sizes. An empty field counts as zeros."""
     width = len(reports[0].entropy)
     values = [getattr(report, field) or [0.0] * width for report in reports]
     mean: np.ndarray = np.average(values, axis=0, weights=[report.original_bytes for report in reports])
@@ -204,7 +204,7 @@ def _draw_uses(axes: Axes, dtype: str, group: Sequence[TensorContents]) -> None:
 
 def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]], files: Sequence[FileReport]) -> None:
     """Draws a bar for the savings of each row. If a row has several tensors, a line extends from the lowest to the
-    highest savings of a tensor. The title states the savings of the whole files, headers included."""
+    highest savings of a tensor. The title states the savings of the complete files, headers included."""
     drawn: set[str] = set()
     highest = lowest = 0.0
     for at, (_, own) in enumerate(rows):
@@ -278,8 +278,8 @@ def _data(files: Sequence[FileReport]) -> dict[str, Any]:
 
 def _tensor(report: TensorContents, codebooks: dict[str, int]) -> dict[str, Any]:
     """Returns the data of one report. Values that are empty or zero are left out, except for some that page.js always
-    needs. codebooks: the descriptions of codebooks, each with its position in the list of all; if the report has a new
-    description, it is added."""
+    needs. codebooks: a dictionary from each description of a codebook to its position in the list "codebooks". If the
+    report has a new description, it is added."""
     values = vars(report) | {
         "codebook": codebooks.setdefault(report.codebook, len(codebooks)) if report.codebook else None,
         "left_out": report.left_out if any(report.left_out) else [],

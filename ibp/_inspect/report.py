@@ -32,7 +32,7 @@ from ..deltas import Delta
 from .splitting import bit_entropy, count_rows, element_bytes, rounded, scaled, split_table
 
 SAMPLE_BYTES = 1 << 20  # Size in bytes of the sample of a tensor that is decoded and counted.
-_RUNS = 32  # Number of runs of consecutive rows of which a sample consists.
+_RUNS = 32  # A sample consists of this number of runs of consecutive rows.
 
 _Read = Callable[[int, int], np.ndarray]  # A function that returns bytes [start, end) of a tensor, uint8.
 _Wanted = Callable[[str], bool]  # A function that returns whether to report on the tensor with a given name.
@@ -96,7 +96,7 @@ class FileReport(Saves):
     path: str  # The path as the caller gave it.
     format: str  # "ibp", "safetensors", "npy", "npz" or "torch".
     is_estimate: bool  # True if ibp did not write the files. stored_bytes then estimates their compressed size.
-    file_bytes: int  # Size in bytes of the present files.
+    file_bytes: int  # Size of the files in bytes.
     metadata: dict[str, str] = field(default_factory=dict)  # The user's metadata.
     tensors: list[TensorContents] = field(default_factory=list)  # The reports on the tensors, in the file's order.
     # Number of bytes in the compressed files that do not belong to a single tensor: headers, codebooks, checksums,
@@ -134,7 +134,7 @@ def inspect_path(
     """Makes the report on a file of tensors, or on a set of files. Reads only a sample of the rows of large tensors.
 
     Args:
-        path: path or URL of a file that ibp wrote, or of any file that `ibp.checkpoints.compress` takes.
+        path: path or URL of a file that ibp wrote, or of any file that `ibp.checkpoints.compress` accepts.
         wanted: a function that returns whether to report on the tensor with a given name.
         progress: whether to show a progress bar.
 

@@ -40,7 +40,7 @@ class Split:
 
 def scaled(parts: Counter[str], total: int) -> dict[str, int]:
     """Scales the sizes of parts so that their sum is `total`, the size in bytes of all coded rows. The given sizes may
-    be those of a sample of the rows, and in any unit. If they are all 0, returns a single part "coded rows"."""
+    be in any unit, and may be those of a sample of the rows. If they are all 0, returns a single part "coded rows"."""
     counted = sum(parts.values())
     if not counted:
         return {"coded rows": total}
@@ -57,7 +57,7 @@ def split_rows(rows: np.ndarray, codebook: AnyCodebook, element_bytes: int) -> S
         rows: uint8 [n, row_bytes], n > 0: the decoded rows, without raw rows and default rows.
         codebook: the codebook of these rows, not a `ClusteredCodebook`.
         element_bytes: size in bytes of the elements whose bits are reported. For scheme planes it is ignored, and the
-            size in the codebook is taken.
+            size in the codebook is used.
     """
     if isinstance(codebook, PlanesCodebook):
         return _split_planes(rows, codebook)
@@ -138,7 +138,7 @@ def _split_planes(rows: np.ndarray, codebook: PlanesCodebook) -> Split:
 
 
 def _split_listed(elements: np.ndarray, codebook: PlanesCodebook, parts: Counter[str]) -> np.ndarray:
-    """Adds the sizes of headers, positions and signs of listed rows to parts. Returns bool [n, columns]: whether the
+    """Adds the sizes of headers, positions and signs of listed rows to parts. Returns bool [n, columns]: True if the
     coded row has a value for the element. It has no value if the element is not listed, or if the row is closed, which
     means that all its listed elements equal `codebook.closed`."""
     columns = elements.shape[1]
@@ -179,8 +179,8 @@ def _symbols(elements: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
 
 
 def _entries(codebook: PlanesCodebook) -> np.ndarray:
-    """Returns the symbols in the codebook, uint64 [columns, E], E = codebook.num_entries. There is one column if all
-    columns have the same entries. Otherwise there is one for each live column."""
+    """Returns the symbols in the codebook, uint64 [C, E], where E is codebook.num_entries. C is 1 if all columns have
+    the same entries. Otherwise it is the number of live columns."""
     if codebook.first_symbol is None:
         return codebook.entries.numpy().view(np.uint64)
     return np.array(
@@ -262,8 +262,8 @@ def _named_by(symbol: np.generic, codebook: PlanesCodebook) -> str:
 
 
 class CountedRows(NamedTuple):
-    """The result of `count_rows`: numbers of rows of each kind, total sizes in bytes of the raw rows and of the coded
-    rows, and the histogram of row sizes (`TensorContents.lengths`)."""
+    """The result of `count_rows`: the number of rows of each kind, the total size in bytes of the raw rows and that of
+    the coded rows, and the histogram of row sizes (`TensorContents.lengths`)."""
 
     raw_rows: int
     default_rows: int
@@ -298,8 +298,8 @@ def count_rows(table: CompressedTensor) -> CountedRows:
 
 
 def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
-    """Returns the entries of rows in `table.lengths`, int64, or zeros if the table has no index. numbers: the numbers
-    of the rows."""
+    """Returns the entries of the given rows in `table.lengths`, as int64. Returns zeros if the table has no index.
+    numbers: the numbers of the rows."""
     if not table.lengths.numel():
         return np.zeros(numbers.shape, np.int64)
     return table.lengths.cpu().numpy()[numbers].astype(np.int64)
@@ -376,8 +376,8 @@ def _with_powers(entries: list[tuple[str, str, float]], table: CompressedTensor)
 
 
 def bit_entropy(rows: np.ndarray, element_bytes: int) -> list[float]:
-    """Returns, for each bit of an element, the Shannon entropy of this bit in the given rows, in bits, the most
-    significant bit first. Returns an empty list if there are no rows, or if rows do not consist of whole elements."""
+    """Returns the Shannon entropy of each bit of an element in the given rows, in bits. The most significant bit comes
+    first. Returns an empty list if there are no rows, or if rows do not consist of whole elements."""
     if not rows.size or rows.shape[1] % element_bytes:
         return []
     p = np.unpackbits(rows.reshape(-1, element_bytes)[:, ::-1], axis=1).mean(0)

@@ -43,7 +43,7 @@ class PieceHead(NamedTuple):
             overflow was too small, it may be more than the size of overflow.
         counts: int64 [2]: number of rows with a part in overflow, and number of lost rows.
         fault: int64 [4]: a fault record.
-        note: int64 [1]: a number for the use of the sender of the piece. `encode_into` does not write to it.
+        note: int64 [1]: a number that the sender of the piece can set. `encode_into` does not write to it.
     """
 
     used: torch.Tensor
@@ -75,7 +75,7 @@ def used_bytes(piece: torch.Tensor) -> int:
 
 @functools.lru_cache(1024)
 def fixed(num_rows: int, row_bytes: int, slot_bytes: int, overflow_bytes: int) -> PieceForm:
-    """Returns the form of a fixed piece. If slots hold whole rows, bases, rooms and overflow are empty."""
+    """Returns the form of a fixed piece. If a slot is as large as a row, bases, rooms and overflow are empty."""
     if slot_bytes == row_bytes:
         return laid_out(HEAD_BYTES, lengths=_LENGTH_BYTES * num_rows, slots=num_rows * slot_bytes)
     return laid_out(
