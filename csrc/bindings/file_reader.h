@@ -125,7 +125,7 @@ inline py::object value_of(const ibp_field &field)
     }
 }
 
-// Returns a dictionary of the fields that a line gives, from the name of a field to its value.
+// Returns {name: value} for the fields that a line gives.
 template <size_t N> py::dict dict_of(const std::array<ibp_field, N> &fields)
 {
     py::dict given;

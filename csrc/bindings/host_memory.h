@@ -141,8 +141,8 @@ class MappedPages {
     pid_t pinned_in_ = 0;
 };
 
-// Memory of a file descriptor, which all processes that map the descriptor share. Each process pins the memory for
-// itself by pin(). The memory stays pinned in that process until the object is destroyed.
+// Memory that belongs to a file descriptor. All processes that map the descriptor share this memory, but each process
+// pins it for itself by pin(). It stays pinned in that process until the object is destroyed.
 class SharedPages : public MappedPages {
   public:
     // is_new: true if no process has written to the memory yet. Then the constructor allocates the memory's pages and

@@ -15,7 +15,7 @@ namespace ibp {
 struct Memory {
     uint8_t *data;
     int64_t num_bytes;
-    // Returns whether the two have a byte in common.
+    // Returns whether the two ranges of memory overlap.
     bool meets(const Memory &other) const { return data < other.end() && other.data < end(); }
     const uint8_t *end() const { return data + num_bytes; }
 };

@@ -102,7 +102,7 @@ inline int64_t total_bytes(int64_t count, int64_t each_bytes, const char *name)
     return bytes;
 }
 
-// Returns num_bytes / item_bytes, rounded up: how many items there are if the last one may be short. num_bytes >= 0.
+// Returns num_bytes / item_bytes, rounded up: the number of items if the last one may be short. num_bytes >= 0.
 inline int64_t divide_up(int64_t num_bytes, int64_t item_bytes)
 {
     return num_bytes / item_bytes + (num_bytes % item_bytes != 0);
@@ -308,7 +308,7 @@ class Given {
             position_++;
     }
 
-    // Adds memory that an argument describes. Its size has been checked already.
+    // Adds memory that an argument describes. The size of this memory has been checked already.
     void add_part(const char *name, const Memory &memory, bool is_written)
     {
         if (memory.num_bytes != 0) add({position_, name, nullptr, kHere, is_written, memory});
@@ -399,7 +399,7 @@ inline constexpr int64_t kLeastSharedBytes = 1 << 19;
 // Scratch for all ranges is allocated before the first range begins, so that no work is done if there is too little
 // memory.
 //
-// bytes_each: the number of bytes that are read or written for each number of [0, count).
+// bytes_each: the number of bytes that are read or written for each index in [0, count).
 // scratch_bytes: the size of the scratch of each range, in bytes.
 template <typename Work>
 void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
@@ -434,7 +434,7 @@ void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fa
 
 // ---- new tensors ----
 
-// Returns a new contiguous tensor whose values are not set. dtype: torch's number of the dtype.
+// Returns a new contiguous tensor whose values are not set. dtype: torch's number for the dtype.
 inline Tensor empty_tensor(const std::vector<int64_t> &sizes, int32_t dtype, int32_t device_type, int32_t device_index)
 {
     std::vector<int64_t> strides(sizes.size());
