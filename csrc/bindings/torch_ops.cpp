@@ -417,9 +417,9 @@ Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matric
     return numbers;
 }
 
-// Copies the items ids[first], ids[first + 1], ..., as they are stored, into a new packed table: as many items as fit in
-// the outputs. Items must be whole rows. Torch's threads measure groups of 32 rows, which share a base, and then copy
-// the groups that fit.
+// Copies the items ids[first], ids[first + 1], ..., as they are stored, into a new packed table: as many items as fit
+// in the outputs. Items must be whole rows. Torch's threads measure groups of 32 rows, which share a base, and then
+// copy the groups that fit.
 //
 // lengths_out: uint16, room for the rows of at least one item.
 // bases_out: int64, one element for every 32 rows that lengths_out has room for.

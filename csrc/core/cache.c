@@ -41,7 +41,7 @@ static uint64_t entry_of_way(const ibp_cached_row *way)
     return ibp_is_present(entry) ? entry : 0u;
 }
 
-/* ---- find ---- */
+/* ---- looking up rows ---- */
 
 static void count_miss(ibp_cache_counts *counts, uint32_t stored_bytes)
 {
@@ -82,7 +82,7 @@ ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps
     return IBP_OK;
 }
 
-/* ---- fill ---- */
+/* ---- filling a slab ---- */
 
 /* Finds where the stored bytes of a row lie, and how many they are. Returns IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW
  * if the row cannot be copied. */
@@ -96,7 +96,7 @@ static ibp_status find_stored(const ibp_table *table, int64_t row, ibp_row_place
     return IBP_OK;
 }
 
-/* Returns the entry of lengths of a row that has bytes, computed from the row's place. The entry in the table may have
+/* Computes, from a row's place, the entry of lengths of a row that has stored bytes. The entry in the table may have
  * changed since the place was computed. */
 static uint32_t length_of_place(const ibp_row_place *place)
 {
@@ -134,7 +134,7 @@ ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int6
     return log.status;
 }
 
-/* ---- the least recently used ---- */
+/* ---- replacing the least recently used rows ---- */
 
 /* Returns the index of the way that a missing row takes, or -1 if each way of its set is dirty or used by this call. */
 static int64_t choose_way(const ibp_lru *lru, int64_t set, uint32_t now)
@@ -207,7 +207,7 @@ ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ib
     return log.status;
 }
 
-/* ---- changes ---- */
+/* ---- removing and rewriting rows ---- */
 
 ibp_status ibp_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map)
 {

@@ -9,7 +9,7 @@ _Static_assert(IBP_MAX_ROW_BYTES < 1u << IBP_FLAG_POS_BITS,
 
 size_t ibp_codebook_words(uint32_t row_bytes) { return ((size_t)row_bytes + 15u) / 16u * 4u; }
 
-/* Returns the set of the chunks that start in word w of a row, with the same bits as in an entry of flags. */
+/* Returns the set of the chunks that start in word w of a row: bit i stands for the word's chunk i. */
 static uint32_t chunks_of_word(const ibp_codebook *cb, uint32_t w)
 {
     uint32_t chunks = 0;

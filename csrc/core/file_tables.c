@@ -35,7 +35,7 @@ typedef struct codebook_plan {
     size_t workspace_bytes;
 } codebook_plan;
 
-/* A part of a codebook, as it stands in the file. */
+/* A part of a codebook or of a table: a tensor of the file. */
 typedef struct file_part {
     const uint8_t *data; /* NULL if the file does not have the part */
     size_t num_bytes;
@@ -44,7 +44,7 @@ typedef struct file_part {
 
 enum { PALETTE, INDEX, ENTRIES, LIVE_COLUMNS, ROW_TEMPLATE, NUM_CODEBOOK_PARTS };
 
-/* The fields and parts of a cluster, as they stand in the file. */
+/* The fields and parts of a cluster, as they are stored in the file. */
 typedef struct codebook_source {
     ibp_text text;
     file_part parts[NUM_CODEBOOK_PARTS];
@@ -140,8 +140,8 @@ static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_
 
 /* ---- a codebook's working form ----------------------------------------------------------------------------------- */
 
-/* Records a part. Returns whether it is the first tensor with this name, has one dimension and consists of unsigned
- * numbers. */
+/* Records a tensor as a part. Returns whether the tensor is the first with its name, has one dimension and consists of
+ * unsigned numbers. */
 static bool note_part(const ibp_file_tensor *tensor, file_part *part)
 {
     static const char *const dtypes[] = {"U8", "U16", "U32", "U64"};
@@ -188,7 +188,7 @@ static ibp_status find_sources(const codebook_plan *plan, codebook_source *sourc
     return status == IBP_NOT_IN_FILE ? IBP_OK : status;
 }
 
-/* Fills in the mask and bitval of a row from the pairs of its chunks. */
+/* Fills in the mask and bitval of a row from the (mask, bitval) pairs of its chunks. */
 static bool spread_pairs(const codebook_plan *plan, const codebook_source *source, uint64_t num_pairs, uint8_t *mask,
                          uint8_t *bitval)
 {
@@ -301,7 +301,7 @@ static ibp_status build_codebook(const codebook_plan *plan, void *workspace, ibp
 
 /* ---- tables ------------------------------------------------------------------------------------------------------ */
 
-/* Finds the fields of a table in the first file that has them. */
+/* Finds the fields of a table, in the first of the files that has them. */
 static ibp_status find_fields(const ibp_file *files, size_t num_files, const char *name, size_t *file, ibp_text *text)
 {
     ibp_status status = IBP_NOT_IN_FILE;
@@ -356,7 +356,7 @@ static ibp_status find_parts(const ibp_file_table *found, file_part *parts)
     return IBP_OK;
 }
 
-/* Checks that a part holds `count` numbers. Returns IBP_NOT_IN_FILE if it is missing although it is needed. */
+/* Checks that a part holds `count` numbers. Returns IBP_NOT_IN_FILE if the part is missing and count is not 0. */
 static ibp_status check_part(const file_part *part, int64_t count, uint32_t element_bytes)
 {
     if (count == 0) return IBP_OK;

@@ -31,7 +31,7 @@ IBP_INLINE int64_t ibp_first_of_group(int64_t row) { return ibp_group_of_row(row
 
 /* Returns whether every row of a table has its own base. Otherwise the rows of a group share one. */
 IBP_INLINE bool ibp_has_own_bases(const ibp_table *table) { return table->rows_per_base == 1u; }
-/* Returns the index of a row's entry of bases. */
+/* Returns the index of the entry of bases that a row uses. */
 IBP_INLINE int64_t ibp_base_of_row(const ibp_table *table, int64_t row)
 {
     return ibp_has_own_bases(table) ? row : ibp_group_of_row(row);
@@ -69,8 +69,8 @@ typedef struct ibp_row_place {
     bool is_default; /* the row is a default row, which is not stored */
 } ibp_row_place;
 
-/* Computes the sizes of a row's parts and the start of its slot, but does not check them. row: 0 to the number of rows
- * less 1. */
+/* Computes the sizes of a row's parts and the start of its slot, but does not check them. row: an existing
+ * row. */
 IBP_INLINE ibp_row_place ibp_split_row(const ibp_table *table, int64_t row, uint32_t length)
 {
     ibp_row_place place;
@@ -93,14 +93,14 @@ IBP_INLINE bool ibp_needs_base(const ibp_table *table, const ibp_row_place *plac
 }
 
 /* Returns whether num_bytes bytes that begin at `start` lie in an array of array_bytes bytes. The result is right for
- * any `start`, also if its computation has wrapped around. */
+ * any `start`, even if the computation of `start` has wrapped around. */
 IBP_INLINE bool ibp_part_in_bounds(uint64_t start, uint32_t num_bytes, int64_t array_bytes)
 {
     return start <= (uint64_t)array_bytes && num_bytes <= (uint64_t)array_bytes - start;
 }
 
-/* Returns whether a row as stored is not larger than the row before coding, and its slot part lies inside the table's
- * slots. */
+/* Returns whether a row as stored is at most as large as the row before coding, and its slot part lies inside the
+ * table's slots. */
 IBP_INLINE bool ibp_slot_in_bounds(const ibp_table *table, const ibp_row_place *place)
 {
     return place->in_slot + place->in_overflow <= place->valid &&

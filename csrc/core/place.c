@@ -43,8 +43,8 @@ static part take_part(const ibp_place *place, uint32_t sectors)
 }
 
 /* Takes a part for a row whose own part is too small. If place->rooms is not NULL and the row already had a part, the
- * new part is large enough for the raw row, provided that overflow has that much space left. Otherwise the new part has
- * room for the coded row. */
+ * new part is large enough for the raw row, provided that overflow has that much space left. Otherwise the new part is
+ * only large enough for the coded row. */
 static part take_part_for(const ibp_place *place, part own, uint32_t in_overflow, uint32_t valid)
 {
     part taken = {IBP_NO_BASE, 0};
