@@ -192,8 +192,8 @@ struct Stage {
     }
 };
 
-// Returns the size of a stage in bytes. It has room for a row of row_bytes bytes that begins at any of the stage's
-// first 16 bytes, and for at least 16 further bytes past the row's end, which may be read.
+// Returns the size of a stage in bytes. The stage has room for a row of row_bytes bytes that begins at any of the
+// stage's first 16 bytes, and for at least 16 bytes past the row's end, which may be read.
 __host__ __device__ __forceinline__ uint32_t row_stage_bytes(uint32_t row_bytes)
 {
     return (row_bytes + 15u) / 16u * 16u + 32u;
@@ -217,7 +217,7 @@ struct Window {
 };
 
 // Stores num_words words of a row, at most four, beginning with word w; only their bytes that lie in the window are
-// stored. A word that lies in the window as a whole is stored by one instruction if its address is aligned.
+// stored. A word that lies completely in the window is stored with one instruction if its address is aligned.
 static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32_t num_words, uint4 words)
 {
     const uint32_t values[4] = {words.x, words.y, words.z, words.w};
