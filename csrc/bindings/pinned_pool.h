@@ -22,7 +22,7 @@ struct PinnedBlock {
     pid_t process;
 };
 
-// The functions by which a pool allocates and frees pinned memory. Tests substitute their own functions.
+// The functions with which a pool allocates and frees pinned memory. Tests substitute their own functions.
 struct PinnedSource {
     ibp_status (*alloc)(size_t num_bytes, int node, void **host);
     ibp_status (*free)(void *host, size_t num_bytes);
@@ -43,7 +43,7 @@ class PinnedPool {
 
     PinnedPool(const PinnedSource &source, size_t limit) : source_(source), limit_(limit) {}
 
-    // Returns the pool of this process, which allocates its blocks by ibp_cuda_alloc_pinned. The pool is never
+    // Returns the pool of this process, which allocates its blocks with ibp_cuda_alloc_pinned. The pool is never
     // destroyed, because some objects that use it outlive the interpreter.
     static PinnedPool &of_process()
     {

@@ -175,8 +175,8 @@ class Counts {
     Py_buffer view_;
 };
 
-// Chooses the size of slots by ibp_choose_slots (slots.h). Returns (size of a slot in bytes, mean number of bytes that
-// a row has in overflow).
+// Chooses the size of slots with ibp_choose_slots (slots.h). Returns (size of a slot in bytes, mean number of bytes
+// that a row has in overflow).
 std::pair<uint32_t, double> choose_slots(const py::buffer &sectors, uint32_t row_bytes, uint32_t least_bytes,
                                          double overflow_cost, double part_cost, double most_spilled, double near,
                                          const std::optional<std::vector<int64_t>> &sizes)
@@ -192,7 +192,7 @@ std::pair<uint32_t, double> choose_slots(const py::buffer &sectors, uint32_t row
     return {slot_bytes, mean_overflow};
 }
 
-// Counts rows by ibp_count_spilled (slots.h). Returns (number of rows that do not fit in slots of slot_bytes bytes,
+// Counts rows with ibp_count_spilled (slots.h). Returns (number of rows that do not fit in slots of slot_bytes bytes,
 // size of the overflow parts of these rows in bytes).
 std::pair<uint64_t, uint64_t> count_spilled(const py::buffer &sectors, uint32_t slot_bytes)
 {

@@ -23,8 +23,8 @@
 //     counts      int64 [10], to which the operation adds: the numbers of rows found in slabs 0 to 7; the number of
 //                 rows not found; and the size in bytes of the rows not found, each row rounded up to sectors of 32
 //                 bytes.
-//     stamps      int32 [sets * 33], zeros at first: the time of each way's last use, and then one number for each
-//                 set, which is 0 between calls.
+//     stamps      int32 [sets * 33], zeros at first: for each of the sets * 32 ways the number of the call that used it
+//                 last, then for each set a lock, which is 0 between calls.
 //     clock       int64 [2], zeros at first: two copies of the number of calls so far.
 //     rows        int64 [rows]: numbers of rows; negative numbers are skipped.
 #include "torch_tables.h"

@@ -29,7 +29,7 @@ using namespace ibp_torch;
 // Counts something in all rows of data. Returns the counts, int64 [num_counts].
 //
 // on_cuda, on_cpu: the functions of the core that count, on a GPU and on the CPU. Both add to counts.
-// call: call(count, rows, num_rows, counts) must count the given rows by the function `count`, and return its status.
+// call: call(count, rows, num_rows, counts) must count the given rows with the function `count`, and return its status.
 //   On the CPU `count` is on_cpu. Several threads make this call, each for a range of rows and with separate counts,
 //   which are then added up. On a GPU `count` is on_cuda. The call is made once, for all rows, with a stream as its
 //   last argument.
@@ -227,7 +227,7 @@ Tensor planes_codec(const Tensor &data, const ibp_planes &planes, int64_t row_by
 //
 // element_bytes: 1, 2, 4 or 8. It must divide row_bytes.
 // exponent_bits: the number of exponent bits of floats; 0 for other elements.
-// table_rows: the number of rows of the whole table. Codebooks are compared by the mean size of a row, to which the
+// table_rows: the number of rows of the complete table. Codebooks are compared by the mean size of a row, to which the
 //   size of the codebook divided by table_rows is added.
 // fast: if true, learns a codebook whose rows decode at the rate of memory (IBP_LEVEL_FAST), unless it would save next
 //   to nothing.

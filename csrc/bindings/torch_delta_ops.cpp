@@ -142,7 +142,7 @@ void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &co
 // bytes.
 //
 // num_rows: the number of rows of the sequence.
-// state: int64 [1 + 3 n], zeros at first; receives an ibp_delta_verdict and three numbers for each tensor.
+// state: int64 [1 + 3 n], zeros at first; receives one ibp_delta_verdict, and then three numbers for each tensor.
 // takes_back: whether to undo an earlier call instead. `state` is then the state of that call, with IBP_DELTA_DAMAGED
 //   in place of its verdict.
 void apply_deltas(const Device &device, const Tensor &tensors, int64_t num_rows, const Tensor &codebook,

@@ -49,8 +49,8 @@ using namespace ibp_torch;
 // bases: int64 [ceil(rows / 32)], or [rows] if every row has its own base; empty: no row has an overflow part
 //   (FORMAT.md, section 2).
 // slot_bytes: the size of a row's slot in bytes.
-// overflow_start: 0 for a whole table. For a block of a table's rows: the offset in bytes at which `overflow` begins in
-//   the whole table's overflow.
+// overflow_start: 0 for a complete table. For a block of a table's rows: the offset in bytes at which `overflow` begins
+//   in the complete table's overflow.
 // num_items, item_bytes: the number of items of the coded tensor, and the size of an item in bytes.
 // rooms, used: given only if the table is a place, into which rows are coded one by one (ibp_place.h). `rooms` is
 //   uint16 [rows]; empty if slots hold whole rows. `used` is int64 [1]. With `used`, `bases` must have one entry for
@@ -361,8 +361,8 @@ void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, 
 //
 // order: int64 [vectors], the vectors' numbers, sorted by matrix. A vector with an id out of range comes last and is in
 //   no group.
-// groups: int32 [min(vectors, num_matrices) + vectors // 8, 3]: the number of a matrix, the first of its vectors in
-//   `order`, and the number of vectors, up to 8. Groups without vectors fill the rest.
+// groups: int32 [min(vectors, num_matrices) + vectors // 8, 3]: the number of a matrix, the index in `order` of the
+//   group's first vector, and the number of vectors in the group, up to 8. Groups without vectors fill the rest.
 //
 // ids: the matrix of each vector, up to 1024. num_matrices: the number of matrices of the stack, up to 4096.
 std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids, int64_t num_matrices)

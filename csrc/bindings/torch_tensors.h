@@ -1,10 +1,10 @@
 // torch_tensors.h - turns tensors into checked memory and functions into operations of torch, and shares work on the
-// CPU among torch's threads. If an argument is wrong, or a call of torch fails, it throws a std::runtime_error, which
-// torch passes to Python as a RuntimeError.
+// CPU among torch's threads. If an argument is wrong, or a call of torch fails, the functions throw a
+// std::runtime_error, which torch passes to Python as a RuntimeError.
 //
 // Messages are put together without C++ streams, because streams crash if a compiler has linked a part of libstdc++
 // statically, beside the libstdc++ of torch. The inline functions in torch's headers write their messages to streams.
-// So this file replaces the two macros by which these functions check for errors, and then includes the headers. No
+// So this file replaces the two macros with which these functions check for errors, and then includes the headers. No
 // other file may include headers of torch's stable ABI.
 #ifndef IBP_TORCH_TENSORS_H
 #define IBP_TORCH_TENSORS_H
@@ -129,8 +129,8 @@ inline int64_t bytes_held(const Tensor &tensor)
     return offset < 0 || offset > storage_bytes / element_bytes ? -1 : storage_bytes - offset * element_bytes;
 }
 
-// Returns the memory of a contiguous tensor. The tensor must be new, or an argument of the operation, because class
-// Given has checked that the storages of arguments are large enough.
+// Returns the memory of a contiguous tensor. The tensor must be new, or an argument of the operation. (Class Given has
+// checked that the storages of arguments are large enough.)
 inline Memory memory_of(const Tensor &tensor, const char *name)
 {
     require(tensor.is_contiguous(), name, " is not contiguous");
@@ -379,7 +379,7 @@ class Given {
     bool is_wanted_ = false;
 };
 
-// ---- the work of an operation ----
+// ---- calling the core ----
 
 // Calls a function of the core on the device of the call: on_cuda, with a stream as its last argument, or on_cpu.
 template <typename Cuda, typename Cpu, typename... Parameters>

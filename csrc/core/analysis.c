@@ -94,8 +94,7 @@ typedef struct growing_mask {
 } growing_mask;
 
 /* For each bit b, sets ones[b] to the number of rows that match the mask found so far and in which bit b of the chunk
- * is set.
- * column: the chunk in the first row. */
+ * is set. column: the address of the chunk in the first row. */
 static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_bytes, uint32_t valid_bytes,
                            const growing_mask *grown, uint64_t ones[IBP_CHUNK_BITS])
 {

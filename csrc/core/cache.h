@@ -24,13 +24,13 @@ IBP_INLINE uint64_t ibp_entry_of_length(uint32_t length)
     return length == 0u ? 0u : IBP_ENTRY_CODED | (uint64_t)length << IBP_ENTRY_LENGTH_SHIFT;
 }
 
-/* Returns the entry of a row. offset: the row's offset in the slab, which must be below 2^IBP_ENTRY_OFFSET_BITS. */
+/* Returns the cache entry of a row. offset: the row's offset in the slab, in [0, 2^IBP_ENTRY_OFFSET_BITS). */
 IBP_INLINE uint64_t ibp_make_entry(uint32_t slab, uint64_t offset, uint32_t length)
 {
     return offset | (uint64_t)slab << IBP_ENTRY_SLAB_SHIFT | ibp_entry_of_length(length) | IBP_ENTRY_PRESENT;
 }
-/* Returns the new entry of a row whose cached bytes were rewritten. entry: the old one. length: the row's new entry of
- * lengths. */
+/* Returns the new cache entry of a row whose cached bytes were rewritten. entry: the old cache entry. length: the row's
+ * new entry of lengths. */
 IBP_INLINE uint64_t ibp_rewrite_entry(uint64_t entry, uint32_t length, bool dirty)
 {
     const uint64_t kept = entry & ~(ibp_entry_of_length(0xffffu) | IBP_ENTRY_DIRTY);

@@ -94,8 +94,8 @@ bool ibp_are_masks_words(const ibp_codebook *cb)
     return position == cb->num_flags;
 }
 
-/* Selects cluster k. The number of flags is limited to row_bytes, because cluster_flags may hold any number, and coders
- * rely on a row having no more participation bits than bytes. */
+/* Selects cluster k. Limits the number of flags to row_bytes: cluster_flags may hold any number, but coders rely on a
+ * row having no more participation bits than bytes. */
 void ibp_select_masks(ibp_codebook *one, uint32_t k)
 {
     const size_t offset = (size_t)k * one->cluster_stride;

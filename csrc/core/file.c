@@ -35,9 +35,8 @@ static ibp_text rest_of(const char *at, ibp_text inside)
     return (ibp_text){at, (size_t)(inside.data + inside.num_bytes - at)};
 }
 
-/* Begins to read an entry of an object, and takes the entry's key. The entry follows the first `cursor` bytes of
- * `inside`.
- * inside: the object without its braces. Returns IBP_NOT_IN_FILE if there is no further entry. */
+/* Begins to read an entry of an object, at byte `cursor` of `inside`, and takes the entry's key. inside: the object
+ * without its braces. Returns IBP_NOT_IN_FILE if there is no further entry. */
 static ibp_status open_entry(ibp_text inside, size_t cursor, ibp_json *json, ibp_text *key)
 {
     if (cursor > inside.num_bytes) return IBP_INVALID_ARGUMENT;
@@ -196,7 +195,8 @@ static ibp_status refuse_name(ibp_file *file, ibp_status status, ibp_text found,
     return ibp_refuse(&file->refusal, found, status == IBP_BAD_FILE ? "each name of a file of ibp once" : wanted);
 }
 
-/* Reads the version, checks that the file has the names by which checksums are found, and counts the tables. */
+/* Reads the version, checks that the file has the two names that are needed to find its checksums, and counts the
+ * tables. */
 static ibp_status read_metadata(ibp_file *file)
 {
     ibp_file_tensor checks;

@@ -57,7 +57,7 @@ bool ibp_take_listed(ibp_text *list, bool is_first, uint64_t *number);
 /* Returns the number of bits of an element of a dtype, or 0 if the dtype is unknown. */
 uint32_t ibp_bits_of_dtype(ibp_text dtype);
 /* Computes the size in bytes of a tensor of num_dims dimensions whose elements have `bits` bits. Returns false if it is
- * not a whole number of bytes, or if the number of bits, with each size 0 taken as 1, does not fit an int64_t. */
+ * not a whole number of bytes, or if the number of bits, with each size 0 taken as 1, does not fit in an int64_t. */
 bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, int64_t *num_bytes);
 
 /* ---- file.c ------------------------------------------------------------------------------------------------------ */

@@ -19,7 +19,7 @@ static bool are_alike(const ibp_field *a, const ibp_field *b)
 }
 
 /* A codebook of a file before its working form is built: the numbers of its clusters in the file, the fields of the
- * first cluster, to which all others must be alike, and the sizes of the working form. */
+ * first cluster, which all other clusters must be like, and the sizes of the working form. */
 typedef struct codebook_plan {
     const ibp_file *file;
     uint32_t members[IBP_MAX_CLUSTERS], num_members;
@@ -84,7 +84,7 @@ static bool plan_planes(codebook_plan *plan)
     plan->spare_bytes = plan->num_members > 1 ? plan->constants_bytes : 0;
     if (!p->consecutive)
         plan->set_bytes = (p->per_column ? plan->num_live : 1) * num_entries * ibp_bytes_of_symbol(ibp_symbol_bits(p));
-    /* The entries of a cluster are stored in the file, so they cannot be larger than its data. */
+    /* The entries of a cluster are stored in the file, so they cannot be larger than the file's data. */
     if (plan->set_bytes > plan->file->data_bytes) return false;
     return plan->num_members == 1 || plan->set_bytes != 0;
 }
@@ -97,7 +97,7 @@ static const char *to_decimal(uint32_t number, char text[11])
     return at;
 }
 
-/* Finds and reads the fields of a codebook of the file. Returns IBP_BAD_FILE if the file does not have it. */
+/* Finds and reads the fields of a codebook. Returns IBP_BAD_FILE if the file does not have the codebook. */
 static ibp_status find_codebook(const ibp_file *file, uint32_t number, ibp_field *fields, ibp_refusal *refusal)
 {
     ibp_text text;
@@ -213,7 +213,7 @@ static bool spread_pairs(const codebook_plan *plan, const codebook_source *sourc
     return true;
 }
 
-/* Reads the fields of a cluster. Returns whether it can be a cluster of this codebook. */
+/* Reads the fields of a cluster. Returns whether they are valid and the cluster can belong to this codebook. */
 static bool read_member(const codebook_plan *plan, const codebook_source *source, ibp_field *fields)
 {
     ibp_refusal refusal;

@@ -205,8 +205,8 @@ typedef struct ibp_listed_header {
     bool is_closed;      /* whether all listed elements equal the codebook's closed_value and are not stored */
 } ibp_listed_header;
 
-/* Splits the bits of a header. Returns false if the row of src_bytes bytes is too short for a header, or if it lists
- * more elements than there are columns. */
+/* Splits the bits of a header. Returns false if the coded row, which has src_bytes bytes, is too short for a header, or
+ * if it lists more elements than there are columns. */
 IBP_INLINE bool ibp_split_header(uint32_t bits, uint32_t src_bytes, uint32_t columns, ibp_listed_header *header)
 {
     header->num_listed = bits & (ibp_closed_bit(columns) - 1u);
@@ -308,9 +308,9 @@ IBP_INLINE const uint8_t *ibp_template_of(const ibp_codebook *codebook)
     return has_constants ? codebook->planes.row_template : NULL;
 }
 
-/* Returns the entry of lengths of a row whose coded form has coded_bytes bytes: coded_bytes if it is less than
- * valid_bytes and less than the length that marks a default row, else 0 (raw). valid_bytes: size of the row before
- * coding, which is row_bytes unless the row is a short last row. */
+/* Returns the entry of lengths of a row whose coded form has coded_bytes bytes: coded_bytes if this is less than
+ * valid_bytes and than the length that marks a default row, else 0 (raw). valid_bytes: size of the row before coding,
+ * which is row_bytes unless the row is a short last row. */
 IBP_INLINE uint32_t ibp_length_of_coded(size_t coded_bytes, uint32_t row_bytes, uint32_t valid_bytes)
 {
     return coded_bytes < ibp_min_u32(valid_bytes, IBP_DEFAULT_LENGTH(row_bytes)) ? (uint32_t)coded_bytes : 0u;

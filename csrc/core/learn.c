@@ -25,7 +25,7 @@
 #include <string.h>
 
 enum {
-    /* Prefixes of up to this many bits are counted in an array. Longer prefixes are counted by sorting, for fewer
+    /* Prefixes of up to this many bits are counted in an array. Longer prefixes are counted by sorting a sample of the
      * elements. */
     MOST_PREFIX_BITS = 16,
     /* Largest number of entries that the digits of a list can name. */
@@ -127,7 +127,7 @@ typedef enum listing { DENSE, LISTED, LISTED_SIGNED, NUM_LISTINGS } listing;
 /* Counts of the elements that rows code. */
 typedef struct values {
     value_counts prefixes; /* counts of prefixes of up to MOST_PREFIX_BITS bits */
-    value_counts whole;    /* counts of whole elements, if they are longer */
+    value_counts whole;    /* counts of whole elements, if these have more than MOST_PREFIX_BITS bits */
     double total;          /* number of elements */
     double num_rows;       /* number of rows that have these elements */
     double extra_bytes;    /* mean number of bytes that a row takes besides the values */
@@ -175,7 +175,7 @@ typedef struct search {
     double table_rows, lacking; /* lacking: share of the rows that are stored raw because they lack the invariant
                                    bits */
     uint64_t default_value;
-    bool is_whole; /* whether the sample is the table */
+    bool is_whole; /* whether the sample has all rows of the table */
     digit_list lists[MOST_LISTS];
 } search;
 
@@ -351,8 +351,8 @@ static void find_tails(double total, double scale, double num_rows, const value_
 }
 
 /* Returns the share of the rows that have at least one element of some kind, if a row has `mean` such elements on
- * average and they are distributed at random. This is about 1 - exp(-mean); a short series gives the same result on
- * every machine. */
+ * average and they are distributed at random. The share is about 1 - exp(-mean). It is computed by a short series,
+ * which gives the same result on every machine. */
 static double share_with_any(double mean) { return 1.0 - 1.0 / (1.0 + mean * (1.0 + mean * (0.5 + mean / 6.0))); }
 
 /* Returns the mean number of bits that pad a run of fields of `bits` bits to a whole byte. */
@@ -589,8 +589,8 @@ static void count_listed(const search *s, const room *r, bool has_closed, values
     count_values(listed, size, s->width, r, v);
 }
 
-/* Counts the elements that rows list under a listing. The most frequent of them becomes the closed value. If in any row
- * all listed elements are equal, counts again without the elements of closed rows. */
+/* Counts the elements that rows code if they use the listing `as`. The most frequent of them becomes the closed value.
+ * If in any row all listed elements are equal, counts again without the elements of closed rows. */
 static void count_as(const search *s, const room *r, listing as, values *v)
 {
     double unused;
@@ -640,8 +640,8 @@ typedef struct dictionary {
     uint64_t symbols[MOST_CHOSEN + 1];
 } dictionary;
 
-/* The part of the sample that is examined: `columns` columns, which are every column_step-th column, of every
- * row_step-th row. is_table: whether these are all rows of the table. */
+/* The part of the sample that is examined: every row_step-th row, and in these rows every column_step-th column.
+ * columns: number of these columns. is_table: whether the examined rows are all rows of the table. */
 typedef struct part {
     size_t row_step;
     uint32_t columns, column_step;
@@ -1027,7 +1027,7 @@ static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_c
 /* Returns the number of lowest bits that are the same in all elements of a row. *first receives the first element. */
 static uint32_t common_bits(const search *s, size_t row, uint64_t *first)
 {
-    enum { SOME = 64 }; /* in most rows the first SOME elements show already that no bit is common to all */
+    enum { SOME = 64 }; /* in most rows the first SOME elements already show that no bit is common to all */
     const uint8_t *const from = s->rows + row * s->row_bytes;
     const uint32_t width = 8 * s->element_bytes, columns = s->row_bytes / s->element_bytes;
     uint64_t differing = 0, some[SOME];

@@ -5,7 +5,7 @@
  *
  *     ibp_row_place place = ibp_split_row(&table, row, length of the row);          sizes, no memory read
  *     if (ibp_needs_base(&table, &place)) base = bases[ibp_base_of_row(&table, row)],
- *         rooms = sum of ibp_room_of over the rows from ibp_first_of_base(&table, row) to the one before it;
+ *         rooms = sum of ibp_room_of over the rows from ibp_first_of_base(&table, row) to row - 1;
  *     if (!ibp_place_in_bounds(&table, base, rooms, &place)) the row is corrupt;    else read or write it
  *
  * A row's room is the number of bytes that it takes in overflow, with padding. The caller adds up the rooms: CPU code
@@ -85,7 +85,7 @@ IBP_INLINE ibp_row_place ibp_split_row(const ibp_table *table, int64_t row, uint
     return place;
 }
 
-/* Returns whether ibp_place_in_bounds needs a row's base and rooms, which it does if the row has an overflow part and
+/* Returns whether ibp_place_in_bounds needs a row's base and rooms. It needs them if the row has an overflow part and
  * the table has bases. */
 IBP_INLINE bool ibp_needs_base(const ibp_table *table, const ibp_row_place *place)
 {

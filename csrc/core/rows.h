@@ -74,7 +74,7 @@ static inline bool ibp_is_default_row(const ibp_codebook *cb, const uint8_t *row
     return first == bytes && memcmp(row + sizeof first, row, num_bytes - sizeof first) == 0;
 }
 
-/* The scratch of functions that work on tables: room for two rows, and the rest for coders. */
+/* The scratch of functions that work on tables, divided into buffers for two rows and the rest, which is for coders. */
 typedef struct ibp_workspace {
     uint8_t *stored; /* a row as stored */
     uint8_t *whole;  /* a row before coding, if it must be copied, or if only a part of it is wanted */

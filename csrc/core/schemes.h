@@ -1,5 +1,5 @@
-/* schemes.h - the table of schemes. A row of this table holds everything that the core knows about a scheme. To add a
- * scheme, write its coders and add a row in schemes.c. */
+/* schemes.h - the table of schemes. Each row of this table holds everything that the core knows about one scheme. To
+ * add a scheme, write its coders and add a row to the table in schemes.c. */
 #ifndef IBP_SCHEMES_H
 #define IBP_SCHEMES_H
 
@@ -86,7 +86,7 @@ static inline ibp_codebook ibp_cluster_of(const ibp_scheme_row *scheme, const ib
     return one;
 }
 
-/* A coder for the rows of a codebook on this processor, which is looked up once for many rows. It must not be copied,
+/* The coder for the rows of a codebook on this processor. It is looked up once for many rows. It must not be copied,
  * because `coded` may point to `entries`. */
 typedef struct ibp_row_codec {
     const ibp_codebook *codebook;
@@ -117,7 +117,7 @@ uint64_t ibp_greedy_gain_avx512(const uint64_t *columns, uint32_t num_bits, uint
 uint64_t ibp_sum_words_avx512(const uint8_t *words, int64_t num_words, uint64_t first_word);
 #endif
 
-/* The functions in the rows of the table. The files of the schemes define them. */
+/* The functions in the rows of the table of schemes. The files of the schemes define these functions. */
 bool ibp_are_masks_fields(const ibp_codebook *codebook);
 bool ibp_are_masks_words(const ibp_codebook *codebook);
 void ibp_select_masks(ibp_codebook *one, uint32_t k);

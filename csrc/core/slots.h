@@ -14,9 +14,9 @@
 typedef struct ibp_slot_rule {
     uint32_t least_bytes; /* least size of a slot */
     double overflow_cost; /* cost of a byte in overflow; a byte in a slot costs 1 */
-    double part_cost;     /* cost of a row that has a part in overflow, in addition to that of its bytes */
+    double part_cost;     /* additional cost of each row that has a part in overflow */
     double most_spilled;  /* largest number of rows with a part in overflow */
-    double near;          /* factor by which the chosen size may cost more than the cheapest size; at least 1 */
+    double near;          /* largest ratio of the cost of the chosen size to the least cost; at least 1 */
     const int64_t *sizes; /* num_sizes sizes to choose from; NULL: any size is allowed */
     size_t num_sizes;
 } ibp_slot_rule;

@@ -84,7 +84,7 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
     }
 };
 
-// Copies bytes by accesses of type T, and the last bytes one by one. Both addresses must be aligned for T.
+// Copies bytes with accesses of type T, and the last bytes one by one. Both addresses must be aligned for T.
 template <class G, typename T>
 __device__ __forceinline__ void group_copy_as(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {

@@ -9,7 +9,7 @@
 namespace ibp {
 
 // Fields of a codebook of scheme planes that only some kernels support. Each kernel states which of these fields it
-// knows, that is, supports. It is not launched for a codebook that uses any other of them.
+// knows, that is, supports. A kernel is not launched for a codebook that uses any other of these fields.
 enum PlanesField : uint32_t {
     kInvariantBits = 1,
     kConsecutive = 2,

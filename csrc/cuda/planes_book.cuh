@@ -175,8 +175,8 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     }
 
     // Finds the parts of the values of n elements, which lie in the bits `start` to `end` - 1 of shared memory. Each
-    // plane after plane 0 has one digit for every escape of the plane before it. If a part ends past `end`, so does
-    // parts.end.
+    // plane after plane 0 has one digit for every escape of the plane before it. If a part ends past `end`, parts.end
+    // is past `end`, too.
     // FIRST_BITS: if not 0, plane 0 must have digits of FIRST_BITS bits, and there must be at least one further plane,
     // all with digits of two bits. mine: the warp's elements. exchanged: index of the first of IBP_MAX_PLANES *
     // G::kWarps words of shared memory, in which the warps exchange counts. count(plane, start, range, num_bits):
@@ -310,8 +310,8 @@ struct RawPlace {
     uint32_t residuals, raw, before;
 };
 // Stores the elements of a lane's vector that have raw symbols. Bit STRIDE * e of `raws` is set if element first + e
-// has a raw symbol. Returns place.before plus the number of raw symbols of all lanes of the group, for the next call's
-// RawPlace. All lanes of a warp must call this together.
+// has a raw symbol. Returns place.before plus the number of raw symbols of all lanes of the group; this is `before` in
+// the next call's RawPlace. All lanes of a warp must call this together.
 template <typename T, class G, uint32_t STRIDE>
 static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb, Window window, RawPlace place,
                                                          uint32_t first, uint32_t raws)
