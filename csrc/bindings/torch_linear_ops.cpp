@@ -10,8 +10,8 @@
 // it is copied if it is not contiguous and aligned to 16 bytes. A matrix is given by these arguments:
 //
 //     slots       uint8 [bytes], aligned to 16 bytes: the slots of its table, slot_bytes bytes for each row.
-//     below       any dtype. Only its number of elements is read. It must be the codebook's first_symbol, which is the
-//                 exponent that digit 0 stands for, plus 2.
+//     below       any dtype. Only its number of elements is read. This number must be first_symbol + 2, where
+//                 first_symbol is a field of the codebook: the exponent that digit 0 stands for.
 //     starts      int32 [rows + 1]: the escapes of row r are entries[starts[r]] to entries[starts[r + 1] - 1].
 //     entries     int32 [escapes, 2]: structs ibp_escape, aligned to 8 bytes.
 #include "torch_tensors.h"

@@ -195,7 +195,7 @@ static ibp_status refuse_name(ibp_file *file, ibp_status status, ibp_text found,
     return ibp_refuse(&file->refusal, found, status == IBP_BAD_FILE ? "each name of a file of ibp once" : wanted);
 }
 
-/* Reads the version, checks that the file has the two names that are needed to find its checksums, and counts the
+/* Reads the version, checks that the file has its checksums (the key and the tensor "ibp.checks"), and counts the
  * tables. */
 static ibp_status read_metadata(ibp_file *file)
 {
