@@ -53,8 +53,8 @@ template <typename Value> void enter(const py::dict &where, const py::str &key, 
     where[key] = value;
 }
 
-// Opens the header of a file of file_bytes bytes. If the file has a newer format, the ValueError names the release that
-// wrote it.
+// Opens the header of a file of file_bytes bytes. If the file has a newer format, throws a ValueError that names the
+// release that wrote the file.
 inline void open_header(const std::vector<uint8_t> &bytes, size_t file_bytes, ibp_file *file)
 {
     const ibp_status status = ibp_open_header(bytes.data(), bytes.size(), file_bytes, file);
@@ -125,7 +125,7 @@ inline py::object value_of(const ibp_field &field)
     }
 }
 
-// Returns a dictionary of the fields that a line gives, from the name of a field to its value.
+// Returns {name: value} for the fields that a line gives.
 template <size_t N> py::dict dict_of(const std::array<ibp_field, N> &fields)
 {
     py::dict given;

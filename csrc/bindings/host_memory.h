@@ -121,7 +121,7 @@ class MappedPages {
   protected:
     // Maps num_bytes bytes of a file, beginning with byte `start`.
     //
-    // pinning: the function by which pin() pins the memory.
+    // pinning: the function with which pin() pins the memory.
     // what: names the memory in the error that is thrown if it cannot be mapped.
     MappedPages(int file, size_t start, size_t num_bytes, int protection, ibp_status (*pinning)(void *, size_t),
                 const char *what)
@@ -141,8 +141,8 @@ class MappedPages {
     pid_t pinned_in_ = 0;
 };
 
-// Memory of a file descriptor, which all processes that map the descriptor share. Each process pins the memory for
-// itself by pin(). The memory stays pinned in that process until the object is destroyed.
+// Memory that belongs to a file descriptor. All processes that map the descriptor share this memory, but each process
+// pins it for itself by pin(). It stays pinned in that process until the object is destroyed.
 class SharedPages : public MappedPages {
   public:
     // is_new: true if no process has written to the memory yet. Then the constructor allocates the memory's pages and
@@ -156,9 +156,9 @@ class SharedPages : public MappedPages {
     }
 };
 
-// Bytes of a file in the page cache. They must not be written. All processes that map the file share these bytes, and
-// GPUs can read them if the system supports it. The buffer claims to be writable because torch.frombuffer warns about
-// read-only buffers.
+// Bytes of a file in the page cache, which must not be written to. All processes that map the file share these bytes,
+// and GPUs can read them if the system supports it. The buffer claims to be writable because torch.frombuffer warns
+// about read-only buffers.
 class FilePages : public MappedPages {
   public:
     FilePages(int file, size_t start, size_t num_bytes)

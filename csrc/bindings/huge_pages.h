@@ -10,7 +10,7 @@
 
 namespace ibp {
 
-// Asks the operating system to back memory by huge pages. Call it before anything is written to the memory. If the
+// Asks the operating system to back memory with huge pages. Call it before anything is written to the memory. If the
 // system refuses, filling the memory takes longer.
 inline void ask_for_huge_pages(uintptr_t address, size_t num_bytes)
 {

@@ -22,14 +22,15 @@ struct PinnedBlock {
     pid_t process;
 };
 
-// The functions by which a pool allocates and frees pinned memory. Tests substitute their own functions.
+// The functions with which a pool allocates and frees pinned memory. Tests substitute their own functions.
 struct PinnedSource {
     ibp_status (*alloc)(size_t num_bytes, int node, void **host);
     ibp_status (*free)(void *host, size_t num_bytes);
 };
 
-// A pool that keeps pinned blocks between two uses. It keeps at most `limit` bytes; if there are more, it frees the
-// blocks that were given back longest ago. Several threads may call its functions at once.
+// A pool of pinned blocks. It keeps blocks that their owners give back, and hands them to new owners. It keeps at most
+// `limit` bytes; if more are given back, it frees the blocks that it has kept longest. Several threads may call its
+// functions at once.
 //
 // When a block is given back, GPUs may still be reading it, on any stream. So the next owner of the block must wait for
 // the GPUs before it writes to the block. After fork() the blocks belong to the parent process. The child process has
@@ -42,7 +43,7 @@ class PinnedPool {
 
     PinnedPool(const PinnedSource &source, size_t limit) : source_(source), limit_(limit) {}
 
-    // Returns the pool of this process, which allocates its blocks by ibp_cuda_alloc_pinned. The pool is never
+    // Returns the pool of this process, which allocates its blocks with ibp_cuda_alloc_pinned. The pool is never
     // destroyed, because some objects that use it outlive the interpreter.
     static PinnedPool &of_process()
     {
@@ -64,8 +65,8 @@ class PinnedPool {
     }
 
     // Takes a block of at least num_bytes > 0 bytes, and at most an eighth more, on a NUMA node. Allocates a new block
-    // if no kept block fits. If this fails, frees all kept blocks and tries once more. Returns IBP_OK for a kept block,
-    // else the status of the allocation.
+    // if no kept block fits. If this fails, frees all kept blocks and tries once more. Returns IBP_OK if it took a kept
+    // block, else the status of the allocation.
     //
     // is_used: receives true if the block has had an owner before.
     ibp_status take(size_t num_bytes, int node, PinnedBlock *block, bool *is_used)
@@ -141,8 +142,8 @@ class PinnedPool {
         return true;
     }
 
-    // Takes the block that was given back longest ago, if more than most_bytes bytes are kept. Returns whether it took
-    // one. It allocates nothing, because destructors call it.
+    // If more than most_bytes bytes are kept, takes the block that was given back longest ago. Returns whether it took
+    // a block. It allocates nothing, because destructors call it.
     bool take_first(size_t most_bytes, PinnedBlock *block)
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -153,7 +154,8 @@ class PinnedPool {
         return true;
     }
 
-    // Keeps a block. Returns false if the block is larger than the limit, or if there is no memory to list it.
+    // Keeps a block. Returns false if the block is larger than the limit, or if there is no memory for another entry of
+    // kept_.
     bool keep(const PinnedBlock &block)
     {
         const std::lock_guard<std::mutex> lock(mutex_);

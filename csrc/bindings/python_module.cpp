@@ -157,7 +157,7 @@ template <typename T, typename... Args> void make(py::detail::value_and_holder &
 }
 constexpr py::detail::is_new_style_constructor kNewStyle{};
 
-// A view of a contiguous Python array of 64-bit integers as counts.
+// A view of a contiguous Python buffer of 64-bit integers, which are counts.
 class Counts {
   public:
     explicit Counts(const py::buffer &array)
@@ -175,8 +175,8 @@ class Counts {
     Py_buffer view_;
 };
 
-// Chooses the size of slots by ibp_choose_slots (slots.h). Returns the size of a slot in bytes, and the mean number of
-// bytes that a row has in overflow.
+// Chooses the size of slots with ibp_choose_slots (slots.h). Returns (size of a slot in bytes, mean number of bytes
+// that a row has in overflow).
 std::pair<uint32_t, double> choose_slots(const py::buffer &sectors, uint32_t row_bytes, uint32_t least_bytes,
                                          double overflow_cost, double part_cost, double most_spilled, double near,
                                          const std::optional<std::vector<int64_t>> &sizes)
@@ -192,8 +192,8 @@ std::pair<uint32_t, double> choose_slots(const py::buffer &sectors, uint32_t row
     return {slot_bytes, mean_overflow};
 }
 
-// Counts rows by ibp_count_spilled (slots.h). Returns the number of rows that do not fit slots of slot_bytes bytes, and
-// the size of their overflow parts in bytes.
+// Counts rows with ibp_count_spilled (slots.h). Returns (number of rows that do not fit in slots of slot_bytes bytes,
+// size of the overflow parts of these rows in bytes).
 std::pair<uint64_t, uint64_t> count_spilled(const py::buffer &sectors, uint32_t slot_bytes)
 {
     const Counts counts(sectors);
@@ -202,8 +202,9 @@ std::pair<uint64_t, uint64_t> count_spilled(const py::buffer &sectors, uint32_t 
     return {num_rows, overflow_bytes};
 }
 
-// Returns call(). If the call raises an exception and `kept` is not empty, the exception gets kept[0] as its attribute
-// `table`. No Python code runs between the call and the assignment, so no interrupt can come in between.
+// Calls `call` and returns its result. If the call raises an exception and `kept` is not empty, sets the attribute
+// `table` of the exception to kept[0]. No Python code runs between the call and this assignment, so no interrupt can
+// come between them.
 py::object call_keeping_table(const py::list &kept, const py::object &call)
 {
     try {
@@ -224,7 +225,7 @@ PYBIND11_MODULE(_core, m)
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
     m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;
     m.attr("SECTOR_BYTES") = IBP_OVERFLOW_ALIGN;             // overflow parts begin at multiples of it
-    m.attr("TABLE_HANDLE_BYTES") = sizeof(ibp::TableHandle); // sizes of handles
+    m.attr("TABLE_HANDLE_BYTES") = sizeof(ibp::TableHandle); // sizes of handles in bytes
     m.attr("CACHE_HANDLE_BYTES") = sizeof(ibp::CacheHandle);
     m.attr("MAX_SLABS") = IBP_MAX_SLABS; // the largest number of slabs of a cache of rows
     m.attr("CPU_AVX2_BMI2") = static_cast<uint32_t>(IBP_CPU_AVX2_BMI2);

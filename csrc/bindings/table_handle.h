@@ -15,7 +15,7 @@ namespace ibp {
 struct Memory {
     uint8_t *data;
     int64_t num_bytes;
-    // Returns whether the two have a byte in common.
+    // Returns whether the two ranges of memory overlap.
     bool meets(const Memory &other) const { return data < other.end() && other.data < end(); }
     const uint8_t *end() const { return data + num_bytes; }
 };
@@ -38,7 +38,7 @@ struct TableHandle {
 
     uint64_t mark;
     int64_t device;   // the CUDA device that reads the table; -1: the CPU
-    ibp_place place;  // counts is nullptr; used is nullptr unless a place was described
+    ibp_place place;  // place.counts is nullptr; so is place.used, unless the table was described as a place
     ibp_fault *fault; // the record in which `take` notes faults; if nullptr, `take` refuses the table on a GPU
     GatherPlan plan;
     Memory parts[kNumParts]; // the memory of each part

@@ -3,7 +3,7 @@
 //
 //     sum_bags  table ids entries slabs offsets weights reduction padding_idx kind max_sms out fault
 //
-// The operation is documented at its function, and the arguments that several operations share in torch_tables.h.
+// The operation is documented at its function. torch_tables.h documents the arguments that several operations share.
 #include "torch_tables.h"
 
 #include <optional>
@@ -56,7 +56,7 @@ ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const
 // weights: [ids], of the elements' dtype, for sums only. None: all are 1.
 // reduction: an ibp_bag_mode as a number.
 // padding_idx: ids that equal it are skipped; -1: no id is skipped.
-// kind: an ibp_float_kind as a number: the elements' dtype.
+// kind: the elements' dtype, an ibp_float_kind as a number.
 // out: [bags, elements], contiguous. Its first dimension is the number of bags.
 void sum_bags(const Device &device, const Table &handle, const Tensor &ids, const std::optional<Tensor> &entries,
               const Near &slabs, const std::optional<Tensor> &offsets, const std::optional<Tensor> &weights,

@@ -9,12 +9,13 @@
 //     drop_cached     rows ways map
 //     set_cached      rows lengths ways dirty map
 //
-// A cache is for tables whose items are whole rows. Each operation is documented at its function. torch_tables.h
-// describes the arguments that several files share. The operations of this file also share the following arguments:
+// Only a table whose items are whole rows can have a cache. Each operation is documented at its function.
+// torch_tables.h describes the arguments that several files share. The operations of this file also share the following
+// arguments:
 //
 //     map, maps   int64 [sets * ways * 2], aligned to 16 bytes: for each way the number of a row (-1: the way is empty,
 //                 -2: its row was removed) and the row's entry (0 if the way is empty). maps: one map for each of up to
-//                 8 slabs. Like slabs, maps may be on other CUDA devices than the other tensors.
+//                 8 slabs. Like slabs, maps may be on other CUDA devices than the call's other tensors.
 //     ways        Number of ways of a set: 2, 4, 8, 16 or 32.
 //     bytes       uint8 [bytes], at most 2^40: the slab to which an operation writes rows.
 //     entries     int64 [ids * rows_per_item], written: the entry of row r of ids[k] is at k * rows_per_item + r, as
@@ -22,9 +23,9 @@
 //     counts      int64 [10], to which the operation adds: the numbers of rows found in slabs 0 to 7; the number of
 //                 rows not found; and the size in bytes of the rows not found, each row rounded up to sectors of 32
 //                 bytes.
-//     stamps      int32 [sets * 33], zeros at first: the time of each way's last use, and then one number for each
-//                 set, which is 0 between calls.
-//     clock       int64 [2], zeros at first: the number of calls so far, twice.
+//     stamps      int32 [sets * 33], zeros at first: for each of the sets * 32 ways the number of the call that used it
+//                 last, then for each set a lock, which is 0 between calls.
+//     clock       int64 [2], zeros at first: two copies of the number of calls so far.
 //     rows        int64 [rows]: numbers of rows; negative numbers are skipped.
 #include "torch_tables.h"
 
@@ -42,7 +43,7 @@ ibp_cache_map map_of(const Tensor &map, int64_t ways)
     ibp_cache_map m{};
     m.ways = to_u32(ways, 2, IBP_SEARCHED_WAYS, "ways");
     require((m.ways & (m.ways - 1)) == 0, "ways is ", ways, ", not 2, 4, 8, 16 or 32");
-    const int64_t numbers = 2 * ways; // how many a set has
+    const int64_t numbers = 2 * ways; // number of elements of `map` for each set
     m.rows = data_of<ibp_cached_row>(map, ScalarType::Long, 0, "map");
     require(map.numel() % numbers == 0 && map.numel() / numbers <= int64_t{UINT32_MAX}, "map has ", map.numel(),
             " numbers, not those of whole sets of ", ways, " ways");
@@ -87,13 +88,13 @@ ibp_lru lru_of(const Tensor &bytes, const Tensor &map, int64_t ways, int64_t slo
     return lru;
 }
 
-// ---- describing ----
+// ---- making a handle ----
 
-// Returns the argument `cache` of `take`: the bytes of a struct ibp::CacheHandle, uint8 on the CPU. The handle holds
-// the addresses of the tensors, so the tensors must live as long as the handle is used. The handle is for calls on the
-// device of `counts`.
+// Returns the handle of a cache, which is the argument `cache` of `take`: the bytes of a struct ibp::CacheHandle, uint8
+// on the CPU. The handle holds the addresses of the tensors, so the tensors must live as long as the handle is used.
+// The handle is for calls on the device of `counts`.
 //
-// maps, slabs: one map for each slab.
+// maps, slabs: lists of the same length; maps[s] is the map of slabs[s].
 // stamps, clock, slot_bytes: the arguments of claim_cached, for a cache that replaces its rows. Such a cache has one
 //   slab, and sets of 32 ways. For other caches: None, None and 0.
 Tensor describe_cache(const Device &device, const Near &maps, int64_t ways, const Near &slabs, const Tensor &counts,
@@ -122,7 +123,7 @@ Tensor describe_cache(const Device &device, const Near &maps, int64_t ways, cons
     return bytes_of_struct(cache);
 }
 
-// ---- find ----
+// ---- looking up rows ----
 
 // Looks up the rows of items in a cache, and fills `entries`.
 //
@@ -143,8 +144,8 @@ void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item,
     find_in_maps(device, query, found.data(), static_cast<uint32_t>(found.size()), to, to_counts);
 }
 
-// Returns uint8 [rows]: for each row the number of the slab, among num_slabs slabs, that may hold it. A row is looked
-// up only in the map of that slab.
+// Returns uint8 [rows]: for each row the number of the only slab, out of num_slabs slabs, that may hold it. A row is
+// looked up only in the map of that slab.
 Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slabs)
 {
     Tensor found = new_tensor(rows, {rows.numel()}, ScalarType::Byte);
@@ -155,7 +156,7 @@ Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slab
     return found;
 }
 
-// ---- fill ----
+// ---- filling a slab ----
 
 // Copies rows of a table, as they are stored, to `bytes`, the memory of a slab, and enters them in `map`, the slab's
 // map. If `map` has no elements, the rows are only copied.
@@ -182,7 +183,7 @@ void fill_slab(const Device &device, const Table &handle, const Tensor &rows, co
                 });
 }
 
-// ---- the least recently used ----
+// ---- replacing the least recently used rows ----
 
 // Looks up the rows of items in a cache that replaces its rows. Missing rows are copied into the cache in place of the
 // rows that were used longest ago. An id out of range and a corrupt row are noted in fault.
@@ -203,7 +204,7 @@ void claim_cached(const Device &device, const Table &handle, const Tensor &ids, 
     claim_ways(device, table, items, lru, to, to_counts, fault_of(fault));
 }
 
-// ---- changes ----
+// ---- removing and rewriting rows ----
 
 // Removes rows from a map.
 void drop_cached(const Device &device, const Tensor &rows, int64_t ways, const Out &map)
@@ -216,7 +217,7 @@ void drop_cached(const Device &device, const Tensor &rows, int64_t ways, const O
 // Notes in a map that the cached bytes of rows have been rewritten.
 //
 // lengths: uint16 [rows], the rows' new lengths; empty: the lengths have not changed.
-// dirty: whether the table's own rows are older than the cached ones.
+// dirty: true if the cached rows are newer than the rows in the table.
 void set_cached(const Device &device, const Tensor &rows, const Tensor &lengths, int64_t ways, bool dirty,
                 const Out &map)
 {

@@ -3,16 +3,16 @@
 //
 //     count_bits      data row_bytes -> Tensor
 //     count_hits      data codebook codec -> Tensor
-//     codebook_words  mask bitval chunk_bytes flag_all -> Tensor                          (CPU only, as all below)
+//     codebook_words  mask bitval chunk_bytes flag_all -> Tensor                          (CPU only, like all below)
 //     threshold_bits  counts num_rows tau -> (Tensor, Tensor)
 //     choose_masks    data row_bytes chunk_bytes -> (Tensor, Tensor)
 //     estimate_masks  data row_bytes -> Tensor
 //     learn_planes    data row_bytes element_bytes exponent_bits table_rows fast codes_invariant -> (Tensor, Tensor)
 //     learn_entries   data codebook codec -> Tensor
 //
-// Each is documented at its function. data is uint8, whole rows one after the other; bytes after the last whole row are
-// not read. mask and bitval are uint8 [row_bytes]: which bits of a row are invariant, and the values of these bits.
-// codebook and codec are described in torch_tables.h.
+// Each operation is documented at its function. data is uint8, whole rows one after the other; bytes after the last
+// whole row are not read. mask and bitval are uint8 [row_bytes]: which bits of a row are invariant, and the values of
+// these bits. codebook and codec are described in torch_tables.h.
 #include "torch_tables.h"
 
 #include <algorithm>
@@ -29,7 +29,7 @@ using namespace ibp_torch;
 // Counts something in all rows of data. Returns the counts, int64 [num_counts].
 //
 // on_cuda, on_cpu: the functions of the core that count, on a GPU and on the CPU. Both add to counts.
-// call: call(count, rows, num_rows, counts) must count the given rows by the function `count`, and return its status.
+// call: call(count, rows, num_rows, counts) must count the given rows with the function `count`, and return its status.
 //   On the CPU `count` is on_cpu. Several threads make this call, each for a range of rows and with separate counts,
 //   which are then added up. On a GPU `count` is on_cuda. The call is made once, for all rows, with a stream as its
 //   last argument.
@@ -38,8 +38,8 @@ template <typename Cuda, typename Cpu, typename Call>
 Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, uint32_t row_bytes, const char *name,
                  const Cuda &on_cuda, const Cpu &on_cpu, const Call &call)
 {
-    // Smallest size of a range in bytes. It is large because each range allocates its own counts, which take up to 64
-    // bytes for each byte of a row.
+    // Smallest number of bytes that a thread is given to count. It is large because each thread's range has separate
+    // counts, which take up to 64 bytes for each byte of a row.
     constexpr int64_t kLeastCounted = 1 << 20;
     const uint8_t *const rows = bytes_of(data, 0, "data");
     const int64_t num_rows = data.numel() / row_bytes;
@@ -103,7 +103,7 @@ Tensor codebook_words(const Device &, const Tensor &mask, const Tensor &bitval, 
 }
 
 // Returns (mask, bitval) by the threshold of the paper's section 4.1: a bit is invariant if it has the same value in
-// more than tau * num_rows rows, or, with tau 1, in all of them.
+// more than tau * num_rows rows, or, if tau is 1, in all rows.
 //
 // counts: as count_bits returns them.
 // num_rows: the number of rows that were counted.
@@ -134,8 +134,8 @@ std::tuple<Tensor, Tensor> choose_masks(const Device &, const Tensor &data, int6
     require((chunk & (chunk - 1)) == 0, "chunk_bytes is ", chunk_bytes, ", not 1, 2, 4 or 8");
     uint8_t *const to_mask = bytes_of(mask, bytes, "mask"), *const to_bitval = bytes_of(bitval, bytes, "bitval");
     const int64_t num_rows = data.numel() / row_bytes;
-    // Rows are read once for each bit that is added to a mask. The estimate is that a quarter of a chunk's bits are
-    // added.
+    // All rows are read once for each bit that is added to a mask. The estimate assumes that a quarter of a chunk's
+    // bits are added.
     const int64_t times_read = 2 * chunk_bytes;
     ibp_fault unused{};
     over_ranges(divide_up(row_bytes, chunk_bytes), num_rows * chunk_bytes * times_read, 0, &unused,
@@ -227,9 +227,10 @@ Tensor planes_codec(const Tensor &data, const ibp_planes &planes, int64_t row_by
 //
 // element_bytes: 1, 2, 4 or 8. It must divide row_bytes.
 // exponent_bits: the number of exponent bits of floats; 0 for other elements.
-// table_rows: the number of rows of the whole table. Codebooks are compared by the mean size of a row, to which the
+// table_rows: the number of rows of the complete table. Codebooks are compared by the mean size of a row, to which the
 //   size of the codebook divided by table_rows is added.
-// fast: if true, learns rows that decode at the rate of memory (IBP_LEVEL_FAST), unless they save next to nothing.
+// fast: if true, learns a codebook whose rows decode at the rate of memory (IBP_LEVEL_FAST), unless it would save next
+//   to nothing.
 // codes_invariant: if true, the bits and columns on which all these rows agree are coded, too, so that the codebook has
 //   a coded form for any row.
 std::tuple<Tensor, Tensor> learn_planes(const Device &, const Tensor &data, int64_t row_bytes, int64_t element_bytes,

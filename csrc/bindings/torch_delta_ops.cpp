@@ -7,8 +7,9 @@
 //     encode_deltas   tensors codebook codec lengths counts bases updates_bases overflow  (CUDA only)
 //     apply_deltas    tensors num_rows codebook codec takes_back state                    (CUDA only)
 //
-// Each is documented at its function. The last three make or apply the deltas of many tensors by one call
-// (ibp_delta.h). The rows of all their tensors are numbered in one sequence. They have these arguments:
+// Each operation is documented at its function. The last three operations make or apply the deltas of many tensors in
+// one call (ibp_delta.h). The rows of all tensors of a call are numbered in one sequence. The three operations share
+// these arguments:
 //
 //     tensors  int64 [n, 10]: n structs ibp_delta_tensor. Their addresses are trusted.
 //     lengths  uint16 [rows of the sequence]. The number of rows is a multiple of 32.
@@ -24,12 +25,12 @@ using namespace ibp_torch;
 
 // Adds to sum[0] the number that a part of a tensor contributes to the tensor's fingerprint.
 //
-// part: any dtype and shape; a multiple of 8 bytes, except for the last part of a tensor.
-// first_word: the number of the part's first 8-byte word in the tensor.
+// part: any dtype and shape. Its size must be a multiple of 8 bytes unless it is the last part of the tensor.
+// first_word: the index, in the tensor, of the part's first 8-byte word.
 // sum: int64 [1] or more.
 void sum_words(const Device &device, const Tensor &part, int64_t first_word, const Out &sum)
 {
-    constexpr int64_t kWordsARange = 1 << 17; // number of 8-byte words of a range: 1 MiB
+    constexpr int64_t kWordsARange = 1 << 17; // number of 8-byte words in a range of 1 MiB
     require(first_word >= 0, "first_word is ", first_word);
     const auto start = static_cast<uint64_t>(first_word);
     uint64_t *const out = unsigned_longs_of(sum, 1, "sum");
@@ -54,7 +55,7 @@ void sum_words(const Device &device, const Tensor &part, int64_t first_word, con
 // Adds a table of differences to a tensor, or subtracts it, element by element modulo 2^(8 * element_bytes). A corrupt
 // row changes nothing and is noted in fault.
 //
-// base: contiguous, any dtype, as many bytes as the table's tensor.
+// base: contiguous, of any dtype, with as many bytes as the table's tensor.
 // change: int64 [1]; the number by which the sum of base's words (sum_words) changes is added to it.
 void add_rows(const Device &, const Table &handle, int64_t element_bytes, bool subtracts, const Out &base,
               const Out &change, const Out &fault)
@@ -124,7 +125,7 @@ void measure_deltas(const Device &device, const Tensor &tensors, const Tensor &c
 //
 // lengths, counts: as measure_deltas filled them.
 // bases: int64 [rows / 32], as index_rows makes them from lengths.
-// updates_bases: whether to overwrite the base of each tensor by its newer version, row by row as the rows are coded.
+// updates_bases: whether to overwrite the base of each tensor with its newer version, row by row as the rows are coded.
 void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &codebook, const Codec &codec,
                    const Tensor &lengths, const Tensor &counts, const Tensor &bases, bool updates_bases,
                    const Out &overflow)
@@ -137,10 +138,11 @@ void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &co
           "encode_deltas");
 }
 
-// Adds the differences of all tensors to their bases, or changes no base if a base, a row or a result is wrong.
+// Adds the differences of all tensors to their bases. If a base, a row or a result is wrong, all bases keep their
+// bytes.
 //
 // num_rows: the number of rows of the sequence.
-// state: int64 [1 + 3 n], zeros at first; receives an ibp_delta_verdict and three numbers for each tensor.
+// state: int64 [1 + 3 n], zeros at first; receives one ibp_delta_verdict, and then three numbers for each tensor.
 // takes_back: whether to undo an earlier call instead. `state` is then the state of that call, with IBP_DELTA_DAMAGED
 //   in place of its verdict.
 void apply_deltas(const Device &device, const Tensor &tensors, int64_t num_rows, const Tensor &codebook,

@@ -1,12 +1,12 @@
-// torch_kv_ops.cpp - the operations of torch.ops.ibp for pages of a KV-cache, which move between blocks of tensors and
-// a place (ibp_pages.h). They turn tensors into pointers and call the core.
+// torch_kv_ops.cpp - the operations of torch.ops.ibp that help to move pages of a KV-cache between blocks of tensors
+// and a place (ibp_pages.h). They turn tensors into pointers and call the core.
 //
 //     plan_pages  pages blocks num_pages num_blocks num_tensors first_tensor starts block_starts block_stride scratch
 //                 pieces stored ids addresses
 //     note_pages  ids ids_per_block lengths rooms stored seen
 //
-// Each is documented at its function. Flags are uint8, one for each page and tensor: whether the place stores the
-// tensor's block of that page.
+// Each operation is documented at its function. Flags are uint8, one for each page and tensor: whether the place stores
+// the tensor's block of that page.
 #include "torch_tensors.h"
 
 #include <optional>
@@ -30,15 +30,15 @@ uint8_t *flags_of(const Tensor &flags, int64_t num_pages, int64_t num_tensors, c
 // pages, blocks: int64 [pages]; page pages[k] of the place goes to or comes from block blocks[k] of each tensor. Any
 //   numbers are allowed: the ids of a page or block that does not exist are -1.
 // num_pages, num_blocks: the number of pages of the place, and the number of blocks of each tensor.
-// num_tensors, first_tensor: a page has a block of each of num_tensors tensors. The transfer moves the blocks of some
-//   consecutive tensors, those that `starts` describes. The first of them is tensor first_tensor.
+// num_tensors, first_tensor: a page has one block for each of num_tensors tensors. The transfer moves only the blocks
+//   of the tensors that `starts` describes, which are consecutive and begin with tensor first_tensor.
 // starts: int64 [tensors * pieces], the addresses of the pieces of block 0.
 // block_starts: int64 [num_blocks]: the pieces of block b begin at starts + block_starts[b]. None: they begin at
 //   starts + b * block_stride.
 // scratch: the address of a spare piece of memory, which stands in for the pieces of missing blocks.
 // pieces: the number of pieces of a block.
-// stored: flags [num_pages * num_tensors], or None. The ids of a page are also -1 if the place does not store the
-//   page's block of every tensor of the transfer.
+// stored: flags [num_pages * num_tensors], or None. The ids of a page are also -1 if the place lacks the page's block
+//   of any tensor of the transfer.
 // ids: int64 [pages * tensors * rows of a block], written. The size of `ids` tells how many rows the place has for a
 //   block, which must be a multiple of pieces.
 // addresses: int64 [pages * tensors * pieces], written.

@@ -6,12 +6,12 @@
 //     linear_groups  slots slot_bytes below starts entries x groups order sharing num_rows out
 //     decode_matrix  slots slot_bytes below starts entries out
 //
-// Each is documented at its function. x, biases, out and the matrices are bfloat16. x may have any strides: it is
-// copied if it is not contiguous and aligned to 16 bytes. A matrix is given by these arguments:
+// Each operation is documented at its function. x, biases, out and the matrices are bfloat16. x may have any strides:
+// it is copied if it is not contiguous and aligned to 16 bytes. A matrix is given by these arguments:
 //
 //     slots       uint8 [bytes], aligned to 16 bytes: the slots of its table, slot_bytes bytes for each row.
-//     below       any dtype. Only its number of elements is read, which is 2 more than first_symbol of the codebook
-//                 (the exponent that digit 0 stands for).
+//     below       any dtype. Only its number of elements is read. This number must be first_symbol + 2, where
+//                 first_symbol is a field of the codebook: the exponent that digit 0 stands for.
 //     starts      int32 [rows + 1]: the escapes of row r are entries[starts[r]] to entries[starts[r + 1] - 1].
 //     entries     int32 [escapes, 2]: structs ibp_escape, aligned to 8 bytes.
 #include "torch_tensors.h"
@@ -48,7 +48,7 @@ ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, const Tensor
     return matrix;
 }
 
-// Returns vectors in the form that ibp_cuda_linear takes, contiguous and aligned to 16 bytes: x itself, or a copy.
+// Returns x itself if it is contiguous and aligned to 16 bytes, as ibp_cuda_linear requires; otherwise a copy that is.
 Tensor aligned(const Tensor &x)
 {
     const bool is_aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u;
@@ -103,11 +103,12 @@ void multiply(const Device &device, const Tensor &x, Products &products, const T
           "linear");
 }
 
-// Returns the products x W^T + bias with one to four matrices W of K columns, by one launch. With one matrix of N rows
-// the result is [..., N]. With several matrices their results follow one another in a tensor of one dimension.
+// Returns the products x W^T + bias with one to four matrices W of K columns, in one launch. With one matrix of N rows
+// the result is [..., N]. With several matrices the result has one dimension and holds the products of the matrices one
+// after the other.
 //
 // x: [..., K], up to 512 vectors.
-// parts: for each matrix its slots, below, starts and entries.
+// parts: four tensors for each matrix: slots, below, starts and entries.
 // slot_bytes: one number for each matrix.
 // biases: empty, or a tensor [N] for each matrix; an empty tensor adds nothing.
 Tensor linear(const Device &device, const Tensor &x, const Tensors &parts, const std::vector<int64_t> &slot_bytes,

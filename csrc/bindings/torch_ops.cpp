@@ -18,14 +18,14 @@
 //     decode_piece    coded codebook codec overflow_start max_sms out fault
 //     stream_bytes    table host_bases start end streamer begins ends max_sms ring out fault (CUDA only)
 //
-// Each is documented at its function, and the arguments that several files share in torch_tables.h. Schemas, fake
-// implementations and the rules for all operations are in ibp/_common/ops.py. data is uint8 [bytes], the rows one
-// after the other; the last row may be short.
+// Each operation is documented at its function. torch_tables.h documents the arguments that several files share.
+// Schemas, fake implementations and the rules for all operations are in ibp/_common/ops.py. data is uint8 [bytes]:
+// rows, one after the other, of which the last may be short.
 //
 // The library is built against torch's stable ABI, so that one build works with torch 2.10 and all later versions, with
-// and without CUDA. The operations are public: they raise an error if arguments contradict each other, whatever their
-// values are. If an operation exists for the CPU and for CUDA, one function implements both, and its argument `device`
-// tells on which of the two it runs.
+// and without CUDA. The operations are public: they raise an error if the arguments are inconsistent, whatever values a
+// caller passes. If an operation exists for the CPU and for CUDA, one function implements both, and its argument
+// `device` says where the call runs.
 #include "torch_tables.h"
 
 #include "../core/checks.h"
@@ -40,20 +40,22 @@ using namespace ibp_torch;
 
 // ---- describing tables ----
 
-// Returns the argument `table` of other operations: the bytes of a struct ibp::TableHandle, uint8 on the CPU. The
-// handle holds the addresses of the tensors, so the tensors must live as long as the handle is used.
+// Returns the handle of a table, which is the argument `table` of other operations: the bytes of a struct
+// ibp::TableHandle, uint8 on the CPU. The handle holds the addresses of the tensors, so the tensors must live as long
+// as the handle is used.
 //
 // slots, overflow: uint8 [bytes].
 // lengths: uint16 [rows]; empty: every row is raw.
 // bases: int64 [ceil(rows / 32)], or [rows] if every row has its own base; empty: no row has an overflow part
 //   (FORMAT.md, section 2).
 // slot_bytes: the size of a row's slot in bytes.
-// overflow_start: 0 for a whole table. For a block of a table's rows: the byte of the whole table's overflow at which
-//   `overflow` begins.
+// overflow_start: 0 for a complete table. For a block of a table's rows: the offset in bytes at which `overflow` begins
+//   in the complete table's overflow.
 // num_items, item_bytes: the number of items of the coded tensor, and the size of an item in bytes.
-// rooms, used: only for a place, into which rows are coded one by one (ibp_place.h). `rooms` is uint16 [rows]; empty if
-//   slots hold whole rows. `used` is int64 [1]. With `used`, `bases` must have one entry for each row, or be empty if
-//   rows are packed or slots hold whole rows. encode_into refuses a table that is described without `used`.
+// rooms, used: given only if the table is a place, into which rows are coded one by one (ibp_place.h). `rooms` is
+//   uint16 [rows]; empty if slots hold whole rows. `used` is int64 [1]. With `used`, `bases` must have one entry for
+//   each row, or be empty if rows are packed or slots hold whole rows. encode_into refuses a table that is described
+//   without `used`.
 // fault: the record in which `take` notes faults. On a GPU `take` refuses a table without a record.
 // plan: [least_bucketed, window_bits, bucketed_sms] of ibp::GatherPlan; empty: `take` never sorts ids by itself.
 Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &overflow, const Tensor &lengths,
@@ -154,8 +156,8 @@ Tensor index_rows(const Device &device, const Tensor &lengths, int64_t num_bytes
     return bases;
 }
 
-// Returns int64 [2 + ceil(row_bytes / 32)]: first the size of all rows as stored, in bytes; then, for 0, 1, 2, ...
-// sectors of 32 bytes, the number of rows that take this number of sectors.
+// Returns int64 [2 + ceil(row_bytes / 32)]: element 0 is the size in bytes of all rows as stored, and element 1 + k is
+// the number of rows that take k sectors of 32 bytes.
 //
 // lengths: as measure_rows returns them.
 // num_bytes: the size of all rows before coding, in bytes.
@@ -173,7 +175,7 @@ Tensor survey_rows(const Device &device, const Tensor &lengths, int64_t num_byte
 }
 
 // Codes all rows of data into the slots and overflow of a table whose lengths and bases were made from data. A row that
-// does not fit its slot and its part of overflow is noted in fault.
+// does not fit in its slot and its part of overflow is noted in fault.
 void encode_rows(const Device &device, const TableOut &handle, const Tensor &data, const Out &fault)
 {
     const ibp_table &table = handle.table();
@@ -193,8 +195,9 @@ void encode_rows(const Device &device, const TableOut &handle, const Tensor &dat
                 });
 }
 
-// Copies the overflow parts of new rows from a place to `overflow`, uint8 [bytes], in the order of the rows. Afterwards
-// the place's slots and lengths, `bases` and `overflow` form an ordinary table.
+// Copies the overflow parts of a place's rows to `overflow`, uint8 [bytes], in the order of the rows. The rows must
+// have been coded with is_new, and none may be lost. Afterwards the place's slots and lengths, together with `bases`
+// and `overflow`, form an ordinary table.
 //
 // table: described with `used`.
 // bases: int64 [ceil(rows / 32)], as index_rows returns them.
@@ -255,7 +258,7 @@ ibp_row_source rows_of(const Tensor &x, int64_t row_bytes)
             " dimensions, more than 4");
     source.num_rows = 1;
     source.num_dims = static_cast<uint32_t>(dimensions.size());
-    for (uint32_t d = 0; d < source.num_dims; d++) { // a source has its outermost dimension first
+    for (uint32_t d = 0; d < source.num_dims; d++) { // a source lists its outermost dimension first
         source.sizes[source.num_dims - 1 - d] = dimensions[d].size;
         source.strides[source.num_dims - 1 - d] = dimensions[d].stride;
         source.num_rows *= dimensions[d].size; // cannot overflow: there are no more rows than elements
@@ -280,8 +283,8 @@ ibp_row_source source_of(const Tensor &x, const std::optional<Tensor> &buffers, 
     return source;
 }
 
-// Codes the rows of a source into a place. Faults of rows are noted in first_fault, unless it is nullptr, and are not
-// raised.
+// Codes the rows of a source into a place. Faults of rows raise no error; they are noted in first_fault unless it is
+// nullptr.
 //
 // ids: for each row of the source the number of the row of the table that it becomes. nullptr: row i becomes row
 //   first_row + i.
@@ -320,8 +323,10 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
 //   instead of the rows of x. The addresses are trusted.
 // row_ids: int64 [rows of x, or of all buffers], or None: for each row the number of the row of the table that it
 //   becomes.
-// first_row: read if row_ids is None: the first row of the table that is written; the others follow it.
-// counts: int64 [2], or None; the numbers of rows with an overflow part and of lost rows are added to it.
+// first_row: read only if row_ids is None: the number of the first row of the table that is written. The other rows
+//   follow it.
+// counts: int64 [2], or None; the number of rows with an overflow part is added to element 0, and the number of lost
+//   rows to element 1.
 // fault: receives the first wrong id of row_ids. None: wrong ids are not noted.
 // is_new: true if none of these rows of the table has been coded before; row_ids must then be None. Whole slots are
 //   written, `bases` need not be filled before the call, and a lost row keeps its length and slot.
@@ -356,8 +361,8 @@ void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, 
 //
 // order: int64 [vectors], the vectors' numbers, sorted by matrix. A vector with an id out of range comes last and is in
 //   no group.
-// groups: int32 [min(vectors, num_matrices) + vectors // 8, 3]: the number of a matrix, the first of its vectors in
-//   `order`, and the number of vectors, up to 8. Groups without vectors fill the rest.
+// groups: int32 [min(vectors, num_matrices) + vectors // 8, 3]: the number of a matrix, the index in `order` of the
+//   group's first vector, and the number of vectors in the group, up to 8. Groups without vectors fill the rest.
 //
 // ids: the matrix of each vector, up to 1024. num_matrices: the number of matrices of the stack, up to 4096.
 std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids, int64_t num_matrices)
@@ -376,20 +381,20 @@ std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids
     return {order, groups};
 }
 
-// Lists the matrices that ids ask for, each once and in the order of their numbers, and gives each of them a slot.
-// Returns one int64 tensor with three parts, one after the other:
+// Lists the matrices that ids ask for, each matrix once and in the order of their numbers, and gives each matrix a
+// slot. Returns one int64 tensor with three parts, one after the other:
 //
 // slots [ids]: the slot of the matrix that each id asks for.
 // held [num_slots]: the matrix in each slot, or -1.
-// rows [num_slots * num_rows], for each stack: the numbers of the matrices' rows, with zeros for slots that are left
-//   over.
+// rows [num_slots * num_rows], for each stack: the numbers of the rows of the matrices in the slots, with zeros for
+//   unused slots.
 //
 // Arguments:
 //
 // num_matrices: the number of matrices. An id out of range asks for matrix num_matrices, which no stack has.
 // num_slots: at least the smaller of the number of ids and num_matrices + 1.
 // num_rows: for each of up to 16 stacks the number of rows of a matrix.
-// num_spare: int64 [1], or None; the number of slots that are left over is added to it.
+// num_spare: int64 [1], or None; the number of unused slots is added to it.
 Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matrices, int64_t num_slots,
                      const std::vector<int64_t> &num_rows, const std::optional<Out> &num_spare)
 {
@@ -412,9 +417,9 @@ Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matric
     return numbers;
 }
 
-// Copies items, as they are stored, into a new packed table: the items ids[first], ids[first + 1], ..., as many as the
-// outputs have room for. Items must be whole rows. Torch's threads measure groups of 32 rows, which share a base, and
-// then copy the groups that fit.
+// Copies the items ids[first], ids[first + 1], ..., as they are stored, into a new packed table: as many items as fit
+// in the outputs. Items must be whole rows. Torch's threads measure groups of 32 rows, which share a base, and then
+// copy the groups that fit.
 //
 // lengths_out: uint16, room for the rows of at least one item.
 // bases_out: int64, one element for every 32 rows that lengths_out has room for.
@@ -425,7 +430,8 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
                  const Out &bases_out, const Out &rows_out, const Out &taken, const Out &fault)
 {
     constexpr int64_t kGroup = IBP_ROWS_PER_BASE;
-    constexpr int64_t kLengthBytes = 256; // reading a length at a random place takes as long as copying these bytes
+    // Reading a length at a random address takes as long as copying this many bytes.
+    constexpr int64_t kLengthBytes = 256;
     const ibp_table &table = handle.table();
     const int64_t row_bytes = table.codebook.row_bytes, rows_per_item = rows_per_item_of(table);
     ibp_ids items = ids_of(ids);
@@ -609,9 +615,8 @@ void encode_piece(const Device &device, const Tensor &data, const Tensor &codebo
 
 // Decodes a piece that encode_piece coded.
 //
-// coded: uint8, aligned to 8 bytes: the memory of the piece, at least up to the end of the first `used` bytes of
-//   overflow.
-// out: contiguous, any dtype, exactly as many bytes as the data that was coded.
+// coded: uint8, aligned to 8 bytes: the memory of the piece, or at least its bytes before byte overflow_start + used.
+// out: contiguous, of any dtype, with exactly as many bytes as the data that was coded.
 void decode_piece(const Device &device, const Tensor &coded, const Tensor &codebook, const Codec &codec,
                   int64_t overflow_start, int64_t max_sms, const Out &out, const Out &fault)
 {
@@ -625,7 +630,7 @@ void decode_piece(const Device &device, const Tensor &coded, const Tensor &codeb
 //
 // host_bases: int64, the table's bases on the CPU.
 // streamer: the address of a living `_core.Streamer` of out's device.
-// begins, ends: whether this table is the first one, and whether it is the last one, of a stream.
+// begins, ends: whether this table is the first one of a stream, and whether it is the last one.
 // ring: uint8 in device memory, the same for all tables of a stream.
 // out: uint8, end - start bytes or more.
 void stream_bytes(const Device &device, const Table &handle, const OnCpu &host_bases, int64_t start, int64_t end,
@@ -646,7 +651,7 @@ void stream_bytes(const Device &device, const Table &handle, const OnCpu &host_b
           "stream_bytes");
 }
 
-// Registers the operations that the CPU and CUDA both have.
+// Registers the operations that exist both for the CPU and for CUDA.
 template <typename Library> void implement(Library &m)
 {
     operation<measure_rows>(m, "measure_rows", "data codebook codec");

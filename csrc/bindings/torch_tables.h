@@ -3,7 +3,7 @@
 //
 //     table     uint8 on the CPU: the bytes of a table's handle, as describe_table returns them. The handle must be for
 //               the device that the call's other tensors are on. The table is in memory of this device, or in pinned
-//               host memory that the device reads. The bytes are trusted, and they do not keep the table's memory
+//               host memory that the device can read. The bytes are trusted, and they do not keep the table's memory
 //               alive. The schemas of encode_rows and encode_into say that `table` is written, so that torch.compile
 //               keeps these operations in order. In fact they write the memory that the handle describes.
 //     cache     uint8 on the CPU: the bytes of a cache's handle, as describe_cache returns them. They are trusted.

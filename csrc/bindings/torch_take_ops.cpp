@@ -11,7 +11,7 @@
 //     gather_items  table ids max_sms out fault positions addresses outer_dims entries slabs
 //     partition_ids ids num_items window_bits -> (Tensor, Tensor)
 //
-// Each is documented at its function, and the arguments that several files share in torch_tables.h.
+// Each operation is documented at its function. torch_tables.h documents the arguments that several files share.
 //
 // If an item cannot be fetched, because its id is out of range or a row is corrupt, zeros take its place, and there is
 // a fault. On a GPU `take`, take_many and decode_many note the fault in the table's own record. On the CPU they raise
@@ -28,8 +28,8 @@ namespace {
 
 using namespace ibp_torch;
 
-// Least size in bytes of a result that gets huge pages. Filling new memory of this size is several times faster with
-// them.
+// Least size in bytes of a result that gets huge pages. With huge pages, filling new memory of this size is several
+// times faster.
 constexpr int64_t kLeastHugeBytes = 4 << 20;
 
 // The order in which `take` fetches on a GPU. kPlanned: the table's plan chooses the order. kInOrder: the order of the
@@ -70,8 +70,8 @@ std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids
 
 // ---- the kernel, on the CPU and on a GPU ----
 
-// Gathers items to memory `to`, or to items.addresses unless that is nullptr. cache: nullptr if all rows come from the
-// table.
+// Gathers items to items.addresses, or to memory `to` if items.addresses is nullptr. cache: nullptr if all rows come
+// from the table.
 void gather(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp_cache *cache, int64_t max_sms,
             uint8_t *to, ibp_fault *fault)
 {
@@ -96,8 +96,8 @@ void gather(const Device &device, const ibp_table &table, const ibp_ids &items, 
 // is contiguous and of any dtype. At most one of the following three arguments may be given, to write them elsewhere:
 //
 // positions: int32 [ids]; item k goes to position positions[k] of out.
-// addresses: int64 [ids]; item k goes to addresses[k], which is trusted. Then nothing is written through out itself; it
-//   is the first of the tensors that the addresses are in.
+// addresses: int64 [ids]; item k goes to addresses[k], which is trusted. Then the address of out is not used, but
+//   out must be the first of the tensors that the addresses point into.
 // outer_dims: out has any strides. Its first outer_dims dimensions number the items, and its other dimensions hold one
 //   item, contiguously.
 //
@@ -138,7 +138,8 @@ void gather_items(const Device &device, const Table &handle, const std::optional
 
 // ---- take ----
 
-// Looks up the rows of items in a cache and fills entries. Returns the cache with these entries, for a gather.
+// Looks up the rows of items in a cache and fills `entries`. Returns the struct that a gather needs to read these
+// entries.
 ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp::CacheHandle &cache,
                uint64_t *entries, ibp_fault *fault)
 {
@@ -155,9 +156,9 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
     return found;
 }
 
-// Fetches items for `take` and `take.out`. `items` gives the ids, and says where in memory `to` each item goes. ids: a
-// tensor on the device of the call, where new tensors are made. If the call may sort the ids, it must be the tensor of
-// the ids, because the sorted ids get its dtype.
+// Fetches items for `take` and `take.out`. `items` gives the ids, and says where in memory `to` each item goes. ids:
+// any tensor on the device of the call; new tensors are made there. If the call may sort the ids, `ids` must be the
+// tensor of the ids, because the sorted ids get its dtype.
 void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_ids items, int64_t max_sms, int64_t way,
            const std::optional<Cache> &cache, bool notes, uint8_t *to)
 {
@@ -204,7 +205,7 @@ ibp_ids read_ids(const Tensor &ids, std::optional<Tensor> *kept)
 // ids: [ids] with any strides, on the device of the table.
 // like: a tensor with the dtype of the result. Its dimensions after the first are those of an item.
 // way: a Way as a number. The CPU always fetches in the order of the ids.
-// from_end: the table's number of items if ids below 0 count from the end; 0 if they are out of range.
+// from_end: the table's number of items if ids below 0 count from the end; 0 if ids below 0 are out of range.
 // cache: None, or a cache of the table's rows, which the call reads and updates.
 // notes: if true, the CPU notes a fault in the table's record, which must exist, and raises no error.
 Tensor take(const Device &device, const Source &handle, const Tensor &ids, const Tensor &like, int64_t max_sms,
@@ -230,8 +231,8 @@ Tensor take(const Device &device, const Source &handle, const Tensor &ids, const
     return out;
 }
 
-// Returns how many of out's first dimensions number the items. Returns -1 if out must be written through a copy: if an
-// item is not contiguous, if two items share memory, or if too many dimensions number the items.
+// Returns the number of leading dimensions of out that number the items, or -1 if out must be written through a copy. A
+// copy is needed if an item is not contiguous, if two items share memory, or if too many dimensions number the items.
 int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
 {
     const auto element_bytes = static_cast<int64_t>(out.element_size());
@@ -245,9 +246,9 @@ int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
     return is_possible && bytes_of_items(steps, item_bytes) >= 0 ? dims : -1;
 }
 
-// Fetches items as `take` does, but writes them to out: [ids, *item] with any strides. Several dimensions may take the
-// place of the first dimension of out. If ids is None, all items are fetched in their order. The call may allocate
-// workspace, and a copy of out if the items are not contiguous in out.
+// Fetches items as `take` does, but writes them to out: [ids, *item] with any strides. out may have several leading
+// dimensions in place of [ids]. If ids is None, all items are fetched in their order. The call may allocate workspace,
+// and a copy of out if the items are not contiguous in out.
 void take_out(const Device &device, const Source &handle, const std::optional<Tensor> &ids, const Out &out,
               int64_t max_sms, int64_t way, const std::optional<Cache> &cache, bool notes)
 {
@@ -275,7 +276,7 @@ void take_out(const Device &device, const Source &handle, const std::optional<Te
     }
 }
 
-// ---- several tables in a call ----
+// ---- several tables in one call ----
 
 using Handles = Role<Tensors, kCpu>;
 
@@ -291,14 +292,14 @@ std::vector<ibp::TableHandle> read_tables(const Device &device, const Handles &t
     return handles;
 }
 
-// Throws if a table shares memory with memory that the call writes.
+// Throws if a table overlaps memory that the call writes.
 void require_apart(const ibp::TableHandle &handle, const Memory &written)
 {
     for (uint32_t p = 0; p < ibp::kNumParts; p++)
         require(!handle.parts[p].meets(written), ibp::kPartNames[p], " of a table and out share memory");
 }
 
-// Fetches items of several tables. All these tables must have items of the same size. The ids ids[starts[t]] to
+// Fetches items of several tables, whose items must all have the same size. Elements ids[starts[t]] to
 // ids[starts[t + 1] - 1] are ids of items of table t.
 //
 // positions: int32 [ids]; the item at ids[k] goes to position positions[k] of out.
@@ -335,8 +336,8 @@ void take_many(const Device &device, const Handles &tables, const Tensor &ids, c
     require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
 }
 
-// Decodes all items of each table t to outs[t], which is contiguous, has any dtype, and has exactly the size in bytes
-// of the table's tensor.
+// Decodes all items of each table t to outs[t]. outs[t] must be contiguous, may have any dtype, and must have exactly
+// the size in bytes of the table's tensor.
 void decode_many(const Device &device, const Handles &tables, int64_t max_sms, const Tensors &outs)
 {
     const std::vector<ibp::TableHandle> handles = read_tables(device, tables);

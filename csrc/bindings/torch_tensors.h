@@ -1,10 +1,10 @@
 // torch_tensors.h - turns tensors into checked memory and functions into operations of torch, and shares work on the
-// CPU among torch's threads. If an argument is wrong, or a call of torch fails, it throws a std::runtime_error, which
-// torch passes to Python as a RuntimeError.
+// CPU among torch's threads. If an argument is wrong, or a call of torch fails, the functions throw a
+// std::runtime_error, which torch passes to Python as a RuntimeError.
 //
 // Messages are put together without C++ streams, because streams crash if a compiler has linked a part of libstdc++
 // statically, beside the libstdc++ of torch. The inline functions in torch's headers write their messages to streams.
-// So this file replaces the two macros by which these functions check for errors, and then includes the headers. No
+// So this file replaces the two macros with which these functions check for errors, and then includes the headers. No
 // other file may include headers of torch's stable ABI.
 #ifndef IBP_TORCH_TENSORS_H
 #define IBP_TORCH_TENSORS_H
@@ -102,7 +102,7 @@ inline int64_t total_bytes(int64_t count, int64_t each_bytes, const char *name)
     return bytes;
 }
 
-// Returns num_bytes / item_bytes, rounded up: how many items there are if the last one may be short. num_bytes >= 0.
+// Returns num_bytes / item_bytes, rounded up: the number of items if the last one may be short. num_bytes >= 0.
 inline int64_t divide_up(int64_t num_bytes, int64_t item_bytes)
 {
     return num_bytes / item_bytes + (num_bytes % item_bytes != 0);
@@ -129,8 +129,8 @@ inline int64_t bytes_held(const Tensor &tensor)
     return offset < 0 || offset > storage_bytes / element_bytes ? -1 : storage_bytes - offset * element_bytes;
 }
 
-// Returns the memory of a contiguous tensor. The tensor must be new, or an argument of the operation, because class
-// Given has checked that the storages of arguments are large enough.
+// Returns the memory of a contiguous tensor. The tensor must be new, or an argument of the operation. (Class Given has
+// checked that the storages of arguments are large enough.)
 inline Memory memory_of(const Tensor &tensor, const char *name)
 {
     require(tensor.is_contiguous(), name, " is not contiguous");
@@ -308,7 +308,7 @@ class Given {
             position_++;
     }
 
-    // Adds memory that an argument describes. Its size has been checked already.
+    // Adds memory that an argument describes. The size of this memory has been checked already.
     void add_part(const char *name, const Memory &memory, bool is_written)
     {
         if (memory.num_bytes != 0) add({position_, name, nullptr, kHere, is_written, memory});
@@ -379,7 +379,7 @@ class Given {
     bool is_wanted_ = false;
 };
 
-// ---- the work of an operation ----
+// ---- calling the core ----
 
 // Calls a function of the core on the device of the call: on_cuda, with a stream as its last argument, or on_cpu.
 template <typename Cuda, typename Cpu, typename... Parameters>
@@ -399,7 +399,7 @@ inline constexpr int64_t kLeastSharedBytes = 1 << 19;
 // Scratch for all ranges is allocated before the first range begins, so that no work is done if there is too little
 // memory.
 //
-// bytes_each: the number of bytes that are read or written for each number of [0, count).
+// bytes_each: the number of bytes that are read or written for each index in [0, count).
 // scratch_bytes: the size of the scratch of each range, in bytes.
 template <typename Work>
 void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
@@ -434,7 +434,7 @@ void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fa
 
 // ---- new tensors ----
 
-// Returns a new contiguous tensor whose values are not set. dtype: torch's number of the dtype.
+// Returns a new contiguous tensor whose values are not set. dtype: torch's number for the dtype.
 inline Tensor empty_tensor(const std::vector<int64_t> &sizes, int32_t dtype, int32_t device_type, int32_t device_index)
 {
     std::vector<int64_t> strides(sizes.size());

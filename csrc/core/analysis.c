@@ -93,8 +93,8 @@ typedef struct growing_mask {
     uint32_t num_bits;
 } growing_mask;
 
-/* For each bit b, sets ones[b] to the number of rows that match the mask so far and have bit b of the chunk set.
- * column: the chunk in the first row. */
+/* For each bit b, sets ones[b] to the number of rows that match the mask found so far and in which bit b of the chunk
+ * is set. column: the address of the chunk in the first row. */
 static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_bytes, uint32_t valid_bytes,
                            const growing_mask *grown, uint64_t ones[IBP_CHUNK_BITS])
 {
@@ -114,7 +114,7 @@ static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_
     }
 }
 
-/* Adds to the mask the bit on which most of the matching rows agree. Returns false if no bit is left. */
+/* Adds to the mask the bit on which the largest number of matching rows agree. Returns false if no bit is left. */
 static bool grow_mask(growing_mask *grown, const uint64_t ones[IBP_CHUNK_BITS], uint32_t valid_bits)
 {
     uint64_t most = 0;
@@ -170,14 +170,15 @@ ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_b
 
 /* ---- a quick estimate -------------------------------------------------------------------------------------------- */
 
-/* An estimate looks at up to ESTIMATE_ROWS rows, and at up to ESTIMATE_BLOCKS blocks of BLOCK_BYTES bytes of each. */
+/* An estimate looks at up to ESTIMATE_ROWS rows, and in each of these rows at up to ESTIMATE_BLOCKS blocks of
+ * BLOCK_BYTES bytes. */
 enum { ESTIMATE_ROWS = 64, ESTIMATE_BLOCKS = 32, BLOCK_BYTES = IBP_CHUNK_BITS / 8 };
 
 /* Transposes 64 words of 64 bits: bit r of word b becomes bit b of word r. */
 static void transpose_bits(uint64_t words[64])
 {
-    /* low: the lower `size` bits of every 2 * size bits. Each step exchanges the upper halves of these fields in word w
-     * with the lower halves in word w + size. */
+    /* low: the lower `size` bits of every 2 * size bits. Each step exchanges, for every 2 * size bits, the upper half
+     * in word w with the lower half in word w + size. */
     uint64_t low = 0xffffffffu;
     for (uint32_t size = 32; size > 0; size /= 2, low ^= low << size)
         for (uint32_t w = 0; w < 64; w = (w + size + 1) & ~size) {

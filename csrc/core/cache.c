@@ -12,9 +12,9 @@ ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_s
 
 /* ---- maps: several threads may insert rows in a map while others read it ---- */
 
-/* Finds the way of a row. Returns NULL if the map does not have the row. If `takes` is true, inserts the row instead:
- * claims an empty way for it and returns this way, whose entry the caller must then write. In this case the result is
- * NULL if the map has the row already, or if no way is empty. */
+/* If `takes` is false, finds a row: returns its way, or NULL if the map does not have the row. If `takes` is true,
+ * inserts a row: claims an empty way and returns it, and the caller must then write the way's entry. In this case the
+ * result is NULL if the map has the row already, or if no way is empty. */
 static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row, bool takes)
 {
     const uint64_t hash = ibp_hash_of_row(row);
@@ -41,7 +41,7 @@ static uint64_t entry_of_way(const ibp_cached_row *way)
     return ibp_is_present(entry) ? entry : 0u;
 }
 
-/* ---- find ---- */
+/* ---- looking up rows ---- */
 
 static void count_miss(ibp_cache_counts *counts, uint32_t stored_bytes)
 {
@@ -82,7 +82,7 @@ ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps
     return IBP_OK;
 }
 
-/* ---- fill ---- */
+/* ---- filling a slab ---- */
 
 /* Finds where the stored bytes of a row lie, and how many they are. Returns IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW
  * if the row cannot be copied. */
@@ -96,8 +96,8 @@ static ibp_status find_stored(const ibp_table *table, int64_t row, ibp_row_place
     return IBP_OK;
 }
 
-/* Returns the entry of lengths of a row that has bytes, computed from the row's place. The entry in the table may have
- * changed since the place was computed. */
+/* Computes a row's entry of lengths from the row's place. The row must have stored bytes. The entry in the table may
+ * have changed since the place was computed. */
 static uint32_t length_of_place(const ibp_row_place *place)
 {
     return place->raw ? 0u : place->in_slot + place->in_overflow;
@@ -134,9 +134,10 @@ ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int6
     return log.status;
 }
 
-/* ---- the least recently used ---- */
+/* ---- replacing the least recently used rows ---- */
 
-/* Returns the index of the way that a missing row takes, or -1 if each way of its set is dirty or used by this call. */
+/* Returns the index of the way that a missing row takes, or -1 if every way of the row's set is dirty or was used by
+ * this call. */
 static int64_t choose_way(const ibp_lru *lru, int64_t set, uint32_t now)
 {
     const int64_t first = set * lru->slab.map.ways;
@@ -207,7 +208,7 @@ ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ib
     return log.status;
 }
 
-/* ---- changes ---- */
+/* ---- removing and rewriting rows ---- */
 
 ibp_status ibp_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map)
 {

@@ -24,22 +24,22 @@ IBP_INLINE uint64_t ibp_entry_of_length(uint32_t length)
     return length == 0u ? 0u : IBP_ENTRY_CODED | (uint64_t)length << IBP_ENTRY_LENGTH_SHIFT;
 }
 
-/* Returns the entry of a row. offset: the row's offset in the slab, which must be below 2^IBP_ENTRY_OFFSET_BITS. */
+/* Returns the cache entry of a row. offset: the row's offset in the slab, in [0, 2^IBP_ENTRY_OFFSET_BITS). */
 IBP_INLINE uint64_t ibp_make_entry(uint32_t slab, uint64_t offset, uint32_t length)
 {
     return offset | (uint64_t)slab << IBP_ENTRY_SLAB_SHIFT | ibp_entry_of_length(length) | IBP_ENTRY_PRESENT;
 }
-/* Returns the new entry of a row whose cached bytes were rewritten. entry: the old one. length: the row's new entry of
- * lengths. */
+/* Returns the new cache entry of a row whose cached bytes were rewritten. entry: the old cache entry. length: the row's
+ * new entry of lengths. */
 IBP_INLINE uint64_t ibp_rewrite_entry(uint64_t entry, uint32_t length, bool dirty)
 {
     const uint64_t kept = entry & ~(ibp_entry_of_length(0xffffu) | IBP_ENTRY_DIRTY);
     return kept | ibp_entry_of_length(length) | (dirty ? IBP_ENTRY_DIRTY : 0u);
 }
 
-/* Finds the stored bytes of a cached row. Fills in *place as ibp_split_row does: in_slot is the size of the whole
- * stored row, which begins at slot_start of *slab. Returns false if the row is corrupt: its entry names a slab that the
- * cache does not have, or gives a length above row_bytes or a range outside the slab. */
+/* Finds the stored bytes of a cached row. Fills in *place for decoders. The whole stored row counts as its slot part:
+ * it begins at byte slot_start of *slab, and in_slot is its size. Returns false if the row is corrupt: its entry names
+ * a slab that the cache does not have, or gives a length above row_bytes or a range outside the slab. */
 IBP_INLINE bool ibp_place_in_slab(const ibp_cache *cache, uint64_t entry, uint32_t row_bytes, ibp_row_place *place,
                                   const uint8_t **slab)
 {
@@ -59,8 +59,9 @@ IBP_INLINE bool ibp_place_in_slab(const ibp_cache *cache, uint64_t entry, uint32
 
 /* ---- maps ---- */
 
-/* Hash the number of a row. The high half of the hash selects the home set. The low half selects the slab, and the sets
- * that are searched after the home set. */
+/* Return the hash of a row's number, the slab that may hold the row, and the row's home set, which is searched first.
+ * The high half of the hash selects the home set. The low half selects the slab, and the sets that are searched after
+ * the home set. */
 IBP_INLINE uint64_t ibp_hash_of_row(int64_t row) { return ibp_mix_word((uint64_t)row, 0u); }
 IBP_INLINE uint32_t ibp_owner_of_row(int64_t row, uint32_t num_slabs)
 {
@@ -85,7 +86,7 @@ IBP_INLINE uint32_t ibp_next_set(uint32_t set, uint32_t step, const ibp_cache_ma
     return set < above ? set + step : set - above;
 }
 
-/* Returns the number of sets in which a row may lie. */
+/* Returns the number of sets that are searched for a row. */
 IBP_INLINE uint32_t ibp_searched_sets(const ibp_cache_map *map)
 {
     const uint32_t sets = IBP_SEARCHED_WAYS / map->ways;

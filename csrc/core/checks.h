@@ -11,11 +11,11 @@ extern "C" {
 #endif
 
 /* Check the fields of a codebook, or of a table and its codebook. Return IBP_OK, or IBP_INVALID_ARGUMENT if a field is
- * out of range or fields contradict each other. schemes.c defines these functions. */
+ * out of range or fields are inconsistent. schemes.c defines these functions. */
 ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
 ibp_status ibp_check_table_fields(const ibp_table *table);
-/* Returns whether a place is valid: its fields are consistent, its slots are large enough for all rows, and it has the
- * arrays of the index that its rows need. */
+/* Returns whether a place is valid: its fields are consistent, its slots are large enough for all rows, and those of
+ * slots, overflow, lengths, bases and `used` that its rows need are not NULL. */
 bool ibp_is_place(const ibp_place *place);
 /* Returns whether ibp_move_parts accepts these arguments. */
 bool ibp_can_move_parts(const ibp_table *table, const ibp_place *from, const uint8_t *overflow);

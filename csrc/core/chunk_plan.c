@@ -24,17 +24,18 @@ int64_t ibp_size_chunk(int64_t done_bytes, int64_t left_bytes, int64_t most_byte
     return (left_bytes - 1) / num_equal + 1;
 }
 
-/* Returns the number of bytes of slots before a row, or in all slots if the row is the end of the table. */
+/* Returns the number of bytes of slots before a row, or of all slots if `row` is the number of rows. */
 static uint64_t slots_before(const ibp_table *table, int64_t row)
 {
     const uint64_t before = (uint64_t)row * table->slot_bytes, all = (uint64_t)table->slots_bytes;
     return before < all ? before : all;
 }
-/* Returns the number of bytes of overflow before a row, which must be a multiple of IBP_ROWS_PER_BASE or the end of the
- * table. */
+/* Returns the number of bytes of overflow before a row, or of all overflow if `row` is the number of rows. Otherwise
+ * `row` must be a multiple of IBP_ROWS_PER_BASE. */
 static uint64_t overflow_before(const ibp_table *table, const uint64_t *bases, int64_t row)
 {
-    if (!bases || ibp_has_own_bases(table)) return 0; /* overflow parts lie in any order, so chunks have none */
+    /* Overflow parts lie in any order, so chunks have no range of overflow. */
+    if (!bases || ibp_has_own_bases(table)) return 0;
     return row >= ibp_num_rows(table) ? (uint64_t)table->overflow_bytes : IBP_LOAD_ONCE(bases[row / IBP_ROWS_PER_BASE]);
 }
 static int64_t bytes_between(const ibp_table *table, const uint64_t *bases, int64_t row, int64_t end_row)

@@ -1,4 +1,4 @@
-/* chunk_plan.h - cuts the rows of a table into chunks, which are copied to a GPU and decoded there one after the
+/* chunk_plan.h - cuts the rows of a table into chunks. The chunks are copied to a GPU and decoded there one after the
  * other. */
 #ifndef IBP_CHUNK_PLAN_H
 #define IBP_CHUNK_PLAN_H
@@ -28,7 +28,7 @@ typedef struct ibp_chunk {
  *
  * done_bytes: number of bytes of the stream before this chunk.
  * left_bytes: number of bytes of the stream from this chunk to the end; above 0.
- * ends: whether the stream ends with the left_bytes bytes. */
+ * ends: whether the stream ends after the left_bytes bytes. */
 int64_t ibp_size_chunk(int64_t done_bytes, int64_t left_bytes, int64_t most_bytes, bool ends);
 
 /* Returns the next chunk, which begins at first_row and ends at end_row or before. It has at least IBP_ROWS_PER_BASE

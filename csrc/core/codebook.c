@@ -9,7 +9,7 @@ _Static_assert(IBP_MAX_ROW_BYTES < 1u << IBP_FLAG_POS_BITS,
 
 size_t ibp_codebook_words(uint32_t row_bytes) { return ((size_t)row_bytes + 15u) / 16u * 4u; }
 
-/* Returns the set of the chunks that start in word w of a row, with the same bits as in an entry of flags. */
+/* Returns the set of the chunks that start in word w of a row: bit i stands for the word's chunk i. */
 static uint32_t chunks_of_word(const ibp_codebook *cb, uint32_t w)
 {
     uint32_t chunks = 0;
@@ -94,8 +94,8 @@ bool ibp_are_masks_words(const ibp_codebook *cb)
     return position == cb->num_flags;
 }
 
-/* Selects cluster k. The number of flags is limited to row_bytes, because cluster_flags may hold any number, and coders
- * rely on a row having no more participation bits than bytes. */
+/* Selects cluster k. Limits the number of flags to row_bytes: cluster_flags may hold any number, but coders rely on a
+ * row having no more participation bits than bytes. */
 void ibp_select_masks(ibp_codebook *one, uint32_t k)
 {
     const size_t offset = (size_t)k * one->cluster_stride;

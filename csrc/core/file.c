@@ -35,8 +35,8 @@ static ibp_text rest_of(const char *at, ibp_text inside)
     return (ibp_text){at, (size_t)(inside.data + inside.num_bytes - at)};
 }
 
-/* Begins to read the entry of an object that follows the first `cursor` bytes of `inside`, and takes the entry's key.
- * inside: the object without its braces. Returns IBP_NOT_IN_FILE if there is no further entry. */
+/* Begins to read an entry of an object, at byte `cursor` of `inside`, and takes the entry's key. inside: the object
+ * without its braces. Returns IBP_NOT_IN_FILE if there is no further entry. */
 static ibp_status open_entry(ibp_text inside, size_t cursor, ibp_json *json, ibp_text *key)
 {
     if (cursor > inside.num_bytes) return IBP_INVALID_ARGUMENT;
@@ -103,8 +103,8 @@ static bool take_tensor(ibp_json *json, ibp_file_tensor *tensor, int64_t offsets
     return found == (DTYPE | SHAPE | OFFSETS);
 }
 
-/* Checks a tensor. Returns NULL if it is valid. If its fields contradict each other, or it does not lie in the data,
- * returns a text that says what was expected. */
+/* Checks a tensor. Returns NULL if it is valid. If its fields are inconsistent, or it does not lie in the data, returns
+ * a text that says what was expected. */
 static const char *wanted_of(const ibp_file *file, const ibp_file_tensor *tensor, const int64_t offsets[2])
 {
     const uint32_t bits = ibp_bits_of_dtype(tensor->dtype);
@@ -188,14 +188,15 @@ static bool find_own_metadata(const ibp_file *file, ibp_text *own)
     return false;
 }
 
-/* Refuses a file because one of the names that this format requires is missing, or occurs twice if status is
- * IBP_BAD_FILE. found: a key of the metadata that shows that the file has this format. */
+/* Refuses a file because of a name that this format requires: the name occurs twice if status is IBP_BAD_FILE,
+ * otherwise it is missing. found: a key of the metadata that shows that the file has this format. */
 static ibp_status refuse_name(ibp_file *file, ibp_status status, ibp_text found, const char *wanted)
 {
     return ibp_refuse(&file->refusal, found, status == IBP_BAD_FILE ? "each name of a file of ibp once" : wanted);
 }
 
-/* Reads the version, checks that the file has the names by which checksums are found, and counts the tables. */
+/* Reads the version, checks that the file has its checksums (the key and the tensor "ibp.checks"), and counts the
+ * tables. */
 static ibp_status read_metadata(ibp_file *file)
 {
     ibp_file_tensor checks;

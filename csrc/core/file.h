@@ -43,21 +43,21 @@ ibp_status ibp_refuse(ibp_refusal *refusal, ibp_text found, const char *wanted);
 /* Reads all fields of a line, "key=value key=value". If the line also has keys that are not in `fields`, it reads the
  * other fields and returns IBP_UNSUPPORTED_TABLE. */
 ibp_status ibp_read_fields(ibp_text line, ibp_field *fields, size_t num_fields, ibp_refusal *refusal);
-/* Checks that all needed fields are given, and that all other given fields are optional ones. needed, optional: sets of
- * fields, in which bit i means fields[i]. Returns IBP_BAD_FILE if a needed field is missing, or IBP_UNSUPPORTED_TABLE
- * if another field is given. */
+/* Checks that all needed fields are given, and that every other field that is given is an optional one. needed,
+ * optional: sets of fields, in which bit i means fields[i]. Returns IBP_BAD_FILE if a needed field is missing, or
+ * IBP_UNSUPPORTED_TABLE if a field is given that is neither needed nor optional. */
 ibp_status ibp_check_given(const ibp_field *fields, size_t num_fields, uint32_t needed, uint32_t optional,
                            ibp_refusal *refusal);
 /* Records that a field is missing or has a wrong value. Returns IBP_BAD_FILE. */
 ibp_status ibp_refuse_field(ibp_refusal *refusal, const ibp_field *of);
-/* Takes the next number of a list, and the comma before it unless the number is the first. Returns whether such a
+/* Takes the next number of a list, and the comma before it unless the number is the first. Returns false if no such
  * number comes next. */
 bool ibp_take_listed(ibp_text *list, bool is_first, uint64_t *number);
 
 /* Returns the number of bits of an element of a dtype, or 0 if the dtype is unknown. */
 uint32_t ibp_bits_of_dtype(ibp_text dtype);
 /* Computes the size in bytes of a tensor of num_dims dimensions whose elements have `bits` bits. Returns false if it is
- * not a whole number of bytes, or if the number of bits, with each size 0 taken as 1, does not fit an int64_t. */
+ * not a whole number of bytes, or if the number of bits, with each size 0 taken as 1, does not fit in an int64_t. */
 bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, int64_t *num_bytes);
 
 /* ---- file.c ------------------------------------------------------------------------------------------------------ */

@@ -1,5 +1,5 @@
-/* file_fields.c - reads the lines of a header's metadata, "key=value key=value", which have the fields of tables and
- * codebooks (FORMAT.md section 9), and knows the sizes of dtypes. It needs only these texts, not the file. */
+/* file_fields.c - reads the lines of a header's metadata, "key=value key=value", which hold the fields of tables and
+ * codebooks (FORMAT.md section 9). It also knows the sizes of dtypes. It needs only these texts, not the file. */
 #include "checks.h"
 #include "file.h"
 
@@ -129,8 +129,8 @@ static bool read_value(ibp_field *of)
     return false;
 }
 
-/* Takes the key of one of the fields and the "=" after it; for a field of kind IBP_FIELD_OTHERS, takes only the
- * beginning of the key. Returns NULL if the text does not begin with a key of the fields. */
+/* Takes the key of a field and the "=" after it; for a field of kind IBP_FIELD_OTHERS, takes only the beginning of the
+ * key. Returns the field, or NULL if the text begins with the key of none of the fields. */
 static ibp_field *take_field(ibp_text *text, ibp_field *fields, size_t num_fields)
 {
     for (size_t i = 0; i < num_fields; i++) {
@@ -265,8 +265,8 @@ static const ibp_field codebook_fields[IBP_C_COUNT] = {
 
 /* ---- a table ----------------------------------------------------------------------------------------------------- */
 
-/* Checks that a table has all fields that its kind needs, and no field that its kind cannot have. A table is coded by
- * an external codec, or by a scheme with or without a codebook. A table with a scheme may also be a delta. */
+/* Checks that a table has all fields that tables of its kind need, and no field that they cannot have. A table is coded
+ * by an external codec, or by a scheme with or without a codebook. A table with a scheme may also be a delta. */
 static ibp_status check_kind(ibp_field *fields, ibp_refusal *refusal)
 {
     const bool is_delta = fields[T_BASE].is_given || fields[T_RESULT].is_given;

@@ -19,7 +19,7 @@ static bool are_alike(const ibp_field *a, const ibp_field *b)
 }
 
 /* A codebook of a file before its working form is built: the numbers of its clusters in the file, the fields of the
- * first cluster, to which all others must be alike, and the sizes of the working form. */
+ * first cluster, which all other clusters must be like, and the sizes of the working form. */
 typedef struct codebook_plan {
     const ibp_file *file;
     uint32_t members[IBP_MAX_CLUSTERS], num_members;
@@ -35,7 +35,7 @@ typedef struct codebook_plan {
     size_t workspace_bytes;
 } codebook_plan;
 
-/* A part of a codebook, as it stands in the file. */
+/* A part of a codebook or of a table: a tensor of the file. */
 typedef struct file_part {
     const uint8_t *data; /* NULL if the file does not have the part */
     size_t num_bytes;
@@ -44,7 +44,7 @@ typedef struct file_part {
 
 enum { PALETTE, INDEX, ENTRIES, LIVE_COLUMNS, ROW_TEMPLATE, NUM_CODEBOOK_PARTS };
 
-/* The fields and parts of a cluster, as they stand in the file. */
+/* The fields and parts of a cluster, as they are stored in the file. */
 typedef struct codebook_source {
     ibp_text text;
     file_part parts[NUM_CODEBOOK_PARTS];
@@ -84,7 +84,7 @@ static bool plan_planes(codebook_plan *plan)
     plan->spare_bytes = plan->num_members > 1 ? plan->constants_bytes : 0;
     if (!p->consecutive)
         plan->set_bytes = (p->per_column ? plan->num_live : 1) * num_entries * ibp_bytes_of_symbol(ibp_symbol_bits(p));
-    /* The entries of a cluster are stored in the file, so they cannot be larger than its data. */
+    /* The entries of a cluster are stored in the file, so they cannot be larger than the file's data. */
     if (plan->set_bytes > plan->file->data_bytes) return false;
     return plan->num_members == 1 || plan->set_bytes != 0;
 }
@@ -97,7 +97,7 @@ static const char *to_decimal(uint32_t number, char text[11])
     return at;
 }
 
-/* Finds and reads the fields of a codebook of the file. Returns IBP_BAD_FILE if the file does not have it. */
+/* Finds and reads the fields of a codebook. Returns IBP_BAD_FILE if the file does not have the codebook. */
 static ibp_status find_codebook(const ibp_file *file, uint32_t number, ibp_field *fields, ibp_refusal *refusal)
 {
     ibp_text text;
@@ -140,8 +140,8 @@ static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_
 
 /* ---- a codebook's working form ----------------------------------------------------------------------------------- */
 
-/* Records a part. Returns whether it is the first tensor with this name, has one dimension and consists of unsigned
- * numbers. */
+/* Records a tensor as a part. Returns whether the tensor is the first with its name, has one dimension and consists of
+ * unsigned numbers. */
 static bool note_part(const ibp_file_tensor *tensor, file_part *part)
 {
     static const char *const dtypes[] = {"U8", "U16", "U32", "U64"};
@@ -188,7 +188,7 @@ static ibp_status find_sources(const codebook_plan *plan, codebook_source *sourc
     return status == IBP_NOT_IN_FILE ? IBP_OK : status;
 }
 
-/* Fills in the mask and bitval of a row from the pairs of its chunks. */
+/* Fills in the mask and bitval of a row from the (mask, bitval) pairs of its chunks. */
 static bool spread_pairs(const codebook_plan *plan, const codebook_source *source, uint64_t num_pairs, uint8_t *mask,
                          uint8_t *bitval)
 {
@@ -213,7 +213,7 @@ static bool spread_pairs(const codebook_plan *plan, const codebook_source *sourc
     return true;
 }
 
-/* Reads the fields of a cluster. Returns whether it can be a cluster of this codebook. */
+/* Reads the fields of a cluster. Returns whether they are valid and the cluster can belong to this codebook. */
 static bool read_member(const codebook_plan *plan, const codebook_source *source, ibp_field *fields)
 {
     ibp_refusal refusal;
@@ -301,7 +301,7 @@ static ibp_status build_codebook(const codebook_plan *plan, void *workspace, ibp
 
 /* ---- tables ------------------------------------------------------------------------------------------------------ */
 
-/* Finds the fields of a table in the first file that has them. */
+/* Finds the fields of a table, in the first of the files that has them. */
 static ibp_status find_fields(const ibp_file *files, size_t num_files, const char *name, size_t *file, ibp_text *text)
 {
     ibp_status status = IBP_NOT_IN_FILE;
@@ -356,7 +356,7 @@ static ibp_status find_parts(const ibp_file_table *found, file_part *parts)
     return IBP_OK;
 }
 
-/* Checks that a part holds `count` numbers. Returns IBP_NOT_IN_FILE if it is missing although it is needed. */
+/* Checks that a part holds `count` numbers. Returns IBP_NOT_IN_FILE if the part is missing and count is not 0. */
 static ibp_status check_part(const file_part *part, int64_t count, uint32_t element_bytes)
 {
     if (count == 0) return IBP_OK;

@@ -31,10 +31,10 @@
 #define IBP_FLAG_LAST_GAP (IBP_FLAG_FIRST_GAP + 5u)
 #define IBP_FLAG_MANY_GAPS (1u << (IBP_FLAG_LAST_GAP + 5u))
 
-/* IBP_LOAD_ONCE(element) returns the value of an element of an array by exactly one load. The compiler may repeat a
- * plain load, so a value could change between its check and its use if another thread or another stream writes the
- * array meanwhile. In kernels it is a relaxed load with the scope of a block. If no thread of a kernel writes an array,
- * the kernel reads the array by __ldg, which is also one load. */
+/* IBP_LOAD_ONCE(element) reads an element of an array with exactly one load, and returns its value. The compiler may
+ * repeat a plain load, so a value could change between its check and its use if another thread or another stream writes
+ * the array meanwhile. In kernels IBP_LOAD_ONCE is a relaxed load with the scope of a block. If no thread of a kernel
+ * writes an array, the kernel reads the array by __ldg, which is also one load. */
 #if defined(__CUDA_ARCH__)
 template <typename T> static __device__ __forceinline__ T ibp_load_once(const T *global)
 {
@@ -117,7 +117,7 @@ IBP_INLINE uint32_t ibp_extract(uint32_t word, uint32_t keep)
     return bits;
 }
 
-/* Returns ones at the bits of word w that belong to a row of row_bytes bytes. */
+/* Returns a mask of the bits of word w that belong to a row of row_bytes bytes. */
 IBP_INLINE uint32_t ibp_row_bits_of_word(uint32_t row_bytes, uint32_t w)
 {
     if (4u * w + 4u <= row_bytes) return ~0u;
@@ -157,9 +157,9 @@ IBP_INLINE uint32_t ibp_insert_two_gaps(uint32_t word, uint32_t removed, uint32_
     return ibp_insert_gap(ibp_insert_gap(word, removed & ~from_last, first), removed & from_last, last);
 }
 
-/* Returns a mask of the kept bits of a word. mask, flags_entry: those of the word. participation: bit 0 is the word's
- * first participation bit. A chunk of 4 or 8 bytes has one participation bit for the whole word. If such a chunk is not
- * flagged, its mask is 0, so it does not matter which bit is read for it. */
+/* Returns a mask of the kept bits of a word. mask, flags_entry: the codebook's mask and flags of this word.
+ * participation: bit 0 is the word's first participation bit. A chunk of 4 or 8 bytes has one participation bit for the
+ * whole word. If such a chunk is not flagged, its mask is 0, so it does not matter which bit is read for it. */
 IBP_INLINE uint32_t ibp_keep_word(uint32_t participation, uint32_t mask, uint32_t flags_entry, uint32_t chunk_bytes)
 {
     if (chunk_bytes >= 4u) return ~(mask * (participation & 1u));
@@ -175,7 +175,7 @@ IBP_INLINE uint32_t ibp_keep_word(uint32_t participation, uint32_t mask, uint32_
 }
 
 /* Returns the participation bits of the flagged chunks that start in a word, one after the other from bit 0. mismatch:
- * (word ^ bitval) & mask; for chunks of 8 bytes, the OR of this value for both words of the chunk. */
+ * (word ^ bitval) & mask; for chunks of 8 bytes, the OR of these values of both words of the chunk. */
 IBP_INLINE uint32_t ibp_match_word(uint32_t mismatch, uint32_t flags_entry, uint32_t chunk_bytes)
 {
     const uint32_t flagged = ibp_flagged_chunks(flags_entry);
@@ -205,8 +205,8 @@ typedef struct ibp_listed_header {
     bool is_closed;      /* whether all listed elements equal the codebook's closed_value and are not stored */
 } ibp_listed_header;
 
-/* Splits the bits of a header. Returns false if the row of src_bytes bytes is too short for a header, or if it lists
- * more elements than there are columns. */
+/* Splits the bits of a header. Returns false if the coded row, which has src_bytes bytes, is too short for a header, or
+ * if it lists more elements than there are columns. */
 IBP_INLINE bool ibp_split_header(uint32_t bits, uint32_t src_bytes, uint32_t columns, ibp_listed_header *header)
 {
     header->num_listed = bits & (ibp_closed_bit(columns) - 1u);
@@ -308,9 +308,9 @@ IBP_INLINE const uint8_t *ibp_template_of(const ibp_codebook *codebook)
     return has_constants ? codebook->planes.row_template : NULL;
 }
 
-/* Returns the entry of lengths of a row whose coded form has coded_bytes bytes: coded_bytes if it is less than
- * valid_bytes and less than the length that marks a default row, else 0 (raw). valid_bytes: size of the row before
- * coding, which is row_bytes unless the row is a short last row. */
+/* Returns the entry of lengths of a row whose coded form has coded_bytes bytes: coded_bytes if this is less than
+ * valid_bytes and than the length that marks a default row, else 0 (raw). valid_bytes: size of the row before coding,
+ * which is row_bytes unless the row is a short last row. */
 IBP_INLINE uint32_t ibp_length_of_coded(size_t coded_bytes, uint32_t row_bytes, uint32_t valid_bytes)
 {
     return coded_bytes < ibp_min_u32(valid_bytes, IBP_DEFAULT_LENGTH(row_bytes)) ? (uint32_t)coded_bytes : 0u;

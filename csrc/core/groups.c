@@ -9,7 +9,7 @@ ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *
 {
     if (!ibp_can_group(ids, num_matrices, order, groups, num_groups)) return IBP_INVALID_ARGUMENT;
     uint32_t starts[IBP_MOST_STACKED + 1] = {0};
-    uint16_t matrices[IBP_MOST_GROUPED]; /* the matrices that were counted, because ids may change meanwhile */
+    uint16_t matrices[IBP_MOST_GROUPED]; /* the matrix of each id as it was counted, because ids may change meanwhile */
     for (int64_t k = 0; k < ids->count; k++) {
         matrices[k] = (uint16_t)ibp_matrix_of_id(ibp_id_at(ids, k), num_matrices);
         starts[matrices[k]]++;
@@ -32,7 +32,7 @@ ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *
 ibp_status ibp_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed)
 {
     if (!ibp_can_list(ids, num_matrices, listed)) return IBP_INVALID_ARGUMENT;
-    uint32_t slots[IBP_MOST_STACKED + 1] = {0}; /* at first, whether an id names the matrix; later, its slot */
+    uint32_t slots[IBP_MOST_STACKED + 1] = {0}; /* for each matrix: at first, whether an id names it; later, its slot */
     int64_t used = 0, *row = listed->rows;
     for (int64_t k = 0; k < ids->count; k++) {
         /* The matrix of each id is kept, because ids may change meanwhile. */

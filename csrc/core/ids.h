@@ -5,8 +5,8 @@
 #include "format.h"
 #include "ibp.h"
 
-/* Returns the index of the item that an id names. If ids->from_end is num_items, ids below 0 count from the end. If it
- * is 0, the result is below 0, which is out of range. */
+/* Returns the index of the item that an id names. If ids->from_end is num_items, ids below 0 count from the end. If
+ * ids->from_end is 0, the result for an id below 0 is below 0, which is out of range. */
 IBP_INLINE int64_t ibp_item_of_id(const ibp_ids *ids, int64_t id) { return id < 0 ? id + ids->from_end : id; }
 
 /* Returns the item of ids[k]. Each call loads the id again, and the id may have changed. So a caller that checks the
@@ -48,7 +48,7 @@ static inline bool ibp_are_ids(const ibp_ids *ids, int64_t first, int64_t last)
     return ids->id_bytes == 0 ? ids->data == NULL : ids->data != NULL || ids->count == 0;
 }
 
-/* Returns the offset of a position in the output. position: 0 to the number of positions less 1. Kernels use another
+/* Returns the offset of a position in the output. position: in [0, ibp_num_positions(ids)). Kernels use another
  * function (cuda/decode/fetch.cuh). */
 static inline int64_t ibp_offset_of_position(const ibp_ids *ids, int64_t position, int64_t item_bytes)
 {

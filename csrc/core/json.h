@@ -11,10 +11,10 @@ typedef struct ibp_json {
     const char *at, *end;
 } ibp_json;
 
-/* Skips white space and takes a symbol. Returns whether the symbol comes next. */
+/* Skips white space, and takes `symbol` if it comes next. Returns whether it does. */
 bool ibp_take_symbol(ibp_json *json, char symbol);
-/* Takes a string. text: receives the characters between the quotation marks. Returns whether a valid string comes
- * next. */
+/* Takes a string. Returns whether a valid string comes next. text: receives the characters between its quotation
+ * marks. */
 bool ibp_take_string(ibp_json *json, ibp_text *text);
 /* Takes a number that consists of digits alone and is at most INT64_MAX. Returns whether such a number comes next. */
 bool ibp_take_size(ibp_json *json, int64_t *number);
@@ -22,7 +22,7 @@ bool ibp_take_size(ibp_json *json, int64_t *number);
 bool ibp_is_at_end(const ibp_json *json);
 
 /* Takes the next character of a text, and writes it in UTF-8. Returns the number of bytes written, 1 to 4; 0 at the end
- * of the text, and if its next bytes are not valid text. */
+ * of the text, or if its next bytes are not valid text. */
 uint32_t ibp_take_character(ibp_text *text, uint8_t utf8[4]);
 /* Takes the characters of `utf8` if the text begins with them. Returns whether it does. */
 bool ibp_take_prefix(ibp_text *text, const char *utf8);

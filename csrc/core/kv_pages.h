@@ -7,7 +7,7 @@
 #include "format.h"
 #include "ibp.h"
 
-/* Returns whether the numbers of a transfer are consistent, and, if it has pages, whether its arrays are not NULL. */
+/* Returns whether a transfer is valid: its numbers are consistent, and, if it has pages, its arrays are not NULL. */
 IBP_INLINE bool ibp_is_page_transfer(const ibp_page_transfer *t)
 {
     if (t->count < 0 || t->num_pages < 0 || t->num_blocks < 0 || t->pieces < 1 || t->ids_per_block < t->pieces)
@@ -25,7 +25,7 @@ IBP_INLINE bool ibp_is_page_transfer(const ibp_page_transfer *t)
 IBP_INLINE int64_t ibp_num_transfer_ids(const ibp_page_transfer *t) { return t->count * t->tensors * t->ids_per_block; }
 
 /* Returns whether a page is stored for every tensor that the transfer moves. first_flag: the index in `stored` of the
- * flag of the page's first such tensor. */
+ * page's flag for the first of these tensors. */
 IBP_INLINE bool ibp_is_stored_page(const ibp_page_transfer *t, const uint8_t *stored, int64_t first_flag)
 {
     uint32_t lacking = 0;

@@ -1,10 +1,9 @@
 /* learn.c - learns a codebook of scheme planes from counts (FORMAT.md, section 6).
  *
- * A plan says how to code rows. It consists of a shape, which says which bits of an element are its symbol, and of a
- * list of digit widths. It also says whether rows are listed, and whether every column has its own entries. The mean
- * size of a row under a plan follows from the frequencies of the symbols: if symbols are ranked by frequency, it is
- * enough to know for every k how many elements have a symbol of rank k or higher. These numbers are called the tails of
- * the shape.
+ * A plan says how to code rows. It has a shape, which says which bits of an element are its symbol, and a list of digit
+ * widths. It also says whether rows are listed, and whether every column has its own entries. The mean size of a row
+ * under a plan follows from the frequencies of the symbols: if symbols are ranked by frequency, it is enough to know
+ * for every k how many elements have a symbol of rank k or higher. These numbers are called the tails of the shape.
  *
  * Bits and columns that are the same in all rows are left out first, and default rows are not counted. If leaving bits
  * or columns out does not pay, the search is repeated with these bits or columns.
@@ -15,7 +14,7 @@
  * sign. So one pass over these counts gives the counts of a shape. Tails of plans for listed rows are computed in the
  * same way from the listed elements, and tails of plans with entries for each column from counts of some columns.
  *
- * All plans are then compared by cost: the mean size of a row in bytes, its share of the codebook included. The
+ * All plans are then compared by cost: the mean size of a row in bytes, plus the row's share of the codebook. The
  * cheapest plan is not always taken: a plan that a GPU decodes fastest may cost up to 0.6 % more (choose). */
 #include "bits.h"
 #include "checks.h"
@@ -26,14 +25,14 @@
 #include <string.h>
 
 enum {
-    /* Prefixes of up to this many bits are counted in an array. Longer prefixes are counted by sorting, for fewer
+    /* Prefixes of up to this many bits are counted in an array. Longer prefixes are counted by sorting a sample of the
      * elements. */
     MOST_PREFIX_BITS = 16,
-    /* Largest number of entries that a list of digits names. */
+    /* Largest number of entries that the digits of a list can name. */
     MOST_ENTRIES = IBP_MAX_PLANES * ((1 << IBP_MAX_DIGIT_BITS) - 1),
     /* Largest number of bits of an element. */
     MOST_BITS = 64,
-    /* Number of lists of digits: there are 4^n lists of n digits. */
+    /* Number of lists of up to four digit widths: there are 4^n lists of n widths. */
     MOST_LISTS = 1 + 4 + 16 + 64 + 256,
     /* Whole elements of more than MOST_PREFIX_BITS bits are counted by sorting this many of them. For floats the number
      * is half as large, because whole floats are seldom symbols. */
@@ -44,7 +43,7 @@ enum {
     /* Plans are compared by counting about FEW_ELEMENTS elements, or about FEW_BYTES elements if elements are bytes. */
     FEW_ELEMENTS = 1 << 16,
     FEW_BYTES = 1 << 17,
-    /* Least number of rows that are counted, even if rows are long. */
+    /* At least this many rows are counted, even if rows are long. */
     LEAST_ROWS = 16,
     /* Shapes with entries for each column are compared by counting up to MOST_TRIED_COLUMNS columns, and up to twice
      * TRIED_ELEMENTS elements. */
@@ -56,7 +55,7 @@ enum {
     HASH_BITS = 16,
     /* If a sample has fewer rows, no column is taken to be constant. */
     LEAST_CONSTANT_ROWS = 64,
-    /* Least number of bits of an element that are coded, even if more of them are invariant. */
+    /* At least this many bits of each element are coded, even if these bits are invariant, too. */
     LEAST_CODED_BITS = 2,
     /* A codebook of level fast has one plane of digits of FAST_DIGIT_BITS bits, and FAST_ENTRIES entries. */
     FAST_DIGIT_BITS = 4,
@@ -79,15 +78,15 @@ static const double FAR_WORSE = 1.03;
 /* The best rotated shape and the best other shape are both tried on all columns if the costs of the two are within this
  * factor of each other. */
 static const double WORSE = 1.01;
-/* The search for entries for each column ends after its first shape unless their cost, measured on some columns, is at
- * most this share of the cost of entries for the table. */
+/* The search for entries for each column compares, for its first shape and on some columns, the cost of such entries
+ * with the cost of entries for the table. It goes on only if the ratio of the two costs is at most this number. */
 static const double COLUMNS_PAY = 0.9995;
 /* Entries for each column are not tried if dense rows are larger than listed ones by more than this factor. */
 static const double COLUMNS_GAIN = 1.25;
-/* Plans for listed rows are tried only if at least this share of the elements equals the default. */
+/* Plans for listed rows are tried only if at least this share of the elements equal the default. */
 static const double LEAST_SHARE = 1.0 / 256;
-/* Constant columns are left out only if at least this share of the columns is constant. Otherwise it does not pay for
- * the slower decoder. */
+/* Constant columns are left out only if at least this share of the columns are constant. A smaller share does not make
+ * up for the slower decoder. */
 static const double CONSTANT_SHARE = 1.0 / 8;
 /* Largest share of the rows that may lack the invariant bits and are therefore stored raw. */
 static const double MOST_LACKING = 0.2;
@@ -128,13 +127,13 @@ typedef enum listing { DENSE, LISTED, LISTED_SIGNED, NUM_LISTINGS } listing;
 /* Counts of the elements that rows code. */
 typedef struct values {
     value_counts prefixes; /* counts of prefixes of up to MOST_PREFIX_BITS bits */
-    value_counts whole;    /* counts of whole elements, if they are longer */
+    value_counts whole;    /* counts of whole elements, if these have more than MOST_PREFIX_BITS bits */
     double total;          /* number of elements */
     double num_rows;       /* number of rows that have these elements */
     double extra_bytes;    /* mean number of bytes that a row takes besides the values */
     uint64_t closed_value; /* the value of all listed elements of closed rows, which are not counted */
     bool has_uniform;      /* whether in some row all listed elements are equal */
-    listing as;            /* which elements these are */
+    listing as;            /* which elements are counted */
 } values;
 
 /* A plan of how to code rows, and its cost: the mean size of a row in bytes, including the row's share of the
@@ -155,10 +154,11 @@ typedef struct plan {
 typedef struct candidates {
     double least;                                      /* least cost of any plan */
     plan simple[NUM_LISTINGS + 1][IBP_MAX_PLANES + 1]; /* the cheapest plan of each kind and number of planes */
-    plan fast[2];                                      /* the cheapest plans of kinds 0 and 1 whose digits are fast */
+    /* The cheapest plans of kinds 0 and 1 with fast digits and short symbols. */
+    plan fast[2];
 } candidates;
 
-/* The state of a search: facts about the table and its sample. Values of elements are without the invariant bits.
+/* The state of a search: facts about the table and its sample. Values of elements do not include the invariant bits.
  * width: number of bits of such a value. columns: number of live columns. */
 typedef struct search {
     const uint8_t *rows;
@@ -175,7 +175,7 @@ typedef struct search {
     double table_rows, lacking; /* lacking: share of the rows that are stored raw because they lack the invariant
                                    bits */
     uint64_t default_value;
-    bool is_whole; /* whether the sample is the table */
+    bool is_whole; /* whether the sample has all rows of the table */
     digit_list lists[MOST_LISTS];
 } search;
 
@@ -205,8 +205,8 @@ static bool is_tried(const search *s, uint32_t prefix, uint32_t rotate)
     return s->exponent_bits == 0 || is_near || prefix == 0 || prefix == s->width;
 }
 
-/* Makes all lists of digit widths, in the order of the number of planes. The lists 4 * i + 1 to 4 * i + 4 continue list
- * i by one digit. */
+/* Makes all lists of digit widths, in the order of the number of planes. Lists 4 * i + 1 to 4 * i + 4 are list i with
+ * one more digit. */
 static void list_digits(digit_list *lists)
 {
     lists[0] = (digit_list){.is_fast = true};
@@ -249,8 +249,8 @@ static size_t compact(const uint64_t *sorted, size_t count, value_count *items)
     return size;
 }
 
-/* Counts the same values without their highest bit, by merging the two halves of the counts, each of which is in
- * order. */
+/* Counts the values of `counts` again without their highest bit. Merges the two halves of the counts, each of which is
+ * in order. */
 static void drop_sign(const value_counts *counts, value_counts *out)
 {
     const uint64_t sign = (uint64_t)1 << (counts->bits - 1);
@@ -267,7 +267,8 @@ static void drop_sign(const value_counts *counts, value_counts *out)
     }
 }
 
-/* Counts the prefixes of `bits` bits of counted values. `out` may be the same as `counts`. */
+/* Computes the counts of the values' prefixes of `bits` bits from the counts of the values. `out` may be the same as
+ * `counts`. */
 static void fold(const value_counts *counts, uint32_t bits, value_counts *out)
 {
     const uint32_t shift = counts->bits - bits;
@@ -289,7 +290,7 @@ static const value_counts *counts_of(const values *v, uint32_t prefix_bits)
     return prefix_bits <= v->prefixes.bits ? &v->prefixes : &v->whole;
 }
 
-/* Counts the symbols of a shape. The result lies in the room's arrays. */
+/* Counts the symbols of a shape. The counts lie in arrays of *r. */
 static value_counts count_symbols(const values *v, shape of, const room *r)
 {
     value_counts folded = {.items = r->folded}, without_sign = {.items = r->without_sign};
@@ -350,8 +351,8 @@ static void find_tails(double total, double scale, double num_rows, const value_
 }
 
 /* Returns the share of the rows that have at least one element of some kind, if a row has `mean` such elements on
- * average and they are distributed at random. This is about 1 - exp(-mean); a short series gives the same result on
- * every machine. */
+ * average and they are distributed at random. The share is about 1 - exp(-mean). It is computed by a short series,
+ * which gives the same result on every machine. */
 static double share_with_any(double mean) { return 1.0 - 1.0 / (1.0 + mean * (1.0 + mean * (0.5 + mean / 6.0))); }
 
 /* Returns the mean number of bits that pad a run of fields of `bits` bits to a whole byte. */
@@ -374,8 +375,9 @@ static double codebook_bytes(const search *s, const plan *p, uint32_t num_entrie
     return p->consecutive ? 0.0 : entries + (p->as != DENSE ? 2.0 * s->width / 8.0 : 0.0);
 }
 
-/* Makes a plan with a list of digits a candidate, unless there is a cheaper plan of its kind. If plans are equally
- * cheap, the last one is kept, because it has the shortest symbols and the fewest entries. */
+/* Adds a plan to the candidates, unless they have a cheaper plan of its kind. The plan is `made` with digit list
+ * number `list`. If plans are equally cheap, the last one is kept, because it has the shortest symbols and the
+ * fewest entries. */
 static void add_candidate(const search *s, const plan *made, uint32_t list, double cost, candidates *c)
 {
     const digit_list *const digits = &s->lists[list];
@@ -389,9 +391,9 @@ static void add_candidate(const search *s, const plan *made, uint32_t list, doub
     if (cost < c->least) c->least = cost;
 }
 
-/* Compares all lists of digits for a plan. made: the plan without digits. tails: those of its shape. extra_bytes: mean
- * number of bytes of a row besides the values. Adds the plans to the candidates if c is not NULL. Returns the least
- * cost. */
+/* Compares all lists of digits for a plan. made: the plan without digits. tails: the tails of its shape. extra_bytes:
+ * mean number of bytes of a row besides the values. If c is not NULL, adds the plans that cost little enough to the
+ * candidates. Returns the least cost. */
 static double try_digits(const search *s, const plan *made, const double *tails, double extra_bytes, candidates *c)
 {
     const uint32_t symbol_bits = made->shape.symbol_bits;
@@ -423,8 +425,8 @@ static double try_digits(const search *s, const plan *made, const double *tails,
 }
 
 /* Chooses a plan. Takes the cheapest of the plans that a GPU decodes fastest, unless another plan costs clearly less.
- * In that case it considers the plans that are about as good as the cheapest: of these it takes the plan of the first
- * kind, with the fewest planes. */
+ * In that case it considers the plans that are about as good as the cheapest. Of these it takes the first in the order
+ * of kinds and, within a kind, of the number of planes. */
 static const plan *choose(const candidates *c)
 {
     const plan *best = NULL;
@@ -543,8 +545,8 @@ static uint64_t most_frequent(const values *v, uint32_t width, double *share)
     return top.value;
 }
 
-/* Returns the binary entropy of a share in bits: what it costs at least, for each element, to say which elements belong
- * to this share. */
+/* Returns the binary entropy of a share in bits: the least mean cost, for each element, of saying whether the element
+ * belongs to this share. */
 static double entropy(double share)
 {
     return share <= 0 || share >= 1 ? 0.0 : -share * log2(share) - (1 - share) * log2(1 - share);
@@ -587,8 +589,8 @@ static void count_listed(const search *s, const room *r, bool has_closed, values
     count_values(listed, size, s->width, r, v);
 }
 
-/* Counts the elements that rows list under a listing. The closed value is the most frequent of them. If in any row all
- * listed elements are equal, counts again without the elements of closed rows. */
+/* Counts the elements that rows code if they use the listing `as`. The most frequent of them becomes the closed value.
+ * If in any row all listed elements are equal, counts again without the elements of closed rows. */
 static void count_as(const search *s, const room *r, listing as, values *v)
 {
     double unused;
@@ -638,8 +640,8 @@ typedef struct dictionary {
     uint64_t symbols[MOST_CHOSEN + 1];
 } dictionary;
 
-/* The part of the sample that is examined: `columns` columns, which are every column_step-th column, of every
- * row_step-th row. is_table: whether these are all rows of the table. */
+/* The part of the sample that is examined: every row_step-th row, and in these rows every column_step-th column.
+ * columns: number of these columns. is_table: whether the examined rows are all rows of the table. */
 typedef struct part {
     size_t row_step;
     uint32_t columns, column_step;
@@ -759,11 +761,11 @@ static part tried_part(const search *s)
     return p;
 }
 
-/* Finds the shape that has the least cost with entries for each column, among the rotated shapes or among the others.
- * The search begins with the shape that is best with entries for the table, and tries longer and shorter symbols as
- * long as the cost falls. table_costs[p]: the cost of the shape with a prefix of p bits and entries for the table.
- * Returns the cost of the shape; INFINITY if entries for each column do not pay for the first shape, or if it costs
- * more than `most`. */
+/* Finds the shape that costs least with entries for each column. Searches the rotated shapes if rotate is 1, otherwise
+ * the others. The search begins with the shape that is best with entries for the table, and tries longer and shorter
+ * symbols as long as the cost falls. table_costs[p]: the cost of the shape with a prefix of p bits and entries for the
+ * table. Returns the cost of the shape; INFINITY if entries for each column do not pay for the first shape, or if the
+ * first shape costs more than `most`. */
 static double find_column_shape(const search *s, const values *v, const double *table_costs, uint32_t rotate,
                                 double most, const room *r, shape *best)
 {
@@ -829,8 +831,8 @@ static size_t counted_rows(const ibp_sample *sample)
 
 static size_t align_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-/* Returns the next num_bytes bytes of scratch, and adds their number, rounded up, to *used. If scratch is NULL, returns
- * NULL. */
+/* Takes the next num_bytes bytes of scratch: adds their number, rounded up, to *used. Returns their address, or NULL if
+ * scratch is NULL. */
 static void *take(uint8_t *scratch, size_t *used, size_t num_bytes)
 {
     uint8_t *const at = scratch == NULL ? NULL : scratch + *used;
@@ -904,8 +906,8 @@ static void write_entries(const search *s, const values *v, shape of, bool per_c
     }
 }
 
-/* Finds the FAST_ENTRIES consecutive symbols that are the most frequent together. first_symbol: receives the first of
- * these symbols. Returns the number of elements that have them. */
+/* Finds the run of FAST_ENTRIES consecutive symbols that the most elements have. first_symbol: receives the first of
+ * these symbols. Returns the number of elements that have one of them. */
 static uint64_t find_run(const values *v, shape of, const room *r, uint64_t *first_symbol)
 {
     const value_counts symbols = count_symbols(v, of, r);
@@ -932,7 +934,7 @@ static bool search_fast(const search *s, const room *r, const values *v, plan *f
         for (uint32_t rotate = 0; rotate < 2; rotate++) {
             const uint32_t symbol_bits = prefix - rotate, residual_bits = s->width - symbol_bits;
             if (!is_tried(s, prefix, rotate) || symbol_bits < FAST_DIGIT_BITS || symbol_bits > 8) continue;
-            /* The residuals of 16 bytes of elements must begin and end at a byte. */
+            /* The residuals of 16 bytes of elements must take whole bytes. */
             if (16 / s->element_bytes * residual_bits % 8 != 0) continue;
             plan made = {{rotate, symbol_bits}, .consecutive = true, .digits = &s->lists[FAST_DIGIT_BITS]};
             const uint64_t inside = find_run(v, made.shape, r, &made.first_symbol);
@@ -946,7 +948,7 @@ static bool search_fast(const search *s, const room *r, const values *v, plan *f
 }
 
 /* Finds the best of all plans. known: for each listing the counts of the elements that rows code. The caller fills in
- * known[DENSE], and the function fills in the counts of the other listings that it tries. */
+ * known[DENSE]. The function fills in the counts of the other listings that it tries. */
 static void search_all(search *s, const room *r, values *known, plan *found)
 {
     candidates c;
@@ -1025,7 +1027,7 @@ static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_c
 /* Returns the number of lowest bits that are the same in all elements of a row. *first receives the first element. */
 static uint32_t common_bits(const search *s, size_t row, uint64_t *first)
 {
-    enum { SOME = 64 }; /* in most rows the first SOME elements show already that no bit is common to all */
+    enum { SOME = 64 }; /* in most rows the first SOME elements already show that no bit is common to all */
     const uint8_t *const from = s->rows + row * s->row_bytes;
     const uint32_t width = 8 * s->element_bytes, columns = s->row_bytes / s->element_bytes;
     uint64_t differing = 0, some[SOME];
@@ -1040,8 +1042,9 @@ static uint32_t common_bits(const search *s, size_t row, uint64_t *first)
     return bits;
 }
 
-/* Returns the number of low bits that are the same in all elements of most counted rows. Sets s->invariant_value to
- * their value, and s->lacking to the share of the rows that lack them and are therefore stored raw. */
+/* Returns the number of low bits that are the same in all elements of most counted rows. Sets s->invariant_value to the
+ * value of these bits, and s->lacking to the share of the rows that have other low bits, which are therefore stored
+ * raw. */
 static uint32_t find_invariant_bits(search *s)
 {
     const uint32_t most = 8 * s->element_bytes - LEAST_CODED_BITS;
@@ -1127,7 +1130,7 @@ static void write_template(const search *s, uint64_t default_value, uint8_t *row
         memcpy(row_template + (size_t)column_of(s, c) * s->element_bytes, &default_value, s->element_bytes);
 }
 
-/* Returns a coded value with the invariant bits below it. */
+/* Returns the element that has a coded value: the value with the invariant bits below it. */
 static uint64_t whole_value(const search *s, uint64_t value)
 {
     return s->invariant_bits ? value << s->invariant_bits | s->invariant_value : value;

@@ -5,7 +5,7 @@
  *
  *     ibp_row_place place = ibp_split_row(&table, row, length of the row);          sizes, no memory read
  *     if (ibp_needs_base(&table, &place)) base = bases[ibp_base_of_row(&table, row)],
- *         rooms = sum of ibp_room_of over the rows from ibp_first_of_base(&table, row) to the one before it;
+ *         rooms = sum of ibp_room_of over the rows from ibp_first_of_base(&table, row) to row - 1;
  *     if (!ibp_place_in_bounds(&table, base, rooms, &place)) the row is corrupt;    else read or write it
  *
  * A row's room is the number of bytes that it takes in overflow, with padding. The caller adds up the rooms: CPU code
@@ -31,7 +31,7 @@ IBP_INLINE int64_t ibp_first_of_group(int64_t row) { return ibp_group_of_row(row
 
 /* Returns whether every row of a table has its own base. Otherwise the rows of a group share one. */
 IBP_INLINE bool ibp_has_own_bases(const ibp_table *table) { return table->rows_per_base == 1u; }
-/* Returns the index of a row's entry of bases. */
+/* Returns the index of the entry of bases that a row uses. */
 IBP_INLINE int64_t ibp_base_of_row(const ibp_table *table, int64_t row)
 {
     return ibp_has_own_bases(table) ? row : ibp_group_of_row(row);
@@ -69,8 +69,8 @@ typedef struct ibp_row_place {
     bool is_default; /* the row is a default row, which is not stored */
 } ibp_row_place;
 
-/* Computes the sizes of a row's parts and the start of its slot, but does not check them. row: 0 to the number of rows
- * less 1. */
+/* Computes the sizes of a row's parts and the start of its slot, but does not check them. row: an existing
+ * row. */
 IBP_INLINE ibp_row_place ibp_split_row(const ibp_table *table, int64_t row, uint32_t length)
 {
     ibp_row_place place;
@@ -85,7 +85,7 @@ IBP_INLINE ibp_row_place ibp_split_row(const ibp_table *table, int64_t row, uint
     return place;
 }
 
-/* Returns whether ibp_place_in_bounds needs a row's base and rooms, which it does if the row has an overflow part and
+/* Returns whether ibp_place_in_bounds needs a row's base and rooms. It needs them if the row has an overflow part and
  * the table has bases. */
 IBP_INLINE bool ibp_needs_base(const ibp_table *table, const ibp_row_place *place)
 {
@@ -93,14 +93,14 @@ IBP_INLINE bool ibp_needs_base(const ibp_table *table, const ibp_row_place *plac
 }
 
 /* Returns whether num_bytes bytes that begin at `start` lie in an array of array_bytes bytes. The result is right for
- * any `start`, also if its computation has wrapped around. */
+ * any `start`, even if the computation of `start` has wrapped around. */
 IBP_INLINE bool ibp_part_in_bounds(uint64_t start, uint32_t num_bytes, int64_t array_bytes)
 {
     return start <= (uint64_t)array_bytes && num_bytes <= (uint64_t)array_bytes - start;
 }
 
-/* Returns whether a row as stored is not larger than the row before coding, and its slot part lies inside the table's
- * slots. */
+/* Returns whether a row as stored is at most as large as the row before coding, and its slot part lies inside the
+ * table's slots. */
 IBP_INLINE bool ibp_slot_in_bounds(const ibp_table *table, const ibp_row_place *place)
 {
     return place->in_slot + place->in_overflow <= place->valid &&

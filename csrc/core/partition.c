@@ -34,8 +34,8 @@ ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t win
     if (!ibp_are_ids(ids, 0, ids->count) || ids->id_bytes == 0 || ids->count > UINT32_MAX) return IBP_INVALID_ARGUMENT;
     if (num_windows < 1 || num_windows > IBP_MAX_WINDOWS) return IBP_INVALID_ARGUMENT;
     uint32_t *const starts = workspace, *const counts = starts + num_windows;
-    uint16_t *const windows = (uint16_t *)(counts + num_windows); /* the windows that were counted, because ids may
-                                                                     change meanwhile */
+    /* The window of each id as it was counted, because ids may change meanwhile. */
+    uint16_t *const windows = (uint16_t *)(counts + num_windows);
     memset(counts, 0, sizeof(uint32_t) * (size_t)num_windows);
     for (int64_t k = 0; k < ids->count; k++) {
         windows[k] = (uint16_t)window_of(ibp_id_at(ids, k), num_items, window_bits);

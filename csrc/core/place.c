@@ -22,7 +22,7 @@ static part part_of(const ibp_place *place, int64_t row, uint64_t base, uint32_t
 }
 
 /* Returns the part of a row, as part_of does, and marks the row as CLAIMED until its base is written, because other
- * threads may code the same row. If another thread has marked it, the base of the result is CLAIMED. */
+ * threads may code the same row. If another thread has already marked the row, the base of the result is CLAIMED. */
 static part claim_part(const ibp_place *place, int64_t row, uint32_t valid)
 {
     const uint64_t base = __atomic_exchange_n(&place->bases[row], CLAIMED, __ATOMIC_ACQ_REL);
@@ -43,8 +43,8 @@ static part take_part(const ibp_place *place, uint32_t sectors)
 }
 
 /* Takes a part for a row whose own part is too small. If place->rooms is not NULL and the row already had a part, the
- * new part is large enough for the raw row, provided that overflow has that much space left. Otherwise the new part has
- * room for the coded row. */
+ * new part is large enough for the raw row, provided that overflow has that much space left. Otherwise the new part is
+ * only large enough for the coded row. */
 static part take_part_for(const ibp_place *place, part own, uint32_t in_overflow, uint32_t valid)
 {
     part taken = {IBP_NO_BASE, 0};
@@ -76,8 +76,9 @@ static inline const uint8_t *address_of(const ibp_row_source *source, uint32_t r
     return source->data + i * (int64_t)row_bytes;
 }
 
-/* Returns row i of a source as a row of the table whose size before coding is `valid` bytes. The result points to the
- * source's own bytes, or to a copy in the workspace that is extended with zeros. */
+/* Returns row i of a source, cut to `valid` bytes and then extended with zeros to row_bytes bytes. The result points to
+ * the source's own bytes if nothing must be changed, else to a copy in the workspace. valid: size before coding of the
+ * row of the table. */
 static const uint8_t *source_row(const ibp_row_source *source, uint32_t row_bytes, int64_t i, uint32_t valid,
                                  const ibp_workspace *work)
 {

@@ -92,7 +92,7 @@ static size_t coded_bytes_of(const ibp_row_codec *codec, const ibp_codebook *one
 }
 
 /* Returns the cluster that codes a row in the fewest bytes; if there are several, the first of them. coded_bytes:
- * receives the size of the coded row, including the byte of the cluster. */
+ * receives the size of the coded row, including the byte that holds the index of the cluster. */
 static uint32_t best_cluster(const ibp_row_codec *codec, const uint8_t *row, size_t *coded_bytes)
 {
     uint32_t best = 0;

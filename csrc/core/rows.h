@@ -29,7 +29,8 @@ static inline uint32_t ibp_length_of_row(const uint16_t *lengths, int64_t row)
     return lengths ? IBP_LOAD_ONCE(lengths[row]) : 0;
 }
 
-/* Finds where the stored bytes of a table's row lie. Returns false if the index contradicts the table's buffers. */
+/* Finds where the stored bytes of a table's row lie. Returns false if the row is corrupt: the index gives it an
+ * impossible size, or bytes outside the table's arrays. */
 static inline bool ibp_locate_row(const ibp_table *table, int64_t row, ibp_row_place *place)
 {
     const uint32_t row_bytes = table->codebook.row_bytes;
@@ -73,7 +74,7 @@ static inline bool ibp_is_default_row(const ibp_codebook *cb, const uint8_t *row
     return first == bytes && memcmp(row + sizeof first, row, num_bytes - sizeof first) == 0;
 }
 
-/* The scratch of functions that work on tables: room for two rows, and the rest for coders. */
+/* The scratch of functions that work on tables, divided into buffers for two rows and the rest, which is for coders. */
 typedef struct ibp_workspace {
     uint8_t *stored; /* a row as stored */
     uint8_t *whole;  /* a row before coding, if it must be copied, or if only a part of it is wanted */
@@ -81,7 +82,7 @@ typedef struct ibp_workspace {
 } ibp_workspace;
 
 /* Opens a workspace. has_coded_rows: whether rows will be coded or decoded. If so, the scheme must have coded rows.
- * Returns IBP_INVALID_ARGUMENT if ibp_open_codec does, or if scratch is too small. */
+ * Returns IBP_INVALID_ARGUMENT if ibp_open_codec returns it, or if scratch is too small. */
 static inline ibp_status ibp_open_workspace(const ibp_codebook *cb, bool has_coded_rows, void *scratch,
                                             size_t scratch_bytes, ibp_workspace *work)
 {
@@ -95,8 +96,8 @@ static inline ibp_status ibp_open_workspace(const ibp_codebook *cb, bool has_cod
 }
 
 /* Codes a row into dst. valid_bytes: size of the row before it was extended to row_bytes bytes. work: must have been
- * opened for coded rows. Returns the row's entry of lengths. If this says that the row is raw or a default row, the
- * content of dst is unspecified. */
+ * opened for coded rows. Returns the row's entry of lengths. If this entry says that the row is raw or a default row,
+ * the content of dst is unspecified. */
 static inline uint32_t ibp_code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t valid_bytes,
                                     const ibp_workspace *work, uint8_t *dst, size_t dst_bytes)
 {

@@ -1,5 +1,5 @@
-/* schemes.h - the table of schemes. A row of this table holds everything that the core knows about a scheme. To add a
- * scheme, write its coders and add a row in schemes.c. */
+/* schemes.h - the table of schemes. Each row of this table holds everything that the core knows about one scheme. To
+ * add a scheme, write its coders and add a row to the table in schemes.c. */
 #ifndef IBP_SCHEMES_H
 #define IBP_SCHEMES_H
 
@@ -38,8 +38,8 @@ static inline void *ibp_take(ibp_scratch *scratch, size_t num_bytes)
 /* ---- coders of single rows ---- */
 
 /* The coders of a scheme for one kind of processor. They accept codebooks whose fields have been checked, and which
- * have no clusters, constant columns or consecutive entries. They keep the rules of ibp.h. The coders for all kinds of
- * processors give the same bytes and the same statuses. The contents of the codebook's arrays are not trusted.
+ * have no clusters, constant columns or consecutive entries. They follow the rules of ibp.h. The coders for all kinds
+ * of processors give the same bytes and the same statuses. The contents of the codebook's arrays are not trusted.
  * coded_bytes is NULL if measuring a row is not faster than encoding it into a buffer of 0 bytes. */
 typedef struct ibp_row_coder {
     size_t (*coded_bytes)(const ibp_codebook *codebook, const uint8_t *row);
@@ -61,11 +61,11 @@ extern const ibp_row_coder ibp_planes_x86;                   /* for processors w
 typedef struct ibp_scheme_row {
     ibp_scheme id;
     const char *name;
-    /* Coders for processors without features, with IBP_CPU_AVX2_BMI2, and also with IBP_CPU_AVX512. All are NULL if the
-     * scheme has no coded rows. */
+    /* Coders for processors without these features, with IBP_CPU_AVX2_BMI2, and with both IBP_CPU_AVX2_BMI2 and
+     * IBP_CPU_AVX512. All are NULL if the scheme has no coded rows. */
     const ibp_row_coder *plain, *avx2, *avx512;
     /* Returns whether the codebook fields of this scheme are consistent with each other and with row_bytes. The fields
-     * that all schemes have were checked before. */
+     * that are common to all schemes have been checked before. */
     bool (*are_fields)(const ibp_codebook *codebook);
     /* Returns whether the arrays of a codebook hold valid contents. The codebook must have no clusters, and its fields
      * must have been checked. */
@@ -86,7 +86,7 @@ static inline ibp_codebook ibp_cluster_of(const ibp_scheme_row *scheme, const ib
     return one;
 }
 
-/* A coder for the rows of a codebook on this processor, which is looked up once for many rows. It must not be copied,
+/* The coder for the rows of a codebook on this processor. It is looked up once for many rows. It must not be copied,
  * because `coded` may point to `entries`. */
 typedef struct ibp_row_codec {
     const ibp_codebook *codebook;
@@ -99,11 +99,11 @@ typedef struct ibp_row_codec {
     uint8_t *live; /* room for a row's live elements; NULL if all columns are live */
 } ibp_row_codec;
 
-/* Opens a codec. scratch: the part of a caller's scratch that is for coders, which is all but the two rows that
- * functions on tables use. Returns IBP_INVALID_ARGUMENT if fields contradict each other, or if the scheme has no coded
+/* Opens a codec. scratch: the part of a caller's scratch that is for coders, that is, all of it except the two rows
+ * that functions on tables use. Returns IBP_INVALID_ARGUMENT if fields are inconsistent, or if the scheme has no coded
  * rows. */
 ibp_status ibp_open_codec(const ibp_codebook *codebook, void *scratch, ibp_row_codec *codec);
-/* Returns the size of a coded row; IBP_NO_CODED_FORM if the codebook cannot code it. */
+/* Returns the size in bytes that a row has when it is coded; IBP_NO_CODED_FORM if the codebook cannot code it. */
 size_t ibp_measure_with(const ibp_row_codec *codec, const uint8_t *row);
 /* Codes a row, as ibp_encode_row does. */
 ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
@@ -117,7 +117,7 @@ uint64_t ibp_greedy_gain_avx512(const uint64_t *columns, uint32_t num_bits, uint
 uint64_t ibp_sum_words_avx512(const uint8_t *words, int64_t num_words, uint64_t first_word);
 #endif
 
-/* The functions in the rows of the table. The files of the schemes define them. */
+/* The functions in the rows of the table of schemes. The files of the schemes define these functions. */
 bool ibp_are_masks_fields(const ibp_codebook *codebook);
 bool ibp_are_masks_words(const ibp_codebook *codebook);
 void ibp_select_masks(ibp_codebook *one, uint32_t k);

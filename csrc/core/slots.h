@@ -8,20 +8,20 @@
 
 #include <math.h>
 
-/* The rule by which the size of slots is chosen. Sizes that more than most_spilled rows exceed are not allowed. Among
- * the others, the largest size is chosen whose slots and overflow together cost at most `near` times the least possible
- * cost. */
+/* The rule by which the size of slots is chosen. Sizes that more than most_spilled rows exceed are not allowed. The
+ * others are compared by the cost of slots and overflow together. Of the sizes whose cost is at most `near` times the
+ * least cost, the largest is chosen. */
 typedef struct ibp_slot_rule {
     uint32_t least_bytes; /* least size of a slot */
     double overflow_cost; /* cost of a byte in overflow; a byte in a slot costs 1 */
-    double part_cost;     /* cost of a row that has a part in overflow, in addition to that of its bytes */
+    double part_cost;     /* additional cost of each row that has a part in overflow */
     double most_spilled;  /* largest number of rows with a part in overflow */
-    double near;          /* factor by which the chosen size may cost more than the cheapest size; at least 1 */
+    double near;          /* largest ratio of the cost of the chosen size to the least cost; at least 1 */
     const int64_t *sizes; /* num_sizes sizes to choose from; NULL: any size is allowed */
     size_t num_sizes;
 } ibp_slot_rule;
 
-/* Counts the rows that do not fit slots of slot_bytes bytes, and adds up the sizes in bytes of their overflow parts,
+/* Counts the rows that do not fit in slots of slot_bytes bytes, and adds up the sizes in bytes of their overflow parts,
  * each rounded up to whole sectors. sectors: num_counts entries; sectors[k] is the number of rows that take k sectors
  * of IBP_OVERFLOW_ALIGN bytes, as in survey[1 + k] of ibp_survey_rows. */
 IBP_INLINE void ibp_count_spilled(const uint64_t *sectors, size_t num_counts, uint32_t slot_bytes, uint64_t *num_rows,
@@ -59,7 +59,7 @@ IBP_INLINE uint32_t ibp_choose_slots(const uint64_t *sectors, uint32_t row_bytes
     double costs[IBP_MAX_ROW_BYTES / IBP_OVERFLOW_ALIGN + 1], least = INFINITY, num_rows = 0.0;
     for (uint32_t k = 0; k <= last; k++) num_rows += (double)sectors[k];
     if (num_rows < 1.0) num_rows = 1.0;
-    uint64_t above = 0, in_overflow = 0; /* number of rows that do not fit slots of k sectors, and number of sectors
+    uint64_t above = 0, in_overflow = 0; /* number of rows that do not fit in slots of k sectors, and number of sectors
                                             that the overflow parts of these rows need */
     for (uint32_t k = last + 1; k-- > 0;) {
         const uint32_t slot_bytes = ibp_slot_of(row_bytes, k);

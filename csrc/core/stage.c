@@ -19,8 +19,8 @@ static void prefetch(const uint8_t *from, uint64_t num_bytes)
     for (uint64_t at = 0; at < num_bytes && at < MOST_PREFETCHED; at += LINE_BYTES) __builtin_prefetch(from + at, 0, 3);
 }
 
-/* The size in bytes of a store that bypasses the caches. The size and the address of slots must be multiples of it.
- * Processors without such stores copy. */
+/* The size in bytes of a store that bypasses the caches. The size of an item's slots and the address in the buffer
+ * must be multiples of it. On processors without such stores, slots are copied with memcpy. */
 #if defined(__SSE2__)
 enum { STREAMED_BYTES = sizeof(__m128i) };
 

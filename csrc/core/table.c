@@ -239,7 +239,7 @@ static bool can_gather(const ibp_table *table, const ibp_ids *ids, int64_t first
            (table->item_bytes == 0 || out_items <= INT64_MAX / table->item_bytes);
 }
 
-/* Returns whether a cache can be used for the items at ids. */
+/* Returns whether a gather of the items at ids can use a cache. */
 static bool can_use(const ibp_cache *cache, const ibp_table *table, const ibp_ids *ids)
 {
     if (!ibp_has_whole_rows(table) || cache->num_slabs > IBP_MAX_SLABS || (!cache->entries && ids->count != 0))

@@ -115,7 +115,7 @@ extern "C" {
 
 bool ibp_cuda_is_built(void) { return true; }
 
-// The text of a macro's value, which may have commas.
+// The text of a macro's value, which may contain commas.
 #define IBP_TEXT(...) #__VA_ARGS__
 #define IBP_TEXT_OF(...) IBP_TEXT(__VA_ARGS__)
 
@@ -141,7 +141,7 @@ ibp_status ibp_cuda_enable_peer(int device, int peer)
     if (status != IBP_OK) return status;
     const cudaError_t enabled = cudaDeviceEnablePeerAccess(peer, 0);
     if (enabled == cudaErrorPeerAccessAlreadyEnabled)
-        cudaGetLastError(); // this is no error, so the caller's next CUDA call must not report it
+        cudaGetLastError(); // this is not an error, so the caller's next CUDA call must not report it
     else
         status = ibp::check_cuda(enabled);
     const ibp_status restored = ibp::check_cuda(cudaSetDevice(current));
@@ -150,7 +150,7 @@ ibp_status ibp_cuda_enable_peer(int device, int peer)
 
 // Allocates pinned memory: maps ordinary memory, with huge pages if the system has them, lets several threads write to
 // the pages, and then registers the pages with CUDA. On the host of an H200, with 16 processors, this allocates 20 to
-// 27 GB in a second; cudaHostAlloc allocates 1.5 to 2.9 GB in a second there.
+// 27 GB per second, where cudaHostAlloc allocates 1.5 to 2.9 GB per second.
 ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host)
 {
     if (host == nullptr) return IBP_INVALID_ARGUMENT;

@@ -7,7 +7,7 @@
 
 namespace ibp {
 
-// Returns the lowest num_bits bits of a value; the whole value if it has no more bits.
+// Returns the lowest num_bits bits of a value; the whole value if num_bits is its number of bits or more.
 template <typename Bits> __device__ __forceinline__ Bits low_bits(Bits value, uint32_t num_bits)
 {
 #ifdef __CUDACC__
@@ -36,10 +36,10 @@ template <typename T> __device__ __forceinline__ uint32_t spread_fields(uint32_t
 
 // ---- digits of two bits ----
 
-// Returns a word in which bit 0 of each of 16 digits is set if the digit is an escape.
+// Returns, for 16 digits, a word in which the lower bit of each digit's field is set if the digit is an escape.
 __device__ __forceinline__ uint32_t escaped_pairs(uint32_t digits) { return digits & digits >> 1 & 0x55555555u; }
 
-// Spreads eight of 16 digits, one to each nibble: the upper eight digits if HIGH, else the lower eight.
+// Spreads eight of a word's 16 digits, one to each nibble: the upper eight digits if HIGH, else the lower eight.
 template <bool HIGH> __device__ __forceinline__ uint32_t spread_pairs(uint32_t digits)
 {
     digits = permute_bytes(digits, 0, HIGH ? 0x4342 : 0x4140);
@@ -64,8 +64,8 @@ __device__ __forceinline__ uint32_t escaped_triples(uint32_t nibbles) { return (
 
 // ---- escapes among nibbles ----
 
-// Returns, in each nibble, the number of escapes in lower nibbles. If the nibble is an escape itself, this is its index
-// among the escapes. escaped: bit 0 is set in every nibble that is an escape.
+// Returns a word that holds, in each nibble, the number of escapes in lower nibbles. If the nibble is an escape itself,
+// this is its index among the escapes. escaped: bit 0 is set in every nibble that is an escape.
 __device__ __forceinline__ uint32_t order_of(uint32_t escaped) { return escaped * 0x11111110u; }
 // Returns the number of escapes among eight nibbles. order: the result of order_of(escaped).
 __device__ __forceinline__ uint32_t count_of(uint32_t escaped, uint32_t order)

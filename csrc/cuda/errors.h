@@ -1,4 +1,4 @@
-// errors.h - turns errors of CUDA calls into statuses, and keeps the first of several. Host code.
+// errors.h - turns errors of CUDA calls into statuses, and keeps the first error of several calls. Host code.
 #ifndef IBP_CUDA_ERRORS_H
 #define IBP_CUDA_ERRORS_H
 

@@ -9,7 +9,7 @@ namespace ibp {
 
 constexpr uint32_t kLaneBytes = 64;                    // size in bytes of a lane's part of a row
 constexpr uint32_t kWarpRowBytes = kWarp * kLaneBytes; // size in bytes of a warp's part of a row
-constexpr uint32_t kMostWarps = 8;                     // number of warps in a group for long rows
+constexpr uint32_t kMostWarps = 8;                     // largest number of warps in a group
 
 // A group of LANES lanes of a warp (WARPS == 1), or of WARPS whole warps. All lanes of a warp must call every function
 // together, even if some groups of the warp have nothing to do. ANY_LENGTH: a lane's part of a row may be longer than
@@ -84,7 +84,7 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
     }
 };
 
-// Copies bytes by accesses of type T, and the last bytes one by one. Both addresses must be aligned for T.
+// Copies bytes with accesses of type T, and the last bytes one by one. Both addresses must be aligned for T.
 template <class G, typename T>
 __device__ __forceinline__ void group_copy_as(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {

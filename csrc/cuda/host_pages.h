@@ -1,5 +1,5 @@
-// host_pages.h - allocates the pages of new mappings of host memory, by several threads at once: on a given NUMA node,
-// and as huge pages if the system has them. Nothing here needs CUDA.
+// host_pages.h - allocates the pages of new mappings of host memory with several threads, on a given NUMA node, and as
+// huge pages if the system has them. Nothing here needs CUDA.
 #ifndef IBP_HOST_PAGES_H
 #define IBP_HOST_PAGES_H
 

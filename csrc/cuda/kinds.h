@@ -1,4 +1,4 @@
-// kinds.h - functions that test which kind a codebook is of. Decoders and encoders are chosen by them.
+// kinds.h - functions that test which kind a codebook is of. Decoders and encoders are chosen by these tests.
 #ifndef IBP_KINDS_H
 #define IBP_KINDS_H
 
@@ -9,7 +9,7 @@
 namespace ibp {
 
 // Fields of a codebook of scheme planes that only some kernels support. Each kernel states which of these fields it
-// knows, that is, supports. It is not launched for a codebook that uses any other of them.
+// knows, that is, supports. A kernel is not launched for a codebook that uses any other of these fields.
 enum PlanesField : uint32_t {
     kInvariantBits = 1,
     kConsecutive = 2,
@@ -75,7 +75,7 @@ IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
                                        : true;
 }
 
-// Returns whether a codebook is like those that level="fast" makes: dense rows of elements of two or four bytes, one
+// Returns whether a codebook has the form that level="fast" makes: dense rows of elements of two or four bytes, one
 // plane of digits of four bits, and consecutive symbols of one byte.
 IBP_INLINE bool is_fast(const ibp_codebook &cb)
 {
@@ -102,7 +102,7 @@ IBP_INLINE bool has_code_table(const ibp_codebook &cb)
 // If every column has its own entries, encoders look up the rank of a symbol, which is its index among the entries of
 // its column; num_entries if the column has no such entry. The table of ranks is in shared memory and has one byte for
 // each possible symbol of each column. kMostRanks: the largest number of ranks in a table. kMostRankEntries: the
-// largest number of entries of a column, so that a rank fits a byte.
+// largest number of entries of a column, so that a rank fits in a byte.
 constexpr uint32_t kMostRanks = 48u << 10, kMostRankEntries = 255;
 IBP_INLINE bool has_column_ranks(const ibp_codebook &cb)
 {

@@ -35,9 +35,9 @@ ibp_status read_device(DeviceSizes *sizes);
 ibp_status prepare(const void *kernel, bool *is_of_90 = nullptr);
 
 // Plans a launch whose blocks consist of groups. A group has group_threads threads and takes one job at a time. A block
-// has up to most_threads threads. Each SM gets one block, and at most max_sms SMs are used (0: all). A block gets
-// block_bytes bytes of shared memory, and group_bytes more for each of its groups. If there are few jobs, blocks are
-// smaller, so that the jobs are spread over all SMs.
+// has up to most_threads threads. Each SM that is used gets one block, and at most max_sms SMs are used (0: all). A
+// block gets block_bytes bytes of shared memory, and group_bytes more for each of its groups. If there are few jobs,
+// blocks are smaller, so that the jobs are spread over all SMs.
 //
 // The launch overlaps the one before it, so the kernel must begin with await_work_before(). If max_sms leaves SMs to
 // other kernels, blocks come in clusters of two, which get neighbouring SMs. Then both SMs of a pair are free or both

@@ -1,6 +1,6 @@
 // planes_book.cuh - reads codebooks of scheme planes, finds the parts of a coded row, combines symbols and residuals
-// into elements, and stores these (FORMAT.md section 6). The template parameter T is the type of an element; all fields
-// of a codebook except the size of elements are read at run time.
+// into elements, and stores the elements (FORMAT.md section 6). The template parameter T is the type of an element; all
+// fields of a codebook except the size of elements are read at run time.
 //
 // The values of a dense row, each part padded to a byte:
 //
@@ -38,7 +38,7 @@ struct ValueParts {
     uint32_t residuals, digits[IBP_MAX_PLANES + 1], end;
     DigitRange mine[IBP_MAX_PLANES + 1];
 
-    // Returns the parts of a row without values.
+    // Returns the parts of a row that has no values.
     static __device__ __forceinline__ ValueParts nothing(uint32_t start)
     {
         ValueParts parts{};
@@ -175,8 +175,8 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     }
 
     // Finds the parts of the values of n elements, which lie in the bits `start` to `end` - 1 of shared memory. Each
-    // plane after plane 0 has one digit for every escape of the plane before it. If a part ends past `end`, so does
-    // parts.end.
+    // plane after plane 0 has one digit for every escape of the plane before it. If a part ends past `end`, parts.end
+    // is past `end`, too.
     // FIRST_BITS: if not 0, plane 0 must have digits of FIRST_BITS bits, and there must be at least one further plane,
     // all with digits of two bits. mine: the warp's elements. exchanged: index of the first of IBP_MAX_PLANES *
     // G::kWarps words of shared memory, in which the warps exchange counts. count(plane, start, range, num_bits):
@@ -207,8 +207,8 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     }
 };
 
-// The constants by which a word of symbols and a word of residuals are joined to a word of elements. In its word, each
-// symbol and each residual lies in the low bits of the field of its element.
+// The constants by which a word of symbols and a word of residuals are joined to a word of elements. A symbol or
+// residual lies in the low bits of its element's field of the word.
 template <typename T> struct WordJoin {
     static_assert(sizeof(T) <= 4, "elements of a word");
     static constexpr uint32_t kBits = 8u * sizeof(T), kOnes = ~0u >> (32u - kBits);
@@ -231,8 +231,8 @@ template <typename T> struct WordJoin {
         invariant = static_cast<uint32_t>(low_bits(planes.invariant_value, inv)) * kEach;
     }
     // Returns 2^shift in a form that the compiler does not recognize as a constant power of two, so that it does not
-    // turn multiplications into shifts. Multiplications are issued to another unit than the other integer instructions;
-    // shifts are not.
+    // turn multiplications into shifts. Multiplications run on a separate unit, while shifts compete with the other
+    // integer instructions.
     static __device__ __forceinline__ uint32_t power(uint32_t shift)
     {
         uint32_t factor = 1u << ibp_min_u32(shift, 31u);
@@ -310,8 +310,8 @@ struct RawPlace {
     uint32_t residuals, raw, before;
 };
 // Stores the elements of a lane's vector that have raw symbols. Bit STRIDE * e of `raws` is set if element first + e
-// has a raw symbol. Returns place.before plus the number of raw symbols of all lanes of the group, for the next call's
-// RawPlace. All lanes of a warp must call this together.
+// has a raw symbol. Returns place.before plus the number of raw symbols of all lanes of the group; this is `before` in
+// the next call's RawPlace. All lanes of a warp must call this together.
 template <typename T, class G, uint32_t STRIDE>
 static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb, Window window, RawPlace place,
                                                          uint32_t first, uint32_t raws)
@@ -342,8 +342,8 @@ __device__ __forceinline__ void put_template(const ibp_planes &planes, bool acti
     if (active) copy_template<G>(planes.row_template, window);
     G::sync();
 }
-// Stores those bytes of a vector of 16 bytes that lie in the window. The vector begins with live element `first`. If
-// there are constant columns, stores one element at a time.
+// Stores the bytes of a 16-byte vector that lie in the window. The vector begins with live element `first`. If the
+// codebook has constant columns, stores one element at a time.
 template <typename T>
 static __device__ __noinline__ void store_slowly(const ibp_codebook &cb, Window window, uint32_t first, uint4 words)
 {

@@ -31,8 +31,8 @@ template <typename T> __device__ __forceinline__ T exclusive_scan(T v, T &total)
     return sum - v;
 }
 
-// Returns the sum of v over the block's threads before this one. total: receives the sum over all threads. The block
-// must have THREADS threads, which must be 32 warps.
+// Returns the sum of v over the block's threads before this one. total: receives the sum over all threads. THREADS: the
+// number of threads of the block, which must be 32 warps.
 template <uint32_t THREADS, typename T> __device__ __forceinline__ T block_scan(T v, T &total)
 {
     static_assert(THREADS == kWarp * kWarp, "a warp scans the sums of all warps");
@@ -192,8 +192,8 @@ struct Stage {
     }
 };
 
-// Returns the size of a stage in bytes. It has room for a row of row_bytes bytes that begins at any of the stage's
-// first 16 bytes, and for at least 16 further bytes past the row's end, which may be read.
+// Returns the size of a stage in bytes. The stage has room for a row of row_bytes bytes that begins at any of the
+// stage's first 16 bytes, and for at least 16 bytes past the row's end, which may be read.
 __host__ __device__ __forceinline__ uint32_t row_stage_bytes(uint32_t row_bytes)
 {
     return (row_bytes + 15u) / 16u * 16u + 32u;
@@ -216,8 +216,9 @@ struct Window {
     }
 };
 
-// Stores num_words words of a row, at most four, beginning with word w; only their bytes that lie in the window are
-// stored. A word that lies in the window as a whole is stored by one instruction if its address is aligned.
+// Stores num_words words of a row, at most four, beginning with word w. Only those of their bytes that lie in the
+// window are stored. A word that lies completely in the window is stored with one instruction if its address is
+// aligned.
 static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32_t num_words, uint4 words)
 {
     const uint32_t values[4] = {words.x, words.y, words.z, words.w};
