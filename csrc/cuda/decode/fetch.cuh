@@ -53,8 +53,8 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
 }
 
 // Returns the byte of a strided output at which a position begins, as ibp_offset_of_position does, but with divisions
-// of 32 bits. Not inlined, because it would take registers in the loop over rows, so that other values would be
-// spilled.
+// of 32 bits. Not inlined, because inlined code would take registers in the loop over rows, so that other values would
+// be spilled.
 static __device__ __noinline__ int64_t offset_in_strides(const ibp_ids &ids, uint32_t position)
 {
     int64_t offset = 0;
@@ -378,7 +378,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         Pieces pieces{};
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++) {
-            // This vector may belong to another row than the vector before it.
+            // This vector and the vector before it may belong to different rows.
             if (k * kWarp % kShared == 0u || kShared < kWarp || k >= Decoder::kVectors) {
                 if (k != 0u) what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
                 if (BEHIND)
@@ -461,12 +461,12 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = 0; k < kVectors; k++) to[pieces.place(vector_of(k))] = vectors[k];
         receive_rest(row, entry, i);
     }
-    // Returns the index in the warp of this group and of its row.
+    // Returns the index of this group in its warp, which is also the index of the group's row.
     static __device__ __forceinline__ uint32_t in_warp() { return G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0; }
 
-    // Replaces row and window in all warps of a group by those of the group's first warp. Each warp has looked up the
-    // row for itself, so the results may differ if ids or lengths change meanwhile. The call is a barrier of the group,
-    // and another barrier must follow before the next call.
+    // Sets row and window in all warps of a group to those of the group's first warp. Each warp has looked up the row
+    // for itself, so the results may differ if ids or lengths change meanwhile. The call is a barrier of the group, and
+    // another barrier must follow before the next call.
     static __device__ __forceinline__ void agree(Row &row, Window &window)
     {
         struct Seen {

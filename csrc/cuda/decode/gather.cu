@@ -63,9 +63,9 @@ static bool spills_far(const ibp_table &table)
 // ---- the decoders ----
 
 static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && decodes_pairs(cb.planes); }
-// Returns whether decode_triples.cu decodes a codebook's rows. Digits of plane 0 must have three bits, as they often
-// have for integers, and digits of all other planes two bits. Elements must be bytes, and all columns must be live and
-// share their entries. Rows must be short enough for a warp or a part of a warp.
+// Returns whether decode_triples.cu decodes a codebook's rows. Digits of plane 0 must have three bits, as they often do
+// for integers, and digits of all other planes two bits. Elements must be bytes, and all columns must be live and share
+// their entries. Rows must be short enough for a warp or a part of a warp.
 static bool is_of_triples(const ibp_codebook &cb)
 {
     const ibp_planes &planes = cb.planes;
