@@ -41,8 +41,8 @@ struct VersionRow {
     uint32_t version, valid;
 };
 
-// Returns the index of the version to which row r of the sequence belongs; if there is none, that of the version before
-// it.
+// Returns the index of the version to which row r of the sequence belongs. If the row belongs to no version, returns
+// the index of the last version before it.
 __device__ __forceinline__ uint32_t find_version(const ibp_delta_tensor *versions, uint32_t num_versions, int64_t r)
 {
     uint32_t first = 0, last = num_versions;

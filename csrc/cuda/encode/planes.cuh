@@ -17,8 +17,8 @@
 // their codes has the number of escapes of each plane in a separate byte. Sums over lanes have 16 bits for each plane.
 //
 // If a table has the codes of all symbols, a warp executes about 55 instructions to measure one step, which is 512
-// bytes of 16-bit elements. To encode a step, including the count, it executes about 350 instructions. The issue of
-// instructions limits encoding.
+// bytes of 16-bit elements. To encode a step, including the count, it executes about 350 instructions. The rate at
+// which instructions are issued limits encoding.
 #ifndef IBP_ENCODE_PLANES_CUH
 #define IBP_ENCODE_PLANES_CUH
 
@@ -191,8 +191,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     // signs: the highest bits of the elements as they are in the row, one bit for each element.
     struct Lane {
         uint32_t word[4], present, column, signs;
-        bool open;    // an element that is coded differs from the closed value
-        bool differs; // an element that is coded has other invariant bits than the codebook
+        bool open;    // a coded element differs from the closed value
+        bool differs; // a coded element's invariant bits differ from the codebook's
     };
     // kLowest: the lowest bit of each element of a word. kAllBits: all bits of one element.
     static constexpr uint32_t kLowest = sizeof(T) == 1   ? 0x01010101u
@@ -564,7 +564,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         constexpr uint32_t kOpen = 1u << 16; // above the sum of `differs`, which is at most the number of lanes
         const uint32_t found = (open ? kOpen : 0u) + differs;
         uint32_t sums[6] = {found, LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu, even >> 16, odd >> 16};
-        if constexpr (LANES <= kWarp) { // few elements: two counts fit a word
+        if constexpr (LANES <= kWarp) { // few elements: two counts fit in a word
             uint32_t packed[LISTED ? 4 : 3] = {found, even, odd};
             if (LISTED) packed[LISTED ? 3 : 0] = listed;
             G::sum(packed);
