@@ -7,11 +7,11 @@
 //
 //     set 0    | row, entry | row, entry | ...    set 1    | row, entry | row, entry | ...
 //
-// A cache that replaces the least recently used rows is changed by a claim, which consists of two kernels. touch_rows
-// finds and stamps the requested rows that are in the cache. claim_rows gives the missing rows the ways of the least
-// recently used rows, and copies the missing rows to the slots of these ways.
+// A claim brings missing rows into a cache that replaces its least recently used rows. A claim consists of two kernels.
+// touch_rows finds and stamps the requested rows that are in the cache. claim_rows gives the missing rows the ways of
+// the least recently used rows, and copies the missing rows to the slots of these ways.
 //
-// The lookups are random reads. Their latency and the number of sectors that they load limit them. In find_rows each
+// The latency of random reads, and the number of sectors that these reads load, limit the lookups. In find_rows each
 // lane looks up one row. In a claim a warp looks up one row at a time, and each lane compares one way.
 //
 // The memory from which rows are read limits the copies. In fill_rows a warp copies one row at a time. In a claim a
@@ -260,10 +260,10 @@ __global__ void __launch_bounds__(kThreads)
 __device__ __forceinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     const auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
-    uint32_t head = static_cast<uint32_t>(-to % 4u); // number of bytes before the first word
+    uint32_t head = static_cast<uint32_t>(-to % 4u); // number of bytes before the first aligned word of dst
     if ((from + head) % 4u > head) head += 4u;       // the first word's source would begin before src
     const auto skew = static_cast<uint32_t>((from + head) % 4u);
-    // upper: number of bytes that are read past a word of the source.
+    // upper: number of bytes that are read past the four source bytes of a word of dst.
     const uint32_t upper = skew != 0u ? 4u - skew : 0u;
     const uint32_t words = num_bytes >= head + upper ? (num_bytes - head - upper) / 4u : 0u;
     const auto *const low = reinterpret_cast<const uint32_t *>(src + head - skew);
@@ -414,7 +414,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
         const uint32_t home = row >= 0 ? home_of(job.lru, row) : 0u;
         uint64_t *const entries = job.entries + first;
         if (active) entries[lane_id()] = 0;
-        __syncwarp(); // all lanes have read before the lane that finds a row writes its entry
+        __syncwarp(); // the zeros are written before a lane that finds a row writes its entry
         for (uint32_t j = 0; has_sets && j < job.per_warp; j += kAhead) {
             ulonglong2 ways[kAhead];
             int64_t asked[kAhead];

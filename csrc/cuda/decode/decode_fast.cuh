@@ -26,7 +26,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     using Group = G;
     static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : G::kWarps > 8 ? 1024 : 768;
     static constexpr uint32_t kVectors = G::kAnyLength ? 8 : 4;
-    // Number of elements in a vector of 16 bytes, and in a word.
+    // Number of elements in a vector of 16 bytes, and number of elements in a word.
     static constexpr uint32_t kPerVector = 16u / sizeof(T), kPerWord = 4u / sizeof(T);
     static constexpr uint32_t kSteps = 4; // number of vectors of 16 bytes that a lane has in a tile
     static constexpr uint32_t kStep = G::kLanes * kPerVector, kTile = kSteps * kStep;

@@ -14,7 +14,7 @@
 //    list, the list of escaped elements. In the other planes a lane takes one element of this list at a time. Then
 //    entries and raw symbols are joined with residuals; a lane joins eight elements at a time.
 // 4. A lane makes 16 bytes of output at a time. The bits of the bitmap say which of its columns are listed, and a
-//    prefix sum of the numbers of these bits says which listed elements belong to these columns. All other columns get
+//    prefix sum over the counts of these bits says which listed elements belong to these columns. All other columns get
 //    the default. If there is an array of columns, the default is written to all columns, and then each listed element
 //    is stored in its column.
 //
@@ -376,7 +376,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             uint32_t ones = low_bits(shared_bits(start + from), ibp_min_u32(form.upper_bits - from, each));
             const uint32_t count = ibp_popcount(ones), sums = G::inclusive_scan(count);
             // first: the least of the lane's positions. next: the least valid position after the lane's last one; ~0
-            // once a position was wrong.
+            // once a position has been wrong.
             uint32_t rank = found + sums - count, first = ~0u, next = 0;
             found += G::last_lane(sums);
             if (G::any(found > form.num_positions)) return false;
@@ -460,7 +460,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t i = lane_id(); i < cb.row_bytes / 16u; i += kWarp) store_words(window, true, 4u * i, words);
     }
 
-    // Stores 16 bytes of elements one by one. column: the live column of the first element.
+    // Stores 16 bytes of elements one by one. column: the first element's column, counted among the live columns.
     static __device__ __noinline__ void store_live(const ibp_planes &planes, Window window, uint32_t column,
                                                    uint32_t columns, uint4 words)
     {

@@ -291,7 +291,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     }
     static_assert(kStep * FIRST % 32 == 0, "vectors of a lane are whole words of digits apart");
 
-    // Visits plane p of a tile: loads its digits if p is 0 or 1, else names its elements. start: the bit at which the
+    // Visits plane p of a tile. In planes 0 and 1 it loads the digits. In planes 2 and 3 it writes the names of
+    // elements to level 2, and fills the list with the elements whose digits are escapes. start: the bit at which the
     // plane begins. range: the tile's digits in this plane. Returns the number of escapes among these digits.
     __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
@@ -327,7 +328,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
 
     // ---- ranks ----
 
-    // Returns the names of the elements of step s of a tile: symbols, or ranks if every column has its own entries.
+    // Returns the names of a lane's elements in step s of a tile: symbols, or ranks if every column has its own
+    // entries.
     static __device__ __forceinline__ uint4 bytes_of(const Entries &entries, const Tile &tile, uint32_t s)
     {
         uint32_t from = tile.before[s];

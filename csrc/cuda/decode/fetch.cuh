@@ -8,7 +8,7 @@
 // 1. The vectors that the last prefetch has loaded into registers are stored in the stage, or in the output if the row
 //    is raw and both the row and the output are aligned (receive). Vectors for which there was no register are fetched
 //    now.
-// 2. If no row is left that has been looked up, the lanes look up the warp's next rows together, one row each
+// 2. If all rows that were looked up have been fetched, the lanes look up the warp's next rows together, one row each
 //    (look_up).
 // 3. The group issues loads of its next row's bytes into registers (prefetch). These are the bytes in the slot and the
 //    bytes in overflow, which may be in pinned host memory. Groups that share a warp load their rows together.
@@ -439,7 +439,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         }
         if (G::kPerWarp > 1) receive_rest(row, entry, i);
     }
-    // Fetches the vectors of rows that were not prefetched.
+    // Fetches the remaining vectors of rows that were too long to be prefetched completely.
     __device__ __forceinline__ void receive_rest(const Row &row, const Entry &entry, uint32_t i) const
     {
         const uint32_t num_vectors = vectors_in(row.what);
@@ -450,7 +450,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads)
             to[pieces.place(k)] = *pieces.place_of(k);
     }
-    // Stores the prefetched vectors of a row that is too long to be prefetched as a whole, and fetches its other
+    // Stores the prefetched vectors of a row that is too long to be prefetched completely, and fetches its other
     // vectors. Used only if a group has whole warps.
     __device__ __forceinline__ void receive_long(const Row &row, const Entry &entry, uint32_t i,
                                                  const uint4 (&vectors)[kVectors]) const

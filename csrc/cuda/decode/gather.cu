@@ -51,8 +51,8 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
     request->copies_vectors = reinterpret_cast<uintptr_t>(request->dst) % 16 == 0 && is_even && row_bytes % 16 == 0;
 }
 
-// Returns whether a table's slots are in device memory, and its overflow is in host memory and so large that warps wait
-// for it.
+// Returns true if a table's slots are in device memory, its overflow is in host memory, and the overflow is so large
+// that warps wait for it.
 static bool spills_far(const ibp_table &table)
 {
     constexpr int64_t kShare = 100; // overflow matters if its size is more than 1 / kShare of the slots' size

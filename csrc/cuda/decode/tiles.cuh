@@ -195,7 +195,7 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     }
     // Writes names to level 1: those of the tile's n elements that have escapes in plane 0. chunk: the first chunk of
     // their digits of plane 1. load(base, left): loads the chunk that begins with digit `base`; `left` is the number of
-    // digits that are left. names(chunk, part, from): returns 16 names. from: the shared byte at which the names of the
+    // digits from there on. names(chunk, part, from): returns 16 names. from: the shared byte at which the names of the
     // lane's escaped digits begin; names() advances it past these names.
     template <class Chunk, class Load, class Names>
     __device__ __forceinline__ void name_plane1(uint32_t n, Chunk chunk, const Load &load, const Names &names) const

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kJudgeThreads)
         else
             wrong = wrong || base != versions[v].base_sum;
     }
-    __syncthreads(); // before the verdict is written, which all threads have read
+    __syncthreads(); // all threads have read the verdict before it is written
     if (wrong) state.verdict() = is_applied ? IBP_DELTA_DAMAGED : IBP_DELTA_OTHER_BASE;
 }
 
@@ -170,7 +170,7 @@ template <typename T> struct DeltaAdder {
         uint8_t *bytes;
         uint32_t valid;       // number of bytes that the row has
         bool is_whole;        // the row has row_bytes bytes and begins at a multiple of 8
-        uint64_t key, change; // key: makes ibp_mix_word(word + key, w) the mixed word of word w of the row
+        uint64_t key, change; // key: ibp_mix_word(word + key, w) is the mixed word of word w of the row
 
         __device__ __forceinline__ Target(uint8_t *row, uint32_t num_bytes, uint32_t row_bytes, uint64_t first_word)
             : bytes(row), valid(num_bytes), is_whole(__all_sync(kAllLanes, aligned(row, 8) && num_bytes == row_bytes)),

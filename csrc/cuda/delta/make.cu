@@ -188,8 +188,8 @@ template <typename T> struct DeltaRows {
     };
     static constexpr uint32_t kRingBytes = kRing * (sizeof(T) + 2u);
 
-    // The state of a row that is being coded. closed: the row has no values. lists: its positions are a list of the
-    // listed positions. next: the number of elements coded so far that have a digit in each plane.
+    // The state of a row that is being coded. closed: the row has no values. lists: its positions are stored as a list
+    // of the listed columns. next: the number of elements coded so far that have a digit in each plane.
     struct Work {
         const Parts &parts;
         const BitStage &stage;

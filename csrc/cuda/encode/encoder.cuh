@@ -20,7 +20,7 @@
 //     };
 //
 //     Group          the threads that encode one row together
-//     kBlocks        number of blocks that must be able to run on an SM at once (of __launch_bounds__); a block has
+//     kBlocks        number of blocks that must be able to run on an SM at once (for __launch_bounds__); a block has
 //                    Group::kThreads threads if rows are measured, else up to kMostEncodeThreads
 //     kFillsStage    whether encode writes every byte of the coded row, and reads no byte of the stage
 //     table_bytes    size in bytes of a block's table, which begins at byte 0 of shared memory, where `table` points; a
@@ -155,7 +155,7 @@ template <uint32_t LANES> struct EncodeGroup {
             for (int i = 0; i < N; i++) before[i] += of_warps[i];
         }
     }
-    // Returns the v of lane 0 of the group.
+    // Returns the value that v has in lane 0 of the group.
     static __device__ __forceinline__ uint64_t broadcast(uint64_t v)
     {
         if constexpr (kIsBlock) {
@@ -497,7 +497,7 @@ __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const E
     return best;
 }
 
-// Checks the parts of the contract that a compiler can see.
+// Checks the parts of the contract that a compiler can check.
 template <class Encoder> constexpr bool is_encoder()
 {
     static_assert(Encoder::Group::kThreads % Encoder::Group::kLanes == 0, "blocks of whole groups");

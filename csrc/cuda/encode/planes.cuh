@@ -204,8 +204,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         if (sizeof(T) == 8) return static_cast<T>(word[2 * e % 4] | static_cast<uint64_t>(word[(2 * e + 1) % 4]) << 32);
         return static_cast<T>(word[e / kPerWord] >> (e % kPerWord * kBits % 32u));
     }
-    // Returns a mask of the bits that decide whether an element is listed. The element is listed if one of these bits
-    // differs from that of the default value.
+    // Returns a mask of the bits that decide whether an element is listed. The element is listed if any of these bits
+    // differs from the same bit of the default value.
     __device__ __forceinline__ T listing_bits() const
     {
         return static_cast<T>(Book::signed_default(planes) ? ~uint64_t{0} >> (65u - kBits) : ~uint64_t{0});

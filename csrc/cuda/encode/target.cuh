@@ -89,8 +89,8 @@ __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, 
 // Allocates a part that no other row has. If there is no room, returns a part with the base IBP_NO_BASE. seen: the last
 // value of the counter place.used that this lane has read; kNotSeen at first.
 //
-// If the part would not fit at byte `seen`, the counter is read again. If the part would not fit at the byte that is
-// read either, nothing is added to the counter. So the counter stays near the size of overflow, however many rows find
+// If the part would not fit at byte `seen`, the counter is read again. If the part would not fit at the counter's new
+// value either, nothing is added to the counter. So the counter stays near the size of overflow, however many rows find
 // no room. If the part would fit at byte `seen`, the counter is not read first, because a second access to a counter
 // that all groups use would delay the row.
 __device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t sectors, uint64_t &seen)

@@ -40,8 +40,8 @@ struct Sample {
     float weight;
 };
 
-// Looks up the row of the id at position `number`. Returns a sample without a row if the id is padding, or if the
-// position is `last`, where the team's rows end, or later. Not inlined, because registers are scarce.
+// Looks up the row of the id at position `number`. Returns a sample without a row if the id is padding, or if number >=
+// last. last: the position at which the team's rows end. Not inlined, because registers are scarce.
 static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, const Request &request,
                                                      const ibp_bags &bags, uint32_t number, uint32_t last)
 {
@@ -60,8 +60,8 @@ static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, con
     return sample;
 }
 
-// Returns the largest number of threads in a block, which consists of whole teams. It is small enough that registers
-// hardly spill to local memory, because the block's shared memory leaves no L1 cache for spills.
+// Returns the largest number of threads in a block, which consists of whole teams. The number is small enough that
+// registers hardly spill to local memory, because the block's shared memory leaves no L1 cache for spills.
 template <class Decoder, class Sums> constexpr uint32_t most_bag_threads()
 {
     constexpr uint32_t kMost = Sums::kUnits == 1u ? 768 : 640;

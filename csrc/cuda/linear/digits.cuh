@@ -216,8 +216,8 @@ struct Elements {
 // A byte times this constant is a word with this byte in all four places.
 constexpr uint32_t kEveryByte = 0x01010101u;
 
-// Converts the two elements of a word to BF16, which is sign, exponent, mantissa. In `rotated`, the low byte of each
-// element is its residual, and the high byte is its exponent.
+// Converts the two elements of a word to BF16, whose bits are sign, exponent and mantissa. In `rotated`, the low byte
+// of each element is its residual, and the high byte is its exponent.
 __device__ __forceinline__ uint32_t turned(uint32_t rotated)
 {
     return select_bits(0x7fff7fffu, rotated >> 1, rotated << 15);
@@ -338,8 +338,9 @@ struct RowEscapes {
     }
 };
 
-// Sums of the products of a row's escapes with VECTORS vectors, whose indices are APART apart. taken: products with the
-// weights that the multiplying warps used, as if escapes were ordinary digits. right: products with the right weights.
+// Sums of the products of a row's escapes with VECTORS vectors, whose indices differ by APART from one to the next.
+// taken: products with the weights that the multiplying warps used, as if escapes were ordinary digits. right: products
+// with the right weights.
 template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
     static constexpr uint32_t kTogether = RowEscapes::kTogether;
 

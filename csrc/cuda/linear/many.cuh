@@ -30,8 +30,9 @@ namespace ibp {
 // it is 2, each group that multiplies has half of the rows and all of the block's pieces.
 template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBlock {
     static constexpr uint32_t kVectors = VECTORS, kParts = PARTS, kShares = SHARES, kTileRows = 64 * SHARES;
-    static constexpr uint32_t kStages = 3;               // number of stages of a warp, which receive copied bytes
-    static constexpr uint32_t kGroup = 128, kGroups = 2; // number of threads in a group that multiplies, and of groups
+    static constexpr uint32_t kStages = 3; // number of stages of a warp, which receive copied bytes
+    // kGroup: number of threads in a multiplying group. kGroups: number of these groups.
+    static constexpr uint32_t kGroup = 128, kGroups = 2;
     static constexpr uint32_t kMultipliers = kGroups * kGroup, kThreads = kMultipliers + kGroup;
     static constexpr uint32_t kGroupPieces = kPieces * SHARES / PARTS / kGroups; // number of pieces of a group
     // kPitch: distance in floats from one vector's sums to the next vector's. This distance avoids bank conflicts.
