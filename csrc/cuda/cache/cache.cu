@@ -38,7 +38,7 @@ __device__ __forceinline__ int64_t warp_number() { return int64_t{blockIdx.x} * 
 
 // ---- requested rows ----
 
-// The requested rows. A job is one row of one item; jobs are in the order of items and rows.
+// The requested rows. A job is one row of one item. Jobs are ordered by item and, within an item, by row.
 struct Rows {
     const void *ids;
     uint32_t id_bytes, rows_per_item, num_jobs, row_bytes;

@@ -59,7 +59,7 @@
 
 namespace ibp {
 
-// The sizes of groups that are parts of a warp, which decode short rows: such a group has at least kLeastLanes lanes,
+// The limits of groups that are parts of a warp. Such groups decode short rows. A group has at least kLeastLanes lanes,
 // and each lane takes at most kLaneVectors vectors of a row.
 struct FourLanes {
     static constexpr uint32_t kLaneVectors = 4, kLeastLanes = 4, kOwnVectors = 0;

@@ -299,8 +299,8 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     return entry;
 }
 
-// Fetches a group's rows and has a decoder decode them. TO_OUT: every row of the group is wanted as a whole, and goes
-// to `out`.
+// Fetches a group's rows and has a decoder decode them. TO_OUT: all bytes of the group's rows are wanted, and each row
+// goes to `out`.
 template <class Decoder, bool TO_OUT = false> struct Fetch {
     using G = typename Decoder::Group;
     // Number of vectors that a thread loads ahead.
@@ -371,8 +371,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     __device__ __forceinline__ void load(const Entry &entry, uint32_t i, uint32_t what,
                                          uint4 (&vectors)[kVectors]) const
     {
-        // All loads come after the last shuffle. If there were loads between the shuffles, the compiler would make
-        // branches of them.
+        // All loads come after the last shuffle. If there were loads between the shuffles, the compiler would turn them
+        // into branches.
         const uint4 *places[kVectors];
         bool wanted[kVectors];
         Pieces pieces{};
@@ -398,7 +398,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     {
         const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(0));
         // If groups are whole warps, gathers do not test whether rows have vectors in overflow, because the branch
-        // would make gathers that device memory limits 10 % slower.
+        // would make gathers 10 % slower if device memory limits them.
         if ((G::kPerWarp == 1 && !TO_OUT) || G::any(((G::kPerWarp == 1 ? what : entry.what) & kHasRest) != 0u))
             load<true>(entry, i, what, vectors);
         else

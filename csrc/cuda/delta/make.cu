@@ -17,9 +17,9 @@ namespace ibp {
 
 using MakeGroup = EncodeGroup<kWarp>;
 
-// Counts of a row's listed elements, which fix the layout of the coded row. reaching[p]: number of elements that have a
-// digit in plane p; reaching[IBP_MAX_PLANES]: number of elements that have a raw symbol. closed: 1 if there are listed
-// elements and all of them equal the codebook's closed value, else 0.
+// Counts of a row's listed elements. They determine the layout of the coded row. reaching[p]: number of elements that
+// have a digit in plane p; reaching[IBP_MAX_PLANES]: number of elements that have a raw symbol. closed: 1 if there are
+// listed elements and all of them equal the codebook's closed value, else 0.
 struct DeltaCounts {
     uint32_t reaching[IBP_MAX_PLANES + 1];
     uint32_t closed;

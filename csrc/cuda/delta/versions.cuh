@@ -139,7 +139,7 @@ inline bool are_versions(const ibp_delta_tensor *versions, uint32_t num_versions
 
 // ---- launching ----
 
-// The arguments that all functions which launch kernels for deltas have in common.
+// The common arguments of the functions that launch kernels for deltas.
 struct DeltaCall {
     const ibp_codebook &cb;
     const ibp_delta_tensor *versions;

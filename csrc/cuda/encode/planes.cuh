@@ -137,7 +137,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
                 enter(reinterpret_cast<T *>(table), all, symbol, code_of_rank(rank));
                 continue;
             }
-            // A wrong codebook may have an entry with more bits than a symbol. No row has this symbol.
+            // An invalid codebook may have an entry with more bits than a symbol. No element of a row has this symbol.
             if (static_cast<uint64_t>(symbol) >> symbol_bits != 0u) continue;
             const auto bits = static_cast<uint32_t>(symbol);
             if (has_ranks)
@@ -434,8 +434,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     __device__ __forceinline__ uint32_t entry_for(const uint32_t *table, const uint32_t (&words)[WORDS], uint32_t e,
                                                   uint32_t skipped = 0) const
     {
-        // At bit 2, the symbol is an offset in bytes into the table. The bits above it come from the index of the
-        // cluster's first code.
+        // A symbol that begins at bit 2 is an offset in bytes into the table. The bits above it come from the index of
+        // the cluster's first code.
         const uint32_t byte =
             select_bits(low_bits(~0u, symbol_bits) << 2, symbol_at(words, e, 2u + skipped), 4u * own_codes);
         return *reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint8_t *>(table) + byte);
