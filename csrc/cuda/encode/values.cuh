@@ -97,8 +97,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     }
 
     // first, second: the digits of an octet in planes 0 and 1, packed from bit 0 in the order of the elements. counts:
-    // the sum of bits 16 to 23 of the octet's paths. Bits 0 to 4 are the number of elements that reach plane 1, and the
-    // bits above are the number of elements that go on to the list.
+    // the sum of bits 16 to 23 of the octet's paths. Bits 0 to 4 of this sum are the number of elements that reach
+    // plane 1, and the bits above are the number of elements that go on to the list.
     struct Octet {
         uint32_t first, second, counts;
     };
