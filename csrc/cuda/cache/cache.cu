@@ -1,5 +1,5 @@
-// cache.cu - a cache of rows: kernels that find rows in maps, copy rows to slabs, and claim, drop and change rows. The
-// gather that reads slabs is in decode/gather.cuh.
+// cache.cu - a cache of rows: kernels that find rows in maps, copy rows to slabs, claim ways for rows, remove rows from
+// maps, and change their entries. The gather that reads slabs is in decode/gather.cuh.
 //
 // A slab is memory near the GPUs that holds stored rows. A map is an array of sets, and a set is an array of ways of 16
 // bytes; two ways share a sector of memory. A way holds a row's number and its entry, which says where the row lies in
@@ -7,12 +7,12 @@
 //
 //     set 0    | row, entry | row, entry | ...    set 1    | row, entry | row, entry | ...
 //
-// A cache that replaces the least recently used rows is changed by a claim, which consists of two kernels. touch_rows
-// finds and stamps the requested rows that are in the cache. claim_rows gives the missing rows the ways of the least
-// recently used rows, and copies the missing rows to the slots of these ways.
+// A claim brings missing rows into a cache that replaces its least recently used rows. A claim consists of two kernels.
+// touch_rows finds and stamps the requested rows that are in the cache. claim_rows gives the missing rows the ways of
+// the least recently used rows, and copies the missing rows to the slots of these ways.
 //
-// Latency and the number of sectors of random reads limit the lookups. In find_rows each lane looks up one row. In a
-// claim a warp looks up one row at a time, and each lane compares one way.
+// The latency of random reads, and the number of sectors that these reads load, limit the lookups. In find_rows each
+// lane looks up one row. In a claim a warp looks up one row at a time, and each lane compares one way.
 //
 // The memory from which rows are read limits the copies. In fill_rows a warp copies one row at a time. In a claim a
 // warp claims ways for up to 32 rows, and then copies these rows as one sequence of vectors.
@@ -38,7 +38,7 @@ __device__ __forceinline__ int64_t warp_number() { return int64_t{blockIdx.x} * 
 
 // ---- requested rows ----
 
-// The requested rows. A job is one row of one item; jobs are in the order of items and rows.
+// The requested rows. A job is one row of one item. Jobs are ordered by item and, within an item, by row.
 struct Rows {
     const void *ids;
     uint32_t id_bytes, rows_per_item, num_jobs, row_bytes;
@@ -55,7 +55,7 @@ struct Rows {
         return id_bytes == 8u ? __ldg(static_cast<const long long *>(ids) + item)
                               : __ldg(static_cast<const int *>(ids) + item);
     }
-    // Returns the row of a job, or -1 if the item does not exist.
+    // Returns the number of the row that a job requests, or -1 if its item does not exist.
     __device__ __forceinline__ int64_t row_of(uint32_t job) const
     {
         const uint32_t item = item_of(job);
@@ -98,7 +98,7 @@ struct Tally {
         misses += ibp_popcount(__ballot_sync(kAllLanes, missed));
         missed_bytes += __reduce_add_sync(kAllLanes, missed ? ibp_sector_bytes(stored) : 0u);
     }
-    // Adds the block's counts to *counts. All threads of the block must call it, once.
+    // Adds the block's counts to *counts. All threads of the block must call it exactly once.
     __device__ __forceinline__ void put(ibp_cache_counts *counts) const
     {
         constexpr uint32_t kNumbers = sizeof(ibp_cache_counts) / sizeof(uint64_t);
@@ -118,8 +118,8 @@ struct Tally {
 
 // ---- maps ----
 
-// Loads a way, which is a row's number and its entry, by one access. CONSTANT: nothing writes to the map meanwhile, so
-// the load may use the L1 cache, which then also has the other way of the sector.
+// Loads a way, which is a row's number and its entry, in one access. CONSTANT: nothing writes to the map meanwhile, so
+// the load may use the L1 cache, which then also holds the other way of the sector.
 template <bool CONSTANT> __device__ __forceinline__ ulonglong2 load_way(const ibp_cached_row *way)
 {
     const auto *const words = reinterpret_cast<const ulonglong2 *>(way);
@@ -194,9 +194,9 @@ __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t ro
     return found;
 }
 
-// Inserts a row in the map, without an entry. Returns the index of the row's way, or -1 if the row is in the map
-// already or there is no empty way. All threads try the ways in the same order, and a way never becomes empty again. So
-// if several threads insert the same row, one of them gets a way, and the others find the row there.
+// Inserts a row into the map, without an entry. Returns the index of the row's way, or -1 if the row is in the map
+// already or there is no empty way. All threads that insert the same row try the ways in the same order, and a way that
+// was taken never becomes empty again. So one of these threads gets a way, and the others find the row there.
 __device__ __forceinline__ int64_t take_way(const ibp_cache_map &map, int64_t row)
 {
     if (map.num_sets == 0) return -1;
@@ -260,10 +260,10 @@ __global__ void __launch_bounds__(kThreads)
 __device__ __forceinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     const auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
-    uint32_t head = static_cast<uint32_t>(-to % 4u); // number of bytes before the first word
+    uint32_t head = static_cast<uint32_t>(-to % 4u); // number of bytes before the first aligned word of dst
     if ((from + head) % 4u > head) head += 4u;       // the first word's source would begin before src
     const auto skew = static_cast<uint32_t>((from + head) % 4u);
-    // upper: number of bytes that are read past a word of the source.
+    // upper: number of bytes that are read past the four source bytes of a word of dst.
     const uint32_t upper = skew != 0u ? 4u - skew : 0u;
     const uint32_t words = num_bytes >= head + upper ? (num_bytes - head - upper) / 4u : 0u;
     const auto *const low = reinterpret_cast<const uint32_t *>(src + head - skew);
@@ -274,7 +274,7 @@ __device__ __forceinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, u
     for (uint32_t i = lane_id(); i < num_bytes; i += kWarp)
         if (i < head || i >= head + 4u * words) dst[i] = src[i];
 }
-// Copies bytes by vectors of 16 bytes; both addresses must be aligned to 16. Several loads are issued before the first
+// Copies bytes in vectors of 16 bytes; both addresses must be aligned to 16. Several loads are issued before the first
 // vector is stored, because the bytes may come from host memory. All lanes of the warp must call it.
 __device__ __forceinline__ void copy_vectors(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
@@ -301,7 +301,7 @@ __device__ __forceinline__ void copy_part(uint8_t *dst, const uint8_t *src, uint
 
 __device__ __forceinline__ uint32_t vectors_of(uint32_t num_bytes) { return (num_bytes + 15u) / 16u; }
 
-// A stored row of the table that is to be copied.
+// A stored row that is to be copied from the table.
 struct Stored {
     ibp_row_place place;
     ibp_status status;
@@ -314,8 +314,9 @@ struct Stored {
         return byte < place.in_slot ? table.slots + place.slot_start + byte
                                     : table.overflow + place.overflow_start + (byte - place.in_slot);
     }
-    // Returns whether the row can be copied by vectors of 16 bytes: both parts begin at multiples of 16 bytes, and the
-    // last vector ends within the row's slot or room.
+    // Returns whether the row can be copied in vectors of 16 bytes. Its parts must begin at multiples of 16 bytes. If
+    // it has an overflow part, the part in the slot must consist of whole vectors. The last vector must end within the
+    // slot or, in overflow, within the padding of the overflow part.
     __device__ __forceinline__ bool is_vectors(const ibp_table &table) const
     {
         const bool spills = place.in_overflow != 0u;
@@ -326,7 +327,7 @@ struct Stored {
                ibp_part_in_bounds(spills ? place.overflow_start : place.slot_start, end,
                                   spills ? table.overflow_bytes : table.slots_bytes);
     }
-    // Copies both parts of the row to dst, one after the other, by the function COPY. All lanes of the warp must call
+    // Copies both parts of the row to dst, one after the other, with the function COPY. All lanes of the warp must call
     // it.
     template <void COPY(uint8_t *, const uint8_t *, uint32_t)>
     __device__ __forceinline__ void copy(const ibp_table &table, uint8_t *dst) const
@@ -413,7 +414,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
         const uint32_t home = row >= 0 ? home_of(job.lru, row) : 0u;
         uint64_t *const entries = job.entries + first;
         if (active) entries[lane_id()] = 0;
-        __syncwarp(); // all lanes have read before the lane that finds a row writes its entry
+        __syncwarp(); // the zeros are written before a lane that finds a row writes its entry
         for (uint32_t j = 0; has_sets && j < job.per_warp; j += kAhead) {
             ulonglong2 ways[kAhead];
             int64_t asked[kAhead];
@@ -450,7 +451,7 @@ struct Missing {
     bool is_new;
 };
 
-// Assigns a way to a row, in the row's set, which must be locked. way, stamp: the way of the set that this lane has
+// Assigns one way of a row's set to the row. The set must be locked. way, stamp: the way of the set that this lane has
 // loaded, and its stamp. All lanes of the warp must call it.
 __device__ __forceinline__ void claim_way(const ibp_lru &lru, Missing &missing, const ulonglong2 &way, uint32_t stamp,
                                           uint32_t now)
@@ -473,8 +474,8 @@ __device__ __forceinline__ void claim_way(const ibp_lru &lru, Missing &missing, 
     lru.stamps[chosen] = now;
 }
 
-// Assigns ways to the rows of the lanes in `lanes`. The sets of these rows must be locked and different. All lanes of
-// the warp must call it.
+// Assigns ways to the rows of the lanes whose bits are set in `lanes`. The sets of these rows must be locked, and no
+// two of these rows may have the same set. All lanes of the warp must call it.
 __device__ __forceinline__ void claim_locked(const ibp_lru &lru, Missing *rows, uint32_t lanes, uint32_t now)
 {
     // Number of sets that are loaded at once. With more sets the kernel would need more than 64 registers.
@@ -498,8 +499,8 @@ __device__ __forceinline__ void claim_locked(const ibp_lru &lru, Missing *rows, 
 
 // Assigns ways to the rows of all lanes. Each lane tries to lock its row's set. The rows of the lanes that succeed get
 // their ways, and these locks are released before the other lanes try again, so that no warp waits while it holds a
-// lock. The number of tries is limited, because the locks are memory of the caller, and a lock that is not 0 before the
-// call would never be free. All lanes of the warp must call it.
+// lock. The number of tries is limited, because the locks lie in memory of the caller: a lock that is not 0 before the
+// call would never become free. All lanes of the warp must call it.
 __device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bool has_row, uint32_t now)
 {
     constexpr uint32_t kMostTries = 1u << 20;
@@ -532,8 +533,8 @@ __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab,
 #pragma unroll
         for (uint32_t a = 0; a < kAhead; a++) {
             const uint32_t number = first + a * kWarp + lane_id();
-            // lane: the lane to whose row the vector belongs, which is the last lane whose first vector does not come
-            // after this one.
+            // lane: the lane to whose row vector `number` belongs, which is the last lane whose first vector does not
+            // come after vector `number`.
             int lane = 0;
             for (int step = kWarp / 2; step > 0; step /= 2)
                 if (__shfl_sync(kAllLanes, begin, lane + step) <= number) lane += step;
@@ -681,8 +682,8 @@ ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, con
     if (!ibp::ask_for_rows(query, &job.rows)) return IBP_INVALID_ARGUMENT;
     if (job.rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    // The jobs are spread over up to this number of warps, or more if a warp would get more than kWarp jobs. The 132
-    // SMs of an H200 hold more warps at the same time.
+    // The jobs are spread over at most this number of warps, or over more if a warp would otherwise get more than kWarp
+    // jobs. The 132 SMs of an H200 hold more warps at the same time.
     constexpr int64_t kWarpsAtATime = 4096;
     job.per_warp =
         static_cast<uint32_t>(std::min<int64_t>((job.rows.num_jobs + kWarpsAtATime - 1) / kWarpsAtATime, ibp::kWarp));

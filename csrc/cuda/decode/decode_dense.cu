@@ -1,4 +1,4 @@
-// decode_dense.cu - launches gathers of the dense rows of scheme planes that no other decoder takes.
+// decode_dense.cu - launches gathers of the dense rows of scheme planes that no other decoder can decode.
 #include "gather.cuh"
 #include "decode_dense.cuh"
 

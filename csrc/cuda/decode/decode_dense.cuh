@@ -1,8 +1,8 @@
 // decode_dense.cuh - decodes all dense rows of scheme planes (FORMAT.md section 6) that decode_fast.cuh and
 // decode_pairs.cuh cannot decode.
 //
-// It works as decode_pairs.cuh does, with digits of any width. tiles.cuh describes the bytes of a row and the levels,
-// which are arrays of names in shared memory.
+// It works as decode_pairs.cuh does, but digits may have any width. tiles.cuh describes the bytes of a row and the
+// levels, which are arrays of names in shared memory.
 //
 // 1. The warp visits planes 0 to 3 in this order. A lane spreads its digits of planes 0 and 1 to nibbles, and counts
 //    escapes, because their number says where the next plane begins. It keeps the nibbles of plane 0 in shared memory,
@@ -19,7 +19,7 @@
 // each step looks up their symbols. After a step's 16 bytes have been stored, its elements with raw symbols are stored
 // once more with the right symbols, one at a time.
 //
-// The issue of integer instructions limits the decoder.
+// The rate at which integer instructions are issued limits the decoder.
 #ifndef IBP_DECODE_DENSE_CUH
 #define IBP_DECODE_DENSE_CUH
 
@@ -28,7 +28,7 @@
 namespace ibp {
 
 // The constants that spread eight digits of up to four bits to nibbles. A multiplication moves the upper four digits
-// up, a second one the upper two of each four digits, and a third one the upper digit of each two. The digits of an
+// up, a second one the upper two of each four digits, and a third one the upper digit of each pair. The digits of an
 // absent plane have no bits; they become nibbles of four ones, which are escapes.
 struct DigitSpread {
     // width: number of bits of a digit. fours, twos, ones: masks of the bits that the three multiplications move.
@@ -44,9 +44,10 @@ struct DigitSpread {
           above(num_bits == 0u ? 0u : (0xfu << num_bits & 0xfu) * 0x11111111u), absent(num_bits == 0u ? ~0u : 0u)
     {
     }
-    // Returns what low_bits(~0u, num_bits) returns, by instructions that can use uniform registers.
+    // Returns low_bits(~0u, num_bits), computed with instructions that can use uniform registers.
     static __device__ __forceinline__ uint32_t ones_of(uint32_t num_bits) { return (1u << num_bits) - 1u; }
-    // Spreads eight digits, which are packed from bit 0 of `bits`, one to each nibble.
+    // Spreads eight digits, which are packed from bit 0 of `bits`, over the nibbles of the result, one digit to each
+    // nibble.
     __device__ __forceinline__ uint32_t nibbles(uint32_t bits) const
     {
         bits &= ones_of(4u * width) | fours;
@@ -95,8 +96,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     {
         return sizeof(T) < 8 && !planes.per_column && bits_of_symbol(planes) <= 8u;
     }
-    // Returns the size in bytes of the block's table; 0 if there is no table. The table has for each rank the entries
-    // of all columns, and then some bytes of padding, which may be read.
+    // Returns the size in bytes of the block's table; 0 if there is no table. For each rank, the table has the entries
+    // of all columns. At its end are at least 16 bytes of padding, which may be read.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         const uint32_t entries = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries,
@@ -150,9 +151,9 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
                 columns[rank * book.columns + column] = book.entry(column * cb.planes.num_entries + rank);
     }
-    // Writes the names of a cluster's planes, and the entries, to shared memory. tables: the shared byte at which the
-    // names begin. Not inlined, so that a kernel contains this code once, and because registers are scarce if rows have
-    // clusters.
+    // Writes the names for the digits of a cluster's planes, and the entries, to shared memory. tables: the shared byte
+    // at which the names begin. Not inlined, so that a kernel contains this code once, and because registers are scarce
+    // if rows have clusters.
     static __device__ __noinline__ void fill_names(const ibp_codebook &cb, uint32_t cluster, uint32_t tables)
     {
         const PlanesBook<T> book(cb, cluster);
@@ -172,8 +173,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     // The names that belong to the digits of one plane.
     struct Names {
         uint4 table; // a byte for each digit; 0 at the escape
-        // above: as in DigitSpread. low, high: eight bytes, of which the one at the escape is 0xff and the others are
-        // 0.
+        // above: as in DigitSpread. low, high: eight bytes, one for each digit below 8. The byte at the escape is 0xff,
+        // and all others are 0.
         uint32_t above, low, high;
         uint32_t wide; // not 0 if digits may have four bits
 
@@ -205,8 +206,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                 escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u, width % 4u == 0u ? 1u : 0u};
     }
 
-    // Loads COUNT of a plane's n digits, beginning with digit i, as nibbles. Nibbles past the last digit are 0. start:
-    // the bit at which digit 0 begins.
+    // Loads COUNT digits of a plane, beginning with digit i, into one nibble each. Only the digits before digit n are
+    // loaded; the nibbles of all others are 0. start: the bit at which digit 0 begins.
     template <uint32_t COUNT>
     static __device__ __forceinline__ void load_digits(const DigitSpread &spread, uint32_t start, uint32_t i,
                                                        uint32_t n, uint32_t (&digits)[(COUNT + 7u) / 8u])
@@ -252,8 +253,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         Chunk chunk; // the first digits of plane 1
     };
     // Visits plane p of a tile. In planes 0 and 1 it loads the digits. In planes 2 and 3 it writes the names of
-    // elements to level 2, and lists the elements whose digits are escapes. start: the bit at which the plane begins.
-    // range: the tile's digits in this plane. Returns the number of escapes among these digits.
+    // elements to level 2, and fills the list with the elements whose digits are escapes. start: the bit at which the
+    // plane begins. range: the tile's digits in this plane. Returns the number of escapes among these digits.
     __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
     {
@@ -262,8 +263,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         if (p == 0u) {
             Counts counts;
             uint32_t escaped = 0, *const kept = kept_digits();
-            // If a warp has several rows, each of its groups takes the steps of a whole row, even a group without a
-            // row.
+            // If a warp has several groups, each of them goes through the steps of a complete row, even a group without
+            // a row.
             tile.num_steps = ((G::kPerWarp > 1 ? book.columns : n) + kStep - 1u) / kStep;
 #pragma unroll 1
             for (uint32_t s = tile.num_steps; s-- > 0u;) {
@@ -294,7 +295,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
         return tile.chunk.num_escaped + count_escapes(start, {range.from + ibp_min_u32(n, kChunk), range.to}, width);
     }
-    // Returns the number of escapes among digits of a plane. Not inlined, so that a kernel contains this code once.
+    // Returns the number of escapes among the digits `range` of a plane. Not inlined, so that a kernel contains this
+    // code once.
     static __device__ __noinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
         return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);
@@ -326,7 +328,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         }
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
-    // Looks up the symbols of a vector if every column has its own entries. column: the vector's first column. Not
+    // Does what look_up does for a vector, if every column has its own entries. column: the vector's first column. Not
     // inlined, so that a kernel contains this code once.
     static __device__ __noinline__ uint4 look_up_columns(const ibp_codebook &cb, const uint8_t *entries,
                                                          uint32_t column, uint4 ranks)

@@ -7,8 +7,8 @@ namespace ibp {
 template <class G> using Fast2 = FastDecoder<uint16_t, G>;
 template <class G> using Fast4 = FastDecoder<uint32_t, G>;
 
-// Launches with a group of 32 warps if rows are very long. A block then decodes one row at a time, which keeps the SMs
-// busier if there are few of them. Otherwise launches as launch_by_group does.
+// If rows are very long, launches with groups of 32 warps. A block then decodes one row at a time, which keeps the SMs
+// busier if the gather runs on few of them. Otherwise launches as launch_by_group does.
 template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)
 {
     if (gather.table.codebook.row_bytes > 2u * kMostWarps * kWarpRowBytes)

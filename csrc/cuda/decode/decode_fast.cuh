@@ -5,13 +5,14 @@
 //
 //     | residuals, r bits for each element | digits, 4 bits for each element | raw symbols of escaped elements |
 //
-// 1. A lane loads the digits of its part of a tile, kSteps vectors of 16 bytes, and counts escapes (load_tile).
+// 1. A lane's part of a tile is kSteps vectors of 16 bytes. The lane loads the digits of these vectors and counts their
+//    escapes (load_tile).
 // 2. The number of escapes in the row says where the row ends, which is checked.
 // 3. A symbol is first_symbol plus its digit, and residuals lie at known positions. So a lane makes 16 bytes of the row
-//    from a word or half a word of digits by arithmetic, shifts and permutes alone (store_tile).
-// 4. Escapes are rare. If a warp has any, it overwrites the escaped elements with the right ones, one at a time.
+//    from a word or half a word of digits with arithmetic, shifts and permutes alone (store_tile).
+// 4. Escapes are rare. If a warp has any, it overwrites the escaped elements with the right values, one at a time.
 //
-// Device memory limits the decoder, or the link to the host if rows are in pinned memory.
+// Device memory limits the decoder. If rows are in pinned memory, the link to the host limits it.
 #ifndef IBP_DECODE_FAST_CUH
 #define IBP_DECODE_FAST_CUH
 
@@ -25,7 +26,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     using Group = G;
     static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : G::kWarps > 8 ? 1024 : 768;
     static constexpr uint32_t kVectors = G::kAnyLength ? 8 : 4;
-    // Number of elements in a vector of 16 bytes, and in a word.
+    // Number of elements in a vector of 16 bytes, and number of elements in a word.
     static constexpr uint32_t kPerVector = 16u / sizeof(T), kPerWord = 4u / sizeof(T);
     static constexpr uint32_t kSteps = 4; // number of vectors of 16 bytes that a lane has in a tile
     static constexpr uint32_t kStep = G::kLanes * kPerVector, kTile = kSteps * kStep;
@@ -130,8 +131,8 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     }
 
     // Returns the residuals of word k of the vector whose first element is i, each in the low bits of its element.
-    // start: the bit at which the row's residuals begin. n: the row's number of elements; residuals of elements past
-    // them are unspecified.
+    // start: the bit at which the row's residuals begin. n: number of elements of the row. Residuals of elements past
+    // the row's end are unspecified.
     __device__ __forceinline__ uint32_t residuals_of(uint32_t start, uint32_t i, uint32_t k, uint32_t n) const
     {
         const uint32_t r = cb.planes.residual_bits;

@@ -14,14 +14,14 @@
 //    list, the list of escaped elements. In the other planes a lane takes one element of this list at a time. Then
 //    entries and raw symbols are joined with residuals; a lane joins eight elements at a time.
 // 4. A lane makes 16 bytes of output at a time. The bits of the bitmap say which of its columns are listed, and a
-//    prefix sum of the numbers of these bits says which listed elements belong to them. All other columns get the
-//    default. With an array of columns, the default is written to all columns, and then each listed element is stored
-//    in its column.
+//    prefix sum over the counts of these bits says which listed elements belong to these columns. All other columns get
+//    the default. If there is an array of columns, the default is written to all columns, and then each listed element
+//    is stored in its column.
 //
 // Listed elements are joined in batches. A batch has room for 1,024 elements, or for 256 if rows have more than 8 KiB.
-// If all listed elements of the row fit one batch, their ranks are found during the count, and they are joined only
-// once. Otherwise the listed elements of each tile are a batch; if there is an array of columns, each batch except the
-// last one is full.
+// If all listed elements of the row fit in one batch, their ranks are found during the count, and they are joined only
+// once. Otherwise the listed elements of each tile are a batch. If there is an array of columns, the batches do not
+// follow tiles; each batch except the last one is full.
 #ifndef IBP_DECODE_LISTED_CUH
 #define IBP_DECODE_LISTED_CUH
 
@@ -32,7 +32,7 @@
 namespace ibp {
 
 // A decoder of rows as described above. FIELDS: the PlanesFields that the codebook may use. Registers are scarce, so
-// every field that the code supports slows all rows down.
+// every field that the code supports makes the decoding of all rows slower.
 template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     using Book = PlanesBook<T, FIELDS>;
     using Group = ibp::Group<kWarp, 1>;
@@ -52,7 +52,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // number of elements in a vector
     static constexpr uint32_t kEntries = 64, kMostEntries = IBP_MAX_PLANES * ((1u << IBP_MAX_DIGIT_BITS) - 1u);
     static_assert(kMostEntries < kEntries, "the entries and the rank behind them, of raw symbols");
-    // kDigits, kRanks: the bytes of the scratch at which the positions of the next digits, and the ranks, begin.
+    // kDigits: the byte of the scratch at which the bit positions of the next digits begin. kRanks: the byte of the
+    // scratch at which the ranks begin.
     static constexpr uint32_t kDigits = kEntries * static_cast<uint32_t>(sizeof(T)), kRanks = kDigits + 16u;
     static_assert(4u * IBP_MAX_PLANES <= 16u, "a word a plane");
 
@@ -124,8 +125,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- ranks ----
 
-    // Writes the ranks of n elements according to their digits of plane 0, and lists the elements whose digits are
-    // escapes. plane: the bit at which the first element's digit begins. Returns the number of escapes.
+    // Writes the ranks of n elements according to their digits of plane 0, and fills the list of escaped elements with
+    // the numbers of the elements whose digits are escapes. plane: the bit at which the first element's digit begins.
+    // Returns the number of escapes.
     __device__ __forceinline__ uint32_t name_first(uint32_t plane, uint32_t n, uint32_t num_bits) const
     {
         const DigitSpread spread(num_bits);
@@ -165,7 +167,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kWarp, digits.words += num_bits, list += kWarp) {
             const bool active = lane_id() < n - base;
-            const uint32_t digit = digits.word(0) & escape; // past n the bits may be anything
+            const uint32_t digit = digits.word(0) & escape; // the bits of lanes that are not active are unspecified
             const uint32_t j = active ? *list : 0u;
             if (active) ranks()[j] = static_cast<uint8_t>(first + digit);
             const bool open = active && digit == escape;
@@ -187,8 +189,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     struct Values {
         uint32_t residuals, raws, num_raws;
     };
-    // Finds the values of k elements, which begin at bit `start` of shared memory. If the elements are a single batch,
-    // also writes their ranks. Returns false if the values do not end at bit `end`.
+    // Finds where the parts of the values of k elements begin. The values begin at bit `start` of shared memory. If the
+    // elements are a single batch, also writes their ranks. Returns false if the values do not end at bit `end`.
     __device__ __forceinline__ bool find_values(uint32_t start, uint32_t end, uint32_t k, uint32_t symbol_bits,
                                                 bool is_batch, Values &values) const
     {
@@ -296,8 +298,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         const uint32_t r = cb.planes.residual_bits, at = values.raws + i * book.symbol_bits;
         return element_of(r < kBits ? low_bits(field(at), book.symbol_bits) << r : Word{0});
     }
-    // Joins elements j to j + 7 of a batch, whose residuals begin at bit `residuals`. octet: their ranks. Past the
-    // batch's end it makes meaningless elements, from bits of the stage or of the scratch that follows the stage.
+    // Joins elements j to j + 7 of a batch, whose residuals begin at bit `residuals`. octet: their ranks. Elements past
+    // the batch's end are meaningless; their bits come from the stage or from the scratch that follows the stage.
     __device__ __forceinline__ void join_octet(const ResidualJoin &with, uint2 octet, uint32_t residuals,
                                                uint32_t j) const
     {
@@ -341,8 +343,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         else
             return shared_bits(position);
     }
-    // Returns the element with the given coded bits, which are its symbol and its residual, before the rotation is
-    // undone.
+    // Returns the element that has the given coded bits: its symbol and its residual, whose rotation has not been
+    // undone yet.
     __device__ __forceinline__ T element_of(Word coded) const
     {
         const uint32_t invariant = Book::invariant_bits(cb.planes);
@@ -355,8 +357,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     // Calls take(rank, position) for every position of a list of positions; here rank is the position's index in the
     // list. Returns whether the list is valid: it has form.num_positions positions, and these increase and are below
     // `columns`. Each 1 among the upper bits of the list stands for one position (FORMAT.md section 6). Each lane takes
-    // some consecutive upper bits and decodes the positions of its ones, one by one. start: the bit of shared memory at
-    // which the list begins; the list lies in the stage. All lanes of the warp must call this together.
+    // some consecutive upper bits and decodes the positions that their ones stand for, one by one. start: the bit of
+    // shared memory at which the list begins; the list lies in the stage. All lanes of the warp must call this
+    // together.
     template <class Take>
     __device__ __forceinline__ bool walk_list(const ibp_position_form &form, uint32_t columns, uint32_t start,
                                               const Take &take) const
@@ -364,7 +367,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         // each: number of upper bits that a lane takes at a time.
         const uint32_t lows = start + to_byte(form.upper_bits),
                        each = ibp_min_u32((form.upper_bits + kWarp - 1u) / kWarp, 32u);
-        // edge: the least valid position after those of all earlier upper bits.
+        // edge: the least position that may follow the positions of all earlier upper bits.
         uint32_t found = 0, edge = 0;
         bool good = true;
 #pragma unroll 1
@@ -373,7 +376,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             uint32_t ones = low_bits(shared_bits(start + from), ibp_min_u32(form.upper_bits - from, each));
             const uint32_t count = ibp_popcount(ones), sums = G::inclusive_scan(count);
             // first: the least of the lane's positions. next: the least valid position after the lane's last one; ~0
-            // once a position was wrong.
+            // once a position has been wrong.
             uint32_t rank = found + sums - count, first = ~0u, next = 0;
             found += G::last_lane(sums);
             if (G::any(found > form.num_positions)) return false;
@@ -391,8 +394,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                 first = ibp_min_u32(first, position);
                 next = follows ? position + 1u : ~0u, rank++; // no position follows a wrong one
             }
-            // A lane without positions passes on 0, so the next lane is compared with no earlier position. This is
-            // right, because its upper bits alone make its positions greater than all earlier ones.
+            // A lane without positions passes on 0, so the next lane compares its positions with no earlier one. This
+            // is right, because the next lane's upper bits alone make its positions greater than all earlier ones.
             const uint32_t below = __shfl_up_sync(kAllLanes, next, 1);
             good = good && next != ~0u && first >= (lane_id() == 0u ? edge : below);
             edge = __shfl_sync(kAllLanes, next, kWarp - 1u);
@@ -412,8 +415,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             return low_bits(stage.bits_at(start + first) ^ inverted, ibp_min_u32(columns - first, 32u));
         }
     };
-    // Finds the bitmap of a row's listed positions in the stage, or makes a bitmap from a list. start: the bit at which
-    // the positions begin. Returns false if the list is not valid.
+    // Finds the bitmap of a row's listed positions in the stage or, if the positions are a list, makes a bitmap of
+    // them. start: the bit at which the positions begin. Returns false if the list is not valid.
     __device__ __forceinline__ bool find_bitmap(Stage stage, const ibp_position_form &form, uint32_t columns,
                                                 uint32_t start, Bitmap &map) const
     {
@@ -457,7 +460,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t i = lane_id(); i < cb.row_bytes / 16u; i += kWarp) store_words(window, true, 4u * i, words);
     }
 
-    // Stores 16 bytes of elements one by one. column: the live column of the first element.
+    // Stores 16 bytes of elements one by one. column: the first element's column, counted among the live columns.
     static __device__ __noinline__ void store_live(const ibp_planes &planes, Window window, uint32_t column,
                                                    uint32_t columns, uint4 words)
     {

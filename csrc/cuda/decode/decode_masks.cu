@@ -8,8 +8,8 @@ template <class G> using Moves = MasksDecoder<4, true, G>;
 template <class G> using Vectors = MasksDecoder<4, false, G>;
 template <class G> using Words = MasksDecoder<1, false, G>;
 
-// If moves cannot be used, rows with more bytes than this are decoded by several warps. These warps count a row's kept
-// bits before they decode the row.
+// If moves (decode_masks.cuh) cannot be used, rows with more bytes than this are decoded by several warps. These warps
+// count a row's kept bits before they decode the row.
 constexpr uint32_t kLongestOfWarp = 8u << 10;
 
 ibp_status gather_masks(const Gather &gather)

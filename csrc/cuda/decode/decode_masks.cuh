@@ -44,7 +44,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         return (cb.row_bytes + 15u) / 16u * 4u;
     }
     // Returns whether moves can be used. No chunk may be shorter than a word, so that every word keeps either all its
-    // bits or the bits outside its mask. There must be only one cluster, whose table of moves must fit kMostTable.
+    // bits or the bits outside its mask. There must be only one cluster, and its table of moves must have at most
+    // kMostTable bytes.
     static __host__ __device__ __forceinline__ bool has_moves(const ibp_codebook &cb)
     {
         return cb.chunk_bytes >= 4u && cb.num_clusters <= 1u && 4u * kMoves * entries_of(cb) <= kMostTable;
@@ -88,8 +89,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         const uint32_t *mask, *bitval, *flags;
         uint32_t num_flags;
     };
-    // Returns the codebook of a cluster. The num_flags in memory may be any number. It is limited to row_bytes, because
-    // no row has more participation bits than bytes.
+    // Returns the codebook of a cluster. The num_flags that is read from memory may have any value. It is limited to
+    // row_bytes, because no row has more participation bits than bytes.
     __device__ __forceinline__ Book book_of(uint32_t cluster) const
     {
         const uint64_t offset = uint64_t{cluster} * cb.cluster_stride;
@@ -167,7 +168,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
                                             uint32_t (&word)[WORDS]) const
     {
         uint32_t staged[WORDS + 1], many = 0;
-        // A corrupt row may ask for words past its stage.
+        // If the row is corrupt, `from` may lie past the stage.
         const uint32_t first = ibp_min_u32(from / 32u, stage.last_word + 1u - WORDS);
 #pragma unroll
         for (int i = 0; i <= WORDS; i++) staged[i] = shared_word(first + i);

@@ -20,8 +20,8 @@ template <template <class> class Decoder> static ibp_status launch_by_tiles(cons
         return launch_gather<Decoder<Group<kWarp, kMostWarps>>>(gather);
     return launch_by_group<Decoder>(gather);
 }
-// Launches with a group of 32 warps if rows are very long. A block then decodes one row at a time, which keeps the SMs
-// busier if there are few of them. Otherwise launches as launch_by_tiles does.
+// If rows are very long, launches with groups of 32 warps. A block then decodes one row at a time, which keeps the SMs
+// busier if the gather runs on few of them. Otherwise launches as launch_by_tiles does.
 template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)
 {
     if (gather.table.codebook.row_bytes > 2u * kMostWarps * kWarpRowBytes)

@@ -1,7 +1,7 @@
 // decode_pairs.cuh - decodes dense rows of scheme planes with digits of two bits and symbols of up to a byte (FORMAT.md
 // section 6). Rows must have two planes or more and no constant columns. If elements have two bytes, they must have no
 // invariant bits. Most tables of floats have such rows. If elements are bytes, digits of plane 0 may have three bits,
-// as they often have for integers.
+// as they often do for integers.
 //
 // tiles.cuh describes the bytes of a row and the levels, which are arrays of names in shared memory.
 //
@@ -19,11 +19,11 @@
 // first loop finds the ranks of all steps. The second loop looks up the symbols of each step, puts in raw symbols, and
 // joins residuals.
 //
-// If few SMs decode, the issue of integer instructions limits the decoder; if all SMs decode, device memory does. On an
-// H200, a warp executed 710 instructions to decode 2 KiB of BF16, which is 22 for each of a lane's 32 elements. An SM
-// issued 3.0 instructions in a cycle, of 4 that it can issue. For BF16 (symbols_turn), the decoder first makes the
-// lower bytes and the upper bytes of four elements, and then pairs them to elements; this saves 5 % of the 710
-// instructions.
+// If few SMs decode, the rate at which integer instructions are issued limits the decoder; if all SMs decode, device
+// memory does. On an H200, a warp executed 710 instructions to decode 2 KiB of BF16, which is 22 for each of a lane's
+// 32 elements. An SM issued 3.0 instructions per cycle; it can issue at most 4. For BF16 (symbols_turn), the decoder
+// first makes the lower bytes and the upper bytes of four elements, and then pairs these bytes to form elements; this
+// saves 5 % of the 710 instructions.
 #ifndef IBP_DECODE_PAIRS_CUH
 #define IBP_DECODE_PAIRS_CUH
 
@@ -84,8 +84,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
     }
 
-    // Returns the size in bytes of the block's table; 0 if there is no table. The table has for each rank the entries
-    // of all columns, one byte each, and then some bytes of padding, which may be read.
+    // Returns the size in bytes of the block's table; 0 if there is no table. For each rank, the table has the entries
+    // of all columns, one byte each. At its end are at least 16 bytes of padding, which may be read.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         const uint32_t num_bytes = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries + 16u;
@@ -133,13 +133,13 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     }
     // Returns whether names are symbols that have been rotated back, as they are for BF16. Then the symbols and
     // residuals of four elements are first joined to four lower bytes and four upper bytes, which are then paired to
-    // elements.
+    // form elements.
     static __device__ __forceinline__ bool symbols_turn(const ibp_planes &planes)
     {
         return sizeof(T) == 2 && !COLUMNS && is_simple(planes);
     }
-    // Writes the names of the entries of a cluster's planes to shared memory, a word for each plane. Not inlined,
-    // because registers are scarce if rows have clusters.
+    // Writes the names of a cluster's entries to shared memory: a word for each plane, and a second word for plane 0 if
+    // its digits have three bits. Not inlined, because registers are scarce if rows have clusters.
     static __device__ __noinline__ void fill_entries(const ibp_codebook &cb, uint32_t cluster, uint32_t entries)
     {
         const PlanesBook<T> book(cb, cluster);
@@ -291,7 +291,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     }
     static_assert(kStep * FIRST % 32 == 0, "vectors of a lane are whole words of digits apart");
 
-    // Visits plane p of a tile: loads its digits if p is 0 or 1, else names its elements. start: the bit at which the
+    // Visits plane p of a tile. In planes 0 and 1 it loads the digits. In planes 2 and 3 it writes the names of
+    // elements to level 2, and fills the list with the elements whose digits are escapes. start: the bit at which the
     // plane begins. range: the tile's digits in this plane. Returns the number of escapes among these digits.
     __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
@@ -327,7 +328,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
 
     // ---- ranks ----
 
-    // Returns the names of the elements of step s of a tile: symbols, or ranks if every column has its own entries.
+    // Returns the names of a lane's elements in step s of a tile: symbols, or ranks if every column has its own
+    // entries.
     static __device__ __forceinline__ uint4 bytes_of(const Entries &entries, const Tile &tile, uint32_t s)
     {
         uint32_t from = tile.before[s];
@@ -371,8 +373,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return ranks;
     }
 
-    // Returns the symbols of four columns, one byte each, by their ranks. The byte of an element with a raw symbol is
-    // unspecified.
+    // Looks up the symbols of four consecutive columns by their ranks. Returns the symbols, one byte each. The byte of
+    // an element with a raw symbol is unspecified.
     __device__ __forceinline__ uint32_t look_up(const PlanesBook<T> &book, uint32_t ranks, uint32_t column) const
     {
         uint32_t symbols[4];

@@ -23,10 +23,11 @@ struct Request {
     // row_bytes bytes, whose stored bytes begin in `rows`.
     int64_t first_regular;
     uint64_t num_regular;
-    // out_items: number of positions in the output. most_stored: the largest number of bytes of a stored row that lie
-    // in its slot, which is the smaller of slot_bytes and row_bytes; row_bytes if the table is packed.
+    // out_items: number of positions in the output. most_stored: the largest number of bytes that a stored row can have
+    // in its slot, which is min(slot_bytes, row_bytes); row_bytes if the table is packed.
     uint32_t out_items, most_stored;
-    uint8_t *dst;        // the address to which the row of item 0 would go
+    // Address of position 0 of the output or, if by_id is false, the address to which byte 0 of row first_row would go.
+    uint8_t *dst;
     const uint8_t *rows; // the table's slots, or its overflow if it is packed
     int64_t rows_bytes;
     // If `staged` is set, `stage` holds a copy of the slots of the jobs' rows, one after the other, and `rows` is
@@ -38,7 +39,7 @@ struct Request {
     // packed: the table has no slots. copies_vectors: all rows go to addresses that are multiples of 16, so raw rows
     // that are stored at multiples of 16 bytes are copied in vectors of 16 bytes.
     bool packed, copies_vectors;
-    // uneven: the slots are in device memory, but overflow is in host memory, so that some rows take much longer than
+    // uneven: the slots are in device memory, but overflow is in host memory, so some rows take much longer than
     // others.
     bool uneven;
     // If cache.entries is not NULL, it has an entry for every job, and the rows that are in the cache are read from
@@ -55,7 +56,8 @@ struct Part {
 };
 constexpr uint32_t kMostParts = 32; // largest number of requests in one launch
 
-// The requests of one launch. Each request has its own blocks, about in proportion to the total size of its rows.
+// The requests of one launch. Each request has its own blocks. Their number is about proportional to the total size of
+// the request's rows.
 struct Parts {
     Part parts[kMostParts];
     uint32_t ends[kMostParts]; // ends[k]: index of the last block of request k, plus 1

@@ -16,8 +16,8 @@
 //
 //     Group          the threads that decode one row together
 //     kMostThreads   the largest number of threads in a block that the decoder's registers allow; a multiple of kWarp
-//     kVectors       number of vectors of 16 bytes of the next row that a thread loads into registers while it decodes
-//                    this row
+//     kVectors       number of vectors of 16 bytes that a thread loads into registers from the next row while it
+//                    decodes this row
 //     kOwnVectors    number of further vectors that a lane loads if its group is a part of a warp, for rows whose coded
 //                    form is nearly as long as the row
 //     block_bytes    size in bytes of the block's own shared memory, which begins at byte 0; a multiple of 16
@@ -31,7 +31,7 @@
 //   - All lanes of a warp, and all warps of a group, call decode together. `active` is false in groups without a row;
 //     such groups still take part in the collectives of their warp.
 //   - The coded row lies in shared memory. It has coded_bytes bytes and begins at bit start_bit, which is the first bit
-//     of a byte. Its bytes may be anything. The whole coded row lies in the group's stage, which has room for
+//     of a byte. Its bytes may have any values. The whole coded row lies in the group's stage, which has room for
 //     row_bytes bytes; coded_bytes is at most row_bytes. The 16 bytes past the coded row can be read.
 //   - cluster is the index of one of the codebook's clusters; 0 if the codebook has no clusters.
 //   - The wanted bytes of the row, which are 1 to row_bytes bytes, go to window.dst.
@@ -43,8 +43,8 @@
 //   - Return, in all threads of an active group, whether the row follows the format and takes exactly coded_bytes
 //     bytes. In other groups, return true. It does not matter what a decoder stores of a corrupt row, because the
 //     caller writes zeros over it.
-//   - Read no shared memory except the group's stage, the group's scratch and the block's own memory, and store nothing
-//     outside the window, whatever bytes the row and the codebook's arrays have.
+//   - Read and write no shared memory except the group's stage, the group's scratch and the block's own memory. Write
+//     no other memory except the window. This must hold whatever bytes the row and the codebook's arrays have.
 //   - Be done with the group's stage and scratch once all lanes of the group have returned and met at a barrier,
 //     because the next row overwrites them.
 //
@@ -59,7 +59,7 @@
 
 namespace ibp {
 
-// The sizes of groups that are parts of a warp, which decode short rows: such a group has at least kLeastLanes lanes,
+// The limits of groups that are parts of a warp. Such groups decode short rows. A group has at least kLeastLanes lanes,
 // and each lane takes at most kLaneVectors vectors of a row.
 struct FourLanes {
     static constexpr uint32_t kLaneVectors = 4, kLeastLanes = 4, kOwnVectors = 0;
@@ -70,7 +70,7 @@ struct NoBlockMemory : FourLanes {
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &) { return 0; }
 };
 
-// Checks the parts of the contract that a compiler can see.
+// Checks the parts of the contract that a compiler can check.
 template <class Decoder> constexpr bool is_decoder()
 {
     using G = typename Decoder::Group;

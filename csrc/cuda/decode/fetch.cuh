@@ -8,7 +8,7 @@
 // 1. The vectors that the last prefetch has loaded into registers are stored in the stage, or in the output if the row
 //    is raw and both the row and the output are aligned (receive). Vectors for which there was no register are fetched
 //    now.
-// 2. If no row is left that has been looked up, the lanes look up the warp's next rows together, one row each
+// 2. If all rows that were looked up have been fetched, the lanes look up the warp's next rows together, one row each
 //    (look_up).
 // 3. The group issues loads of its next row's bytes into registers (prefetch). These are the bytes in the slot and the
 //    bytes in overflow, which may be in pinned host memory. Groups that share a warp load their rows together.
@@ -53,8 +53,8 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
 }
 
 // Returns the byte of a strided output at which a position begins, as ibp_offset_of_position does, but with divisions
-// of 32 bits. Not inlined, because it would take registers in the loop over rows, so that other values would be
-// spilled.
+// of 32 bits. Not inlined, because inlined code would take registers in the loop over rows, so that other values would
+// be spilled.
 static __device__ __noinline__ int64_t offset_in_strides(const ibp_ids &ids, uint32_t position)
 {
     int64_t offset = 0;
@@ -299,8 +299,8 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     return entry;
 }
 
-// Fetches a group's rows and has a decoder decode them. TO_OUT: every row of the group is wanted as a whole, and goes
-// to `out`.
+// Fetches a group's rows and has a decoder decode them. TO_OUT: all bytes of the group's rows are wanted, and each row
+// goes to `out`.
 template <class Decoder, bool TO_OUT = false> struct Fetch {
     using G = typename Decoder::Group;
     // Number of vectors that a thread loads ahead.
@@ -371,14 +371,14 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     __device__ __forceinline__ void load(const Entry &entry, uint32_t i, uint32_t what,
                                          uint4 (&vectors)[kVectors]) const
     {
-        // All loads come after the last shuffle. If there were loads between the shuffles, the compiler would make
-        // branches of them.
+        // All loads come after the last shuffle. If there were loads between the shuffles, the compiler would turn them
+        // into branches.
         const uint4 *places[kVectors];
         bool wanted[kVectors];
         Pieces pieces{};
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++) {
-            // This vector may belong to another row than the vector before it.
+            // This vector and the vector before it may belong to different rows.
             if (k * kWarp % kShared == 0u || kShared < kWarp || k >= Decoder::kVectors) {
                 if (k != 0u) what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
                 if (BEHIND)
@@ -398,7 +398,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     {
         const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(0));
         // If groups are whole warps, gathers do not test whether rows have vectors in overflow, because the branch
-        // would make gathers that device memory limits 10 % slower.
+        // would make gathers 10 % slower if device memory limits them.
         if ((G::kPerWarp == 1 && !TO_OUT) || G::any(((G::kPerWarp == 1 ? what : entry.what) & kHasRest) != 0u))
             load<true>(entry, i, what, vectors);
         else
@@ -439,7 +439,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         }
         if (G::kPerWarp > 1) receive_rest(row, entry, i);
     }
-    // Fetches the vectors of rows that were not prefetched.
+    // Fetches the remaining vectors of rows that were too long to be prefetched completely.
     __device__ __forceinline__ void receive_rest(const Row &row, const Entry &entry, uint32_t i) const
     {
         const uint32_t num_vectors = vectors_in(row.what);
@@ -450,7 +450,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads)
             to[pieces.place(k)] = *pieces.place_of(k);
     }
-    // Stores the prefetched vectors of a row that is too long to be prefetched as a whole, and fetches its other
+    // Stores the prefetched vectors of a row that is too long to be prefetched completely, and fetches its other
     // vectors. Used only if a group has whole warps.
     __device__ __forceinline__ void receive_long(const Row &row, const Entry &entry, uint32_t i,
                                                  const uint4 (&vectors)[kVectors]) const
@@ -461,12 +461,12 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = 0; k < kVectors; k++) to[pieces.place(vector_of(k))] = vectors[k];
         receive_rest(row, entry, i);
     }
-    // Returns the index in the warp of this group and of its row.
+    // Returns the index of this group in its warp, which is also the index of the group's row.
     static __device__ __forceinline__ uint32_t in_warp() { return G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0; }
 
-    // Replaces row and window in all warps of a group by those of the group's first warp. Each warp has looked up the
-    // row for itself, so the results may differ if ids or lengths change meanwhile. The call is a barrier of the group,
-    // and another barrier must follow before the next call.
+    // Sets row and window in all warps of a group to those of the group's first warp. Each warp has looked up the row
+    // for itself, so the results may differ if ids or lengths change meanwhile. The call is a barrier of the group, and
+    // another barrier must follow before the next call.
     static __device__ __forceinline__ void agree(Row &row, Window &window)
     {
         struct Seen {

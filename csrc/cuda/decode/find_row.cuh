@@ -13,13 +13,13 @@ __device__ __forceinline__ uint32_t length_of_row(const uint16_t *lengths, int64
     return lengths != nullptr ? __ldg(lengths + row) : 0u;
 }
 
-// Returns the number of bytes of overflow that are taken by the rows that share this row's base and come before it. All
-// these rows are whole rows.
+// Returns the total number of bytes that the earlier rows with the same base as this row take in overflow, including
+// padding. All these rows have row_bytes bytes.
 __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t row)
 {
     const int64_t first = ibp_first_of_base(&table, row);
-    // unit: every room is a multiple of this number of bytes. room() returns what ibp_room_of returns, in fewer
-    // instructions.
+    // A room is the number of bytes that a row takes in overflow, including padding. It is a multiple of `unit`. room()
+    // returns what ibp_room_of returns, in fewer instructions.
     const uint32_t num_before = static_cast<uint32_t>(row - first), row_bytes = table.codebook.row_bytes,
                    unit = ibp_overflow_room(1u, table.slot_bytes);
     const auto room = [&](uint32_t length) {
@@ -34,8 +34,8 @@ __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t
     return rooms;
 }
 
-// Finds the stored parts of a row. Returns false if the row is corrupt. row: from 0 to the table's number of rows less
-// 1. length: the row's entry of lengths.
+// Finds the stored parts of a row. Returns false if the row is corrupt. row: at least 0, and less than the table's
+// number of rows. length: the row's entry of lengths.
 __device__ __forceinline__ bool find_row(const ibp_table &table, int64_t row, uint32_t length, ibp_row_place *place)
 {
     *place = ibp_split_row(&table, row, length);

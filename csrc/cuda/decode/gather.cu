@@ -51,8 +51,8 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
     request->copies_vectors = reinterpret_cast<uintptr_t>(request->dst) % 16 == 0 && is_even && row_bytes % 16 == 0;
 }
 
-// Returns whether a table's slots are in device memory, and its overflow is in host memory and so large that warps wait
-// for it.
+// Returns true if a table's slots are in device memory, its overflow is in host memory, and the overflow is so large
+// that warps wait for it.
 static bool spills_far(const ibp_table &table)
 {
     constexpr int64_t kShare = 100; // overflow matters if its size is more than 1 / kShare of the slots' size
@@ -63,9 +63,9 @@ static bool spills_far(const ibp_table &table)
 // ---- the decoders ----
 
 static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && decodes_pairs(cb.planes); }
-// Returns whether decode_triples.cu decodes a codebook's rows. Digits of plane 0 must have three bits, as they often
-// have for integers, and digits of all other planes two bits. Elements must be bytes, and all columns must be live and
-// share their entries. Rows must be short enough for a warp or a part of a warp.
+// Returns whether decode_triples.cu decodes a codebook's rows. Digits of plane 0 must have three bits, as they often do
+// for integers, and digits of all other planes two bits. Elements must be bytes, and all columns must be live and share
+// their entries. Rows must be short enough for a warp or a part of a warp.
 static bool is_of_triples(const ibp_codebook &cb)
 {
     const ibp_planes &planes = cb.planes;

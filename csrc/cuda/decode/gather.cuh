@@ -5,13 +5,13 @@
 // group of a warp.
 //
 // 1. It waits for earlier work of the stream, and the block fills the decoder's shared memory.
-// 2. It gets turns: an equal share of all turns in advance (EvenTurns), or further turns whenever it has finished its
-//    last ones (ClaimedTurns). Its lanes look up the rows of several turns at once.
+// 2. It gets turns: an equal share of all turns in advance (EvenTurns), or further turns whenever it has finished those
+//    that it had (ClaimedTurns). Its lanes look up the rows of several turns at once.
 // 3. For each turn it stores the row that was loaded (receive), issues the loads of the next turn's row (prefetch), and
 //    decodes the stored row while these loads are under way (finish). See fetch.cuh.
 //
-// The link to the host limits the kernel if rows are in pinned memory; otherwise device memory or the issue of
-// instructions does.
+// If rows are in pinned memory, the link to the host limits the kernel. Otherwise device memory limits it, or the rate
+// at which instructions are issued.
 #ifndef IBP_GATHER_CUH
 #define IBP_GATHER_CUH
 
@@ -67,9 +67,9 @@ template <class G> struct EvenTurns {
 };
 
 // Gives out turns on demand, for rows that take unequal time because some of their bytes come from host memory. Each
-// block has an equal share of all turns. A warp claims consecutive turns of its block whenever it has finished its last
-// ones. It claims about half of what would be its equal share of the turns that are left, so that all warps end at
-// about the same time. The launch must have only one request.
+// block has an equal share of all turns. Whenever a warp has no turns left, it claims consecutive turns of its block.
+// It claims about half of what would be its equal share of the turns that are left, so that all warps end at about the
+// same time. The launch must have only one request.
 template <class G> struct ClaimedTurns {
     static constexpr uint32_t kLeast = 2, kMost = kWarp / G::kPerWarp;
     uint32_t num_turns, num_claimed, first, i; // num_turns: number of the block's turns
@@ -117,9 +117,9 @@ template <class G> struct ClaimedTurns {
 
 // Does a block's share of a request: fetches, decodes and stores its rows.
 //
-// If rows are in pinned memory, the link to the host limits this function. If it runs on few SMs, the issue of
-// instructions limits it. Otherwise device memory or the issue of instructions does. Address translation would limit it
-// if rows that are fetched at the same time lay far apart. Therefore different warps do consecutive jobs at the same
+// If rows are in pinned memory, the link to the host limits this function. If the function runs on few SMs, the rate at
+// which instructions are issued limits it. Otherwise device memory or that rate does. Address translation would limit
+// it if rows that are fetched at the same time lay far apart. Therefore different warps do consecutive jobs at the same
 // time.
 template <class Decoder, template <class> class Turns>
 __device__ __forceinline__ void do_share(const ibp_table &table, const Request &request, const Share &share,

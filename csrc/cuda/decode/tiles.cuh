@@ -68,7 +68,7 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
 #pragma unroll
         for (uint32_t k = 0; k < kWords; k++) {
             if (k != 0u && k * kFields * STEP >= columns) break;
-            // The sum over a step's lanes may not fit its field. The sum over all lanes except the last one does, so
+            // The sum over a step's lanes may not fit in its field. The sum over all lanes except the last one does, so
             // the last lane's count is added separately.
             constexpr bool kFits = STEP >> kField == 0u;
             const uint32_t sums = G::inclusive_scan(words[k]), lower = sums - words[k],
@@ -103,8 +103,9 @@ struct NamedDigit {
     bool escaped;
 };
 
-// The levels of a warp's tile in shared memory. The list holds the indices in level 2, of 16 bits each, of the elements
-// that have no name yet. Once all elements of level 2 have names, the memory of the list becomes level 1.
+// The levels of a warp's tile in shared memory. The list holds the elements that have no name yet. An element is listed
+// as its index in level 2, which has 16 bits. Once all elements of level 2 have names, the memory of the list becomes
+// level 1.
 //
 //     | list, 2 * most bytes; later level 1, most bytes | 16 bytes | level 2, most bytes | 16 bytes |
 //
@@ -138,10 +139,10 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
         return reinterpret_cast<uint16_t *>(shared_bytes() + level1)[i];
     }
 
-    // Writes the names of n elements of plane 2 or 3 into level 2, and lists the elements whose digits are escapes.
-    // FIRST: digit i belongs to entry i of level 2; otherwise it belongs to the entry that is number i in the list.
-    // digit(base): returns the NamedDigit of digit base + G::lane() of the plane. Returns the number of escapes among
-    // the digits.
+    // Writes the names of n elements of plane 2 or 3 to level 2, and fills the list with the elements whose digits are
+    // escapes. If FIRST is true, digit i belongs to element i of level 2; otherwise it belongs to element i of the
+    // list. digit(base): returns the NamedDigit of digit base + G::lane() of the plane. Returns the number of escapes
+    // among the digits.
     template <bool FIRST, class Digit> __device__ __forceinline__ uint32_t name(uint32_t n, const Digit &digit) const
     {
         uint32_t num_escaped = 0;
@@ -160,9 +161,9 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
         return num_escaped;
     }
     // Does what name<true> does for the n elements of plane 2. The digits of plane 2 must have two bits. A lane takes
-    // four digits at a time, which suits groups of few lanes. four(i, left): returns the four digits from digit i of
-    // the plane; only `left` digits are left, and digits past them must be 0. name(digits): returns the names of four
-    // digits, one byte each; each digit has a nibble.
+    // four digits at a time, which suits groups of few lanes. four(i, left): returns four digits of the plane,
+    // beginning with digit i. The plane has `left` digits from there on; digits past them must be 0. name(digits):
+    // returns the names of four digits, one byte each; each digit has a nibble.
     template <class Four, class Name>
     __device__ __forceinline__ uint32_t name_fours(uint32_t n, const Four &four, const Name &name) const
     {
@@ -192,9 +193,9 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
             shared_bytes()[level2() + (in_list ? listed(i) : i)] = static_cast<uint8_t>(name(i));
         __syncwarp(); // before level 2 is read
     }
-    // Writes the names of a tile's n elements with escapes in plane 0 to level 1. chunk: the first chunk of their
-    // digits of plane 1. load(base, left): loads the chunk that begins with digit `base`; `left` is the number of
-    // digits that are left. names(chunk, part, from): returns 16 names. from: the shared byte at which the names of the
+    // Writes names to level 1: those of the tile's n elements that have escapes in plane 0. chunk: the first chunk of
+    // their digits of plane 1. load(base, left): loads the chunk that begins with digit `base`; `left` is the number of
+    // digits from there on. names(chunk, part, from): returns 16 names. from: the shared byte at which the names of the
     // lane's escaped digits begin; names() advances it past these names.
     template <class Chunk, class Load, class Names>
     __device__ __forceinline__ void name_plane1(uint32_t n, Chunk chunk, const Load &load, const Names &names) const
@@ -217,7 +218,8 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     }
 };
 
-// Implements decode(), as decoder.cuh specifies it, for a decoder of dense rows that provides two functions:
+// Implements decode(), as decoder.cuh specifies it, for a decoder of dense rows that provides exchanged(),
+// count_escapes() and these two functions:
 //
 // visit(book, plane, start, range, tile): visits one plane of a tile, and returns the number of escapes among its
 // digits.

@@ -1,4 +1,4 @@
-// warp_rows.cuh - functions by which a warp of any kernel decodes a row, and their contract. ibp_device.cuh includes
+// warp_rows.cuh - functions with which a warp of any kernel decodes a row, and their contract. ibp_device.cuh includes
 // this file.
 //
 // 1. The coded bytes are copied to the warp's scratch in dynamic shared memory.
@@ -99,7 +99,7 @@ struct StagedRow {
 
 using OneWarp = Group<kWarp, 1>;
 
-// Copies bytes, by all lanes of a warp. Not inlined, so that a kernel contains the copy once.
+// Copies bytes. All lanes of the warp must call it together. Not inlined, so that a kernel contains the copy once.
 static __device__ __noinline__ void copy_staged(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     group_copy<OneWarp>(dst, src, num_bytes);
@@ -155,7 +155,8 @@ __device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, 
 // as in warp_decode_coded.
 // row: table.codebook.row_bytes bytes. The last row of a table may be short; then only the bytes that it has are
 // written.
-// @return as warp_decode_coded; also IBP_INDEX_OUT_OF_RANGE, with row_bytes zeros in row, if the table has no such row.
+// @return as warp_decode_coded does; also IBP_INDEX_OUT_OF_RANGE, with row_bytes zeros in row, if the table has no such
+// row.
 template <uint32_t KINDS = kAllRows>
 __device__ __forceinline__ ibp_status warp_decode_row(const ibp_table &table, int64_t number, uint8_t *row,
                                                       uint32_t scratch)

@@ -7,10 +7,10 @@
 // A call queues these kernels at once:
 //
 // 1. sum_versions computes the sums of the bases.
-// 2. judge_deltas compares them with the sums that the deltas name.
-// 3. add_deltas adds the differences if the verdict is good.
-// 4. judge_deltas compares the sums of the results.
-// 5. add_deltas subtracts the same differences if the second verdict is bad.
+// 2. judge_deltas compares these sums with those that the deltas require, and sets the verdict.
+// 3. add_deltas adds the differences if the sums agree.
+// 4. judge_deltas compares the sums of the results with those that the deltas require, and sets the verdict again.
+// 5. add_deltas subtracts the same differences if these sums differ or a row was corrupt.
 //
 // A corrupt row is skipped both when the differences are added and when they are subtracted.
 #include "../decode/decode_listed.cuh"
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kSumOfVersionsThreads)
 }
 
 // Sets the verdict if something is wrong. If is_applied is false, compares the sums of the bases with those that the
-// deltas name. If it is true, compares the sums of the results, and checks that no row was corrupt. The launch has one
-// block.
+// deltas require. If it is true, does so with the sums of the results, and checks that no row was corrupt. The launch
+// has one block.
 __global__ void __launch_bounds__(kJudgeThreads)
     judge_deltas(const ibp_delta_tensor *versions, const uint32_t num_versions, const bool is_applied,
                  const DeltaState state)
@@ -74,12 +74,12 @@ __global__ void __launch_bounds__(kJudgeThreads)
         else
             wrong = wrong || base != versions[v].base_sum;
     }
-    __syncthreads(); // before the verdict is written, which all threads have read
+    __syncthreads(); // all threads have read the verdict before it is written
     if (wrong) state.verdict() = is_applied ? IBP_DELTA_DAMAGED : IBP_DELTA_OTHER_BASE;
 }
 
-// Adds rows of differences to a base, or subtracts them if takes_back. T: an unsigned integer that has the size of an
-// element. One warp processes a row; all its lanes must call the functions together.
+// Adds rows of differences to a base or, if takes_back is true, subtracts them. T: an unsigned integer that has the
+// size of an element. One warp processes a row; all its lanes must call the functions together.
 template <typename T> struct DeltaAdder {
     using Decoder = ListedDecoder<T, kConsecutive>;
     using Book = typename Decoder::Book;
@@ -128,7 +128,7 @@ template <typename T> struct DeltaAdder {
                           ibp_part_in_bounds(start, stored, version.overflow_bytes);
         return {length, stored, start, static_cast<bool>(__all_sync(kAllLanes, good))};
     }
-    // Prefetches num_bytes bytes of overflow, beginning at byte `start`. The warp's next row mostly begins where the
+    // Prefetches num_bytes bytes of overflow, beginning at byte `start`. The warp's next row usually begins where the
     // present one ends, and has about the same size.
     __device__ __forceinline__ void prefetch_behind(const ibp_delta_tensor &version, uint64_t start,
                                                     uint32_t num_bytes) const
@@ -164,13 +164,13 @@ template <typename T> struct DeltaAdder {
 
     // ---- adding ----
 
-    // A row of a base, to which differences are added. change: by how much this changes the base's sum of words; each
-    // lane has the part of the words that it adds to.
+    // A row of a base, to which differences are added. change: by how much the additions change the base's sum of
+    // words. Each lane has the change for the words that it writes.
     struct Target {
         uint8_t *bytes;
         uint32_t valid;       // number of bytes that the row has
         bool is_whole;        // the row has row_bytes bytes and begins at a multiple of 8
-        uint64_t key, change; // key: makes ibp_mix_word(word + key, w) the mixed word of word w of the row
+        uint64_t key, change; // key: ibp_mix_word(word + key, w) is the mixed word of word w of the row
 
         __device__ __forceinline__ Target(uint8_t *row, uint32_t num_bytes, uint32_t row_bytes, uint64_t first_word)
             : bytes(row), valid(num_bytes), is_whole(__all_sync(kAllLanes, aligned(row, 8) && num_bytes == row_bytes)),
@@ -183,7 +183,8 @@ template <typename T> struct DeltaAdder {
             return is_whole ? __ldcg(reinterpret_cast<const unsigned long long *>(bytes) + w)
                             : load_any_word(bytes, valid, w);
         }
-        // Adds a word of elements to word w, which is `before` so far. Bytes past the row's end are dropped.
+        // Adds a word of elements to word w of the row. before: the value of word w so far. Bytes past the row's end
+        // are dropped.
         __device__ __forceinline__ void add(uint32_t w, uint64_t before, uint64_t elements)
         {
             const uint64_t after = ibp_add_elements(before, elements, ibp_highest_bits(sizeof(T)));
@@ -208,9 +209,9 @@ template <typename T> struct DeltaAdder {
             target.add(w, target.load(w), signed_elements(load_any_word(version.overflow + start, target.valid, w)));
         __syncwarp();
     }
-    // Up to 32 consecutive listed elements, one for each lane. The elements of a word are never split between two
-    // batches: a batch has fewer elements instead. So the words of the next batch can be loaded before this batch is
-    // added.
+    // Up to 32 consecutive listed elements, one for each lane. All listed elements of one word are in the same batch,
+    // so some batches have fewer than 32 elements. Therefore the words of the next batch can be loaded before this
+    // batch is added.
     struct Batch {
         // count: number of elements. column: the column of the lane's element. joined: a bit for each lane, set if the
         // element of the next lane lies in the same word.
@@ -232,7 +233,7 @@ template <typename T> struct DeltaAdder {
         batch.joined &= low_bits(~0u, batch.count);
         return batch;
     }
-    // Adds the elements of a batch, of which each lane passes its own. The lane of the first element of a word adds all
+    // Adds the elements of a batch. element: the lane's element. The lane of the first element of a word adds all
     // elements of the word.
     __device__ __forceinline__ void add_elements_of(const Batch &batch, T element, Target &target) const
     {
@@ -258,8 +259,8 @@ template <typename T> struct DeltaAdder {
         ValueParts parts;
         bool closed;
     };
-    // Returns the next n elements, one for each lane, and advances `values` past them. Planes that the elements do not
-    // reach are not read; neither are residuals without bits.
+    // Returns the next n elements, one for each lane, and advances `values` past them. Planes that no element reaches,
+    // and residuals of 0 bits, are not read.
     __device__ __forceinline__ T next_elements(const Book &book, Values &values, uint32_t n) const
     {
         if (values.closed) return static_cast<T>(cb.planes.closed_value);
@@ -288,11 +289,13 @@ template <typename T> struct DeltaAdder {
         return static_cast<T>(decoder.entries()[rank] | decoder.element_of(raw));
     }
     // A tile is 32 * kWarp columns: each lane takes one word of the bitmap. Returns the number of columns that
-    // decoder.numbers() can hold: a tile, or about all columns of the row if these are fewer.
+    // decoder.numbers() can hold: those of a tile or, if the row has fewer, all columns of the row, rounded up to a
+    // multiple of 16.
     __device__ __forceinline__ uint32_t most_columns() const { return ibp_min_u32(Decoder::batch_of(cb), 32u * kWarp); }
-    // Writes listed columns of a bitmap to decoder.numbers(), beginning with the tile whose first column is *tile, and
-    // advances *tile past them. If all listed columns that are left fit, it writes all; otherwise it writes those of
-    // the next tile that has any. left: number of listed columns that are left. Returns the number of columns written.
+    // Writes listed columns of a bitmap to decoder.numbers(), beginning with the tile whose first column is *tile.
+    // Advances *tile past the tiles whose columns it has written. If decoder.numbers() can hold all listed columns that
+    // are left, writes all of them; otherwise writes those of the next tile that has any. left: number of listed
+    // columns that are left. Returns the number of columns written.
     __device__ __forceinline__ uint32_t take_columns(const typename Decoder::Bitmap &map, uint32_t left,
                                                      uint32_t *tile) const
     {
@@ -357,7 +360,8 @@ template <typename T> struct DeltaAdder {
                     return Book::template count_escapes<typename Decoder::G>(from, range, num_bits);
                 });
         if ((values.closed ? start : values.parts.end) != end) return false;
-        // first: number of columns in decoder.numbers() that are done. left: number of columns that come after these.
+        // first: number of columns in decoder.numbers() that are done. left: number of listed columns that have not
+        // been written to decoder.numbers() yet.
         uint32_t first = 0, left = k - held;
         bool goes_on;
 #pragma unroll 1
@@ -392,8 +396,8 @@ template <typename T> struct DeltaAdder {
     }
 };
 
-// Adds the rows that `coded` selects, unless the verdict is bad; or, if takes_back, subtracts them if the verdict is
-// IBP_DELTA_DAMAGED.
+// If takes_back is false, adds the rows that `coded` selects, provided that the verdict is IBP_DELTA_APPLIED. If
+// takes_back is true, subtracts these rows, provided that the verdict is IBP_DELTA_DAMAGED.
 template <typename T>
 __global__ void __launch_bounds__(kApplyThreads, 4)
     add_deltas(const __grid_constant__ ibp_codebook cb, const ibp_delta_tensor *versions, const uint32_t num_versions,
@@ -430,7 +434,7 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
         bool good;
         const uint64_t added = adder.add(version, row, place, &good);
         change.open(state.change(row.version));
-        if (!takes_back) change.own[0] += added; // else the state keeps the sum that was judged
+        if (!takes_back) change.own[0] += added; // else the state keeps the change that was judged
         if (!good && lane_id() == 0u)
             atomicOr(reinterpret_cast<unsigned long long *>(state.corrupt(row.version)), 1ull);
     }

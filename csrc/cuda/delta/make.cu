@@ -1,10 +1,11 @@
 // make.cu - computes the differences between two versions of tensors, and measures and codes them (FORMAT.md sections 6
-// and 9). The differences are not stored: both kernels subtract anew. A warp processes one row at a time. In each step
-// a lane loads 16 bytes of both versions.
+// and 9). The differences are not stored: measure_deltas and encode_deltas both compute them. A warp processes one row
+// at a time. In each step a lane loads 16 bytes of both versions.
 //
 // measure_deltas also adds up the words of both versions for their fingerprints. It writes to memory how many listed
 // elements reach each plane, that is, have a digit there. From these counts encode_deltas knows where each part of the
-// coded row begins. It counts the listed elements before each one, which says where the bits of that element are.
+// coded row begins. For each listed element, encode_deltas counts the listed elements before it; this number says where
+// the bits of the element go.
 //
 // The rate at which instructions are issued limits measure_deltas: in a step a lane mixes four words for the
 // fingerprints, which takes about 130 instructions.
@@ -16,9 +17,9 @@ namespace ibp {
 
 using MakeGroup = EncodeGroup<kWarp>;
 
-// Counts of a row's listed elements, which fix the layout of the coded row. reaching[p]: number of elements that have a
-// digit in plane p; reaching[IBP_MAX_PLANES]: number of elements that have a raw symbol. closed: 1 if there are listed
-// elements and all of them equal the codebook's closed value, else 0.
+// Counts of a row's listed elements. They determine the layout of the coded row. reaching[p]: number of elements that
+// have a digit in plane p; reaching[IBP_MAX_PLANES]: number of elements that have a raw symbol. closed: 1 if there are
+// listed elements and all of them equal the codebook's closed value, else 0.
 struct DeltaCounts {
     uint32_t reaching[IBP_MAX_PLANES + 1];
     uint32_t closed;
@@ -90,7 +91,7 @@ template <typename T> struct DeltaRows {
             if (loaded.words[i] != 0u)
                 store_any_word(version.base + row.start, row.valid, at / 8u + i, loaded.newer[i]);
     }
-    // Returns difference e of the loaded ones.
+    // Returns the loaded difference with the index e.
     static __device__ __forceinline__ T element(const Loaded &loaded, uint32_t e)
     {
         return static_cast<T>((e < kPerWord ? loaded.words[0] : loaded.words[1]) >> kBits * (e % kPerWord) % 64u);
@@ -178,7 +179,7 @@ template <typename T> struct DeltaRows {
     // ---- coding ----
 
     // A ring buffer in shared memory of listed elements and their columns. Elements wait in it until there are enough
-    // to give one to each lane. It has room for the up to kWarp - 1 waiting elements and for all elements of a step.
+    // to give one to each lane. It has room for kWarp - 1 waiting elements and for all elements of a step.
     // kRing: number of elements in the buffer.
     static constexpr uint32_t kRing = 2u * kStep / sizeof(T);
     struct Ring {
@@ -187,8 +188,8 @@ template <typename T> struct DeltaRows {
     };
     static constexpr uint32_t kRingBytes = kRing * (sizeof(T) + 2u);
 
-    // The state of a row that is being coded. closed: the row has no values. lists: its positions are a list of the
-    // listed positions. next: the number of elements coded so far that have a digit in each plane.
+    // The state of a row that is being coded. closed: the row has no values. lists: its positions are stored as a list
+    // of the listed columns. next: the number of elements coded so far that have a digit in each plane.
     struct Work {
         const Parts &parts;
         const BitStage &stage;

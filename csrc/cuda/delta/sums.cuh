@@ -44,7 +44,8 @@ __device__ __forceinline__ uint64_t sum_pairs(const ulonglong2 *pairs, Number nu
     return sum;
 }
 
-// Returns word i of num_bytes bytes at any address. Bytes past the end count as zeros; no byte outside is read.
+// Returns word i of the num_bytes bytes at `data`, which may have any alignment. Bytes past the end count as zeros;
+// only the num_bytes bytes are read.
 __device__ __forceinline__ uint64_t load_any_word(const uint8_t *data, int64_t num_bytes, int64_t i)
 {
     const uint8_t *const from = data + 8 * i;
@@ -58,7 +59,8 @@ __device__ __forceinline__ uint64_t load_any_word(const uint8_t *data, int64_t n
     return word;
 }
 
-// Stores word i of num_bytes bytes at any address. Its bytes past the end are dropped.
+// Stores word i of the num_bytes bytes at `data`, which may have any alignment. Bytes of the word past the end are
+// dropped.
 __device__ __forceinline__ void store_any_word(uint8_t *data, int64_t num_bytes, int64_t i, uint64_t word)
 {
     uint8_t *const to = data + 8 * i;

@@ -1,4 +1,4 @@
-// versions.cuh - what the kernels that make and apply deltas share: the sequence of the rows of all tensors, the
+// versions.cuh - shared code of the kernels that make and apply deltas: the sequence of the rows of all tensors, the
 // distribution of these rows over warps, sums in device memory, and launches. Here a version is an ibp_delta_tensor, a
 // tensor whose delta is made or applied.
 #ifndef IBP_DELTA_VERSIONS_CUH
@@ -14,8 +14,8 @@
 namespace ibp {
 
 constexpr uint32_t kMostDeltaRow = 8192; // largest size of a row in bytes
-// Coded rows of at most kShortCoded bytes, which most rows are, and all other rows are processed by separate launches.
-// Short rows need little shared memory, so more warps can be resident.
+// One launch processes the coded rows of at most kShortCoded bytes, which most rows are. Another launch processes all
+// other rows. Short rows need little shared memory, so more warps can be resident.
 constexpr uint32_t kShortCoded = 2048;
 
 // The rows that a launch processes: coded rows of at most kShortCoded bytes; or longer coded rows, and raw rows.
@@ -41,8 +41,8 @@ struct VersionRow {
     uint32_t version, valid;
 };
 
-// Returns the index of the version to which row r of the sequence belongs; if there is none, that of the version before
-// it.
+// Returns the index of the version to which row r of the sequence belongs. If the row belongs to no version, returns
+// the index of the last version before it.
 __device__ __forceinline__ uint32_t find_version(const ibp_delta_tensor *versions, uint32_t num_versions, int64_t r)
 {
     uint32_t first = 0, last = num_versions;
@@ -70,8 +70,8 @@ __device__ __forceinline__ VersionRow find_row(const ibp_delta_tensor *versions,
 }
 
 // The rows of the sequence that a warp processes. If there are enough rows for all warps, a warp takes runs of
-// 2^kRunBits consecutive rows, which mostly belong to one version. Fewer warps then add to the sums of the same version
-// at the same time; such atomic additions wait for each other.
+// 2^kRunBits consecutive rows, which usually belong to one version. Fewer warps then add to the sums of the same
+// version at the same time; such atomic additions wait for each other.
 struct WarpRows {
     static constexpr uint32_t kRunBits = 3;
     const int64_t num_rows;
@@ -139,7 +139,7 @@ inline bool are_versions(const ibp_delta_tensor *versions, uint32_t num_versions
 
 // ---- launching ----
 
-// The arguments that all functions which launch kernels for deltas have in common.
+// The common arguments of the functions that launch kernels for deltas.
 struct DeltaCall {
     const ibp_codebook &cb;
     const ibp_delta_tensor *versions;

@@ -12,7 +12,8 @@ static bool encodes_fast(const ibp_codebook &cb)
 {
     return is_fast(cb) && cb.planes.rotate == 1u && bits_of_symbol(cb.planes) == 8u && cb.row_bytes % 16u == 0u;
 }
-// Returns whether values.cuh can encode with a codebook, apart from the PlanesFields that the codebook uses.
+// Returns whether values.cuh can encode with a codebook. Does not check which PlanesFields the codebook uses; kEncoders
+// lists those that values.cuh supports.
 static bool has_values(const ibp_codebook &cb)
 {
     const uint32_t size = cb.planes.element_bytes;

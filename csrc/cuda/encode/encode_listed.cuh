@@ -33,8 +33,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     using Base::Base;
 
     // The scratch of a group, which follows its stage in shared memory. A list of columns has two bytes for each column
-    // that it names. It names at most about a quarter of all columns, because instead of a longer list a bitmap is
-    // stored. Therefore the listed elements and the list together fit elements_bytes bytes.
+    // that it names. It names at most about a quarter of all columns, because a bitmap is stored instead of a longer
+    // list. Therefore the listed elements and the list together fit in elements_bytes bytes.
     //
     //     | listed elements, and then the columns of a list: a multiple of 64 bytes | bitmap | signs |
     static __host__ __device__ __forceinline__ uint32_t elements_bytes(uint32_t row_bytes)
@@ -137,7 +137,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     // ---- positions ----
 
     // Writes the positions to the stage, beginning at bit `start`. The positions of a list are first collected in
-    // shared memory after the elements, so that every lane then writes the same number of positions.
+    // shared memory after the elements, so that afterwards all lanes write about the same number of positions.
     __device__ __forceinline__ void put_positions(const Work &work, const ibp_position_form &form, uint32_t start) const
     {
         const BitStage &stage = work.stage;

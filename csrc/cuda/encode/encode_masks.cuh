@@ -12,8 +12,8 @@
 // 3. A lane ORs its participation bits into the stage, extracts the kept bits of each word, and writes them to the
 //    stage one after the other.
 //
-// The issue of instructions limits the encoder. A warp executes about 250 instructions to encode 512 bytes, which are
-// one step. Most of them are for parallel bit extracts. To measure 512 bytes it executes about 80.
+// The rate at which instructions are issued limits the encoder. A warp executes about 250 instructions to encode 512
+// bytes, which are one step. Most of them are for parallel bit extracts. To measure 512 bytes it executes about 80.
 #ifndef IBP_ENCODE_MASKS_CUH
 #define IBP_ENCODE_MASKS_CUH
 
@@ -40,14 +40,14 @@ template <uint32_t LANES> struct MasksEncoder {
     {
         const uint64_t offset = uint64_t{k} * cb.cluster_stride;
         mask += offset, bitval += offset, flags += offset;
-        // The num_flags in memory may be any number. It is limited to row_bytes, because no row has more participation
-        // bits than bytes.
+        // The num_flags that is read from memory may have any value. It is limited to row_bytes, because no row has
+        // more participation bits than bytes.
         if (cb.num_clusters > 1u) num_flags = ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes);
     }
 
-    // What a lane knows of its four words. word: the words. keep: for each word a mask of its kept bits. participation:
-    // the participation bits of the words' chunks, packed. flag_position: the position of the first of these
-    // participation bits. num_kept: number of kept bits.
+    // What a lane knows about its four words. word: the words. keep: for each word a mask of its kept bits.
+    // participation: the participation bits of the words' chunks, packed. flag_position: the position of the first of
+    // these participation bits. num_kept: number of kept bits.
     struct Lane {
         uint32_t word[4], keep[4];
         uint32_t participation, flag_position, num_kept;

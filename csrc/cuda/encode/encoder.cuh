@@ -20,7 +20,7 @@
 //     };
 //
 //     Group          the threads that encode one row together
-//     kBlocks        number of blocks that must be able to run on an SM at once (of __launch_bounds__); a block has
+//     kBlocks        number of blocks that must be able to run on an SM at once (for __launch_bounds__); a block has
 //                    Group::kThreads threads if rows are measured, else up to kMostEncodeThreads
 //     kFillsStage    whether encode writes every byte of the coded row, and reads no byte of the stage
 //     table_bytes    size in bytes of a block's table, which begins at byte 0 of shared memory, where `table` points; a
@@ -36,7 +36,7 @@
 //
 //   - The fields of the codebook are checked (ibp_check_codebook_fields). The content of its arrays is not.
 //   - All threads of a block call the constructor once.
-//   - All lanes of a group call measure and encode together. The groups of one warp diverge.
+//   - All lanes of a group call measure and encode together. The groups of one warp may diverge.
 //   - start_bit is 0 or 8. If start_bit is 8, byte 0 of the stage holds the index of the cluster and must be kept. All
 //     other bytes of the stage are zeros, unless kFillsStage.
 //   - most_bytes is less than row_bytes. row.valid, the number of bytes that the row has, is row_bytes for all rows
@@ -155,7 +155,7 @@ template <uint32_t LANES> struct EncodeGroup {
             for (int i = 0; i < N; i++) before[i] += of_warps[i];
         }
     }
-    // Returns the v of lane 0 of the group.
+    // Returns the value that v has in lane 0 of the group.
     static __device__ __forceinline__ uint64_t broadcast(uint64_t v)
     {
         if constexpr (kIsBlock) {
@@ -256,7 +256,7 @@ struct PlainRow {
         load(first, has_whole(first), words);
     }
     // has_whole() returns whether the vector that begins at byte `first` is aligned and has only valid bytes.
-    // is_whole() returns whether all vectors of a row of row_bytes bytes are like that.
+    // is_whole() returns whether this is true for all vectors of a row of row_bytes bytes.
     __device__ __forceinline__ bool has_whole(uint32_t first) const
     {
         return first + kVector <= valid && aligned(bytes, kVector);
@@ -346,7 +346,7 @@ constexpr bool kLikely = true;
 // was measured, or has no coded form.
 struct BitStage {
     uint32_t *words;
-    uint32_t num_words; // number of words, without the last one of the stage
+    uint32_t num_words; // number of words of the stage, minus 1
 
     __device__ __forceinline__ void or_word(uint32_t w, uint32_t bits) const
     {
@@ -362,8 +362,9 @@ struct BitStage {
         const uint32_t words_of[2] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
         or_words(position, words_of);
     }
-    // Returns the address of the word that holds bit `position`, at which N words of bits begin. The bits may reach
-    // into N + 1 words.
+    // Returns the address of the word that holds bit `position`, at which the caller writes N words of bits. The bits
+    // may reach into N + 1 words. The result is limited so that all these words lie in the stage, whatever `position`
+    // is.
     template <uint32_t N> __device__ __forceinline__ uint32_t *at(uint32_t position) const
     {
         constexpr uint32_t kMost = 6;
@@ -496,7 +497,7 @@ __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const E
     return best;
 }
 
-// Checks the parts of the contract that a compiler can see.
+// Checks the parts of the contract that a compiler can check.
 template <class Encoder> constexpr bool is_encoder()
 {
     static_assert(Encoder::Group::kThreads % Encoder::Group::kLanes == 0, "blocks of whole groups");

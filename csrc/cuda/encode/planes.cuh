@@ -17,8 +17,8 @@
 // their codes has the number of escapes of each plane in a separate byte. Sums over lanes have 16 bits for each plane.
 //
 // If a table has the codes of all symbols, a warp executes about 55 instructions to measure one step, which is 512
-// bytes of 16-bit elements. To encode a step, including the count, it executes about 350 instructions. The issue of
-// instructions limits encoding.
+// bytes of 16-bit elements. To encode a step, including the count, it executes about 350 instructions. The rate at
+// which instructions are issued limits encoding.
 #ifndef IBP_ENCODE_PLANES_CUH
 #define IBP_ENCODE_PLANES_CUH
 
@@ -137,7 +137,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
                 enter(reinterpret_cast<T *>(table), all, symbol, code_of_rank(rank));
                 continue;
             }
-            // A wrong codebook may have an entry with more bits than a symbol. No row has this symbol.
+            // An invalid codebook may have an entry with more bits than a symbol. No element of a row has this symbol.
             if (static_cast<uint64_t>(symbol) >> symbol_bits != 0u) continue;
             const auto bits = static_cast<uint32_t>(symbol);
             if (has_ranks)
@@ -191,8 +191,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     // signs: the highest bits of the elements as they are in the row, one bit for each element.
     struct Lane {
         uint32_t word[4], present, column, signs;
-        bool open;    // an element that is coded differs from the closed value
-        bool differs; // an element that is coded has other invariant bits than the codebook
+        bool open;    // a coded element differs from the closed value
+        bool differs; // a coded element's invariant bits differ from the codebook's
     };
     // kLowest: the lowest bit of each element of a word. kAllBits: all bits of one element.
     static constexpr uint32_t kLowest = sizeof(T) == 1   ? 0x01010101u
@@ -204,8 +204,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         if (sizeof(T) == 8) return static_cast<T>(word[2 * e % 4] | static_cast<uint64_t>(word[(2 * e + 1) % 4]) << 32);
         return static_cast<T>(word[e / kPerWord] >> (e % kPerWord * kBits % 32u));
     }
-    // Returns a mask of the bits that decide whether an element is listed. The element is listed if one of these bits
-    // differs from that of the default value.
+    // Returns a mask of the bits that decide whether an element is listed. The element is listed if any of these bits
+    // differs from the same bit of the default value.
     __device__ __forceinline__ T listing_bits() const
     {
         return static_cast<T>(Book::signed_default(planes) ? ~uint64_t{0} >> (65u - kBits) : ~uint64_t{0});
@@ -434,8 +434,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     __device__ __forceinline__ uint32_t entry_for(const uint32_t *table, const uint32_t (&words)[WORDS], uint32_t e,
                                                   uint32_t skipped = 0) const
     {
-        // At bit 2, the symbol is an offset in bytes into the table. The bits above it come from the index of the
-        // cluster's first code.
+        // A symbol that begins at bit 2 is an offset in bytes into the table. The bits above it come from the index of
+        // the cluster's first code.
         const uint32_t byte =
             select_bits(low_bits(~0u, symbol_bits) << 2, symbol_at(words, e, 2u + skipped), 4u * own_codes);
         return *reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint8_t *>(table) + byte);
@@ -564,7 +564,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         constexpr uint32_t kOpen = 1u << 16; // above the sum of `differs`, which is at most the number of lanes
         const uint32_t found = (open ? kOpen : 0u) + differs;
         uint32_t sums[6] = {found, LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu, even >> 16, odd >> 16};
-        if constexpr (LANES <= kWarp) { // few elements: two counts fit a word
+        if constexpr (LANES <= kWarp) { // few elements: two counts fit in a word
             uint32_t packed[LISTED ? 4 : 3] = {found, even, odd};
             if (LISTED) packed[LISTED ? 3 : 0] = listed;
             G::sum(packed);

@@ -78,9 +78,10 @@ __device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_byte
     }
 }
 
-// Makes the stored form of a row of `valid` bytes in a stage. Returns the row's entry of lengths. expected: if the row
-// has been measured, its entry of lengths, from which the result differs if the row has changed; else kAnyLength. The
-// test for a default row comes last, when the row's bytes are in a cache. Few rows need this test.
+// Makes the stored form of a row of `valid` bytes in a stage. Returns the row's entry of lengths. expected: the row's
+// entry of lengths if the row has been measured, otherwise kAnyLength. The result may differ from `expected` if the row
+// has changed since it was measured. The test for a default row comes last, when the row's bytes are in a cache. Few
+// rows need this test.
 template <class Encoder>
 __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
                                              uint32_t valid, uint32_t expected, const BitStage &stage)
@@ -177,7 +178,7 @@ __device__ __forceinline__ void store(const RowsJob &job, int64_t row, const Row
     }
 }
 
-// Returns the number of the table's row at which row i of the source is stored. The number may be out of range. All
+// Returns the number of the table's row in which row i of the source is stored. The number may be out of range. All
 // lanes of a group get the same number, even if ids change while they are read.
 template <class G> __device__ __forceinline__ int64_t row_of(const RowsJob &job, int64_t i)
 {
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
     // The smallest number of bytes that are written for a row, including zeros after it.
     const uint32_t least_bytes = job.place.is_new != 0u ? table.slot_bytes : 0u;
-    uint32_t dirty = stage_bytes; // number of the stage's first bytes that may hold bits of the last row
+    uint32_t dirty = stage_bytes; // number of the stage's first bytes that may hold bits of the previous row
     Tally tally{0, 0, kNotSeen};
     PlainRow next{};
     if (first < job.source.num_rows) next = job.source.row(first);
@@ -272,7 +273,7 @@ template <class Encoder> uint32_t group_bytes_of(const ibp_codebook &cb)
     return bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb);
 }
 
-// Reduces the number of groups in a block until num_blocks blocks fit the shared memory of an SM, but not below the
+// Reduces the number of groups in a block until num_blocks blocks fit in the shared memory of an SM, but not below the
 // number of groups in one warp. The groups of a block always fill whole warps.
 inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_t lanes, uint32_t num_blocks,
                              uint32_t *groups)

@@ -7,7 +7,7 @@
 
 namespace ibp {
 
-// Returns `room`, or the number of bytes between byte `start` and the end of an array if this is less.
+// Returns the smaller of `room` and the number of bytes from byte `start` of an array to its end.
 __device__ __forceinline__ uint32_t room_in(uint32_t room, int64_t array_bytes, uint64_t start)
 {
     return static_cast<uint32_t>(min(uint64_t{room}, static_cast<uint64_t>(array_bytes) - start));
@@ -54,7 +54,7 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
 
 // ---- rows that claim their parts ----
 
-constexpr uint64_t kClaimed = IBP_NO_BASE - 1u; // the base of a row that another group is coding
+constexpr uint64_t kClaimed = IBP_NO_BASE - 1u; // the base of a row that another group has claimed
 constexpr uint64_t kNotSeen = UINT64_MAX;
 
 // The part of overflow that a row owns. base: the byte of overflow at which the part begins; IBP_NO_BASE if there is no
@@ -89,10 +89,10 @@ __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, 
 // Allocates a part that no other row has. If there is no room, returns a part with the base IBP_NO_BASE. seen: the last
 // value of the counter place.used that this lane has read; kNotSeen at first.
 //
-// If the part would not fit at byte `seen`, the counter is read again, and nothing is added to it if the part does not
-// fit either at the value that was read. So the counter stays near the size of overflow, however many rows find no
-// room. If the part would fit at byte `seen`, the counter is not read first, because a second access to a counter that
-// all groups use would delay the row.
+// If the part would not fit at byte `seen`, the counter is read again. If the part would not fit at the counter's new
+// value either, nothing is added to the counter. So the counter stays near the size of overflow, however many rows find
+// no room. If the part would fit at byte `seen`, the counter is not read first, because a second access to a counter
+// that all groups use would delay the row.
 __device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t sectors, uint64_t &seen)
 {
     const auto there_are = static_cast<uint64_t>(place.table.overflow_bytes);

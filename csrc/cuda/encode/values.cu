@@ -13,8 +13,8 @@ template <typename T, bool COLUMNS> struct ValuesEncoders {
 // encodes more rows in each step, and the step takes no more time.
 constexpr uint32_t kFewLanes = 4, kLongestOfFew = 256;
 
-// Encodes rows with this encoder if a group's stage and scratch fit shared memory. On some GPUs the stage and the list
-// of a long row do not fit; then encode_dense.cu encodes the rows.
+// Encodes rows with this encoder if the tables of a block and the stage and scratch of one group fit in shared memory.
+// On some GPUs they do not fit if rows are long; then encode_dense.cu encodes the rows.
 template <class Encoder> static ibp_status encode_if_fits(const Encode &encode)
 {
     const ibp_codebook &cb = codebook_of(encode);

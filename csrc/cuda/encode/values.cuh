@@ -44,7 +44,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     //     bit  21         kGoesOn: the symbol goes on to the list
     //     highest bits    the digit of plane 1
     //
-    // These 16 bits also hold the digit of plane 0, at bit kDigitAt, and the symbol or its rank, at bit kKeyAt:
+    // Bits 0 to 15 also hold the digit of plane 0, at bit kDigitAt, and the symbol or its rank, at bit kKeyAt:
     //
     //     elements of two or four bytes    bits 0 to 3: the digit; bits 4 to 15: the symbol
     //     elements of one byte             bits 0 to 7: the symbol; bits 8 to 11: the digit. An entry of the list has
@@ -97,8 +97,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     }
 
     // first, second: the digits of an octet in planes 0 and 1, packed from bit 0 in the order of the elements. counts:
-    // the sum of the third bytes of the octet's paths. Bits 0 to 4 are the number of elements that reach plane 1, and
-    // the bits above are the number of elements that go on to the list.
+    // the sum of bits 16 to 23 of the octet's paths. Bits 0 to 4 of this sum are the number of elements that reach
+    // plane 1, and the bits above are the number of elements that go on to the list.
     struct Octet {
         uint32_t first, second, counts;
     };
@@ -289,10 +289,9 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     // ---- planes ----
 
     // Encodes the values of n elements into a stage, beginning at bit `start`, which must be the first bit of a byte.
-    // load(first, words): loads a lane's elements and rotates them; words past the last element may hold anything.
+    // load(first, words): loads a lane's elements and rotates them; words past the last element are unspecified.
     // list: room for n symbols; with LISTED, it may be the memory that load() reads. Returns the bit at which the
-    // values end. If the values would go past bit most_bits, the function stops, and returns some number above
-    // most_bits.
+    // values end. If the values would go past bit most_bits, the function stops, and returns a number above most_bits.
     template <class Load>
     __device__ __forceinline__ uint32_t put_values(const BitStage &stage, uint32_t n, uint32_t start,
                                                    uint32_t most_bits, Symbol *list, const Load &load) const

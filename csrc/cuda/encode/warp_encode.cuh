@@ -1,4 +1,4 @@
-// warp_encode.cuh - the function by which a warp of any kernel encodes a row of scheme ibp, and its contract.
+// warp_encode.cuh - the function with which a warp of any kernel encodes a row of scheme ibp, and its contract.
 // ibp_device.cuh includes this file.
 #ifndef IBP_WARP_ENCODE_CUH
 #define IBP_WARP_ENCODE_CUH
@@ -14,10 +14,10 @@ __host__ __device__ __forceinline__ uint32_t warp_encode_scratch_bytes(const ibp
     return bit_stage_bytes(cb.row_bytes);
 }
 
-// Encodes a row with a codebook of scheme ibp. The coded row has the same bytes as that of ibp_encode_row. All 32 lanes
-// of a warp must call this together, with the same arguments.
+// Encodes a row with a codebook of scheme ibp. The coded row has the same bytes as the one that ibp_encode_row makes.
+// All 32 lanes of a warp must call this together, with the same arguments.
 //
-// cb, scratch: as in warp_decode_coded, with warp_encode_scratch_bytes(cb) bytes.
+// cb, scratch: as in warp_decode_coded, except that the scratch has warp_encode_scratch_bytes(cb) bytes.
 // row: cb.row_bytes bytes at any address that the device can read. No other thread may change the row meanwhile.
 // coded: memory for cb.row_bytes - 1 bytes at any address that the device can write. It must not overlap the row.
 // @return in all lanes: the size of the coded row in bytes, which is less than cb.row_bytes. If coding saves no byte,

@@ -1,5 +1,5 @@
 // kv_pages.cu - plans transfers of pages of a KV-cache, and notes which blocks are stored (ibp_pages.h). Both kernels
-// are so small that the time of a launch limits them.
+// do so little work that a launch takes most of their time.
 #include "../../core/kv_pages.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"

@@ -12,7 +12,7 @@ constexpr uint32_t kTeamWarps = 4, kTeamThreads = kTeamWarps * kWarp;
 
 // ---- the bags and rows of a team ----
 
-constexpr uint32_t kNoOffset = ~0u; // marks an offset that is not the position of an id
+constexpr uint32_t kNoOffset = ~0u; // marks an offset that is below 0 or above the number of ids
 
 // Returns the position of a bag's first id, num_ids for a bag after the last one, or kNoOffset if the bag's offset is
 // invalid.
@@ -51,8 +51,8 @@ struct Share {
     uint32_t first_bag, last_bag, first, last; // last_bag and last are exclusive
 };
 
-// Returns the share of a team. All shares have about the same number of bags plus ids, so that many bags without ids
-// are divided, too. If another process changes the offsets meanwhile, warps compute different shares; therefore all
+// Returns the share of a team. All shares have about the same number of bags plus ids, so that bags without ids are
+// divided evenly, too. If another process changes the offsets meanwhile, warps compute different shares; therefore all
 // warps of a team use the share that one of them has computed.
 static __device__ __noinline__ Share share_of(const ibp_bags &bags, uint32_t num_ids, uint32_t team, uint32_t num_teams)
 {
@@ -141,7 +141,7 @@ struct Unit {
         for (uint32_t e = 0; e < kSize<KIND>; e++) values[e] = fmaf(weight, element<KIND, false>(words, e), values[e]);
     }
     // Replaces each element by the corresponding element of `words` if that is greater. is_first: there are no elements
-    // to compare with yet, so that all are replaced.
+    // to compare with yet, so all are replaced.
     template <ibp_float_kind KIND> __device__ __forceinline__ void take_greater(uint4 words, bool is_first)
     {
 #pragma unroll
@@ -156,7 +156,7 @@ struct Unit {
 #pragma unroll
         for (uint32_t e = 0; e < kMost; e++) values[e] /= divisor;
     }
-    // Returns the unit's elements converted to their kind.
+    // Returns the unit's sums or maxima as elements of `kind`.
     __device__ __forceinline__ uint4 result(ibp_float_kind kind, bool is_maximum) const
     {
         if (kind == IBP_FLOAT32)
@@ -266,7 +266,7 @@ template <uint32_t UNITS> struct Reducer {
         if (number >= share.last_bag) return {share.last, share.last};
         return {begin_of(bags, number, num_ids), begin_of(bags, number + 1u, num_ids)};
     }
-    // Opens the bag now.bag, whose bounds have been loaded to now.coming, and loads the bounds of the next bag. The
+    // Opens the bag now.bag, whose bounds have been loaded into now.coming, and loads the bounds of the next bag. The
     // bag's rows are limited to the share, whatever the offsets are.
     __device__ __forceinline__ void open(State &now) const
     {
@@ -290,7 +290,8 @@ template <uint32_t UNITS> struct Reducer {
 #pragma unroll
             for (uint32_t e = 0; e < Unit::kMost; e++) now.units[u].values[e] = 0.0f;
     }
-    // Records a fault for an offset that is not the position of an id, or is less than the offset before it.
+    // Records a fault for an offset that is out of range or less than the offset before it. position: the offset's
+    // index.
     __device__ __forceinline__ void note_offset(uint32_t position) const
     {
         if (lane() != 0u) return;
@@ -411,7 +412,8 @@ template <uint32_t UNITS> struct Reducer {
         else
             add_rows<KIND, true>(now, rows, j, n);
     }
-    // Adds n rows, beginning with row j of the round, as the task says. The most usual tasks are tested first.
+    // Adds n rows, beginning with row j of the round, in the way that `task` encodes. The most common tasks are tested
+    // first.
     template <class Rows>
     __device__ __forceinline__ void reduce(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {

@@ -40,8 +40,8 @@ struct Sample {
     float weight;
 };
 
-// Looks up the row of the id at position `number`. Returns a sample without a row if the id is padding, or if the
-// position is `last`, where the team's rows end, or later. Not inlined, because registers are scarce.
+// Looks up the row of the id at position `number`. Returns a sample without a row if the id is padding, or if number >=
+// last. last: the position at which the team's rows end. Not inlined, because registers are scarce.
 static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, const Request &request,
                                                      const ibp_bags &bags, uint32_t number, uint32_t last)
 {
@@ -60,8 +60,8 @@ static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, con
     return sample;
 }
 
-// Returns the largest number of threads in a block, which consists of whole teams. It is small enough that registers
-// hardly spill to local memory, because the block's shared memory leaves no L1 cache for spills.
+// Returns the largest number of threads in a block, which consists of whole teams. The number is small enough that
+// registers hardly spill to local memory, because the block's shared memory leaves no L1 cache for spills.
 template <class Decoder, class Sums> constexpr uint32_t most_bag_threads()
 {
     constexpr uint32_t kMost = Sums::kUnits == 1u ? 768 : 640;
@@ -74,8 +74,9 @@ template <class Decoder, class Sums> constexpr uint32_t most_bag_threads()
 template <class Decoder, class Sums>
 constexpr uint32_t kTurnsOfRound = Decoder::Group::kPerWarp == 1 && Sums::kUnits == 1u ? 2u : 1u;
 
-// The offsets of a round's rows in a group's shared memory. The last row overlaps the decoder's scratch, so that more
-// teams fit. The row before it follows the scratch and the last row.
+// The offsets of a round's rows in a group's shared memory. The last row overlaps the decoder's scratch, so that shared
+// memory has room for more teams. If a round has two turns, the row of the first turn follows the scratch and the last
+// row.
 //
 //     | stage | scratch: kept bytes | last row | row before it |
 template <class Decoder, uint32_t TURNS> struct GroupRows {
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
     const Sums sums(bags, of_first_lane(task_of(bags)), num_ids, row_bytes, out, fault, memory, share);
     sums.begin();
 
-    // The lanes of a warp look up one row each, of the warp's next turns; these turns are whole rounds.
+    // Each lane of a warp looks up one row of the warp's next turns. These turns are whole rounds.
     const uint32_t of_warp = threadIdx.x % kTeamThreads / kWarp * G::kPerWarp, turn_of_lane = lane_id() / G::kPerWarp,
                    ahead = of_warp + turn_of_lane * kTurn + lane_id() % G::kPerWarp;
     static_assert(kWarp / G::kPerWarp % kTurns == 0u, "whole rounds");

@@ -1,4 +1,4 @@
-// digits.cuh - what the kernels that multiply vectors with a coded matrix of BF16 share: copies to shared memory, the
+// digits.cuh - shared code of the kernels that multiply vectors by a coded matrix of BF16: copies to shared memory, the
 // decoding of elements to operands of tensor cores, the order in which products are added, and the products of escapes.
 //
 // A slot, which is a row as it is stored:
@@ -189,8 +189,8 @@ struct StripRows {
     uint32_t pitch;
 
     // Finds strip `number` of a tile; strip 0 is the tile's first one. strips: number of strips in a tile. The loop
-    // reads the fields of all matrices, so that no address depends on the tile. The warp would have to wait for loads
-    // from addresses that do.
+    // reads the fields of all matrices, so that no address depends on the tile. If an address did, the warp would have
+    // to wait for the load.
     __device__ __forceinline__ void find(const LinearJob &job, uint32_t tile, uint32_t strips, uint32_t number)
     {
         uint32_t first_tile = 0, last_row = 0;
@@ -216,8 +216,8 @@ struct Elements {
 // A byte times this constant is a word with this byte in all four places.
 constexpr uint32_t kEveryByte = 0x01010101u;
 
-// Converts the two elements of a word to BF16, which is sign, exponent, mantissa. In `rotated`, the low byte of each
-// element is its residual, and the high byte is its exponent.
+// Converts the two elements of a word to BF16, whose bits are sign, exponent and mantissa. In `rotated`, the low byte
+// of each element is its residual, and the high byte is its exponent.
 __device__ __forceinline__ uint32_t turned(uint32_t rotated)
 {
     return select_bits(0x7fff7fffu, rotated >> 1, rotated << 15);
@@ -338,7 +338,7 @@ struct RowEscapes {
     }
 };
 
-// Sums of the products of a row's escapes with VECTORS vectors, of which each is APART vectors after the one before.
+// Sums of the products of a row's escapes with VECTORS vectors, whose indices differ by APART from one to the next.
 // taken: products with the weights that the multiplying warps used, as if escapes were ordinary digits. right: products
 // with the right weights.
 template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
@@ -347,8 +347,8 @@ template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
     float taken[VECTORS] = {}, right[VECTORS] = {};
 
     // Adds the products of the loaded entries. All loads are issued together; in place of vectors past the last one,
-    // the last one is loaded again. If an element of x is infinite or NaN, nothing is added to `taken`: the wrong and
-    // the right weight have the same sign, so the row's sum is already infinite or NaN, as it should be.
+    // the last vector is loaded again. If an element of x is infinite or NaN, nothing is added to `taken`: the wrong
+    // and the right weight have the same sign, so the row's sum is already infinite or NaN, as it should be.
     __device__ __forceinline__ void add_loaded(const Vectors &vectors, const RowEscapes &escapes, uint32_t first_vector)
     {
         const ibp_escape(&entries)[kTogether] = escapes.entries;

@@ -1,6 +1,6 @@
 // groups.cu - two kernels for stacks of matrices. group_vectors sorts vectors by the matrices that multiply them, and
-// divides the vectors into the groups that ibp_cuda_linear_groups takes. It has a single block. list_matrices lists the
-// matrices that ids ask for. Latency limits both kernels.
+// divides the vectors into the groups that ibp_cuda_linear_groups takes. It runs in a single block. list_matrices lists
+// the matrices that ids ask for. Latency limits both kernels.
 #include "../../core/groups.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
@@ -15,7 +15,7 @@ constexpr uint32_t kHalf = 16;                       // number of bits of a coun
 constexpr int64_t kMostListing = 132;                // largest number of blocks that list rows
 
 // Returns the number of a matrix's vectors in the low 16 bits and the number of its groups in the high 16 bits.
-// is_there: whether there is such a matrix; if not, it has no groups.
+// is_there: whether the matrix exists. If it is false, the number of groups is 0.
 __device__ __forceinline__ uint32_t both_counts(uint32_t vectors, bool is_there)
 {
     const uint32_t groups = (vectors + IBP_MOST_OF_A_GROUP - 1u) / IBP_MOST_OF_A_GROUP;

@@ -1,5 +1,5 @@
-// linear.cu - the functions of ibp_linear.h that multiply vectors with coded matrices, and that decode such a matrix.
-// They check the arguments and choose the kernel. This file launches the kernels of linear.cuh and matrix.cuh.
+// linear.cu - the functions of ibp_linear.h that multiply vectors by coded matrices, and the one that decodes such a
+// matrix. They check the arguments and choose the kernel. This file launches the kernels of linear.cuh and matrix.cuh.
 #include "linear.cuh"
 #include "many.h"
 #include "matrix.cuh"
@@ -60,7 +60,8 @@ static ibp_status multiply_few(LinearJob job, ibp_stream stream)
     return launch_strips<MatrixStrips>(job, job.num_tiles, stream);
 }
 
-// Multiplies the first vectors of a job, by one kernel. count: receives the number of these vectors.
+// Multiplies the first vectors of a job with the kernel that suits their number. count: receives the number of these
+// vectors.
 static ibp_status multiply_some(LinearJob job, uint8_t *image, ibp_stream stream, uint32_t *count)
 {
     const uint32_t left = job.num_vectors;

@@ -1,4 +1,4 @@
-// linear.cuh - multiplies up to 8 vectors with coded matrices of BF16. Weights are decoded in registers, as operands of
+// linear.cuh - multiplies up to 8 vectors by coded matrices of BF16. Weights are decoded in registers, as operands of
 // tensor cores, and are never written to memory. The vectors may also come in groups of up to 8. Then each group is
 // multiplied by one matrix of a stack.
 //
@@ -9,7 +9,7 @@
 //    16, 2 w + 17 and so on. While it multiplies a step, the bytes of its following steps, including those of the next
 //    strip, are copied to shared memory.
 // 2. A lane holds 32 elements of row g and 32 elements of row g + 8, where g = lane / 4. An instruction of the tensor
-//    cores takes 4 elements of each row from a lane. Columns are permuted so that digits can be unpacked by few
+//    cores takes 4 elements of each row from a lane. Columns are permuted so that digits can be unpacked with few
 //    instructions; the vectors are permuted in the same way.
 // 3. Escapes, which are digits of 15, are multiplied like other digits, as if their symbol were first_symbol + 15.
 // 4. A ninth warp, the finisher, adds up the other warps' sums. It subtracts these wrong products of escapes and adds
@@ -57,8 +57,8 @@ struct LinearBlock {
     static constexpr uint32_t kSumsStart = kWarps * kStages * StripStep::kBytes;
     static constexpr uint32_t kSharedBytes = kSumsStart + 2u * kSums * sizeof(float);
 
-    // Returns a warp's sum in shared memory. turn: the index of the strip among the block's strips. The sums of even
-    // and of odd turns have separate memory.
+    // Returns a reference to a warp's sum for a vector and a row, in shared memory. turn: the index of the strip among
+    // the block's strips. The sums of even and of odd turns have separate memory.
     static __device__ __forceinline__ float &sum(uint32_t turn, uint32_t warp, uint32_t vector, uint32_t row)
     {
         float *const sums = reinterpret_cast<float *>(shared_bytes() + kSumsStart) + turn % 2u * kSums;
@@ -122,7 +122,7 @@ struct MatrixStrips {
 struct GroupsJob {
     LinearJob job; // has one matrix, the stack
     const ibp_vector_group *groups;
-    uint32_t num_groups, num_rows; // num_rows: number of rows of a matrix, a multiple of the strip's
+    uint32_t num_groups, num_rows; // num_rows: number of rows of a matrix, a multiple of kStripRows
     // order: a list of numbers of vectors, in which each group has consecutive entries. If it is NULL, each group has
     // consecutive vectors.
     const int64_t *order;

@@ -49,7 +49,8 @@ ibp_status KnownClusters::count(const void *kernel, uint32_t parts, uint32_t thr
 #endif
 }
 
-// The largest cluster holds 64 vectors of as many columns as IBP_MOST_INVARIANT says.
+// The largest cluster holds 64 vectors of up to kMostColumns columns. This must be the largest number of columns for
+// which IBP_MOST_INVARIANT is 64.
 using LargestCluster = ManyBlock<64, 16, 2>;
 constexpr uint32_t kMostColumns =
     (kMostSharedBytes - LargestCluster::kVectorsStart) / LargestCluster::kStepBytes * kPieces * kStepColumns;

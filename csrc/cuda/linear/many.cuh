@@ -1,12 +1,12 @@
-// many.cuh - multiplies up to 64 vectors with coded matrices of BF16, on GPUs of compute capability 9.0. Each weight is
+// many.cuh - multiplies up to 64 vectors by coded matrices of BF16, on GPUs of compute capability 9.0. Each weight is
 // decoded once for all vectors, in registers, as an operand of `wgmma`.
 //
 // A cluster of blocks takes tiles of 64 rows, one after the other:
 //
 // 1. The columns are divided into 16 pieces; step s of 128 columns belongs to piece s % 16 (digits.cuh). Each block
 //    takes some neighbouring pieces. It keeps the vectors' elements of these columns in shared memory, so that the
-//    vectors are not read again for every tile. The elements are stored in the order in which few instructions can
-//    unpack the digits.
+//    vectors are not read again for every tile. The elements are stored in an order in which the digits can be unpacked
+//    with few instructions.
 // 2. Two groups of four warps multiply; each group takes half of the block's pieces. If there are so many columns that
 //    16 blocks have one piece each, tiles have 128 rows, and each group takes half of the rows. While a group
 //    multiplies a step, the bytes of its following steps, including those of the next tile, are copied to shared
@@ -30,8 +30,9 @@ namespace ibp {
 // it is 2, each group that multiplies has half of the rows and all of the block's pieces.
 template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBlock {
     static constexpr uint32_t kVectors = VECTORS, kParts = PARTS, kShares = SHARES, kTileRows = 64 * SHARES;
-    static constexpr uint32_t kStages = 3;               // number of stages of a warp, which receive copied bytes
-    static constexpr uint32_t kGroup = 128, kGroups = 2; // number of threads in a group that multiplies, and of groups
+    static constexpr uint32_t kStages = 3; // number of stages of a warp, which receive copied bytes
+    // kGroup: number of threads in a multiplying group. kGroups: number of these groups.
+    static constexpr uint32_t kGroup = 128, kGroups = 2;
     static constexpr uint32_t kMultipliers = kGroups * kGroup, kThreads = kMultipliers + kGroup;
     static constexpr uint32_t kGroupPieces = kPieces * SHARES / PARTS / kGroups; // number of pieces of a group
     // kPitch: distance in floats from one vector's sums to the next vector's. This distance avoids bank conflicts.
@@ -45,8 +46,7 @@ template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBloc
     static constexpr uint32_t kVectorsApart = kGroup / kTileRows, kFinished = VECTORS / PARTS / kVectorsApart;
 
     static constexpr uint32_t kBlockPieces = kPieces / PARTS;
-    // kWriters: number of threads that write the sums of a tile first, and number of threads that write them last
-    // (leave_sums).
+    // kWriters: number of threads that write the sums of a tile first. As many threads write them last (leave_sums).
     static constexpr uint32_t kWriters = SHARES * kGroup;
 
     // Returns the largest number of steps of a block in the cluster, which all blocks use for the size of their memory.
@@ -340,7 +340,7 @@ template <class Block> struct Finishers {
         escapes.load(job.num_columns);
     }
     // Finishes all tiles of the cluster. While a tile is multiplied, the function loads the first escapes of the next
-    // tile; of the tile after that it loads where its escapes lie in the list.
+    // tile and, for the tile after that, the range of its escapes in the list.
     __device__ __forceinline__ void run()
     {
         uint32_t turn = 0;

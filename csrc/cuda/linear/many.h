@@ -8,7 +8,7 @@
 
 namespace ibp {
 
-// For each device, the number of clusters of a kernel that can run at the same time.
+// For each device, the number of a kernel's clusters that can run at the same time.
 struct KnownClusters {
     static constexpr int kMostDevices = 64;
     std::atomic<uint32_t> known[kMostDevices]; // this number plus 1; 0 if it is not known yet

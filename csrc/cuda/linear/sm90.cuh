@@ -21,8 +21,8 @@ __device__ __forceinline__ uint32_t address_in(uint32_t block, uint32_t byte)
 }
 #endif
 
-// A barrier in shared memory (`mbarrier`). A phase of the barrier completes when as many threads as were passed to
-// begin() have arrived, and all expected bytes have been copied. The parameter `turn` of its functions is the index of
+// A barrier in shared memory (`mbarrier`). A phase of the barrier completes when num_threads threads (see begin) have
+// arrived and all expected bytes have been copied. The parameter `turn` of await() and await_cluster() is the index of
 // the phase to wait for. If kernels are emulated without a GPU, these barriers do nothing.
 struct SharedBarrier {
     static constexpr uint32_t kBytes = 8;
