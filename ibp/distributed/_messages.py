@@ -261,7 +261,8 @@ def has_lost(statuses: torch.Tensor) -> torch.Tensor:
 
 
 def _split(data: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """Returns views of the memory of statuses: `Status.all_rows`, `Status.faults` of all messages, `Status.unused`."""
+    """Returns three views of the memory of statuses: (`Status.all_rows`, `Status.faults` of all messages,
+    `Status.unused`)."""
     return data.split([_ENTRIES * count, _FAULT * count, _FAULT], -1)
 
 
