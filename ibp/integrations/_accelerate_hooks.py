@@ -14,8 +14,8 @@ _named_module_tensors, _find_tied_parameters = hooks.named_module_tensors, big_m
 
 
 def _plain_tensors(*args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors that hooks move, without tables. Tables need not be moved, because their rows are decoded on
-    the device of a module's input. Replaces a function of accelerate."""
+    """Yields (name, tensor) for the tensors that hooks move, which are all but tables. Tables need not be moved,
+    because their rows are decoded on the device of a module's input. Replaces a function of accelerate."""
     for name, tensor in _named_module_tensors(*args, **options):
         if not isinstance(tensor, TableParameter):
             yield name, tensor

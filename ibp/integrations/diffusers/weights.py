@@ -143,7 +143,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
             setattr(model.get_submodule(path), name, torch.nn.Parameter(held, requires_grad=False))
 
     def _process_model_before_weight_loading(self, model: torch.nn.Module, **options: Any) -> None:
-        model.eval()  # from_pretrained does this later; in training mode weights would train
+        model.eval()  # from_pretrained does this later; in training mode, weights would be trainable
         self._loading = ModelLoading(self.quantization_config, model)
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
@@ -171,8 +171,8 @@ _get_file, _fetch_index = modeling_utils._get_model_file, modeling_utils._fetch_
 
 
 def _get_either(pretrained: Any, *, weights_name: str, **options: Any) -> Any:
-    """Finds a file of weights, like the function of diffusers that it replaces. If there is no plain file, it looks for
-    a coded one, which has another name."""
+    """Finds a file of weights, as the function of diffusers that it replaces does. If there is no plain file, it looks
+    for a coded one, which has another name."""
     try:
         return _get_file(pretrained, weights_name=weights_name, **options)
     except OSError:
@@ -182,8 +182,8 @@ def _get_either(pretrained: Any, *, weights_name: str, **options: Any) -> Any:
 
 
 def _fetch_either(**options: Any) -> Path | None:
-    """Finds the index of a set of files, like the function of diffusers that it replaces. If there is no plain set, it
-    looks for the index of a coded set."""
+    """Finds the index of a set of files, as the function of diffusers that it replaces does. If there is no plain set,
+    it looks for the index of a coded set."""
     found: Path | None = _fetch_index(**options)
     if found is None or not found.is_file():
         plain = modeling_utils._add_variant(modeling_utils.SAFETENSORS_WEIGHTS_NAME, options["variant"])

@@ -42,7 +42,7 @@ def check_engine(package: str, missing: ImportError | None, since: str | None = 
         ImportError: classes that the adapter needs could not be imported.
 
     Warns:
-        The installed release is older or newer than every release that the adapter was tried with.
+        The installed release is older or newer than all tested releases.
     """
     name, first, last = TRIED[package]
     first = since or first
@@ -62,8 +62,8 @@ def check_engine(package: str, missing: ImportError | None, since: str | None = 
 
 def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.KeyedPages]:
     """Returns a function that makes an `ibp.kv.KeyedPages` with the given options: pool_bytes, device, level. where:
-    the name of the options in messages. Raises TypeError or ValueError if pool_bytes is missing, or if an option is
-    not as described."""
+    the name of the options in error messages. Raises TypeError or ValueError if pool_bytes is missing, or if an option
+    is not as described."""
     if not options.get("pool_bytes"):
         raise ValueError(f"{where} has no pool_bytes: bytes of host memory for coded pages")
     try:

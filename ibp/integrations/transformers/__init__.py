@@ -5,8 +5,8 @@ losslessly (`cache`).
 
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=IbpConfig())
 
-Matrices become tables while the model is loaded. The same holds for directories that `ibp compress` or `save_coded`
-wrote.
+Matrices become tables while the model is loaded. They also become tables if the model is in a directory that `ibp
+compress` or `save_coded` wrote.
 
     from ibp.integrations.transformers import CompressedCache
 
@@ -14,7 +14,7 @@ wrote.
     model.generate(**inputs, cache=cache)       # the tokens and logits of DynamicCache
     print(cache.stats())
 
-Works with transformers 5.17 and newer; checked up to 5.24.
+Works with transformers 5.17 and newer; tested up to 5.24.
 """
 
 from typing import TYPE_CHECKING
