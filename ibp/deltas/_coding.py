@@ -12,7 +12,8 @@ from .._layout import geometry
 from .._schemes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
-# Size of a row in bytes. Each row costs 5 to 7 bytes besides its listed elements, so rows should be long.
+# Size of a row in bytes. A row lists the elements that have changed, and takes 5 to 7 bytes besides them, so rows
+# should be long.
 ROW_BYTES = 8192
 # Number of bits of a digit in each plane. Most weights that a step of an optimizer changes become the next larger or
 # the next smaller number, so the planes of -1 and 1 have digits of one bit.

@@ -78,7 +78,7 @@ class Receiver:
         self._senders: dict[int, str] = {}  # for each part, PushHead.sender of the present version
         self._pending: dict[int, _Pieces] = {}  # for each part, the messages of the next version
         self._known: dict[bytes, int] = {}  # fingerprints of the present version, by Region.rows
-        self._bases: dict[tuple[bytes, torch.dtype], list[Base]] = {}  # by Region.rows and dtype
+        self._bases: dict[tuple[bytes, torch.dtype], list[Base]] = {}  # the bases of regions, by Region.rows and dtype
         self._whole: frozenset[bytes] = frozenset()  # Region.rows of the last push; they cover each tensor
 
     def apply(self, message: torch.Tensor) -> bool:
@@ -171,7 +171,7 @@ class Receiver:
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         results: dict[bytes, int] = {}
         rows = frozenset(region.rows for head, _ in came for region in head.regions)
-        if rows != self._whole:  # usually the same rows come in every push
+        if rows != self._whole:  # most pushes have the same rows as the one before
             _check_whole(region for head, _ in came for region in head.regions)
         self._whole = rows
         for region, change, bases in self._changes(came):

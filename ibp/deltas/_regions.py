@@ -77,7 +77,7 @@ class Region(NamedTuple):
         return _rows_in(self.rows)
 
 
-@functools.lru_cache(4096)  # each push has the same regions
+@functools.lru_cache(4096)  # most pushes have the same regions as the one before
 def _rows_in(text: bytes) -> list[TensorRows]:
     """Returns the rows in the JSON of a region. Raises CorruptTableError if they are not valid."""
     try:
@@ -207,8 +207,8 @@ def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int)
 
 
 def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (index of the first row, rows) for parts of a tensor of at most most_bytes bytes, or of one row if a row
-    is larger."""
+    """Cuts a tensor into parts of at most most_bytes bytes, or of one row if a row is larger. Yields (index of the
+    first row, rows) for each part."""
     if tensor.nbytes <= most_bytes or tensor.dim() == 0:
         yield 0, tensor
         return

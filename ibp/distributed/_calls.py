@@ -299,8 +299,8 @@ class _AllToAll(Collective):
         return dist.all_to_all(rows[size:], rows[:size], group=self.group, async_op=True)
 
     def repair(self, status: Status) -> None:
-        """Sends the parts that have lost rows once more, raw. Only the sender and the receiver of a part know that it
-        has lost rows, so only these two take part."""
+        """Sends again, raw, the parts that have lost rows. Only the sender and the receiver of a part know that it has
+        lost rows, so only these two take part."""
         size, ops = self.state.size, []
         for k in (k for k, is_lost in enumerate(status.lost) if is_lost):
             function, peer = (dist.isend, k) if k < size else (dist.irecv, k - size)

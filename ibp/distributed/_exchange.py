@@ -198,7 +198,7 @@ class Collective(ABC):
         """Returns the plan of the call's kind, and makes it first if the kind is new or its codec has lost rows.
 
         All ranks must call this together. The ranks communicate here if the tensors are on the CPU, if a codec is given
-        (ranks could give different codecs), if the kind is new or due to be checked, and if torch's debug level is
+        (ranks could give different codecs), if the kind is new or due to be checked, or if torch's debug level is
         DETAIL."""
         state, kind = self.state, self.kind
         known, is_detailed = state.plans.get(kind), dist.get_debug_level() == dist.DebugLevel.DETAIL
@@ -222,8 +222,8 @@ class Collective(ABC):
     def _compare(self) -> None:
         """Raises an error on all ranks unless all of them make the same call with the same plan. A collective call.
 
-        Without this check, gloo would end a process that receives more bytes than it expects, and NCCL would wait for
-        bytes that never come."""
+        Without this check, gloo would terminate a process that receives more bytes than it expects, and NCCL would wait
+        for bytes that never come."""
         members, kind = RankGroup(self.group), self.kind
         try:
             self.check()

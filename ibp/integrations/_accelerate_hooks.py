@@ -22,7 +22,8 @@ def _plain_tensors(*args: Any, **options: Any) -> Iterator[tuple[str, torch.Tens
 
 
 def _plain_ties(model: torch.nn.Module, **options: Any) -> list[list[str]]:
-    """Returns the lists of tied parameters for `dispatch_model`, without tables. Replaces a function of accelerate."""
+    """Returns, for `dispatch_model`, those lists of tied parameters that contain no table. Replaces a function of
+    accelerate."""
     named = model.named_parameters(remove_duplicate=False)
     tables = {name for name, parameter in named if isinstance(parameter, TableParameter)}
     return [names for names in _find_tied_parameters(model, **options) if tables.isdisjoint(names)]

@@ -126,9 +126,9 @@ class Writer(FileSystemWriter):
 class Reader(FileSystemReader):
     """Reads a checkpoint of `torch.distributed.checkpoint`, whether `Writer` or torch's FileSystemWriter wrote it.
 
-    Tensors on a GPU are decompressed there, from the compressed bytes. If a rank needs only some rows of a stored
-    tensor, as when the number of ranks has changed since the save, only these rows are read. Checksums are compared for
-    tensors that are read whole.
+    Tensors that are loaded to a GPU are decompressed there. If a rank needs only some rows of a stored tensor, for
+    example because the number of ranks has changed since the save, only these rows are read. Checksums are compared
+    only for tensors that are read whole.
 
     Args:
         path: the directory of the checkpoint.

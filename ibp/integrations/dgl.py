@@ -6,9 +6,9 @@ All code that reads features through the graph gets the same bits as before: `Da
 `prefetch_edge_feats`, blocks and subgraphs (`block.srcdata["feat"]`), their copies in worker processes, and
 `g.ndata["feat"]` itself, which decodes the whole tensor at every read. `close` puts the plain tensor back.
 
-This module is for DGL's classic graphs, and was checked with 2.1.0; `ibp.integrations.graphbolt` is for features of
-GraphBolt. `import dgl` fails if DGL has no binary of GraphBolt for the installed torch, and no release of DGL has one
-for a torch with which ibp works. Import this module before `dgl`: it then leaves GraphBolt out.
+This module is for DGL's classic graphs, and was tested with DGL 2.1.0; `ibp.integrations.graphbolt` is for features of
+GraphBolt. `import dgl` fails if DGL has no binary of GraphBolt for the installed torch. No release of DGL has a binary
+for a version of torch that ibp supports. So import this module before `dgl`: it leaves GraphBolt out.
 """
 
 from __future__ import annotations

@@ -121,9 +121,9 @@ def _rows(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
 # ---- all weights of a layer in one call ------------------------------------------------------------------------------
 
 
-_Jobs = list[tuple[CompressedTensor, torch.Tensor]]  # tables, and the memory that they are decoded to
-_loading: _Jobs | None = None  # while a layer's load_weight runs, the copies that it has asked for
-_fetching: dict[str, Any] = {}  # options of decompress
+_Jobs = list[tuple[CompressedTensor, torch.Tensor]]  # (table, the memory to which it is decoded)
+_loading: _Jobs | None = None  # while a layer's load_weight runs, the copies that it has asked for; otherwise None
+_fetching: dict[str, Any] = {}  # the options path and max_sms of decompress
 
 
 def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:

@@ -5,7 +5,7 @@
 
 This module follows GraphBolt's Python source (the class Feature of DGL 2.1.0, and the additions of 2.4.0) and is tested
 with a stand-in for that class. It is untested with GraphBolt's binaries: they need torch 2.4 or older, and ibp needs
-2.10 or newer, so no released build of DGL can use it. It is meant for builds of your own; import `dgl.graphbolt` before
+2.10 or newer, so no released build of DGL can use it. It is meant for your own builds; import `dgl.graphbolt` before
 this module.
 """
 
@@ -104,7 +104,7 @@ class Feature(gb.Feature, Closing):
         self._table = ibp.compress(value, **self._options)
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the metadata as given."""
+        """Returns the metadata that was given."""
         return self._metadata
 
     def pin_memory_(self) -> Feature:

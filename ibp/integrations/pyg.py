@@ -6,7 +6,7 @@
 
 `attach` and `FetchFeatures` work with every loader whose batches have `n_id`, the ids of their nodes. For features of
 edges, batches must have `e_id`, the ids of their edges. `FeatureStore` is for code that uses PyG's interface of that
-name. Checked with torch_geometric 2.8.
+name. Tested with torch_geometric 2.8.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _put_back(
         stand_in: the object that replaced the feature.
         table: the table of the feature, or a cache of it.
         home: the device of the plain feature. None: the feature was a numpy array.
-        counts: whether `attach` has set num_nodes. It is then removed.
+        counts: whether `attach` has set num_nodes. If so, num_nodes is removed.
     """
     store = graph()
     if store is None or name not in store or store[name] is not stand_in:
@@ -132,7 +132,7 @@ def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, ca
 
 
 def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[Any, str, bool, str]]:
-    """Yields (storage, name, whether the attribute belongs to edges, the attribute's name in messages) for every
+    """Yields (storage, name, whether the attribute belongs to edges, the attribute's name in error messages) for every
     attribute with one of the given names."""
     for name in names:
         stores = [store for store in data.stores if name in store]
@@ -227,10 +227,10 @@ class FetchFeatures(BaseTransform, Closing):
 
     Raises:
         TypeError: nodes, edges or a feature has a wrong type.
-        ValueError: both forms of mappings are given, or device cannot be used.
+        ValueError: the two forms of mappings are mixed, or device cannot be used.
     """
 
-    _undo: tuple[Callable[[], None], ...] = ()  # functions that put the features back into the graph, from `attach`
+    _undo: tuple[Callable[[], None], ...] = ()  # set by `attach`: functions that put the features back into the graph
 
     def __init__(
         self, nodes: Mapping[Any, Any] | None = None, edges: Mapping[Any, Any] | None = None, *, device: _Device = None

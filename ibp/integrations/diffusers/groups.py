@@ -227,7 +227,7 @@ class _CompressedGroup:
             del hook.deinitalize_hook
 
     def _let_go(self) -> None:
-        """Frees the memory of the decoded parameters, which rest from now on."""
+        """Frees the memory of the decoded parameters. The parameters then rest (see `RestingWeight`)."""
         for parameter, weight in self.weights.items():
             weight.rest(parameter)
 

@@ -186,7 +186,7 @@ class IBPHiCacheStorage(HiCacheStorage):
 
 def _page_starts(host: Any, keys: Sequence[str], host_indices: Any) -> list[int | None]:
     """Returns the index of the first token of each page. If the number of indices does not match the number of pages,
-    returns None for each page instead of raising, because an error would end the thread of SGLang that calls."""
+    returns None for each page instead of raising, because an error would end SGLang's calling thread."""
     size = getattr(host, "page_size", 1) or 1
     if host_indices is None or host_indices.numel() != len(keys) * size:
         return [None] * len(keys)

@@ -11,7 +11,7 @@ compress` or `save_coded` wrote.
     from ibp.integrations.transformers import CompressedCache
 
     cache = CompressedCache(config=model.config)
-    model.generate(**inputs, cache=cache)       # the tokens and logits of DynamicCache
+    model.generate(**inputs, cache=cache)       # the same tokens and logits as with a DynamicCache
     print(cache.stats())
 
 Works with transformers 5.17 and newer; tested up to 5.24.

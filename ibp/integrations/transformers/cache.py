@@ -194,7 +194,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         return self._pending is not None and self._pending.num_blocks > 1
 
     def store(self, wait: bool = False) -> None:
-        """Replaces raw tokens by their coded blocks, if the coding has ended. Otherwise the tokens stay raw until a
+        """Replaces raw tokens with their coded blocks, if the coding has ended. Otherwise the tokens stay raw until a
         later call. wait: whether to wait for the end of the coding."""
         pending = self._pending
         if pending is None or self.history is None or not (wait or pending.is_ready()):
@@ -223,8 +223,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self.fetch_ahead(1)
 
     def offload(self) -> None:
-        """Does nothing: `update` already moves coded tokens to the memory that the cache was given, and raw tokens stay
-        on the GPU."""
+        """Does nothing: the cache itself moves coded tokens to the memory that its argument `memory` names, and raw
+        tokens stay on the GPU."""
 
     # ---- changes ----
 
