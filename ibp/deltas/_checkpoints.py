@@ -20,11 +20,11 @@ Version = torch.Tensor | CompressedTensor
 
 
 class CheckpointDelta(Mapping[str, Delta | Version]):
-    """The changes from one version of a checkpoint, the base, to another version. It is a read-only mapping, made by
-    `ibp.deltas.make`.
+    """The changes that turn one version of a checkpoint, the base, into another version. `ibp.deltas.make` makes it. It
+    is a read-only mapping.
 
-    The mapping has an `ibp.deltas.Delta` for each tensor that has changed. A tensor that is new, or has another shape
-    or dtype than before, is stored whole. The mapping does not have the names of unchanged tensors.
+    The mapping has an `ibp.deltas.Delta` for the name of each changed tensor. A tensor that is new, or whose shape or
+    dtype has changed, is stored whole. The names of unchanged tensors are not in the mapping.
 
     Example:
         >>> old = {"w": torch.zeros(1000, 64), "b": torch.zeros(64), "head": torch.zeros(64)}
@@ -40,13 +40,13 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         removed: the names of tensors that the new version does not have.
 
     Attributes:
-        removed: the argument, a tuple.
-        changed: the names of the tensors that are stored as deltas, a tuple.
-        new: the names of the tensors that are stored whole, a tuple.
+        removed: the argument `removed`, as a tuple.
+        changed: a tuple of the names of the tensors that are stored as deltas.
+        new: a tuple of the names of the tensors that are stored whole.
 
     Raises:
         TypeError: a change is not a delta, a tensor or a table.
-        ValueError: a name is among the changes and among removed.
+        ValueError: a name is in both `changes` and `removed`.
     """
 
     def __init__(self, changes: Mapping[str, Delta | Version], removed: Iterable[str] = ()) -> None:
@@ -88,17 +88,17 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> CheckpointDelta:
-        """Returns a delta of the same changes on a device."""
+        """Returns a CheckpointDelta that has the same changes, on a device."""
         moved = {name: change.to(device, non_blocking=non_blocking) for name, change in self._changes.items()}
         return CheckpointDelta(moved, self.removed)
 
     def apply_(self, base: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Turns the base version of a checkpoint into the new version, and returns base.
+        """Turns `base`, the base version of a checkpoint, into the new version, and returns it.
 
-        Tensors that have changed are changed in their memory. So if base is the state dict of a module, the module's
-        parameters change. Removed tensors are taken out of the mapping. New tensors are put into it, on the device of
-        the tensor that they replace. If they replace none, they get the device of the tensors in base, if all of these
-        have the same device, else the device on which the delta stores them.
+        Changed tensors are updated in place. So if base is the state dict of a module, the module's parameters change.
+        Removed tensors are deleted from the mapping, and new tensors are added to it. A new tensor that replaces a
+        tensor of the same name is put on that tensor's device. Any other new tensor is put on the device of the tensors
+        in base if all of them are on one device, and otherwise on the device on which the delta stores it.
 
         Bases and results are checked as in `Delta.apply_`. If an error is raised, base is as it was before the call.
 
@@ -108,9 +108,9 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
 
         Raises:
             KeyError: base does not have the name of a tensor that the delta changes or removes.
-            TypeError, DeltaMismatchError, CorruptTableError: as in `Delta.apply_`; the message names the tensor. Two
-                tensors that overlap in memory also raise DeltaMismatchError, unless they are the same tensor under two
-                names, with the same change.
+            TypeError, DeltaMismatchError, CorruptTableError: as in `Delta.apply_`; the message names the tensor.
+                DeltaMismatchError is also raised if two tensors overlap in memory, unless they are one tensor under two
+                names and have the same change.
         """
         self._check_names(base)
         jobs = [(name, self._changes[name], base[name]) for name in self.changed]
@@ -150,12 +150,12 @@ def compare(
 ) -> CheckpointDelta:
     """Returns the delta from checkpoint `base` to checkpoint `new`.
 
-    differences: returns the deltas of pairs (new, base) of tensors. The two tensors of a pair have the same shape and
-    dtype.
+    differences: a function that takes pairs (new, base) of tensors and returns their deltas. The two tensors of a pair
+    have the same shape and dtype.
     """
     changes: dict[str, Delta | Version] = {}
     pairs: dict[tuple[Any, ...], tuple[Version, Version]] = {}
-    names: dict[str, tuple[Any, ...]] = {}  # for each name, the key in pairs; the names of tied weights have one key
+    names: dict[str, tuple[Any, ...]] = {}  # each name's key in `pairs`; tied weights share a key
     for name, tensor in new.items():
         check_source(tensor, name)
         older = base.get(name)
@@ -174,8 +174,9 @@ def compare(
 
 
 def apart(jobs: Sequence[Job]) -> list[Job]:
-    """Returns the jobs with only one job for each base: if a tensor has several names, the job of the first name.
-    Raises DeltaMismatchError if the names of one tensor have different changes, or different tensors share memory."""
+    """Drops repeated jobs: returns one job for each base. If a base has several names, this is the job of the first
+    name. Raises DeltaMismatchError if two names of one base have different changes, or if different bases share
+    memory."""
     kept: dict[tuple[Any, ...], Job] = {}
     for job in jobs:
         name, delta, base = job

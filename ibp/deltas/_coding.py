@@ -1,5 +1,5 @@
-"""Codes the differences between two versions of a tensor: with the *known codebook*, which is the same for all tensors
-with elements of one size, or with a codebook that is learned from the differences."""
+"""Codes the differences between two versions of a tensor. They are coded with the *known codebook*, which is the same
+for all tensors whose elements have the same size, or with a codebook that is learned from the differences."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from .._layout import geometry
 from .._schemes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
-ROW_BYTES = 8192  # Size of a row in bytes. A row has 5 to 7 bytes besides its listed elements, so it should be long.
-# Number of bits of the digits in each plane. Most weights that a step of an optimizer changes become the next larger or
+# Size of a row in bytes. A row lists the elements that have changed, and takes 5 to 7 bytes besides them, so rows
+# should be long.
+ROW_BYTES = 8192
+# Number of bits of a digit in each plane. Most weights that a step of an optimizer changes become the next larger or
 # the next smaller number, so the planes of -1 and 1 have digits of one bit.
 _DIGIT_BITS = (1, 1, 4, 4)
 _NUM_ENTRIES = sum(2**bits - 1 for bits in _DIGIT_BITS)
 assert _NUM_ENTRIES % 2 == 0, "a number and its negative"
 _SAMPLED_ROWS = 64
-# Differences that the known codebook codes in at most this fraction of their size are coded with it. A learned codebook
+# The known codebook is used if it codes the differences in at most this fraction of their size. A learned codebook
 # would then save too little to be worth the time.
 WELL_CODED = 0.3
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element in bytes
@@ -44,9 +46,9 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def known_codebook(element_bytes: int) -> PlanesCodebook:
-    """Returns the known codebook for differences of element_bytes bytes. Its rows are listed, and differences of 0 are
-    not listed. Its entries are -1, 1, -2, 2, ...; the first of them have the shortest codes. A difference that is not
-    among the entries is stored as it is."""
+    """Returns the known codebook for differences of element_bytes bytes. Its rows list only the differences that are
+    not 0. Its entries are -1, 1, -2, 2, ...; the first of them have the shortest codes. A difference that is not among
+    the entries is stored as it is."""
     width = 8 * element_bytes
     numbers = [number for size in range(1, _NUM_ENTRIES // 2 + 1) for number in (-size, size)]
     symbols = [number % 2**width if width < 64 else number for number in numbers]

@@ -11,24 +11,23 @@ from .._layout import geometry
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 
-# Approximate size in bytes of the blocks in which tables are decompressed, and non-contiguous tensors are copied.
+# Approximate size in bytes of the blocks in which tables are decompressed and non-contiguous tensors are copied.
 _BLOCK_BYTES = 64 << 20
 _WORD_BYTES = 8
 _MASK = 2**64 - 1
 
 
 class DeltaMismatchError(ValueError):
-    """A delta cannot be applied to a tensor, because it was made for another one. The tensor is unchanged."""
+    """A delta cannot be applied to a tensor, because the delta was made for another tensor. The tensor is unchanged."""
 
 
 def fingerprint(x: torch.Tensor | CompressedTensor | WholeTensor) -> int:
-    """Returns a hash of 64 bits of a tensor's bytes. Files and deltas store it to identify tensors (FORMAT.md section
-    10).
+    """Returns a 64-bit hash of a tensor's bytes. Files and deltas store it to identify tensors (FORMAT.md section 10).
 
-    Tensors with the same bytes, in the order of their elements, have the same fingerprint; shapes, dtypes and strides
-    do not matter. Tensors with different bytes almost certainly have different fingerprints. The fingerprint detects
-    accidents, but not forgeries. It is computed on the device of x. Tables, and tensors that are not contiguous, are
-    processed block by block.
+    Tensors have the same fingerprint if they have the same bytes in the order of their elements; shapes, dtypes and
+    strides do not matter. Tensors with different bytes almost certainly have different fingerprints. The fingerprint
+    detects accidents, but not forgeries. It is computed on the device of x. Tables, and tensors that are not
+    contiguous, are processed block by block.
 
     Example:
         >>> x = torch.arange(4)
@@ -46,7 +45,7 @@ def fingerprint(x: torch.Tensor | CompressedTensor | WholeTensor) -> int:
 
     Raises:
         TypeError: x is not a tensor or table, or its elements cannot be read as plain bytes.
-        CorruptTableError: the table's bytes contradict each other.
+        CorruptTableError: x is a table whose bytes are inconsistent.
     """
     if isinstance(x, WholeTensor):
         x = x.decompress()
@@ -64,7 +63,7 @@ def finished(total: int, num_bytes: int) -> int:
 
 
 def mix(x: int) -> int:
-    """Mixes the bits of a 64-bit number by the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Mixes the bits of a 64-bit number with the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _MASK
     return x ^ x >> 31

@@ -17,7 +17,9 @@ from ._checkpoints import CheckpointDelta, Version, compare
 from ._fingerprint import check_source, fingerprint
 from ._tensors import Delta
 
-_MOST_BYTES = 2 << 30  # of tensors that are brought to a GPU at once, unless one has more; the next ones come beside
+# Pairs are compared in parts. In a part that has several pairs, the new versions have at most this many bytes together.
+# The GPU measures the next part while the deltas of the present one are made.
+_MOST_BYTES = 2 << 30
 
 
 @overload
@@ -32,11 +34,12 @@ def make(
     *,
     device: torch.device | str | int | None = None,
 ) -> Delta | CheckpointDelta:
-    """What changed from base to new, to be sent or stored instead of new: `delta.apply_(base)` makes base new again.
+    """Returns the delta from `base` to `new`, which can be sent or stored in place of new. `delta.apply_(base)` turns
+    base into new.
 
-    Bits are compared and subtracted, not values: what is applied is new, bit for bit, with its NaNs and negative
-    zeros. The fewer elements changed, and the less, the smaller it is; a delta in which everything changed is right
-    too.
+    The delta is the difference of the elements' bits, not of their values. So `apply_` restores new bit for bit,
+    including NaNs and negative zeros. The fewer elements have changed, and the less they have changed, the smaller the
+    delta is. A delta is correct even if every element has changed.
 
     Example:
         >>> old = {"w": torch.zeros(1000, 64)}
@@ -46,17 +49,18 @@ def make(
         tensor(1.)
 
     Args:
-        new, base: two versions of a tensor, of one shape and dtype, contiguous or not; or mappings from names to
-            tensors, such as two state dicts. `ibp.CompressedTensor`s are taken in place of tensors.
-        device: where the differences are worked out, and live; None: on new's device.
+        new, base: two versions of a tensor, with the same shape and dtype, contiguous or not; or two mappings from
+            names to tensors, such as state dicts. Each tensor may also be an `ibp.CompressedTensor`.
+        device: the device on which the differences are computed and stored. None: the device of new.
 
     Returns:
-        `ibp.deltas.Delta` of two tensors. `ibp.deltas.CheckpointDelta` of two mappings: tensors with equal bits take
-        nothing; tensors that are new, or have another shape or dtype than before, are kept whole.
+        An `ibp.deltas.Delta` for two tensors, or an `ibp.deltas.CheckpointDelta` for two mappings. The latter has no
+        entry for a tensor whose bits have not changed. It stores a tensor whole if the tensor is new, or if its shape
+        or dtype has changed.
 
     Raises:
-        TypeError: an argument is none of these, or the dtypes differ.
-        ValueError: the shapes differ, or device is none that can be used.
+        TypeError: an argument is not as described, or the dtypes differ.
+        ValueError: the shapes differ, or the device cannot be used.
     """
     if isinstance(new, Mapping) and isinstance(base, Mapping):
         return compare(new, base, lambda pairs: differences(pairs, device))
@@ -73,7 +77,8 @@ def make(
 
 
 def differences(pairs: Sequence[tuple[Version, Version]], device: torch.device | str | int | None) -> list[Delta]:
-    """The deltas of pairs of tensors or tables, (new, base), each of one shape and dtype."""
+    """Returns the deltas of pairs (new, base) of tensors or tables. The two versions of a pair have the same shape and
+    dtype."""
     parts = cut(pairs, lambda pair: pair[0].numel() * pair[0].dtype.itemsize, _MOST_BYTES)
     return [delta for made in one_ahead(begin_differences(part, device) for part in parts) for delta in made()]
 
@@ -81,9 +86,11 @@ def differences(pairs: Sequence[tuple[Version, Version]], device: torch.device |
 def begin_differences(
     pairs: Sequence[tuple[Version, Version]], device: torch.device | str | int | None, updates_bases: bool = False
 ) -> Callable[[], list[Delta]]:
-    """Lets GPUs measure what `differences` makes. What it returns waits for them, and makes it.
+    """Queues the measuring of the pairs that are compared on a GPU. Returns a function that waits for the GPUs, makes
+    the deltas as `differences` does, and returns them.
 
-    updates_bases: bases, which are contiguous tensors then, become the newer versions once their deltas are made.
+    updates_bases: whether each base is overwritten with the newer version once its delta is made. If so, all bases must
+        be contiguous tensors.
     """
     targets = [memory.canonical(new.device if device is None else device) for new, _ in pairs]
     near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -1,4 +1,5 @@
-"""Deltas on a GPU: kernels that subtract while they code, and add while they decode, for many tensors at once."""
+"""Makes and applies deltas of many tensors at once on a GPU. The kernels subtract while they code, and add while they
+decode."""
 
 from __future__ import annotations
 
@@ -19,32 +20,34 @@ from ._fingerprint import finished, mix
 if TYPE_CHECKING:
     from ._tensors import Delta
 
-_MOST_ROW_BYTES = 8192  # of what the kernels take
-_APPLIED, _OTHER_BASE, _DAMAGED = range(3)  # ibp_delta_verdict
+_MOST_ROW_BYTES = 8192  # Largest size in bytes of a row that the kernels support.
+_APPLIED, _OTHER_BASE, _DAMAGED = range(3)  # The values of ibp_delta_verdict.
 _GROUP = _core.ROWS_PER_BASE
 
 
 class DeltaPair(NamedTuple):
-    """Two versions of a tensor, contiguous bytes on one GPU."""
+    """Two versions of a tensor, as contiguous bytes on the same GPU."""
 
     newer: torch.Tensor
     base: torch.Tensor
 
 
 class DeltaRows(NamedTuple):
-    """A tensor's rows in the sequence of all rows of a call."""
+    """The rows of one tensor in the sequence of the rows of all tensors of a call. A group is ROWS_PER_BASE consecutive
+    rows of the sequence. Each tensor begins with a new group."""
 
     first: int
     num_rows: int
 
     @property
     def groups(self) -> tuple[int, int]:
-        """The groups of rows that share a base, and the first one after them."""
+        """(index of the tensor's first group, index of the group after its last one)."""
         return self.first // _GROUP, self.first // _GROUP + -(-self.num_rows // _GROUP)
 
 
 def sequence(sizes: Sequence[int], row_bytes: int) -> tuple[list[DeltaRows], int]:
-    """The rows of tensors with these sizes in bytes, and how many rows the sequence has."""
+    """Returns (the rows of each tensor, number of rows of the whole sequence). sizes: the sizes of the tensors in
+    bytes."""
     rows, first = [], 0
     for num_bytes in sizes:
         rows.append(DeltaRows(first, -(-num_bytes // row_bytes)))
@@ -56,8 +59,8 @@ def sequence(sizes: Sequence[int], row_bytes: int) -> tuple[list[DeltaRows], int
 
 
 class CodedDeltas(NamedTuple):
-    """What has been made of a pair: the parts of a packed table, None where another codebook codes it better, and both
-    fingerprints."""
+    """The result for one pair. `parts` are the arrays of a packed table, by name; None if the known codebook codes the
+    differences too badly. `base` and `result` are the fingerprints of the base and of the newer version."""
 
     parts: dict[str, torch.Tensor] | None
     base: int
@@ -65,8 +68,9 @@ class CodedDeltas(NamedTuple):
 
 
 class Making:
-    """Pairs, none of them empty, all on one GPU, whose differences the known codebook codes. The GPU measures them from
-    now on; `coded` waits until it has. updates_bases: bases whose differences are coded become the newer versions."""
+    """Codes the differences of pairs with the known codebook. All pairs are on one GPU, and none is empty. The
+    constructor queues the measuring of the differences on the GPU; `coded` waits for it. updates_bases: whether a base
+    is overwritten with the newer version when its differences are coded."""
 
     def __init__(self, pairs: Sequence[DeltaPair], element_bytes: int, updates_bases: bool) -> None:
         self._pairs, self._updates_bases, codebook = pairs, updates_bases, _coding.known_codebook(element_bytes)
@@ -81,8 +85,9 @@ class Making:
         self._index()
 
     def _placed(self) -> tuple[torch.Tensor, ...]:
-        """int64, on the GPU: what the kernels are told of pairs [n, 10]; the groups where their rows begin, and end
-        [2 * n]; their last rows [n]; of each group the first one of its pair [groups]."""
+        """Returns four int64 tensors on the GPU: (the structs that describe the n pairs to the kernels [n, 10]; the
+        index of each pair's first group, then the index of the group after each pair's last one [2 * n]; the index of
+        each pair's last row [n]; for each group, the index of its pair's first group [number of groups])."""
         structs = [
             [pair.base.data_ptr(), pair.newer.data_ptr(), pair.base.numel(), rows.first, 0, 0, 0, 0, 0, 0]
             for pair, rows in zip(self._pairs, self._rows)
@@ -95,7 +100,8 @@ class Making:
         return tensors.view(-1, 10), *others
 
     def _index(self) -> None:
-        """Queues what says where coded rows begin; and what the host has to know, which comes there."""
+        """Queues the computation of the offsets at which coded rows begin, and a copy to the host of the numbers that
+        `_read` needs."""
         self._bases = torch.ops.ibp.index_rows(self._lengths, self._lengths.numel() * ROW_BYTES, ROW_BYTES, 0)
         last_lengths = self._lengths.view(torch.int16)[self._last_rows].to(torch.int64)
         self._found = staging.Coming(torch.cat([self._bases[self._edges], last_lengths, self._sums]))
@@ -106,7 +112,8 @@ class Making:
         base and newer version)."""
         found, n = self._found.wait().tolist(), len(self._pairs)
         sizes = [
-            end - start - (-pair.base.numel() % ROW_BYTES if length == 0 else 0)  # a raw last row counts as a whole one
+            # The offsets count a raw last row as a full row. A length of 0 marks a raw row.
+            end - start - (-pair.base.numel() % ROW_BYTES if length == 0 else 0)
             for pair, start, end, length in zip(self._pairs, found[:n], found[n : 2 * n], found[2 * n : 3 * n])
         ]
         return [*found[:n], found[2 * n - 1]], sizes, found[3 * n :]
@@ -117,7 +124,8 @@ class Making:
         if badly_coded:
             for i in badly_coded:
                 rows = self._rows[i]
-                self._lengths.view(torch.int16)[rows.first :][: rows.num_rows] = ROW_BYTES  # default rows take nothing
+                # Marks default rows, which take no bytes.
+                self._lengths.view(torch.int16)[rows.first :][: rows.num_rows] = ROW_BYTES
             self._index()
             starts, sizes, sums = self._read()
         overflow = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
@@ -154,7 +162,8 @@ def table_of(coded: dict[str, torch.Tensor], shape: torch.Size, dtype: torch.dty
 
 
 def can_apply(delta: Delta, base: torch.Tensor) -> bool:
-    """Whether the kernels take a delta and its base, of one shape and dtype, if they take the codebook."""
+    """Returns whether the kernels can apply a delta to its base, apart from the codebook, which `coding_key` checks.
+    The two must have the same shape and dtype."""
     return (
         base.is_cuda
         and base.numel() > 0
@@ -167,7 +176,8 @@ def can_apply(delta: Delta, base: torch.Tensor) -> bool:
 
 
 def coding_key(delta: Delta) -> tuple[Hashable, ...] | None:
-    """The same for deltas that one call may apply: equal codebooks. None: the kernels do not take the codebook."""
+    """Returns a key that is equal for deltas with equal codebooks, which one call may apply together. Returns None if
+    the kernels do not support the codebook."""
     book = delta.table.codebook
     if not isinstance(book, PlanesCodebook) or not book.listed or book.default or book.signed_default:
         return None
@@ -179,13 +189,14 @@ def coding_key(delta: Delta) -> tuple[Hashable, ...] | None:
 
 
 class DeltaBatch:
-    """Deltas that are applied by one call: on one GPU, with one codebook.
+    """Deltas that are applied in one call. Their bases are on the same GPU, and their codebooks are equal.
 
     Args:
-        deltas, bases: of each tensor; the coded differences are brought to the GPU.
+        indices: for each tensor, the number by which the caller identifies it.
+        deltas, bases: the delta and the base of each tensor. The coded differences are copied to the GPU.
 
     Attributes:
-        indices: of each tensor, what the caller calls it.
+        indices: the argument.
     """
 
     def __init__(self, indices: Sequence[int], deltas: Sequence[Delta], bases: Sequence[torch.Tensor]) -> None:
@@ -201,18 +212,19 @@ class DeltaBatch:
             sums = (delta.base - of_size) % 2**64, (delta.result - of_size) % 2**64
             addresses = table.lengths.data_ptr(), table.bases.data_ptr(), overflow.data_ptr()
             fields.append((base.data_ptr(), 0, num_bytes, place.first, *addresses, overflow.numel(), *sums))
-        near = torch.from_numpy(np.array(fields, np.uint64).view(np.int64))  # torch takes longer for lists
+        near = torch.from_numpy(np.array(fields, np.uint64).view(np.int64))  # torch.tensor would take longer for a list
         self._tensors = staging.queued(near, self._device)
         self._coding = book.words(self._device), book.codec
         self._state = torch.zeros(1 + 3 * len(bases), dtype=torch.int64, device=self._device)
 
     def begin(self) -> None:
-        """Queues that all deltas are applied, or none."""
+        """Queues work that applies all deltas, or none of them if one does not match its base or is damaged."""
         self._call(False)
         self._found = staging.Coming(self._state)
 
     def apply(self) -> int | None:
-        """Waits for what was begun. Returns None, or the index of a tensor that did not fit: none has changed then."""
+        """Waits for the work that `begin` queued. Returns None if the deltas have been applied. Otherwise no tensor has
+        changed, and the result is the index of a tensor whose delta does not match its base or is damaged."""
         verdict, *of_tensors = self._found.wait().tolist()
         if verdict == _APPLIED:
             return None
@@ -225,14 +237,15 @@ class DeltaBatch:
         return self.indices[0]
 
     def take_back(self) -> None:
-        """Undoes `begin`, which may have been interrupted: without sums of tensors its kernels have not begun."""
+        """Undoes the changes of `begin`, even if it was interrupted. If the sums of all tensors are 0, its kernels have
+        not begun, and there is nothing to undo."""
         verdict, *of_tensors = self._state.tolist()
         if verdict == _APPLIED and any(of_tensors):
             self._state[0] = _DAMAGED
             self._call(True)
 
     def sum_before(self) -> int:
-        """Of the first tensor's words, before `begin`."""
+        """Returns the sum of the first tensor's mixed words (see `finished`) before the deltas were applied."""
         return int(self._state[1])
 
     def _call(self, takes_back: bool) -> None:

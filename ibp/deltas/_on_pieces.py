@@ -56,11 +56,11 @@ Memory = torch.Tensor | TableRows
 class Piece(NamedTuple):
     """A part of a base, and the memory that holds the part.
 
-    The elements of a base form one sequence: the rows of a tensor or, if several tensors are joined, the rows of one
-    tensor after those of the other.
+    The elements of a base form one sequence: the elements of a tensor's rows. If several tensors are joined, the
+    elements of each tensor follow those of the tensor before it.
 
-    memory: the tensor, viewed as integers, or the rows of a table that hold the part.
-    size, strides, offset: the view of the sequence that consists of the part's elements, as for `torch.as_strided`.
+    memory: what holds the part: a tensor, viewed as integers, or rows of a table.
+    size, strides, offset: the arguments with which `torch.as_strided` selects the part's elements from the sequence.
     """
 
     memory: Memory
@@ -70,11 +70,11 @@ class Piece(NamedTuple):
 
     @classmethod
     def at(cls, memory: Memory, first: int, shape: torch.Size, box: tuple[slice, ...]) -> Piece:
-        """Returns the piece that is a box of a tensor's rows.
+        """Returns the piece for a box of a tensor's rows.
 
         Args:
             memory: holds the elements of the box.
-            first: the index in the sequence of the first element of the rows.
+            first: the index in the sequence at which the rows begin.
             shape: the shape of the rows.
             box: a slice for each dimension of the rows.
         """
@@ -86,7 +86,7 @@ class Piece(NamedTuple):
         return cls(memory, tuple(map(len, ranges)), strides, offset)
 
     def of(self, elements: torch.Tensor) -> torch.Tensor:
-        """Returns the part's elements, as a view of all elements of the base. elements: 1-D."""
+        """Returns a view of the part's elements. elements: all elements of the base, 1-D."""
         return elements.as_strided(self.size, self.strides, elements.storage_offset() + self.offset)
 
 
@@ -99,8 +99,8 @@ class Pieces:
         dtype: the dtype of the elements.
         is_whole: whether each element of the base is in a piece. Otherwise the fingerprint of the base cannot be
             computed in this process.
-        groups: the pieces in groups, each of which is written at once: first each piece in a table as a separate group,
-            then all pieces in tensors as one group.
+        groups: the pieces, divided into groups that are written one after the other. First, each piece in a table is a
+            group. Then all pieces in tensors form one group.
         key: equal for bases that consist of the same elements in the same memory.
     """
 
@@ -109,8 +109,9 @@ class Pieces:
         dense = [each for each in pieces if isinstance(each.memory, torch.Tensor)]
         self.groups = [[each] for each in pieces if isinstance(each.memory, TableRows)] + ([dense] if dense else [])
         self.key = tuple(memory_of(each.memory) for each in pieces)
-        # Contiguous tensors that hold all elements, one tensor after the other, such as the experts of a layer: one
-        # call makes the views of all elements that correspond to these tensors.
+        # The contiguous tensors that hold all elements, one tensor after the other, if the base consists of such
+        # tensors (for example, the experts of a layer). One call of `split` then makes the views that correspond to
+        # them.
         ends = list(itertools.accumulate(math.prod(each.size) for each in pieces))
         self._flats: list[torch.Tensor] | None = None
         if is_whole and ends[-1] == shape.numel() and all(map(_is_run, pieces, [0, *ends])):
@@ -141,8 +142,9 @@ class Pieces:
     def _copied(
         self, group: Sequence[Piece], bits: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Returns, for each piece of a group, its part of all elements, and its memory. bits: all elements as
-        integers."""
+        """Returns (for each piece of a group, the view of its part of `bits`; for each piece, the values that are in
+        its memory, as integers). The latter share the memory of tensors; rows of tables are decompressed. bits: all
+        elements of the base as integers."""
         if self._flats is not None:
             return bits.split([flat.numel() for flat in self._flats]), self._flats
         memories = [each.memory for each in group]
@@ -152,8 +154,8 @@ class Pieces:
 
 
 def _is_run(piece: Piece, first: int) -> bool:
-    """Returns whether a piece is a contiguous tensor whose elements follow each other in the base, from element `first`
-    on."""
+    """Returns whether the memory of a piece is a contiguous tensor, and the piece consists of consecutive elements of
+    the base, beginning at element `first`."""
     count, is_run = 1, piece.offset == first and isinstance(piece.memory, torch.Tensor) and piece.memory.is_contiguous()
     for length, stride in zip(reversed(piece.size), reversed(piece.strides)):
         is_run = is_run and (length == 1 or stride == count)
@@ -162,7 +164,7 @@ def _is_run(piece: Piece, first: int) -> bool:
 
 
 def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
-    """Returns a key that is equal for tensors which consist of the same elements in the same memory."""
+    """Returns a key. Two tensors have equal keys if they consist of the same elements in the same memory."""
     if isinstance(x, Pieces):
         return x.key
     if isinstance(x, TableRows):
@@ -179,7 +181,7 @@ def in_one_piece(memory: Memory) -> Pieces:
 
 
 class InPieces:
-    """The batch (see `_applying.py`) of one job whose base is in pieces. It takes memory for all elements of the base
+    """The batch (see `_applying.py`) of one job whose base is in pieces. It needs memory for all elements of the base
     and for their differences.
 
     Attributes:
@@ -194,9 +196,9 @@ class InPieces:
         self._before: Callable[[], int] | None = None
 
     def begin(self) -> None:
-        """If the base is on a GPU, and its kernels can apply the delta, queues that the elements are read, changed and
-        written. If the delta does not fit the elements, the kernels leave them unchanged, and the old values are
-        written back."""
+        """Queues the reading, changing and writing of the elements, if the base is whole and on a GPU, and the kernels
+        can apply the delta. Otherwise `apply` does this work. If the delta was made for other elements, the kernels
+        leave the elements unchanged, and the old values are written back."""
         if not (self._base.is_whole and self._base.device.type == "cuda"):
             return
         elements = self._base.read()

@@ -1,9 +1,9 @@
-"""Converts changes of tensors to bytes for other processes: the bytes of a broadcast, and messages of an
-`ibp.deltas.Sender`, which describe their content and have a fingerprint.
+"""Converts changes of tensors to bytes for other processes. The bytes are sent in a broadcast, or in the messages of an
+`ibp.deltas.Sender`. These messages describe their content and have a fingerprint.
 
 A change is a delta, or a tensor or table that is sent whole. Its parts are the arrays of its table, or the tensor. The
-parts of all changes lie one after the other in one memory. Those of a table have the order of a packed piece
-(`_layout.forms`), but without a head: the sizes of the parts are in the `ChangeHead`.
+parts of all changes lie one after the other in one memory. The parts of a table have the same order as in a packed
+piece (`_layout.forms`), but no head precedes them: their sizes are in the `ChangeHead`.
 
 A message consists of a prefix (_PREFIX), a head that `wire` has written, zeros up to a multiple of 16 bytes, and the
 memory of the parts.
@@ -35,17 +35,17 @@ _PARTS = ("bases", "lengths", "slots", "overflow")  # The parts of a table, in t
 # _MAGIC, size of the head in bytes, size of the parts in bytes, fingerprint of all bytes after the prefix.
 _PREFIX = struct.Struct("<8sQQQ")
 _MAGIC = b"ibp push"
-_BEGIN_BYTES = 64 << 10  # Number of bytes that are copied to the host first. Most heads end before.
+_BEGIN_BYTES = 64 << 10  # Number of bytes of a message that are copied to the host first. Most heads are shorter.
 
 
 @wire.sent
 class ChangeHead(NamedTuple):
-    """A description of a change, from which `opened` rebuilds the change and its parts.
+    """Describes a change. `opened` rebuilds the change from this head and the memory of the parts.
 
-    fields: arguments of the table, by name; without the codebook if it is the known codebook (`_coding.py`). None if
-        the change is a whole tensor.
+    fields: arguments of the table, by name. The codebook is left out if it is the known codebook (`_coding.py`). None
+        if the change is a tensor that is sent whole.
     fingerprints: the fingerprints of the base and of the result; None if the change is not a delta.
-    sizes: the size of each part in bytes: of the table's bases, lengths, slots and overflow, or of the whole tensor.
+    sizes: the sizes of the parts in bytes. The parts are the table's bases, lengths, slots and overflow, or the tensor.
     """
 
     shape: torch.Size
@@ -108,8 +108,8 @@ def pack(changes: Iterable[Change], places: Iterable[Sequence[slice]], data: tor
 
 
 def opened(heads: Sequence[ChangeHead], data: torch.Tensor) -> list[Change]:
-    """Returns the changes whose parts are in `data`. They share its memory. Raises CorruptTableError if a head does not
-    fit its parts."""
+    """Returns the changes whose parts are in `data`. The changes share the memory of `data`. Raises CorruptTableError
+    if a head does not match its parts."""
     if any(len(head.sizes) != (1 if head.fields is None else len(_PARTS)) or min(head.sizes) < 0 for head in heads):
         raise CorruptTableError("the message has a change whose head does not say how large it is")
     places, end = places_of(heads)
@@ -161,7 +161,8 @@ def message_of(head: Any, heads: Sequence[ChangeHead], changes: Iterable[Change]
     begin = torch.frombuffer(bytearray(prefix + text), dtype=torch.uint8)
     message[: begin.numel()].copy_(staging.queued(begin, device))
     pack(changes, places, message[first:])
-    # So far it is what the number of bytes adds to the fingerprint. sum_words adds what the bytes add to it.
+    # So far this field has only the mixed number of bytes. sum_words adds the mixed words to it, which makes it the
+    # fingerprint.
     fingerprint_of_both = message[_PREFIX.size - 8 : _PREFIX.size].view(torch.int64)
     torch.ops.ibp.sum_words.default(message[_PREFIX.size :], 0, fingerprint_of_both)
     return message

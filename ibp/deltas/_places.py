@@ -50,9 +50,9 @@ class ShardPlace(NamedTuple):
 
 
 class PlacedReceiver(Receiver, ABC):
-    """A `Receiver` for an engine whose tensors are not those of the checkpoint: the engine may merge several of the
-    checkpoint's tensors, keep only parts of them, or keep them as tables. A subclass implements `places_of`, which says
-    where the engine keeps each tensor.
+    """A `Receiver` for an engine whose tensors differ from those of the checkpoint: the engine may merge several of the
+    checkpoint's tensors, keep only parts of them, or keep them as tables. A subclass implements `places_of`, which
+    returns where the engine keeps each tensor.
 
     Example:
         >>> merged = torch.zeros(8, 4)
@@ -85,7 +85,7 @@ class PlacedReceiver(Receiver, ABC):
         """
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
-        """Returns, for each region of a message, the memory of its rows. `Receiver.apply` calls it."""
+        """Returns, for each region of a message, the memory that holds its rows. `Receiver.apply` calls it."""
         all_rows = [region.tensor_rows() for region in regions]
         asked = {
             name: (rows.full_shape, region.dtype)

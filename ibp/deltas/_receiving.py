@@ -1,8 +1,8 @@
 """`ibp.deltas.Receiver`: keeps an engine's weights equal to those of a trainer, which has the `ibp.deltas.Sender`.
 
-A push, one call of `Sender.push`, makes several messages. If there are several senders of the same weights (parts), the
-messages of all of them form the push. A message names regions: rows of a tensor, or of several tensors that are joined.
-The *bases* of a region are the memory in this process that holds these rows.
+A push is one call of `Sender.push`, which makes one or more messages. If several senders (parts) send the same weights,
+the messages of all of them together form the push. A message names regions: rows of a tensor, or of several tensors
+that are joined. The *bases* of a region are the memory in this process that holds these rows.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _WANTED = "the weights are as they were, and are wanted whole unless what is mis
 
 
 class OutOfSyncError(DeltaMismatchError):
-    """A message cannot be applied: an earlier message was lost, this one has come before, it contradicts other messages
-    of its push, or it is for other weights. The weights are unchanged. `Sender.push(weights, full=True)` makes messages
-    that can be applied to any weights of these names, shapes and dtypes."""
+    """A message cannot be applied: an earlier message was lost, this message was received before, it is inconsistent
+    with other messages of its push, or it is for other weights. The weights are unchanged. `Sender.push(weights,
+    full=True)` makes messages that can be applied to any weights with these names, shapes and dtypes."""
 
 
 class _Pieces(NamedTuple):
-    """The messages of one sender's push that have come, by number. Each is (head, memory of the parts). head: the head
-    of the first one that came."""
+    """The messages that have come from one sender's push. `head` is the head of the message that came first. `came` has
+    (head, memory of the parts) for each message, by the message's number."""
 
     head: PushHead
     came: dict[int, tuple[PushHead, torch.Tensor]]
@@ -43,9 +43,9 @@ class _Pieces(NamedTuple):
 class Receiver:
     """Changes an engine's weights to the versions that an `ibp.deltas.Sender` pushes.
 
-    The messages of a push may come in any order. When the last of them has come, all changes are applied in the memory
-    of the weights. If the call fails or is interrupted, the changes are undone, so the weights are never a mixture of
-    two versions. Until the push is complete, the receiver keeps a copy of each message, on the message's device. So the
+    The messages of a push may come in any order. When the last of them has come, all changes are applied to the weights
+    in place. If the call fails or is interrupted, the changes are undone, so the weights are never a mixture of two
+    versions. Until the push is complete, the receiver keeps a copy of each message, on the message's device. So the
     caller may reuse the memory of a message when `apply` has returned.
 
     Example:
@@ -57,14 +57,14 @@ class Receiver:
         True
 
     Args:
-        weights: a module, whose state dict is used; or a mapping or pairs of names and tensors. The tensors are on the
-            CPU or a GPU, and are changed in their memory. They may be `ibp.CompressedTensor`s, such as the table of an
-            `ibp.nn.Linear`. The rows of a table are decompressed, changed and compressed again in the table's slots
-            (`update_`), region by region. CUDA graphs that multiply by such a table must be captured again, after
-            `prepare_linear`.
+        weights: a module, whose state dict is used; or tensors by name, as a mapping or as pairs (name, tensor). The
+            tensors are on the CPU or a GPU, and are changed in place. They may be `ibp.CompressedTensor`s, such as the
+            table of an `ibp.nn.Linear`. The rows of a table are decompressed, changed and compressed again in the
+            table's slots (`update_`), region by region. CUDA graphs that multiply by such a table must be captured
+            again, after `prepare_linear`.
 
     Attributes:
-        version: the sender's number of the weights' version; None before the first push.
+        version: the number that the sender gave to the weights' present version; None before the first push.
 
     Raises:
         TypeError: a weight is neither a tensor nor a table.
@@ -75,11 +75,11 @@ class Receiver:
         for name, weight in self._weights.items():
             check_source(weight, name)
         self.version: int | None = None
-        self._senders: dict[int, str] = {}  # PushHead.sender by part, of the present version
-        self._pending: dict[int, _Pieces] = {}  # by part, of the next version
+        self._senders: dict[int, str] = {}  # for each part, PushHead.sender of the present version
+        self._pending: dict[int, _Pieces] = {}  # for each part, the messages of the next version
         self._known: dict[bytes, int] = {}  # fingerprints of the present version, by Region.rows
-        self._bases: dict[tuple[bytes, torch.dtype], list[Base]] = {}  # by Region.rows and dtype
-        self._whole: frozenset[bytes] = frozenset()  # Region.rows of the last push, which have all rows of each tensor
+        self._bases: dict[tuple[bytes, torch.dtype], list[Base]] = {}  # the bases of regions, by Region.rows and dtype
+        self._whole: frozenset[bytes] = frozenset()  # Region.rows of the last push; they cover each tensor
 
     def apply(self, message: torch.Tensor) -> bool:
         """Receives a message. If it is the last one of its push, applies all changes of the push.
@@ -92,11 +92,11 @@ class Receiver:
             first.
 
         Raises:
-            OutOfSyncError: an earlier message is lost, this one has come before, it contradicts other messages of its
-                push, or it is for other weights.
+            OutOfSyncError: an earlier message is lost, this message was received before, it is inconsistent with other
+                messages of its push, or it is for other weights.
             CorruptTableError: the message is damaged. It may be sent again.
-            KeyError, TypeError, ValueError: a name, dtype or shape is not that of the weights.
-        After each of these errors the weights are as they were.
+            KeyError, TypeError, ValueError: a name, dtype or shape in the message does not match the weights.
+        After any of these errors the weights are as they were.
         """
         head, data = read_message(message)
         if not isinstance(head, PushHead):
@@ -123,7 +123,7 @@ class Receiver:
         return True
 
     def _check_order(self, head: PushHead) -> None:
-        """Raises OutOfSyncError if a message has come before, or an earlier message is lost."""
+        """Raises OutOfSyncError if a message was received before, or if an earlier message is lost."""
         part, (number, count) = head.part[0], head.piece
         if self.version is not None and self._senders.get(part) == head.sender:
             if head.version <= self.version:
@@ -145,8 +145,8 @@ class Receiver:
             )
 
     def _check_agreement(self, head: PushHead) -> None:
-        """Raises CorruptTableError if the numbers in a message's head contradict each other, and OutOfSyncError if they
-        contradict the numbers of other messages of the push."""
+        """Raises CorruptTableError if the numbers in a message's head are inconsistent, and OutOfSyncError if they are
+        inconsistent with the numbers in other messages of the push."""
         if not all(0 <= number < count for number, count in (head.part, head.piece)):
             raise CorruptTableError(
                 f"the message is damaged: it says that it is number {head.piece[0]} of {head.piece[1]}, of sender "
@@ -171,7 +171,7 @@ class Receiver:
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         results: dict[bytes, int] = {}
         rows = frozenset(region.rows for head, _ in came for region in head.regions)
-        if rows != self._whole:  # usually the same rows come in every push
+        if rows != self._whole:  # most pushes have the same rows as the one before
             _check_whole(region for head, _ in came for region in head.regions)
         self._whole = rows
         for region, change, bases in self._changes(came):
@@ -189,7 +189,7 @@ class Receiver:
                             jobs.append((_name(region), delta, in_one_piece(memory)))
                         else:
                             whole.append((memory, new))
-        # If the call is interrupted, the next push must compute fingerprints of the weights.
+        # If the call is interrupted, no fingerprint is known any more, and the next push computes those that it needs.
         self._known = {}
         try:
             apply_all(apart(jobs), whole)
@@ -213,8 +213,8 @@ class Receiver:
                 yield region, None if region.change is None else next(changes), found
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
-        """Returns the bases of each region: one, or several if a tensor has several names. Subclasses for engines that
-        lay out weights in another way than the sender override it.
+        """Returns the bases of each region: one, or several if a tensor has several names. Subclasses override this
+        method for engines that lay out weights differently from the sender.
 
         Raises:
             KeyError, TypeError, ValueError: as in `apply`.
@@ -231,7 +231,8 @@ class Receiver:
         ]
 
     def _whole_place(self, name: str, rows: TensorRows, region: Region) -> tuple[Memory, tuple[slice, ...]]:
-        """Returns (the memory that holds `rows`; a box of all of them, a slice for each dimension)."""
+        """Returns (the memory that holds `rows`; the box that covers all of these rows, as a slice for each
+        dimension)."""
         if name not in self._weights:
             raise KeyError(f"there is no tensor {name!r} here, which the message changes")
         weight = self._weights[name]
@@ -259,13 +260,13 @@ class Receiver:
 
 
 def _name(region: Region) -> str:
-    """Returns the name of a region for messages."""
+    """Returns a name for a region, for error messages."""
     names = [rows.names[0] for rows in region.tensor_rows()]
     return names[0] if len(names) == 1 else f"{names[0]}, joined with {len(names) - 1} others,"
 
 
 def _check_whole(regions: Iterable[Region]) -> None:
-    """Raises OutOfSyncError unless the regions of a push together have all rows of each tensor that they name."""
+    """Raises OutOfSyncError unless the regions of a push together cover all rows of each tensor that they name."""
     found: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for rows in (rows for region in regions for rows in region.tensor_rows()):
         for name in rows.names:
@@ -312,7 +313,7 @@ def bases_of_rows(
     Args:
         places: (rows, parts) for each tensor of the region. `parts` has (memory, box) for each part of the rows that
             this process holds. The box says which part that is, by a slice for each dimension of the rows. Different
-            boxes of a tensor must not overlap, unless one of them has all of the rows.
+            boxes of a tensor must not overlap, unless one of them covers all rows.
         dtype: the dtype of the rows.
     """
     if len(places) == 1:

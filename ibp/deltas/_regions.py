@@ -1,7 +1,7 @@
 """Divides weights into the regions that a sender sends, and defines the heads of its messages.
 
-A region is what a sender compares and codes at a time: some rows of a tensor. Small tensors are *joined*: their region
-has the elements of several of them, one after the other. A piece is the regions whose changes one message holds.
+A region is the unit that a sender compares and codes: some rows of a tensor. Small tensors are *joined*: one region has
+the elements of several tensors, one after the other. A piece is a list of regions; one message holds their changes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ._packing import ChangeHead
 
 Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
 
-# Regions of more than 16 rows have a multiple of 16 rows. So the next region begins at a multiple of 16 bytes for any
-# dtype, and kernels are fastest there.
+# If more than 16 rows of a tensor fit in a region, the tensor is cut after a multiple of 16 rows. So the next region
+# begins at a multiple of 16 bytes for any dtype. Kernels are fastest then.
 _ROW_STEP = 16
 # Tensors of at most 1/16 of the size of a piece are joined, because each region takes time on the host.
 _JOINED_SHARE = 16
@@ -63,7 +63,7 @@ class TensorRows(NamedTuple):
 class Region(NamedTuple):
     """A region in the head of a message.
 
-    rows: a list of the `TensorRows` of each of its tensors, as JSON.
+    rows: a list of the `TensorRows` of the region's tensors, as JSON.
     result: the fingerprint of the region's elements after the push.
     change: the head of the change; None if the region has not changed.
     """
@@ -77,7 +77,7 @@ class Region(NamedTuple):
         return _rows_in(self.rows)
 
 
-@functools.lru_cache(4096)  # each push has the same regions
+@functools.lru_cache(4096)  # most pushes have the same regions as the one before
 def _rows_in(text: bytes) -> list[TensorRows]:
     """Returns the rows in the JSON of a region. Raises CorruptTableError if they are not valid."""
     try:
@@ -99,7 +99,7 @@ class PushHead(NamedTuple):
     sender: a text that identifies the sender.
     part: (index of the sender among the senders of the same weights, number of these senders).
     version: the number of the version that the push makes.
-    base: the number of the version to which it must be applied; None if all weights are sent whole.
+    base: the number of the version to which the message must be applied; None if all weights are sent whole.
     piece: (index of the message among those of this sender's push, number of these messages).
     regions: the regions whose changes the message has.
     """
@@ -137,14 +137,14 @@ class OwnRegion:
         return len(self._tensors) > 1
 
     def values(self) -> torch.Tensor:
-        """Returns the rows; if tensors are joined, a copy of their elements, 1-D."""
+        """Returns the values of the rows. If tensors are joined, this is a copy of their elements, 1-D."""
         if not self.is_joined:
             return self._tensors[0]
         return torch.cat([bits_of(tensor).reshape(-1) for tensor in self._tensors]).view(self.dtype)
 
 
 def named(weights: Named) -> dict[str, Any]:
-    """Returns tensors by name. If weights is a module, these are the tensors of its state dict."""
+    """Returns a dict of the tensors by name. If weights is a module, these are the tensors of its state dict."""
     return dict(weights.state_dict() if isinstance(weights, torch.nn.Module) else weights)
 
 
@@ -162,7 +162,7 @@ def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[
         TypeError: a weight is not a tensor that can be compressed.
         ValueError: a DTensor is sharded over more ranks than there are senders.
     """
-    # By `memory_of`: the names of the tensor, and the result of _shard_of for it.
+    # For each key of `memory_of`: the names of the tensor, and the values that _shard_of returns for it.
     found: dict[tuple[Any, ...], tuple[list[str], torch.Size, int, torch.Tensor]] = {}
     # The keys of tensors that other senders may send, too. They are not joined, because each sender could join them
     # with other tensors.
@@ -188,8 +188,8 @@ def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[
 
 
 def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int) -> list[OwnRegion]:
-    """Returns the regions that have these rows. Small members with one dtype and device are joined. members: (rows,
-    their values)."""
+    """Returns regions that together consist of these rows. Small members with the same dtype and device are joined.
+    members: (rows, their values)."""
     regions: list[OwnRegion] = []
     small: dict[tuple[Any, ...], list[tuple[TensorRows, torch.Tensor]]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
@@ -207,8 +207,8 @@ def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int)
 
 
 def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (index of the first row, rows) for parts of a tensor of at most most_bytes bytes, or of one row if a row
-    is larger."""
+    """Cuts a tensor into parts of at most most_bytes bytes, or of one row if a row is larger. Yields (index of the
+    first row, rows) for each part."""
     if tensor.nbytes <= most_bytes or tensor.dim() == 0:
         yield 0, tensor
         return

@@ -1,4 +1,4 @@
-"""`ibp.deltas.Sender`: a trainer's side of keeping weights the same elsewhere."""
+"""`ibp.deltas.Sender`: the trainer's side of keeping an engine's weights equal to those of the trainer."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from ._regions import Named, OwnRegion, PushHead, Region, own_regions
 from ._tensors import Delta
 
 PIECE_BYTES = 256 << 20
-_CODED_SHARE = 4  # a piece's changes take at most this part of it, most of the time
+_CODED_SHARE = 4  # The changes of a piece usually take at most 1/4 of the size of its weights.
 
 
 class Sender:
-    """Tells receivers what has changed in weights since it told them last: the trainer's side of `ibp.deltas.Receiver`.
+    """Makes messages that tell receivers what has changed in weights since the last push. It is the trainer's side of
+    `ibp.deltas.Receiver`.
 
-    It keeps a copy of the weights as it sent them last, and sends the differences. The messages are plain bytes: send
-    them by whatever moves bytes, to any number of receivers, all of one push before the next one's.
+    A sender keeps a copy of the weights of the last push, and compares new weights with it. The messages are plain
+    bytes. Send them by any means that moves bytes, to any number of receivers. Send all messages of a push before those
+    of the next push.
 
-    Ranks of FSDP2 push their own shards: each has a sender with its `part`, and receivers take the messages of all.
-    DTensors that are sharded by rows (`Shard(0)`) or replicated are not gathered, and one rank sends the replicated
-    ones. `push` gathers DTensors of other placements (`full_tensor`), so that all ranks have to call it. Each sender
-    sends the plain tensors that it is given.
+    With FSDP2, each rank pushes its own shards: each rank has a sender with its own `part`, and receivers need the
+    messages of all ranks. DTensors that are sharded by rows (`Shard(0)`) or replicated are not gathered, and only one
+    rank sends a replicated DTensor. `push` gathers DTensors with other placements (`full_tensor`), so all ranks must
+    call it. Each sender sends all plain tensors that it is given.
 
     Example:
         >>> weights = {"w": torch.zeros(1000, 64)}
@@ -48,19 +50,21 @@ class Sender:
     Args:
         weights: the weights that receivers have already (version 0), in any form that `push` accepts. None: receivers
             have other weights, and the first push sends all weights whole.
-        part: (which, of how many) senders of the same weights, such as rank and world size.
-        memory: where the copy is kept: "device", where the weights are; "pinned" or "host", in host memory, from where
-            it is brought to the weights' GPU while it is compared.
-        piece_bytes: of weights whose changes one message holds, or the changes of one row. Tensors of less than 1/16 of
-            it are coded together. Besides its messages a push takes memory for two pieces of these, or for the changes
-            of four pieces: a GPU measures the next ones meanwhile.
-        device: where messages are; None: where the weights are.
+        part: (index of this sender, number of senders), if several senders send the same weights; for example, (rank,
+            world size).
+        memory: where the copy is kept. "device": on the device of the weights. "pinned" or "host": in host memory; each
+            push copies it to the GPU of the weights, piece by piece, to compare it there.
+        piece_bytes: largest size in bytes of the weights whose changes one message holds. A message for a single row
+            may exceed it. Tensors of at most 1/16 of this size are coded together. Besides its messages, a push takes
+            memory for two such pieces of the weights if the copy is in host memory, and otherwise for the changes of
+            four pieces. The reason is that a GPU measures the next pieces while messages are made.
+        device: the device on which messages are made. None: the device of the weights.
 
     Attributes:
-        version: of the weights that were pushed last.
+        version: the number of the version that was pushed last; 0 before the first push.
 
     Raises:
-        TypeError, ValueError: an argument is none of these.
+        TypeError, ValueError: an argument is not as described.
         RuntimeError: memory is "pinned", and there is no CUDA device.
     """
 
@@ -80,38 +84,42 @@ class Sender:
         self._is_pinned = None if memory == "device" else bool(_memory.pins(memory))
         self._device = None if device is None else _memory.canonical(device)
         self._id = uuid.uuid4().hex
-        self._kept: dict[bytes, torch.Tensor] = {}  # by their rows
+        self._kept: dict[bytes, torch.Tensor] = {}  # the copies of regions, by OwnRegion.rows
         self.version = 0
         if weights is not None:
             regions = own_regions(weights, self._part, self._piece_bytes)
             self._kept = {region.rows: self._copy(region, region.values(), None, None) for region in regions}
 
     def push(self, weights: Named, *, full: bool = False) -> list[torch.Tensor]:
-        """What makes receivers' weights these ones: a new version.
+        """Returns messages that change receivers' weights to these weights, which are a new version.
 
-        If it raises, neither the version nor the copy has changed, or the next push sends all.
+        If the call raises an error, the version stays the same. The copy stays as it was, or it is lost and the next
+        push sends all weights whole.
 
         Args:
-            weights: a module, whose state dict is taken, or tensors by name, as a mapping or pairs. They must not
-                change during the call. New names, and tensors of another shape or dtype, are sent whole.
-            full: sends all weights whole, to receivers that have lost a message.
+            weights: a module, whose state dict is used; or tensors by name, as a mapping or as pairs (name, tensor).
+                The tensors must not change during the call. A tensor is sent whole if its name is new, or if its shape
+                or dtype has changed.
+            full: whether to send all weights whole, for receivers that have lost a message.
 
         Returns:
-            Messages, uint8 [bytes] each, at least one. They share no memory with the weights. On a GPU the current
-            stream still makes them.
+            A list of one or more messages, each uint8 [bytes]. They share no memory with the weights. Messages on a GPU
+            are complete once the work that is queued on the current stream is done.
 
         Raises:
-            TypeError, ValueError: weights are no tensors, or DTensors of more ranks than there are parts.
+            TypeError: a weight is not a tensor that can be compressed.
+            ValueError: a DTensor is sharded over more ranks than there are senders.
         """
         regions = own_regions(weights, self._part, self._piece_bytes)
-        kept, self._kept = self._kept, {}  # interrupted, it has nothing, and the next push sends all
-        base = None if full or not kept else self.version  # asked before copies are taken out
+        kept, self._kept = self._kept, {}  # if the call is interrupted, the next push sends all weights
+        base = None if full or not kept else self.version  # `_like` takes copies out of kept, so this comes first
         pieces = cut(regions, lambda region: region.nbytes, self._piece_bytes)
         rounds = cut(enumerate(pieces), lambda piece: sum(map(self._beside, piece[1])), self._piece_bytes)
         made: dict[bytes, torch.Tensor] = {}
 
         def begin(numbered: list[tuple[int, list[OwnRegion]]]) -> Callable[[], list[torch.Tensor]]:
-            """Lets GPUs measure the changes of pieces; their messages, to be called for."""
+            """Lets GPUs begin to measure the changes of numbered pieces. Returns a function that makes and returns
+            their messages."""
             held = [region for _, piece in numbered for region in piece]
             values, olds = [region.values() for region in held], [self._like(region, kept) for region in held]
             bases = olds if base is not None else [None] * len(held)
@@ -139,12 +147,13 @@ class Sender:
         return messages
 
     def _like(self, region: OwnRegion, kept: dict[bytes, torch.Tensor]) -> torch.Tensor | None:
-        """The kept copy of a region, if it has its dtype, which is taken out: joined copies are replaced one by one."""
+        """Takes the copy of a region out of `kept`, so that its memory is freed as soon as a new copy replaces it.
+        Returns the copy, or None if there is none or its dtype is not that of the region."""
         base = kept.pop(region.rows, None)
         return base if base is not None and base.dtype == region.dtype else None
 
     def _beside(self, region: OwnRegion) -> int:
-        """Bytes of memory, about, that working on a region takes."""
+        """Returns approximately how many bytes of memory the work on a region takes."""
         return region.nbytes if region.is_joined or self._is_pinned is not None else region.nbytes // _CODED_SHARE
 
     def _message(
@@ -164,7 +173,8 @@ class Sender:
     def _copy(
         self, region: OwnRegion, values: torch.Tensor, old: torch.Tensor | None, change: Change | None
     ) -> torch.Tensor:
-        """What is kept of a region. old: the copy that there was; on the device a delta has made it the new one."""
+        """Returns the copy to keep of a region. old: the previous copy, or None. If copies are kept on the device and
+        the change is a delta, `old` already has the new values."""
         if old is not None and isinstance(change, Delta) and (self._is_pinned is None or change.is_empty):
             return old
         if region.is_joined and self._is_pinned is None:

@@ -15,10 +15,10 @@ from ._applying import apply_all
 
 class Delta(Movable):
     """The differences between two versions of a tensor: the base and the new version. `ibp.deltas.make` makes deltas,
-    and files of deltas are read as such. A delta is immutable.
+    and a file of deltas is read as deltas. A delta is immutable.
 
-    The bits of each element are taken as an unsigned integer of w bits. The table holds new - base modulo 2^w for each
-    element. The two parts of a complex number are subtracted separately. Elements that did not change take almost no
+    The bits of each element are taken as an unsigned integer of w bits. For each element, the table holds (new - base)
+    modulo 2^w. The two parts of a complex number are subtracted separately. Elements that did not change take almost no
     memory.
 
     Example:
@@ -31,7 +31,7 @@ class Delta(Movable):
         tensor([0., 1., 0.])
 
     Args:
-        table: the differences. It has the shape and dtype of the tensor.
+        table: the compressed differences. The table has the shape and dtype of the tensor.
         base: the fingerprint (`ibp.deltas.fingerprint`) of the base.
         result: the fingerprint of the new version.
 
@@ -105,7 +105,7 @@ class Delta(Movable):
         )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Delta:
-        """Returns the delta on a device; if it is there already, returns itself."""
+        """Returns a copy of the delta on a device, or the delta itself if it is already there."""
         target = memory.canonical(device)
         return (
             self if target == self.device else Delta(self.table.to(target, None, non_blocking), self.base, self.result)
@@ -119,7 +119,7 @@ class Delta(Movable):
 
         Args:
             base: a tensor of the delta's shape and dtype on the CPU or a CUDA device. It may have any strides, but
-                elements must not overlap. The delta is copied to its device if necessary.
+                elements must not overlap. The delta is copied to the device of base if necessary.
 
         Raises:
             TypeError: base is not a tensor, has another dtype, or is a conjugated or negated view.

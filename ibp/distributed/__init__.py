@@ -1,7 +1,7 @@
-"""Tables in several processes and on several machines, and collectives of torch.distributed whose tensors travel coded.
+"""Tables that several processes or machines share, and collectives of torch.distributed whose tensors travel coded.
 
-ibp.distributed.share_table        puts a table in host memory that all processes of a machine read
-ibp.distributed.open_shared        opens a table that another process shares by `table.share()`
+ibp.distributed.share_table        shares one rank's table with all ranks of a group on one machine
+ibp.distributed.open_shared        opens a table that another process shares with `table.share()`
 ibp.distributed.ShardedTable       a table whose rows are spread over the ranks of a group
 ibp.distributed.broadcast_delta    sends the changes of weights from one process to the others
 ibp.distributed.all_gather_into_tensor (or all_gather_single), all_to_all_single, broadcast, send, recv

@@ -1,5 +1,5 @@
-"""The collective functions. Each function has a class, which determines what messages a call has and how these move.
-`_exchange.py` describes the course of a coded call."""
+"""The collective functions. The class of each function determines which messages a call has, and how they move.
+`_exchange.py` describes the steps of a coded call."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def all_gather_into_tensor(
 
     The bits of the result are the same as with torch. A tensor is divided into pieces: while one piece travels, the
     next one is coded and the one before it is decoded. If rows of a tensor do not fit into the messages of its codec,
-    the tensor is sent again, raw. While a CUDA graph is being captured, tensors travel raw, by torch's own call.
+    the tensor is sent again, raw. While a CUDA graph is being captured, tensors travel raw, in torch's own call.
 
     The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments and learn a codec
     from samples of their tensors. A group's first call with level="auto" also times a raw all-gather. Some later calls
-    check whether the codec still fits.
+    check whether the codec still suits the tensors.
 
     Example:
         >>> # on each rank of a group
@@ -50,20 +50,20 @@ def all_gather_into_tensor(
         tensor([0., 1.])
 
     Args:
-        output_tensor: a contiguous tensor to write to. Its number of elements is that of input_tensor times the number
-            of ranks.
+        output_tensor: a contiguous tensor to write to. Its number of elements is the number of elements of input_tensor
+            times the number of ranks.
         input_tensor: a contiguous tensor of any dtype, on the CPU or a GPU. It has the same shape and dtype on all
             ranks, and may be this rank's part of output_tensor.
         group: a process group of torch.distributed. None: the default group.
-        async_op: whether to return work at once. The result is there after the work's `wait()`. On a GPU `wait()`
-            blocks the host until all ranks have coded their tensors, and makes the current stream wait for the result.
-            All ranks must wait in the order of their calls.
-        codec: how to code, the same on all ranks. None: the ranks learn a codec from their tensors.
+        async_op: whether to return work without waiting. The result is complete after the work's `wait()`. On a GPU
+            `wait()` blocks the host until all ranks have coded their tensors, and makes the current stream wait for the
+            result. All ranks must wait in the order of their calls.
+        codec: how to code. It must be the same on all ranks. None: the ranks learn a codec from their tensors.
         level: "auto": code at level "default" if that is faster at the measured rate of the link, else send raw bytes.
             "default" or "fast": code at this level (see `ibp.compress`), unless that would save less than 2 % of the
             bytes.
-        name: calls with the same name, level and dtype share a codec. Give tensors whose values are distributed
-            differently another name.
+        name: calls with the same name, level and dtype share a codec. Give a different name to tensors whose values are
+            distributed differently.
 
     Returns:
         Work if async_op is set, else None.
@@ -140,8 +140,7 @@ def broadcast(
     """Sends a tensor from one rank to all, as `torch.distributed.broadcast` does. The tensor travels coded if that is
     faster.
 
-    See `all_gather_into_tensor` for how tensors are coded, for the other arguments, and for what is returned and
-    raised.
+    See `all_gather_into_tensor` for how tensors are coded, for the other arguments, the result and the errors.
 
     Example:
         >>> # on each rank of a group
@@ -194,7 +193,7 @@ def all_to_all_single(
 
     A part travels in two pieces on GPUs, and in one piece on the CPU. Unless a level or a codec is given, parts travel
     raw if they are too small for coding to pay. See `all_gather_into_tensor` for how tensors are coded, for the other
-    arguments, and for what is returned and raised.
+    arguments, the result and the errors.
 
     Example:
         >>> # on each rank of a group
@@ -300,8 +299,8 @@ class _AllToAll(Collective):
         return dist.all_to_all(rows[size:], rows[:size], group=self.group, async_op=True)
 
     def repair(self, status: Status) -> None:
-        """Sends the parts that have lost rows once more, raw. Only the sender and the receiver of a part know that it
-        has lost rows, so only these two take part."""
+        """Sends again, raw, the parts that have lost rows. Only the sender and the receiver of a part know that it has
+        lost rows, so only these two take part."""
         size, ops = self.state.size, []
         for k in (k for k, is_lost in enumerate(status.lost) if is_lost):
             function, peer = (dist.isend, k) if k < size else (dist.irecv, k - size)

@@ -50,7 +50,7 @@ class Codec:
     Attributes:
         codebook: how rows are coded. It is for rows of 4,096 bytes.
         slot_bytes: size of a row's slot in bytes, a multiple of 32 below 4,096.
-        overflow_bytes: size in bytes of the overflow of a message, divided by its number of rows: 0 to 4,096.
+        overflow_bytes: size in bytes of a message's overflow, divided by the message's number of rows: 0 to 4,096.
 
     Raises:
         TypeError, ValueError: an attribute is not as described.
@@ -78,7 +78,7 @@ class Codec:
             level: "default" or "fast", see `ibp.compress`.
 
         Returns:
-            The codec. None: it would save less than 2 % of the bytes.
+            The codec, or None if it would save less than 2 % of the bytes.
 
         Raises:
             TypeError, ValueError: an argument is not as described.
@@ -122,7 +122,7 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def sample_of(x: torch.Tensor, num_rows: int = 512) -> torch.Tensor:
-    """Returns at most num_rows whole rows of 4,096 bytes from all over x, uint8 [n, 4096] on the CPU."""
+    """Returns a sample of at most num_rows full rows of 4,096 bytes, spread over x, as uint8 [n, 4096] on the CPU."""
     return _rows.sample(_rows.bytes_of(x), ROW_BYTES, num_rows).view(-1, ROW_BYTES).cpu()
 
 

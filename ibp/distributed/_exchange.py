@@ -1,4 +1,4 @@
-"""The course of a collective call whose tensors travel coded.
+"""The steps of a collective call whose tensors travel coded.
 
 A tensor is divided into pieces: while one piece travels, the next one is coded and the one before it is decoded. Each
 call takes these steps:
@@ -87,8 +87,8 @@ class ExchangePiece:
 
 
 class Collective(ABC):
-    """One call of a function of torch.distributed, whose tensors travel raw or coded. There is a subclass for each
-    function, which knows how the function moves bytes. `call` makes the call.
+    """One call of a function of torch.distributed, whose tensors travel raw or coded. Each function has a subclass,
+    which implements how the function moves bytes. `call` makes the call.
 
     Args:
         group: a process group of torch.distributed. None: the default group.
@@ -124,7 +124,7 @@ class Collective(ABC):
         self.kind = options.kind_of(what, tensors[0], root)
 
     def check(self) -> None:
-        """Raises ValueError unless the tensors fit the call: they are contiguous, of one dtype and on one device."""
+        """Raises ValueError unless all tensors are contiguous, and have the same dtype and the same device."""
         first = self.tensors[0]
         for x in self.tensors:
             if not _is_memory(x):
@@ -156,8 +156,7 @@ class Collective(ABC):
 
     def tell(self, status: Status) -> Work | None:
         """Begins to send the rows of a status (`Status.rows`) that this rank has written, and to receive the rows of
-        other ranks.
-        They move in the same way as messages."""
+        other ranks. The rows move in the same way as messages."""
         return self.move(status.all_rows, status.rows)
 
     def repair(self, status: Status) -> None:
@@ -167,7 +166,7 @@ class Collective(ABC):
 
     def travels_raw(self) -> bool:
         """Returns whether the call has to be raw for a reason that every rank can see without asking the others: there
-        is nothing to send, too little for coding to pay, or a CUDA graph is being captured."""
+        is nothing to send, there is too little for coding to pay, or a CUDA graph is being captured."""
         num_bytes, x = self.load.coded, self.tensors[0]
         is_chosen = self.options.level == "auto" and self.options.codec is None
         if self.state.size == 1 or num_bytes == 0 or (is_chosen and num_bytes < _LEAST_BYTES):
@@ -199,7 +198,7 @@ class Collective(ABC):
         """Returns the plan of the call's kind, and makes it first if the kind is new or its codec has lost rows.
 
         All ranks must call this together. The ranks communicate here if the tensors are on the CPU, if a codec is given
-        (ranks could give different codecs), if the kind is new or due to be checked, and if torch's debug level is
+        (ranks could give different codecs), if the kind is new or due to be checked, or if torch's debug level is
         DETAIL."""
         state, kind = self.state, self.kind
         known, is_detailed = state.plans.get(kind), dist.get_debug_level() == dist.DebugLevel.DETAIL
@@ -221,10 +220,10 @@ class Collective(ABC):
         return plan
 
     def _compare(self) -> None:
-        """Raises on all ranks unless all make the same call by the same plan. A collective call.
+        """Raises an error on all ranks unless all of them make the same call with the same plan. A collective call.
 
-        Without this check, gloo would end a process that receives more bytes than it expects, and NCCL would wait for
-        bytes that never come."""
+        Without this check, gloo would terminate a process that receives more bytes than it expects, and NCCL would wait
+        for bytes that never come."""
         members, kind = RankGroup(self.group), self.kind
         try:
             self.check()
@@ -265,8 +264,8 @@ class Collective(ABC):
         is_due = learner.learned_at == 0 or learner.has_drifted
 
         def offer() -> tuple[Codec | None, int, int]:
-            """Returns the codec, the number of pieces (0: calls are raw), and the number of bytes below which a message
-            is raw."""
+            """Returns (the codec, or None; the number of pieces, or 0 if calls are raw; the number of bytes below which
+            a message is raw)."""
             found = codec
             if codec is None and not learner.is_hopeless:
                 found = kind.learned(rows) if is_due or kind.level == "auto" else learner.found
@@ -327,7 +326,7 @@ class CodedWork(Work):
         """Starts the call.
 
         Args:
-            is_async: whether the caller waits later. If so, the call uses a stream other than the current one on a GPU,
+            is_async: whether the caller waits later. If so, on a GPU the call uses a stream other than the current one,
                 and on the CPU the constructor does not wait for messages.
             status: the status to write, if all rows are known to have room. The caller looks at it later, and `wait()`
                 does not block the host. None: the call makes a status, and `wait()` looks at it.
@@ -516,8 +515,8 @@ def _is_memory(x: torch.Tensor) -> bool:
 
 
 def _synchronize(event: torch.cuda.Event, until: float | None) -> None:
-    """Blocks the host until an event has happened. Raises RuntimeError if it has not happened at the time `until` of
-    `time.monotonic()`. None: there is no timeout."""
+    """Blocks the host until an event has happened. Raises RuntimeError if it has not happened when `time.monotonic()`
+    reaches `until`. If until is None, there is no timeout."""
     if until is None:
         event.synchronize()
         return

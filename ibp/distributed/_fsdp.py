@@ -2,7 +2,7 @@
 
 The host waits only for the first all-gather of each module. Before a later forward pass, every rank codes the shards
 that it will send, to find out whether all rows have room in their messages, and the ranks exchange the results in one
-small all-reduce. Shards without enough room travel raw. During the pass, coders and decoders record lost rows in a
+small all-reduce. Shards whose messages lack room travel raw. During the pass, coders and decoders record lost rows in a
 status for each module. The host looks at these statuses at the end of the forward pass and of the backward pass, before
 results can be used.
 """
@@ -27,13 +27,13 @@ from ._planning import RAW, CallOptions, Kind, Plan, State, state_of
 def compress_all_gather(
     module: torch.nn.Module, *, codec: Codec | None = None, level: str = "auto", recurse: bool = True
 ) -> int:
-    """Lets the tensors of FSDP2's all-gathers travel coded, if that is faster. Training gives the same bits.
+    """Lets the tensors of FSDP2's all-gathers travel coded, if that is faster. Training computes the same bits.
 
     Every module that `fully_shard` was called on has its own codec, which is learned at the module's first all-gather.
     Before each later forward pass of `module`, the ranks check together which modules' parameters fit into their
     messages. The host then does not wait for each all-gather; it checks at the end of the forward pass and of the
-    backward pass whether all parameters have fitted. If parameters were written after the first check and no longer
-    fit, the pass raises RuntimeError on all ranks.
+    backward pass whether all rows of the parameters had room. If parameters were written after the first check and some
+    rows had no room, the pass raises RuntimeError on all ranks.
 
     Example:
         >>> # on each rank of a group
@@ -45,7 +45,7 @@ def compress_all_gather(
         3
 
     Args:
-        module: a module that `torch.distributed.fsdp.fully_shard` was called on, or whose submodules it was called on.
+        module: a module. `torch.distributed.fsdp.fully_shard` was called on it or on some of its submodules.
         codec, level: as in `all_gather_into_tensor`.
         recurse: whether to change the submodules, too.
 
@@ -84,7 +84,7 @@ _HOOKS = "_ibp_hooks"  # The attribute of a module that holds the handles of its
 
 
 class Shards:
-    """This rank's shards of one module's parameters, and the way in which the module's all-gathers travel.
+    """This rank's shards of one module's parameters, and how the module's all-gathers send them.
 
     Attributes:
         module: the module.
@@ -216,8 +216,8 @@ class Rooms:
     """Checks for all modules and ranks whether the parameters fit in their messages: before each forward pass, and at
     the end of each forward pass and each backward pass.
 
-    For each all-gather, the hosts of all ranks wait, or none of them does. They decide this by facts that are the same
-    on all ranks: the result of the check before the pass, and whether a pass is under way.
+    For each all-gather, the hosts of all ranks wait, or none of them does. They decide this from facts that are the
+    same on all ranks: the result of the check before the pass, and whether a pass is under way.
 
     Args:
         shards: the shards of each module.
@@ -225,7 +225,8 @@ class Rooms:
 
     def __init__(self, shards: Sequence[Shards]) -> None:
         self.shards = shards
-        # For each process group: a tensor [modules, entries] with the statuses of all modules, and the statuses.
+        # For each process group: (a tensor [modules, entries] that holds the statuses of all modules; the statuses,
+        # which are views of its rows).
         self._statuses: dict[State, tuple[torch.Tensor, list[Status]]] = {}
         self._depth = 0  # Number of forward passes that have begun and not ended. They can be nested.
         self._backward = _NO_BACKWARD  # The number of the last backward pass for which `end_pass` was registered.
@@ -318,7 +319,7 @@ class Rooms:
 
     @torch.inference_mode(False)  # Later passes write to the memory.
     def _statuses_of(self, state: State, device: torch.device) -> tuple[torch.Tensor, list[Status]]:
-        """Returns the statuses of all modules in a process group: the tensor that holds them, and the statuses."""
+        """Returns (the tensor that holds the statuses of all modules in a process group; these statuses)."""
         if state not in self._statuses:
             shape = len(self.shards), status_entries(state.size)
             table = torch.zeros(shape, dtype=torch.int64, device=device)

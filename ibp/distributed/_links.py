@@ -28,7 +28,7 @@ _CALL_S = 40e-6
 _LATE_S = 4e-4
 # Time in seconds for which the link is idle before each piece after the first, until the host has queued the piece.
 _GAP_S = 80e-6
-_MOST_PIECES = 16  # Largest number of pieces of a call.
+_MOST_PIECES = 16  # A call has at most this many pieces.
 _MOST_LEAST_BYTES = 1 << 30  # `least_bytes` does not search beyond this many bytes.
 # The rate of coding on a CPU is measured with one rank. It is divided by this number of ranks, which share the CPU.
 _CODING_AT_ONCE = 2
@@ -157,8 +157,9 @@ def pays(codec: Codec, rates: Rates, link: Link, load: Load) -> bool:
 
 
 def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) -> int:
-    """Returns the least size in bytes of an all-to-all's message for which coding pays: `start`, or `start` times a
-    power of two.
+    """Returns the size in bytes of the smallest message of an all-to-all for which coding pays, among the sizes start,
+    2 * start, 4 * start, ... The search ends at the first size of at least _MOST_LEAST_BYTES, even if coding does not
+    pay there.
 
     Args:
         count: the number of messages that a rank sends, which is also the number that it receives.

@@ -27,8 +27,9 @@ from ._codec import ROW_BYTES, Codec, rows_of
 
 # If a tensor has three or more spans, the first span and the last span are an eighth as large as the others.
 _EDGE = 8
-# If a tensor has two spans, the first has a quarter of the rows. It is the smaller one, because the link is idle while
-# it is coded. The link is also idle while the last span is decoded, but decoding is faster than coding.
+# If a tensor has two spans, the first has a quarter of the rows. The first span is the smaller one, because the link is
+# idle while this span is coded. The link is also idle while the last span is decoded, but decoding is faster than
+# coding.
 _FIRST_OF_TWO = 4
 TURNS = 2  # Number of pieces of a call that are under way at the same time: while one travels, the next one is coded.
 _ENTRIES = 8  # Number of int64 that the coder of a message writes to the status.
@@ -176,7 +177,7 @@ class Status:
         seen: an event on a GPU that happens when the host's copy is complete. None: the host reads the memory itself.
         lost: after `read`, for each message: True if rows had no room when the message was coded. On the CPU it is also
             True if rows were missing when the message was decoded.
-        is_strange: after `read`: whether a message was coded with another codec than this rank's.
+        is_strange: after `read`: whether a message was coded with a codec other than this rank's.
         is_damaged: after `read` on a GPU: whether rows were missing from a message although its coder lost none.
 
     Args:
@@ -261,7 +262,8 @@ def has_lost(statuses: torch.Tensor) -> torch.Tensor:
 
 
 def _split(data: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """Returns views of the memory of statuses: `Status.all_rows`, `Status.faults` of all messages, `Status.unused`."""
+    """Returns three views of the memory of statuses: (`Status.all_rows`, `Status.faults` of all messages,
+    `Status.unused`)."""
     return data.split([_ENTRIES * count, _FAULT * count, _FAULT], -1)
 
 

@@ -23,7 +23,7 @@ from ._planning import RAW, CallOptions, Kind, Pair, Plan
 
 _NOTE_BYTES = 1 << 14  # Size of a note in bytes. If a codec does not fit, the note says that tensors travel raw.
 _LENGTH_BYTES = 8  # A note begins with the length of its content in bytes, an int64.
-# A tensor is divided into pieces of about 64 MiB or more, at most 8.
+# A tensor of n bytes is divided into n // 64 MiB pieces, but at least 1 and at most 8.
 _PIECE_BYTES, _MOST_PIECES = 64 << 20, 8
 
 
@@ -89,7 +89,7 @@ def send(
         tag: as in torch.
         async_op: whether to return work, as `torch.distributed.isend` does.
         level: as in `all_gather_into_tensor`, with one difference: with "auto", tensors travel raw on the CPU, and also
-            as long as the group's link was not measured (`measure_link`).
+            as long as the rate of the group's link has not been measured (`measure_link`).
 
     Returns:
         Work if async_op is set, else None.
@@ -129,7 +129,7 @@ def recv(
         tensor(1.)
 
     Args:
-        tensor: a contiguous tensor to write to, of the shape and dtype of the sender's tensor.
+        tensor: a contiguous tensor to write to, with the shape and dtype of the sender's tensor.
         src, group_src: the sender's rank among all ranks, or in the group. Give exactly one of the two.
         tag, async_op, codec, level, name: as in `send`.
 
@@ -171,7 +171,8 @@ class _Transfer(OneTensor):
         return self._moved(whole)
 
     def call(self, async_op: bool) -> dist.Work | None:
-        """Finishes the previous call in this direction, and then makes this call by the pair's plan for its kind."""
+        """Finishes the previous call in this direction, and then makes this call according to the pair's plan for this
+        kind of tensor."""
         if self.travels_raw():
             return self.raw(async_op)
         self.check()
@@ -219,9 +220,9 @@ class _Transfer(OneTensor):
         return NotedWork([self._moved(data), self._moved(note)], lambda: take(note))
 
     def _learned(self, old: Plan | None, learner: Learner[Codec]) -> Codec | None:
-        """Returns the codec that the sender chooses for the next tensors: the present codec, unless it has lost rows.
-        Returns None if coding saves too little or, with level="auto", if raw tensors are expected to be faster or the
-        rate of the link is not known."""
+        """Returns the codec that the sender chooses for the next tensors. This is the present codec, or a newly learned
+        codec if there is none or it has lost rows. Returns None if coding saves too little or, with level="auto", if
+        raw tensors are expected to be faster or the rate of the link is not known."""
         kind, link = self.kind, self.state.link
         learner.has_drifted = old is not None and old.has_lost
         if old is not None and not learner.has_drifted:

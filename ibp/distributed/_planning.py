@@ -1,7 +1,7 @@
 """The state of a process group on one rank: the rate of its link, and the plan for each kind of call.
 
 `Collective.plan` (`_exchange.py`) makes plans. With level="auto", the rate of a raw all-gather decides whether tensors
-travel coded. Each group measures this rate once. All ranks decide by the same numbers: the time of the slowest rank,
+travel coded. Each group measures this rate once. All ranks decide from the same numbers: the time of the slowest rank,
 and the rates at which rank 0 codes and decodes. If the caller gives a codec or another level, the rate of the link does
 not matter.
 """

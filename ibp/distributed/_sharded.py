@@ -51,7 +51,7 @@ class ShardedTable(OfThisProcess, TensorManners):
     Calls that need other ranks are collective: every rank of the group makes the same calls in the same order. Each
     rank passes its own ids, or no ids. A rank whose arguments are wrong still takes part in the call, and raises
     afterwards; the other ranks get what they have asked for. If the process of a rank has ended, the other ranks raise
-    as soon as the group notices this, at the latest after the group's timeout.
+    an error as soon as the group notices this, at the latest after the group's timeout.
 
     Example:
         >>> # on each rank of a group
@@ -62,8 +62,8 @@ class ShardedTable(OfThisProcess, TensorManners):
         tensor([0., 1.])
 
     Args:
-        local_table: this rank's part, whose items are whole rows. Its own methods may change it, as long as its shape
-            and codebook stay the same.
+        local_table: this rank's part. Each of its items must consist of one or more whole rows. The table's own methods
+            may change the table, as long as its shape and codebook stay the same.
         group: a process group of torch.distributed. None: the default group.
 
     Attributes:
@@ -249,8 +249,8 @@ class ShardedTable(OfThisProcess, TensorManners):
         """Sets items of the whole table: x[ids] = rows. A collective call. Each rank passes its own ids. Returns self.
 
         Each row is sent to the rank whose shard has the item, and that rank codes it with the table's codebook (see
-        `CompressedTensor.update_`). If several rows are given for one item, the rows of the highest rank count, and
-        among these the last one.
+        `CompressedTensor.update_`). If several rows are given for one item, the item gets the last row that is given by
+        the highest of the ranks that give rows for it.
 
         Args:
             ids: integers [K] in [0, N). K may be 0.
@@ -502,8 +502,8 @@ def _learned(
     worker: torch.device,
     slot_bytes: int | None,
 ) -> AnyCodebook | None:
-    """Learns one codebook for all parts: rank 0 learns it from rows of all ranks. Returns it on all ranks. None: rows
-    stay raw. A collective call.
+    """Learns one codebook for all parts: rank 0 learns it from rows of all ranks. Returns the codebook on all ranks, or
+    None if rows stay raw. A collective call.
 
     Args:
         geometry: the geometry of the whole table.

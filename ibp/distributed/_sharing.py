@@ -1,5 +1,5 @@
-"""Shares tables between processes: `share_table` and `open_shared`. Also registers how torch.multiprocessing sends
-tables."""
+"""Shares tables between processes: `share_table` and `open_shared`. Also registers the functions with which
+torch.multiprocessing sends tables."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def open_shared(handle: SharedHandle, *, memory: str | None = None) -> Compresse
         tensor(17.)
 
     Args:
-        handle: what `table.share()` returned in a process on this machine, of the same user and in the same container.
-            That process must still run and still have the table. The handle of a table on a GPU can be opened only
-            once, and not in the process that shares the table.
+        handle: the result of `table.share()` in a process on this machine. That process must belong to the same user
+            and the same container, must still be running, and must still have the table. The handle of a table on a GPU
+            can be opened only once, and not in the process that shares the table.
         memory: "pinned": GPUs read rows directly from the memory. "host": they do not. None: as in the process that
             shares the table.
 
@@ -125,7 +125,7 @@ def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTens
 
 
 def _read(content: bytes) -> dict[str, Any]:
-    """Decodes the bytes in a handle. Returns a dictionary. Raises ValueError if they hold anything else."""
+    """Decodes the bytes in a handle. Returns a dictionary. Raises ValueError if the bytes do not hold one."""
     found = wire.read(content)
     if not isinstance(found, dict):
         raise ValueError(f"handle has a {type(found).__name__}; wanted what table.share() returns")
@@ -148,7 +148,7 @@ def _received(handle: SharedHandle, file: Any) -> CompressedTensor:
 
 
 def _reduced(table: CompressedTensor) -> Any:
-    """Returns a function and its arguments by which the receiver rebuilds a table, in the form of `__reduce__`.
+    """Returns (a function, its arguments), with which the receiver rebuilds a table, as `__reduce__` does.
 
     If the table can be shared, its memory is shared, as torch does with tensors; otherwise its bytes are sent. The
     receiver of shared memory gets a descriptor of the memory's file, so that it can open the memory even if the sender

@@ -1,10 +1,10 @@
-"""Adapters of other frameworks. Each is one module or folder. It is imported when it is named
+"""Adapters for other frameworks. Each adapter is a module or a package. It is imported at its first use
 (`ibp.integrations.<framework>`, or `import ibp.integrations.<framework>`), and never by `import ibp`.
 
 An adapter implements an interface of a framework (a feature store, an offloading hook, a cache) with tables. It needs
-the framework to be installed; the package itself needs torch alone. `shared` has code that several adapters use. Pages
-of docs/ show how adapters are used (gnn.md, llm.md, kv-cache.md, serving.md). Tests of an adapter are skipped if its
-framework is not installed. `ibp.nn` and `ibp.offload` are for torch itself.
+the framework to be installed; the package itself needs only torch. `shared` has code that several adapters use. The
+pages gnn.md, llm.md, kv-cache.md and serving.md in docs/ show how to use the adapters. Tests of an adapter are skipped
+if its framework is not installed. `ibp.nn` and `ibp.offload` are for torch itself.
 """
 
 from importlib import import_module as _import_module

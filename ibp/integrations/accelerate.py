@@ -66,7 +66,8 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
                 raise ValueError(f"{name!r} comes twice; wanted each name once")
             if x.is_meta:
                 raise ValueError(f"{name!r} is on the meta device; wanted a tensor with values")
-            # If a buffer is filled again, its version changes, because it then holds the values of another tensor.
+            # A caller may fill one buffer with the values of one tensor after the other. The buffer's version then
+            # changes.
             version = None if x.is_inference() else x._version
             key = (x.data_ptr(), version, x.device, x.dtype, x.shape, x.stride())
             alive, stored = seen.get(key, (None, None))

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint (DCP), with which FSDP2, torchtitan and Lightning save, with compressed tensors.
+"""Compressed tensors in checkpoints of torch.distributed.checkpoint (DCP), which FSDP2, torchtitan and Lightning use.
 
     import torch.distributed.checkpoint as dcp
     from ibp.integrations.dcp import Reader, Writer
@@ -6,8 +6,8 @@
     dcp.save(state_dict, storage_writer=Writer("step-1000"))
     dcp.load(state_dict, storage_reader=Reader("step-1000"))
 
-Every rank writes its tensors to one file, which `ibp.open` and `ibp inspect` can also read, and everything else to
-files of torch's own format. As always, DCP's planners decide which rank writes which part of a tensor, so any number of
+Each rank writes its tensors to one file, which `ibp.open` and `ibp inspect` can also read. It writes everything else to
+files in torch's own format. As always, DCP's planners decide which rank writes which part of a tensor, so any number of
 ranks can load a checkpoint.
 """
 
@@ -42,7 +42,7 @@ from ..adapters import WeightCompressor
 
 __all__ = ["Reader", "Writer"]
 
-# The transform descriptor that DCP's metadata have for a tensor in a file of ibp. torch's own FileSystemReader finds no
+# The transform descriptor that marks a tensor in a file of ibp in DCP's metadata. torch's own FileSystemReader finds no
 # extension with this name, and raises a ValueError that contains the name.
 _DESCRIPTOR = "ibp.integrations.dcp/1"
 _SUFFIX = ".ibp.safetensors"
@@ -56,8 +56,8 @@ class Writer(FileSystemWriter):
     as torch stores them. Tensors of a kind, such as the same weight of all layers, share a codebook. A tensor is
     compressed where it is: on its GPU, or on the CPU.
 
-    Every save writes files with new names, which appear under these names only when they are complete. An earlier
-    checkpoint in the same directory therefore stays complete until the new metadata replace the old metadata; then the
+    Every save writes files with new names. A file appears under its name only when it is complete. An earlier
+    checkpoint in the same directory therefore stays complete until the new metadata replace the old metadata. Then the
     old files are removed.
 
     The writer also works with `dcp.async_save`, in a thread or in a process.
@@ -126,18 +126,18 @@ class Writer(FileSystemWriter):
 class Reader(FileSystemReader):
     """Reads a checkpoint of `torch.distributed.checkpoint`, whether `Writer` or torch's FileSystemWriter wrote it.
 
-    Tensors on a GPU are decompressed there, from the compressed bytes. If a rank needs only some rows of a stored
-    tensor, as when the number of ranks has changed since the save, only these rows are read. Checksums are compared for
-    tensors that are read whole.
+    Tensors that are loaded to a GPU are decompressed there. If a rank needs only some rows of a stored tensor, for
+    example because the number of ranks has changed since the save, only these rows are read. Checksums are compared
+    only for tensors that are read whole.
 
     Args:
         path: the directory of the checkpoint.
 
     Raises:
         ValueError: path is a URL.
-        FileFormatError: (`dcp.load`) a file and the checkpoint's metadata contradict each other.
+        FileFormatError: (`dcp.load`) a file is inconsistent with the checkpoint's metadata.
         ChecksumError: (`dcp.load`) the bytes of a tensor that is read whole are damaged.
-        CorruptTableError: (`dcp.load`) the bytes of a tensor contradict each other.
+        CorruptTableError: (`dcp.load`) the bytes of a tensor are inconsistent.
     """
 
     def __init__(self, path: Any) -> None:
@@ -194,7 +194,7 @@ class Reader(FileSystemReader):
 
     def _value(self, file: ibp.File, index: MetadataIndex) -> ibp.CompressedTensor | torch.Tensor:
         """Returns a chunk of a tensor as it is stored. Raises FileFormatError if the file does not have the chunk, or
-        if its dtype or shape contradicts the metadata."""
+        if the chunk's dtype or shape is not the one in the metadata."""
         name = _name_of(index)
         if name not in file:
             raise ibp.FileFormatError(f"{file.path} has no tensor {name!r}, which the checkpoint's metadata name")
@@ -217,8 +217,8 @@ def _check_path(path: Any) -> None:
 
 
 def _name_of(index: MetadataIndex) -> str:
-    """Returns the name that a part of a tensor has in its file: the tensor's name, followed by the part's offset unless
-    this is 0 in all dimensions."""
+    """Returns the name of a part of a tensor in its file: the tensor's name, followed by the part's offset unless the
+    offset is 0 in all dimensions."""
     offset = list(index.offset or ())
     return f"{index.fqn}{offset}" if any(offset) else index.fqn
 
@@ -271,8 +271,8 @@ def _write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> 
 
 
 def _part(value: ibp.CompressedTensor | torch.Tensor, item: ReadItem, device: torch.device) -> torch.Tensor:
-    """Returns the part of a stored tensor that an item names. Only the rows of the part are decompressed. device: where
-    a table without dimensions is decompressed."""
+    """Returns the part of a stored tensor that an item names. Only the rows of the part are decompressed. device: the
+    device on which a table without dimensions is decompressed."""
     if not value.shape:
         return value if isinstance(value, torch.Tensor) else ibp.decompress(value, device=device)
     first, count = item.storage_offsets[0], item.lengths[0]

@@ -6,9 +6,9 @@ All code that reads features through the graph gets the same bits as before: `Da
 `prefetch_edge_feats`, blocks and subgraphs (`block.srcdata["feat"]`), their copies in worker processes, and
 `g.ndata["feat"]` itself, which decodes the whole tensor at every read. `close` puts the plain tensor back.
 
-This module is for DGL's classic graphs, and was checked with 2.1.0; `ibp.integrations.graphbolt` is for features of
-GraphBolt. `import dgl` fails if DGL has no binary of GraphBolt for the installed torch, and no release of DGL has one
-for a torch with which ibp works. Import this module before `dgl`: it then leaves GraphBolt out.
+This module is for DGL's classic graphs, and was tested with DGL 2.1.0; `ibp.integrations.graphbolt` is for features of
+GraphBolt. `import dgl` fails if DGL has no binary of GraphBolt for the installed torch. No release of DGL has a binary
+for a version of torch that ibp supports. So import this module before `dgl`: it leaves GraphBolt out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AttachedFeature(OfThisProcess, Closing):
     """A feature that `attach` keeps in a table. `close()` or the end of a `with` block puts the plain tensor back.
 
     Attributes:
-        table: the table, or its cache.
+        table: the table, or the cache that `attach` was given.
     """
 
     _instead = "pickle its table, or the graph, which keeps the table"
@@ -85,10 +85,10 @@ def attach(
 ) -> AttachedFeature:
     """Keeps a feature of a graph's nodes or edges in a compressed table.
 
-    Rows cannot be changed while a feature is attached. Code that writes to some of them, or that adds nodes (for a
-    feature of edges: edges), turns the feature back into a plain tensor, with a warning. Reading a whole feature
-    returns a new tensor each time, so changing that tensor does not change the feature. Attach features before you
-    make loaders with workers.
+    Rows cannot be changed while a feature is attached. Code that writes to rows, or that adds nodes (or edges, for a
+    feature of edges), turns the feature back into a plain tensor, with a warning. Reading a whole feature returns a new
+    tensor each time, so changing that tensor does not change the feature. Attach features before you make loaders with
+    workers.
 
     Args:
         graph: a graph on the CPU or a GPU, homogeneous or not.
@@ -96,9 +96,9 @@ def attach(
         ntype: type of the nodes. None: the graph has only one type.
         edges: whether the feature is one of edges, graph.edata[name].
         etype: type of the edges, which implies `edges`. None: the graph has only one type.
-        table: a table of the feature that was made before, in host memory or on the graph's device, or an
-            `ibp.RowCache` of it. None: the graph's tensor with this name is compressed; if the table is in host memory
-            and there is a GPU, the table is pinned.
+        table: an existing table of the feature, in host memory or on the graph's device, or an `ibp.RowCache` of such a
+            table. None: the graph's tensor with this name is compressed; if the table is in host memory and there is a
+            GPU, the table is pinned.
         options: options of `ibp.compress`.
 
     Returns:
@@ -109,7 +109,7 @@ def attach(
         TypeError: graph is not a DGLGraph, or table is not a table.
         KeyError: the graph has no such feature or type.
         ValueError: the feature is already attached, the table has another number of rows or is on another device, or
-            ntype and edges contradict each other.
+            ntype is given for a feature of edges.
     """
     frame, what, num_rows = _frame_of(graph, name, ntype, edges, etype)
     if table is None:
@@ -144,7 +144,7 @@ def close(
     Raises:
         TypeError: graph is not a DGLGraph.
         KeyError: the graph has no such type.
-        ValueError: the feature is not attached (`NotAttachedError`), or ntype and edges contradict each other.
+        ValueError: the feature is not attached (`NotAttachedError`), or ntype is given for a feature of edges.
     """
     frame, what, _ = _frame_of(graph, name, ntype, edges, etype)
     column = frame._columns.get(name)
@@ -155,7 +155,7 @@ def close(
 
 
 def _frame_of(graph: Any, name: str, ntype: str | None, edges: bool, etype: _EdgeType | None) -> tuple[Frame, str, int]:
-    """Returns (the frame that holds a feature, its name in messages, its number of rows)."""
+    """Returns (the frame that holds a feature, the feature's name in error messages, its number of rows)."""
     if not isinstance(graph, dgl.DGLGraph):
         raise TypeError(f"graph is a {type(graph).__name__}; wanted a dgl.DGLGraph")
     of_edges = edges or etype is not None

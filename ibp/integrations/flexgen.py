@@ -1,4 +1,4 @@
-"""FlexGen (0.1.8) with compressed weights: weights are coded in host memory, and decoded on the GPU.
+"""FlexGen (0.1.8) with compressed weights: weights are kept coded in host memory, and decoded on the GPU.
 
     import ibp.integrations.flexgen
 
@@ -36,7 +36,7 @@ from ..adapters import WeightCompressor
 __all__ = ["CompressedWeight", "close", "enable", "main"]
 
 # The classes of layers whose load_weight copies weights. TransformerLayer is not among them, because it calls
-# load_weight of two of them.
+# load_weight of two layers of these classes.
 _LAYERS = ("InputEmbed", "SelfAttention", "MLP", "OutputEmbed")
 _NUM_PERCENTS = 6  # number of values that flex_opt requires for --percent
 
@@ -51,7 +51,7 @@ class CompressedWeight(TorchTensor):
         compress: a function that makes the table of a tensor.
         x: the weight, on the CPU.
         device: FlexGen's device on which the weight is.
-        name: FlexGen's name for the weight. None: the next number.
+        name: FlexGen's name for the weight. None: FlexGen's next number.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CompressedWeight(TorchTensor):
         super().__init__(tuple(x.shape), x.dtype, compress(x), device, name=name)
 
     def load_from_np(self, np_array: np.ndarray) -> None:
-        """Replaces the weight's values by those of an array, which is broadcast to the weight's shape."""
+        """Replaces the weight's values with those of an array, which is broadcast to the weight's shape."""
         x = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.data = self._compress(x.copy_(torch.from_numpy(np_array)))
 
@@ -101,7 +101,7 @@ class CompressedWeight(TorchTensor):
         return copied
 
     def smart_copy(self, dst: Any, src_indices: Sequence[slice] | None = None) -> tuple[TorchTensor, bool]:
-        """Returns a copy, and True. The weight is copied even if it is already on dst, because FlexGen can only compute
+        """Returns (a copy, True). The weight is copied even if it is already on dst, because FlexGen can only compute
         with copies."""
         return self.copy(dst, src_indices), True
 
@@ -121,9 +121,9 @@ def _rows(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
 # ---- all weights of a layer in one call ------------------------------------------------------------------------------
 
 
-_Jobs = list[tuple[CompressedTensor, torch.Tensor]]  # tables, and the memory that they are decoded to
-_loading: _Jobs | None = None  # while a layer's load_weight runs, the copies that it has asked for
-_fetching: dict[str, Any] = {}  # options of decompress
+_Jobs = list[tuple[CompressedTensor, torch.Tensor]]  # (table, the memory to which it is decoded)
+_loading: _Jobs | None = None  # while a layer's load_weight runs, the copies that it has asked for; otherwise None
+_fetching: dict[str, Any] = {}  # the options path and max_sms of decompress
 
 
 def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
@@ -142,7 +142,8 @@ def _decode(jobs: _Jobs) -> None:
 
 def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
     """Wraps a layer's load_weight, so that all weights are decoded in one call at its end. This is possible because
-    FlexGen reads the copies only after load_weight has returned. The current stream is the one on which it copies."""
+    FlexGen reads the copies only after load_weight has returned. The current stream is the one on which FlexGen
+    copies."""
 
     @functools.wraps(load_weight)
     def load(*args: Any) -> None:
@@ -163,7 +164,7 @@ _enabled = contextlib.ExitStack()  # restores FlexGen's functions
 
 
 def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a function of FlexGen by make(function) until `close` is called."""
+    """Replaces a function of FlexGen with make(function) until `close` is called."""
     original = getattr(owner, name)
     _enabled.callback(setattr, owner, name, original)
     setattr(owner, name, make(original))
@@ -183,7 +184,8 @@ def enable(*, path: str | None = None, max_sms: int | None = None, **compress_op
             4,096.
 
     Returns:
-        An object whose `close()` calls `close`; it is also a context manager. The object need not be used.
+        An object whose `close()` calls the function `close` of this module; it is also a context manager. The caller
+        may ignore it.
 
     Raises:
         TypeError: an option is not one of `ibp.compress`.

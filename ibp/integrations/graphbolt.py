@@ -5,7 +5,7 @@
 
 This module follows GraphBolt's Python source (the class Feature of DGL 2.1.0, and the additions of 2.4.0) and is tested
 with a stand-in for that class. It is untested with GraphBolt's binaries: they need torch 2.4 or older, and ibp needs
-2.10 or newer, so no released build of DGL can use it. It is meant for builds of your own; import `dgl.graphbolt` before
+2.10 or newer, so no released build of DGL can use it. It is meant for your own builds; import `dgl.graphbolt` before
 this module.
 """
 
@@ -26,16 +26,16 @@ __all__ = ["Feature"]
 
 
 class Feature(gb.Feature, Closing):
-    """A feature whose rows are fetched from a table. Rows at ids on a GPU are fetched by that GPU.
+    """A feature whose rows are fetched from a table. If the ids are on a GPU, that GPU fetches the rows.
 
     Args:
         x: a tensor or array [N, ...], which is compressed; or a table, or an `ibp.RowCache`, which is used as it is.
-        metadata: what `metadata()` returns. None: an empty dict.
+        metadata: the dict that `metadata()` returns. None: an empty dict.
         options: options of `ibp.compress`.
 
     Raises:
         TypeError: x is not a tensor, array, table or cache.
-        ValueError: x has no rows to read, or options are wrong.
+        ValueError: x has no dimensions, or options are wrong.
     """
 
     def __init__(self, x: Any, metadata: dict[str, Any] | None = None, **options: Any) -> None:
@@ -47,7 +47,7 @@ class Feature(gb.Feature, Closing):
 
     @property
     def table(self) -> Table:
-        """The table, or its cache. Raises RuntimeError after close()."""
+        """The table, or the cache that was given as x. Raises RuntimeError after close()."""
         if self._table is None:
             raise RuntimeError("the table of this Feature was freed by close()")
         return self._table
@@ -57,7 +57,7 @@ class Feature(gb.Feature, Closing):
         self._table = None
 
     def read(self, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns x[ids] on the device of ids. ids: None: all of x is returned, on the device of the table.
+        """Returns x[ids] on the device of ids. If ids is None, returns all of x, on the device of the table.
 
         Raises:
             IndexError: an id is out of range (for ids on a GPU see `ibp.index_select`).
@@ -65,7 +65,7 @@ class Feature(gb.Feature, Closing):
         return self.table.decompress() if ids is None else fetch(self.table, ids, None, "the feature")
 
     def read_async(self, ids: torch.Tensor) -> Iterator[ibp.Prefetch | torch.futures.Future[torch.Tensor]]:
-        """Yields one object, whose `wait()` returns the rows. For ids on a GPU, the rows are fetched on another stream
+        """Yields one object, whose `wait()` returns the rows. For ids on a GPU, the rows are fetched on a stream other
         than the current one."""
         if ids.is_cuda:
             yield self.table.prefetch(ids)
@@ -87,11 +87,11 @@ class Feature(gb.Feature, Closing):
         return len(self.table)
 
     def update(self, value: torch.Tensor, ids: torch.Tensor | None = None) -> None:
-        """Replaces all of x by another tensor of the same shape and dtype, which is compressed.
+        """Replaces all of x with another tensor of the same shape and dtype, which is compressed.
 
         Raises:
-            ValueError: ids are given, although rows of a table are fixed; value has another shape or dtype; or the rows
-                are those of a cache.
+            ValueError: ids are given, although rows of a table are fixed; value has another shape or dtype; or x is an
+                `ibp.RowCache`.
         """
         if ids is not None:
             raise ValueError("ids are given; wanted None: rows of tables are fixed")
@@ -104,7 +104,7 @@ class Feature(gb.Feature, Closing):
         self._table = ibp.compress(value, **self._options)
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the metadata as given."""
+        """Returns the metadata that was given."""
         return self._metadata
 
     def pin_memory_(self) -> Feature:

@@ -3,9 +3,9 @@
     lmcache server ... --l2-adapter '{"type": "plugin", "module_path": "ibp.integrations.lmcache",
         "class_name": "IBPL2Adapter", "adapter_params": {"pool_bytes": 34359738368}}'
 
-`docs/serving.md` names the versions that were tried, and how. Objects are chunks of a KV-cache. Objects of the same
-size share a pool, an `ibp.kv.KeyedPages`. If a pool is full, it drops the least recently used objects, except those
-that LMCache has locked in order to load them.
+`docs/serving.md` lists the releases that were tested, and how they were tested. Objects are chunks of a KV-cache.
+Objects of the same size share a pool, an `ibp.kv.KeyedPages`. If a pool is full, it drops the least recently used
+objects, except those that LMCache has locked in order to load them.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class IBPL2Adapter(L2AdapterInterface):
         self._tell_dropped()
 
     def report_status(self) -> dict[str, Any]:
-        """Returns LMCache's status fields. "pools" has, by the size of an object in bytes, what
-        `ibp.kv.KeyedPages.stats` returns, as a dict."""
+        """Returns LMCache's status fields. Their "pools" is a dict from the size of an object in bytes to the
+        statistics of the pool for this size, the result of `ibp.kv.KeyedPages.stats` as a dict."""
         pools = {num_bytes: pool.stats().as_dict() for num_bytes, pool in list(self._pools.items())}
         return {"is_healthy": True, "type": type(self).__name__, "pools": pools}
 

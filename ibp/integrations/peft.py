@@ -3,8 +3,8 @@
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
     model = model.merge_and_unload()    # the matrices are coded again
 
-If ibp is imported, PEFT treats the `ibp.nn.Linear` and `ibp.nn.Conv1D` that `ibp.nn.compress` and `IbpConfig` put into
-a model like torch.nn.Linear. Checked with peft 0.21.
+If ibp is imported, PEFT treats `ibp.nn.Linear` and `ibp.nn.Conv1D` like torch.nn.Linear. `ibp.nn.compress` and
+`IbpConfig` put these modules into a model. Tested with peft 0.21.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LoraLinear(lora.Linear):
 
     @contextlib.contextmanager
     def _decoded(self) -> Iterator[None]:
-        """Puts a plain module with the decoded weight in place of the base layer inside the context. At the end, the
+        """Inside the context, a plain module with the decoded weight takes the place of the base layer. At the end, the
         base layer returns and its weight is coded again. If an error is raised, the base layer's weight is
         unchanged."""
         coded, plain = self.base_layer, torch.nn.Module()

@@ -4,9 +4,9 @@
     loader = NeighborLoader(data, [25, 10], transform=fetch, filter_per_worker=False, ...)
     for batch in loader:                                    # batch.x is on the GPU, with the bits of data.x[batch.n_id]
 
-`attach` and `FetchFeatures` work with every loader whose batches have `n_id`, the numbers of their nodes. For features
-of edges, batches must have `e_id`, the numbers of their edges. `FeatureStore` is for code that uses PyG's interface of
-that name. Checked with torch_geometric 2.8.
+`attach` and `FetchFeatures` work with every loader whose batches have `n_id`, the ids of their nodes. For features of
+edges, batches must have `e_id`, the ids of their edges. `FeatureStore` is for code that uses PyG's interface of that
+name. Tested with torch_geometric 2.8.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def attach(
     graph.
 
     Args:
-        data: the graph. It is changed: stand-ins replace the features, and num_nodes is set if PyG derived it from
-            them.
+        data: the graph. It is changed: stand-ins replace the features, and num_nodes is set if PyG derived it from the
+            features.
         names: name or names of the attributes, which must be tensors with one row for each node or edge.
-        device: the device of fetched rows. None: the device of a batch's ids, which is the CPU for most loaders; with
-            caches, the GPU of the features, or the current CUDA device if all features are on the CPU.
+        device: the device of fetched rows. None: without caches, the device of a batch's ids, which is the CPU for most
+            loaders; with caches, the GPU of the features, or the current CUDA device if all features are on the CPU.
         cache_bytes: size in bytes of the device memory for the cache (`ibp.RowCache`) of each feature of nodes. 0: no
             caches. The cache prefers nodes at which many edges begin, because nodes are sampled through these edges.
         options: options of `ibp.compress`.
@@ -61,8 +61,8 @@ def attach(
     Raises:
         TypeError: data is not a Data or HeteroData, or an attribute is not a tensor.
         KeyError: data has no such attribute.
-        ValueError: an attribute does not have one row for each node or edge; or cache_bytes is given without a device,
-            although there is no CUDA device.
+        ValueError: an attribute does not have one row for each node or edge; or cache_bytes is given, device is not,
+            and there is no CUDA device.
     """
     if not isinstance(data, (Data, HeteroData)):
         raise TypeError(f"data is a {type(data).__name__}; wanted a torch_geometric Data or HeteroData")
@@ -98,8 +98,8 @@ def attach(
 def _put_back(
     graph: weakref.ref[Any], name: str, stand_in: _StandIn, table: Any, home: torch.device | None, counts: bool
 ) -> None:
-    """Puts a plain feature back into a storage of a graph, which holds the attributes of one type. Does nothing if the
-    storage no longer exists, or if it has another value than the stand-in under the name.
+    """Puts a plain feature back into a storage of a graph. A storage holds the attributes of one type of nodes or
+    edges. Does nothing if the storage no longer exists, or if its attribute `name` is no longer the stand-in.
 
     Args:
         graph: a weak reference to the storage.
@@ -107,7 +107,7 @@ def _put_back(
         stand_in: the object that replaced the feature.
         table: the table of the feature, or a cache of it.
         home: the device of the plain feature. None: the feature was a numpy array.
-        counts: whether `attach` has set num_nodes. It is then removed.
+        counts: whether `attach` has set num_nodes. If so, num_nodes is removed.
     """
     store = graph()
     if store is None or name not in store or store[name] is not stand_in:
@@ -132,7 +132,7 @@ def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, ca
 
 
 def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[Any, str, bool, str]]:
-    """Yields (storage, name, whether the attribute belongs to edges, the attribute's name in messages) for every
+    """Yields (storage, name, whether the attribute belongs to edges, the attribute's name in error messages) for every
     attribute with one of the given names."""
     for name in names:
         stores = [store for store in data.stores if name in store]
@@ -218,7 +218,7 @@ class FetchFeatures(BaseTransform, Closing):
         nodes: the features of nodes: {name: table} for a Data, or {type of node: {name: table}} for a HeteroData. For
             each feature, batch[name] becomes table[batch.n_id]. In place of a table, an `ibp.RowCache` of a table may
             be given, or a tensor or array, which is then compressed.
-        edges: likewise the features of edges, with batch.e_id.
+        edges: the features of edges, in the same form. Their rows are fetched at batch.e_id.
         device: the device of fetched rows. None: the device of the ids.
 
     Attributes:
@@ -227,10 +227,10 @@ class FetchFeatures(BaseTransform, Closing):
 
     Raises:
         TypeError: nodes, edges or a feature has a wrong type.
-        ValueError: both forms of mappings are given, or device cannot be used.
+        ValueError: the two forms of mappings are mixed, or device cannot be used.
     """
 
-    _undo: tuple[Callable[[], None], ...] = ()  # functions that put the features back into the graph, from `attach`
+    _undo: tuple[Callable[[], None], ...] = ()  # set by `attach`: functions that put the features back into the graph
 
     def __init__(
         self, nodes: Mapping[Any, Any] | None = None, edges: Mapping[Any, Any] | None = None, *, device: _Device = None
@@ -380,8 +380,8 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
         return True
 
     def _get_tensor(self, attr: TensorAttr) -> torch.Tensor:
-        """Returns rows of a feature: those at attr.index, which may be a tensor, an array, a slice or an int, or all
-        rows if it is None. Raises KeyError if there is no such feature."""
+        """Returns the rows of a feature at attr.index, which may be a tensor, an array, a slice or an int. Returns all
+        rows if attr.index is None. Raises KeyError if there is no such feature."""
         what = repr((attr.group_name, attr.attr_name))
         table, index = self.table(attr.group_name, attr.attr_name), attr.index
         if isinstance(index, np.ndarray):

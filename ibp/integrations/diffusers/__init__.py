@@ -14,7 +14,7 @@ on the GPU for each use:
     apply_group_offloading(model, onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True)
     compress_groups(model)
 
-Works with diffusers 0.39 and newer; checked up to 0.42.
+Works with diffusers 0.39 and newer; tested up to 0.42.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,8 @@
 """The group offloading of diffusers with compressed weights.
 
 diffusers still runs hooks, prefetches groups and uses its streams. Only the source of a group's parameters changes: raw
-parameters would be copied from host memory; tables are decoded on the onload device, all tables of a group in one call.
+parameters are no longer copied from host memory. Instead, all tables of the group are decoded on the onload device in
+one call.
 """
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -37,7 +38,7 @@ class CompressedGroups(ModelChange):
     """A model that `compress_groups` has compressed. `close()` or the end of a `with` block undoes the compression.
 
     Attributes:
-        model: as given.
+        model: the argument.
     """
 
     __module__ = "ibp.integrations.diffusers"
@@ -84,14 +85,14 @@ def compress_groups(
 ) -> CompressedGroups:
     """Compresses the parameters of a model that has diffusers' group offloading.
 
-    diffusers itself still moves buffers, parameters of less than 4 KiB, and parameters of other classes than
-    torch.nn.Parameter (such as quantised ones). Tables are in host memory, which is pinned if there is a GPU. The
-    option low_cpu_mem_usage does not change this, because it is about additional pinned copies. While a group is
-    offloaded, its parameters keep their shape, dtype and device, and take no memory. Code that reads their values gets
-    a decoded copy; examples are `model.state_dict()` and a module that is called while its group is not on the onload
-    device. The parameters cannot be written to. If the function is called again, it compresses groups that are not
-    compressed yet. When diffusers removes its hooks, for instance to load LoRAs, the parameters become raw again; call
-    this function again afterwards.
+    diffusers itself still moves buffers, parameters of less than 4 KiB, and parameters of classes other than
+    torch.nn.Parameter (such as quantised parameters). Tables are in host memory, which is pinned if there is a GPU. The
+    option low_cpu_mem_usage of diffusers does not change this, because it only controls additional pinned copies. While
+    a group is offloaded, its parameters keep their shape, dtype and device, and take no memory. Code that reads their
+    values gets a decoded copy; examples are `model.state_dict()` and a module that is called while its group is not on
+    the onload device. The parameters cannot be written to. If the function is called again, it compresses groups that
+    are not compressed yet. When diffusers removes its hooks, for instance to load LoRAs, the parameters become raw
+    again; call this function again afterwards.
 
     Args:
         model: a module whose groups are offloaded to the CPU. For a pipeline, call it for each of its models.
@@ -100,7 +101,7 @@ def compress_groups(
             4,096.
 
     Returns:
-        An object whose `close()` undoes the compression; it is also a context manager. Its `stats()` also count the
+        An object whose `close()` undoes the compression; it is also a context manager. Its `stats()` also counts the
         parameters that earlier calls compressed.
 
     Raises:
@@ -191,7 +192,7 @@ class _CompressedGroup:
         stream."""
         group = self.group
         self.rest.non_blocking = group.non_blocking
-        self.rest._onload_from_memory()  # waits for the stream, like diffusers
+        self.rest._onload_from_memory()  # waits for the stream, as diffusers does
         backend = group._torch_accelerator_module
         current: Any = None if group.stream is None else backend.current_stream()
         with contextlib.nullcontext() if group.stream is None else backend.stream(group.stream):
@@ -226,7 +227,7 @@ class _CompressedGroup:
             del hook.deinitalize_hook
 
     def _let_go(self) -> None:
-        """Frees the memory of the decoded parameters, which rest from now on."""
+        """Frees the memory of the decoded parameters. The parameters then rest (see `RestingWeight`)."""
         for parameter, weight in self.weights.items():
             weight.rest(parameter)
 

@@ -35,8 +35,8 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
 
     For a pipeline, load the model in this way and pass it to the pipeline. During the loading, memory holds the coded
     model and one memory-mapped file of plain weights. `model.save_pretrained` writes plain weights and a plain
-    config.json. A directory that `ibp compress` wrote needs no argument if ibp is imported. `model.hf_quantizer.report`
-    names the coded weights.
+    config.json. A directory that `ibp compress` wrote can be loaded without this argument if ibp is imported.
+    `model.hf_quantizer.report` names the coded weights.
 
     Example:
         >>> from diffusers import DiTTransformer2DModel
@@ -50,7 +50,7 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
         True
 
     Args:
-        level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`. Names are names of the model's modules.
+        level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`. Modules are named as in the model.
         quant_method: "ibp", as in config.json.
 
     Raises:
@@ -102,9 +102,9 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         return list(self._coded) or loaded_keys
 
     def maybe_update_state_dict(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the tensors of a coded file by name. For a table of a weight that is to be coded, the result has a
-        placeholder on the meta device. state_dict: the tensors of the file as diffusers reads them: plain tensors, and
-        parts of tables."""
+        """Returns the tensors of a coded file by name. If a weight is to be coded and the file has its table, the
+        result has a placeholder on the meta device for it. state_dict: the tensors of the file as diffusers reads them:
+        plain tensors, and parts of tables."""
         if not self._coded:
             return state_dict
         tensors, tables = {}, {name.rpartition(":")[0] for name in state_dict}  # parts of tables are "<table>:<part>"
@@ -143,7 +143,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
             setattr(model.get_submodule(path), name, torch.nn.Parameter(held, requires_grad=False))
 
     def _process_model_before_weight_loading(self, model: torch.nn.Module, **options: Any) -> None:
-        model.eval()  # from_pretrained does this later; in training mode weights would train
+        model.eval()  # from_pretrained does this later; in training mode, weights would be trainable
         self._loading = ModelLoading(self.quantization_config, model)
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
@@ -171,8 +171,8 @@ _get_file, _fetch_index = modeling_utils._get_model_file, modeling_utils._fetch_
 
 
 def _get_either(pretrained: Any, *, weights_name: str, **options: Any) -> Any:
-    """Finds a file of weights, like the function of diffusers that it replaces. If there is no plain file, it looks for
-    a coded one, which has another name."""
+    """Finds a file of weights, as the function of diffusers that it replaces does. If there is no plain file, it looks
+    for a coded one, which has another name."""
     try:
         return _get_file(pretrained, weights_name=weights_name, **options)
     except OSError:
@@ -182,8 +182,8 @@ def _get_either(pretrained: Any, *, weights_name: str, **options: Any) -> Any:
 
 
 def _fetch_either(**options: Any) -> Path | None:
-    """Finds the index of a set of files, like the function of diffusers that it replaces. If there is no plain set, it
-    looks for the index of a coded set."""
+    """Finds the index of a set of files, as the function of diffusers that it replaces does. If there is no plain set,
+    it looks for the index of a coded set."""
     found: Path | None = _fetch_index(**options)
     if found is None or not found.is_file():
         plain = modeling_utils._add_variant(modeling_utils.SAFETENSORS_WEIGHTS_NAME, options["variant"])

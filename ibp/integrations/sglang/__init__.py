@@ -1,7 +1,7 @@
 """SGLang's hierarchical cache with coded pages: `storage` is a storage backend, to which the host pool writes pages,
 and `pool` is a host pool.
 
-docs/serving.md has the commands, and the releases that were tried.
+docs/serving.md has the commands, and the tested releases.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""SGLang's hierarchical cache with coded pages in its host pool: 1.4 times as many tokens fit the same memory.
+"""SGLang's hierarchical cache with coded pages in its host pool: 1.4 times as many tokens fit in the same memory.
 
     SGLANG_PLUGINS=ibp_host_pool python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache
         --hicache-size 32 --hicache-io-backend direct --page-size 64
@@ -57,7 +57,8 @@ def _class_of(found: type, *args: Any, **kwargs: Any) -> type:
 
 
 class IBPHostPool(MHATokenToKVPoolHost):
-    """SGLang's host pool, with pages in an `ibp.kv.BlockStore`. SGLang makes it with the arguments of its own pool.
+    """SGLang's host pool, with coded pages, which an `ibp.kv.BlockStore` holds. SGLang makes it with the arguments of
+    its own pool.
 
     With `--hicache-size`, the pool has the given size, and the number of its tokens is `gain` times that of a raw pool.
     With `--hicache-ratio`, the number of tokens is the same as without coding, and the pool takes less memory.

@@ -5,8 +5,8 @@
         --hicache-storage-backend-extra-config '{"backend_name": "ibp", "module_path": "ibp.integrations.sglang",
         "class_name": "IBPHiCacheStorage", "interface_v1": 1, "pool_bytes": 34359738368}'
 
-`docs/serving.md` names the versions that were tried, and how. The pages of each of SGLang's host pools are kept in a
-separate `ibp.kv.KeyedPages`. If it is full, it drops the least recently used pages.
+`docs/serving.md` lists the releases that were tested, and how they were tested. The pages of each of SGLang's host
+pools are kept in a separate `ibp.kv.KeyedPages`. When one of these is full, it drops its least recently used pages.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class IBPHiCacheStorage(HiCacheStorage):
         self._pools.clear()
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Returns {name of the host pool: what `ibp.kv.KeyedPages.stats` returns, as a dict}. SGLang's own `get_stats`
+        """Returns {name of the host pool: the result of `ibp.kv.KeyedPages.stats`, as a dict}. SGLang's own `get_stats`
         is not overridden and returns None; SGLang's metrics then count transfers themselves."""
         return {name: pool.stats().as_dict() for name, pool in list(self._pools.items())}
 
@@ -185,8 +185,8 @@ class IBPHiCacheStorage(HiCacheStorage):
 
 
 def _page_starts(host: Any, keys: Sequence[str], host_indices: Any) -> list[int | None]:
-    """Returns the index of the first token of each page. If the number of indices does not fit the number of pages,
-    returns None for each page instead of raising, because an error would end the thread of SGLang that calls."""
+    """Returns the index of the first token of each page. If the number of indices does not match the number of pages,
+    returns None for each page instead of raising, because an error would end SGLang's calling thread."""
     size = getattr(host, "page_size", 1) or 1
     if host_indices is None or host_indices.numel() != len(keys) * size:
         return [None] * len(keys)

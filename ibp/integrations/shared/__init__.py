@@ -1,7 +1,7 @@
 """Code that the adapters of several frameworks share.
 
 - `engines.py`: for serving engines, such as vLLM.
-- `features.py`: for stores of features of graphs.
+- `features.py`: for feature stores of graphs.
 - `loading.py`: for the quantizers of transformers and diffusers.
 - `releases.py`: compares the installed release of a framework with those that an adapter supports.
 """

@@ -27,7 +27,7 @@ TRIED = {
 }
 
 _CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "half": "float16"}
-_CACHE_DTYPES["auto"] = "bfloat16"  # means the model's dtype, which vLLM does not tell here; it is usually BF16
+_CACHE_DTYPES["auto"] = "bfloat16"  # means the model's dtype, which vLLM does not say here; it is usually BF16
 
 
 def check_engine(package: str, missing: ImportError | None, since: str | None = None) -> None:
@@ -42,7 +42,7 @@ def check_engine(package: str, missing: ImportError | None, since: str | None = 
         ImportError: classes that the adapter needs could not be imported.
 
     Warns:
-        The installed release is older or newer than every release that the adapter was tried with.
+        The installed release is older or newer than all tested releases.
     """
     name, first, last = TRIED[package]
     first = since or first
@@ -62,8 +62,8 @@ def check_engine(package: str, missing: ImportError | None, since: str | None = 
 
 def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.KeyedPages]:
     """Returns a function that makes an `ibp.kv.KeyedPages` with the given options: pool_bytes, device, level. where:
-    the name of the options in messages. Raises TypeError or ValueError if pool_bytes is missing, or if an option is
-    not as described."""
+    the name of the options in error messages. Raises TypeError or ValueError if pool_bytes is missing, or if an option
+    is not as described."""
     if not options.get("pool_bytes"):
         raise ValueError(f"{where} has no pool_bytes: bytes of host memory for coded pages")
     try:
@@ -122,8 +122,8 @@ class Tasks:
 
 
 def dtype_of(name: str, option: str | None = None) -> torch.dtype:
-    """Returns the torch dtype that an engine calls `name`, or torch.uint8 if the name is unknown. option: a name that
-    the user gave in place of the engine's. Raises ValueError if that name is unknown."""
+    """Returns the torch dtype that an engine calls `name`, or torch.uint8 if the name is unknown. option: the name of a
+    dtype that the user gave, which replaces `name`. Raises ValueError if the option is unknown."""
     known = getattr(torch, _CACHE_DTYPES.get(option or name, option or name), None)
     if isinstance(known, torch.dtype):
         return known

@@ -1,4 +1,4 @@
-"""Code that the feature stores share: makes tables of users' data, and fetches their rows to a device."""
+"""Code that the feature stores share: makes tables from users' data, and fetches rows of tables to a device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ Table = ibp.CompressedTensor | ibp.RowCache
 
 
 def table_of(value: Any, what: str, options: dict[str, Any]) -> Table:
-    """Returns `value` itself if it is a table or a cache of a table. Otherwise compresses it, a tensor or an array,
-    with options of `ibp.compress`, and returns the table. what: the name of the value in messages.
+    """Returns `value` itself if it is a table or a cache of a table. Otherwise `value` is a tensor or an array:
+    compresses it with the given options of `ibp.compress`, and returns the table. what: the name of the value in error
+    messages.
 
     Raises:
         TypeError: value is not a tensor, an array, a table or a cache, or has a dtype that tables cannot hold.
@@ -36,14 +37,14 @@ def table_of(value: Any, what: str, options: dict[str, Any]) -> Table:
 
 
 def check_rows(table: Table, num_rows: int, what: str, of: str) -> None:
-    """Raises ValueError unless the table has num_rows rows. what: the name of the table in messages. of: "nodes" or
-    "edges"."""
+    """Raises ValueError unless the table has num_rows rows. what: the name of the table in error messages. of: "nodes"
+    or "edges"."""
     if table.dim() == 0 or len(table) != num_rows:
         raise ValueError(f"{what} has shape {list(table.shape)}; wanted {num_rows:,} rows, one for each of the {of}")
 
 
 def fetch(table: Table, ids: torch.Tensor, device: torch.device | None, what: str) -> torch.Tensor:
-    """Returns the rows of a table at ids, on a device (None: the device of ids). what: the name of the table in
+    """Returns the rows of a table at ids, on a device (None: the device of ids). what: the name of the table in error
     messages.
 
     Raises:

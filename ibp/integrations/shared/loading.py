@@ -10,7 +10,7 @@ import torch
 from ...adapters import ModelLoading, ModelOptions
 from ...nn import Conv1D, Embedding, EmbeddingBag, Experts, Linear, ModelReport
 
-METHOD = "ibp"  # the value of quant_method of quantization_config in config.json, by which frameworks find a quantizer
+METHOD = "ibp"  # frameworks find the quantizer by this value of quant_method in the quantization_config of config.json
 
 
 class CodingFields(ModelOptions):

@@ -5,16 +5,16 @@ losslessly (`cache`).
 
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=IbpConfig())
 
-Matrices become tables while the model is loaded. The same holds for directories that `ibp compress` or `save_coded`
-wrote.
+Matrices become tables while the model is loaded. They also become tables if the model is in a directory that `ibp
+compress` or `save_coded` wrote.
 
     from ibp.integrations.transformers import CompressedCache
 
     cache = CompressedCache(config=model.config)
-    model.generate(**inputs, cache=cache)       # the tokens and logits of DynamicCache
+    model.generate(**inputs, cache=cache)       # the same tokens and logits as with a DynamicCache
     print(cache.stats())
 
-Works with transformers 5.17 and newer; checked up to 5.24.
+Works with transformers 5.17 and newer; tested up to 5.24.
 """
 
 from typing import TYPE_CHECKING

@@ -78,8 +78,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     """A layer of full attention in a `CompressedCache`. Its oldest tokens are coded in whole blocks, and its newer
     tokens are raw.
 
-    `update` returns the keys and values of all tokens as new tensors, contiguous [B, heads, tokens, head_dim], like
-    `update` of DynamicLayer. Reading `keys` or `values` decodes all tokens into a new tensor.
+    `update` returns the keys and values of all tokens as new tensors, contiguous [B, heads, tokens, head_dim], as
+    `DynamicLayer.update` does. Reading `keys` or `values` decodes all tokens into a new tensor.
 
     Attributes:
         history: the coded tokens. None before the first call of `update`.
@@ -109,7 +109,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     values = _decoded(1, "All values, decoded; None before the first ones.")
 
     def _all(self) -> tuple[torch.Tensor, ...]:
-        """Returns (keys, values) of all tokens. Decodes the coded ones."""
+        """Returns (keys, values) of all tokens. Decodes the coded tokens."""
         history = self._coded()
         return self.raw if history is None else self._joined(history.fetch(self.get_seq_length()))
 
@@ -128,8 +128,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     # ---- new tokens ----
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Prepares the layer for keys and values with the dtype, device and sizes of the given ones. The given tokens
-        are not added."""
+        """Prepares the layer for keys and values with the dtype, device and sizes of the given tensors. The given
+        tokens are not added."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.history = self._coder.history(key_states, value_states)
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -166,12 +166,12 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         num_tokens = self.get_seq_length()
         if fetch is not None and fetch.keys.shape[-2] == num_tokens:
             return fetch
-        del fetch  # Before the next fetch: this makes the current stream wait for the decoding.
+        del fetch  # This must precede the next fetch: it makes the current stream wait for the decoding.
         return history.fetch(num_tokens)
 
     def _joined(self, fetch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Waits for a fetch of all coded tokens, and copies the raw tokens to the end of its tensors. Returns these:
-        (keys, values) of all tokens."""
+        """Waits for a fetch of all coded tokens, and copies the raw tokens to the end of its tensors. Returns the
+        fetch's tensors, which are then (keys, values) of all tokens."""
         whole, num_raw = fetch.wait(), self._num_raw()
         for tensor, tail in zip(whole, self.raw):
             if num_raw:
@@ -194,7 +194,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         return self._pending is not None and self._pending.num_blocks > 1
 
     def store(self, wait: bool = False) -> None:
-        """Replaces raw tokens by their coded blocks, if the coding has ended. Otherwise the tokens stay raw until a
+        """Replaces raw tokens with their coded blocks, if the coding has ended. Otherwise the tokens stay raw until a
         later call. wait: whether to wait for the end of the coding."""
         pending = self._pending
         if pending is None or self.history is None or not (wait or pending.is_ready()):
@@ -223,7 +223,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self.fetch_ahead(1)
 
     def offload(self) -> None:
-        """Does nothing: older tokens leave the GPU in any case, and newer tokens stay there."""
+        """Does nothing: the cache itself moves coded tokens to the memory that its argument `memory` names, and raw
+        tokens stay on the GPU."""
 
     # ---- changes ----
 
@@ -338,7 +339,8 @@ class CompressedCache(OfThisProcess, DynamicCache):
             from tensors whose rows are one or more whole tokens of a head. None: codebooks are learned. Learning one
             takes a few milliseconds, or about 100 ms with scheme "ibp".
         max_sms: keep at most this many multiprocessors busy with decoding. None: all if coded tokens are on the device,
-            or if a codebook has separate entries for each column; 32 otherwise, which are enough for the link.
+            or if a codebook has separate entries for each column; 32 otherwise, which decode as fast as the link
+            delivers.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
