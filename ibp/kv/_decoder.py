@@ -12,7 +12,7 @@ from ._coding import Options
 from ._history import Pending, TokenArena, TokenHistory
 
 _WORDS = FaultWords("coded tokens were damaged: {status}, item {value} at position {position}", RuntimeError, later="")
-_SLACK = 8  # a buffer that must grow is made larger than the layer needs, by an eighth of this size
+_SLACK = 8  # a buffer that must grow gets (1 + 1 / _SLACK) times the bytes that the layer needs
 
 
 class Fetch:
@@ -173,7 +173,8 @@ class HostTokenDecoder(CudaTokenDecoder):
         super().__init__(device, options)
         self._sms = options.sms or None
         self._ring, self._sender = Ring(device, self._decoder), torch.cuda.Stream(device)
-        self._stamps: dict[Turn, int] = {}  # for each buffer, the stamp of the history whose bytes are in it or coming
+        # For each buffer, the stamp of the history whose bytes it has or is receiving.
+        self._stamps: dict[Turn, int] = {}
 
     @property
     def device_bytes(self) -> int:

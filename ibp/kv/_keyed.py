@@ -77,10 +77,10 @@ class KeyedPages(OfThisProcess):
         self._level, self._on_drop = level, on_drop
         self._lock = ForkLock()
         self.store: KVStore | None = None
-        self._pages: OrderedDict[Hashable, int] = OrderedDict()  # the most recently used is last
+        self._pages: OrderedDict[Hashable, int] = OrderedDict()  # the most recently used page is last
         self._pins: Counter[Hashable] = Counter()
         self._free: list[int] = []
-        self._has_warned = False  # whether a tensor of another size than that of pages has been logged
+        self._has_warned = False  # whether a tensor whose size is not that of pages has been logged
         self._calls_on_drop = False
 
     def __contains__(self, key: Hashable) -> bool:

@@ -18,7 +18,7 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 def decompress(model: _Model) -> _Model:
-    """Undoes `compress`: gives the modules of a model their plain weights back, in place. The memory of each table is
+    """Undoes `compress`: gives plain weights back to the modules of a model, in place. The memory of each table is
     freed before the next table is decoded, so memory never holds more than the plain model and one table.
 
     Every `ibp.nn.Linear`, `Embedding` and `EmbeddingBag` becomes torch's module of that name, and `Conv1D` and

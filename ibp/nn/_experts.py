@@ -29,7 +29,7 @@ def multiply_experts(
     stacks: Sequence[tuple[CompressedTensor, Escapes, torch.Tensor | None, Callable | None]],
     absent: float = torch.nan,
 ) -> torch.Tensor:
-    """Computes the experts of some tokens with the kernel, from two stacks of coded matrices. Returns for each token
+    """Applies experts to tokens, with the kernel that multiplies by stacks of coded matrices. Returns, for each token,
     the weighted sum of the results of its experts.
 
     Args:

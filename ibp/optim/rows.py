@@ -7,8 +7,8 @@
 
 They are used like torch's optimizers and work with its learning-rate schedulers. A step reads and writes only the rows
 that were looked up since `zero_grad()`. All other parameters need an optimizer of torch in addition. Call `zero_grad()`
-of the optimizer to drop the gradients of rows; `zero_grad()` of a module does not drop them, because they are not
-gradients of its parameters.
+of the optimizer to drop the gradients of rows; `zero_grad()` of a module does not drop them, because the gradients of
+rows are not gradients of the module's parameters.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Updates the rows that have gradients, and writes them to their tables or caches.
 
         Args:
-            closure: computes the loss again, with gradients, and returns it.
+            closure: a function that computes the loss again, with gradients, and returns it.
 
         Returns:
             What closure returned, or None.
@@ -110,7 +110,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Loads options and states that `state_dict()` returned, for the same number of modules in the same order.
 
         Raises:
-            ValueError: groups or states do not fit. Nothing has changed then.
+            ValueError: groups or states do not match those of this optimizer. Nothing has changed then.
         """
         saved_groups = state_dict["param_groups"]
         sizes, saved_sizes = (
@@ -345,8 +345,8 @@ def _listed(modules: Any) -> list[Any]:
 
 
 def _row_modules(modules: Any) -> list[RowsModule]:
-    """Returns the modules whose rows train among the given modules and their submodules: each module once, in order.
-    Raises ValueError if a given module contains no such module."""
+    """Returns those of the given modules and their submodules whose rows train, each module once, in order. Raises
+    ValueError if a given module contains no such module."""
     found: dict[RowsModule, None] = {}
     for module in _listed(modules):
         if not isinstance(module, torch.nn.Module):

@@ -23,7 +23,7 @@ _SAMPLE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Spill:
-    """The cost of rows that do not fit their slots.
+    """The cost of rows that are larger than their slots.
 
     Attributes:
         rows: fraction of the rows that have a part in host memory.
@@ -81,7 +81,7 @@ class TensorProfile:
         return max(self.spill(snapshot).num_bytes for snapshot in range(len(self.histograms)))
 
     def spill(self, snapshot: int | None = None, slot_bytes: int | None = None) -> Spill:
-        """Returns the cost of the rows that do not fit their slots.
+        """Returns the cost of the rows that are larger than their slots.
 
         Args:
             snapshot: index of the snapshot. None: the mean of all snapshots.
@@ -133,11 +133,11 @@ class Profile(Mapping[str, TensorProfile]):
         num_snapshots: number of snapshots that were profiled.
         original_bytes: size in bytes of all tensors together.
         device_bytes: size in bytes of the slots and the index of all tensors.
-        host_bytes: size in bytes of the overflow of all tensors. Each tensor counts with the snapshot that needs the
-            most.
+        host_bytes: size in bytes of the overflow of all tensors. For each tensor, the snapshot that needs the most is
+            counted.
         ratio: original_bytes / device_bytes.
-        best_ratio: original_bytes / size in bytes of all stored rows, each in whole sectors. This would be the ratio if
-            each row took exactly the sectors that it needs, all on the GPU.
+        best_ratio: original_bytes / size in bytes of all stored rows, each rounded up to whole sectors. This would be
+            the ratio if each row took exactly the sectors that it needs, all on the GPU.
         sweep: the results at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
     """
 

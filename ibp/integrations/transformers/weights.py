@@ -56,8 +56,8 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
 
     A directory of coded weights, written by `ibp compress model/ -o small/` or `save_coded`, needs no argument if ibp
     is imported: `from_pretrained("small/")`. The options are then read from its config.json. Tables go to the device as
-    coded bytes. Tables that `save_coded` wrote at this level are used as they are. Tables of other forms, such as those
-    of `ibp compress`, are decoded on the device and coded again.
+    coded bytes. Tables that `save_coded` wrote at the `level` of these options are used as they are. Tables of other
+    forms, such as those of `ibp compress`, are decoded on the device and coded again.
 
     `device_map="auto"` plans with coded sizes. A device map may put a part of the model on "cpu" or "disk" and the rest
     on one GPU. Then that part stays in host memory, from where `ibp.offload` brings it to the GPU, and the rest is
@@ -442,7 +442,7 @@ def _in_file(model: PreTrainedModel) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _set(config: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes of a config inside the context, and restores them at its end."""
+    """Sets attributes of a config, and restores them when the context ends."""
     before = {name: getattr(config, name) for name in values if hasattr(config, name)}
     for name, value in values.items():
         setattr(config, name, value)

@@ -54,8 +54,8 @@ _WEIGHTS = "model.safetensors"
 # A weight stays plain if its table would save less than this fraction of its size, as in `ibp.nn.compress`.
 _LEAST_SAVINGS = 0.02
 _logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers whose names begin with "vllm."
-# Tables by the address of their slots. Compiled graphs take the slots as inputs, rather than constants, so that layers
-# of the same shape share a graph; the operations find the table here.
+# A map from the address of a table's slots to the table. Compiled graphs take the slots as inputs, rather than
+# constants, so that layers of the same shape share a graph; the operations find the table here.
 _tables: WeakValueDictionary[int, ibp.CompressedTensor] = WeakValueDictionary()
 
 
