@@ -108,7 +108,7 @@ class _Span(NamedTuple):
         return enumerate(self.paged.tensors, self.first_tensor)
 
     def part(self, wanted: range) -> _Span | None:
-        """Returns the span of the tensors whose index in the group is in `wanted`, or None if there is no such
+        """Returns a span with only those tensors whose index in the group is in `wanted`, or None if there is no such
         tensor."""
         inside = [place for place, number in enumerate(self.numbers) if number in wanted]
         if not inside:
@@ -239,7 +239,8 @@ class BlockStore(OfThisProcess):
     @property
     def may_lose(self) -> bool:
         """Whether the pools may turn out to have no room for blocks that are being stored. If so, do not change these
-        blocks until `wait` has returned for their jobs: pages without room are then copied raw from the blocks."""
+        blocks until `wait` has returned for their jobs, because pages for which a pool has no room are then copied raw
+        from their blocks."""
         return any(pool.may_lose for pool in self._pools.values())
 
     def store(self, job: int, moves: Moves, stream: torch.cuda.Stream | None = None) -> None:

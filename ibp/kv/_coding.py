@@ -390,7 +390,8 @@ def _extended(held: torch.Tensor, size: int, new: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a view of a uint16 tensor as int16, because torch cannot copy uint16 on every device."""
+    """Returns a view of a uint16 tensor as int16, because torch cannot copy uint16 on every device. Returns any other
+    tensor as it is."""
     return tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
 
 

@@ -159,7 +159,7 @@ class CudaTokenDecoder(TokenDecoder):
 
     def _decode_beside(self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
         """Makes the decoder's stream the current one, and queues the decoding there. The caller must restore the former
-        current stream, also if an exception is raised."""
+        current stream, even if an exception is raised."""
         torch.cuda.set_stream(self._decoder)
         self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
 

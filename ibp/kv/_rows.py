@@ -226,7 +226,7 @@ class KVRows(OfThisProcess):
             layer: number of the layer.
             tokens: the numbers of the tokens: a tensor [...] on the CPU or the device, or a list. With per_head, its
                 shape is [..., num_heads, k].
-            per_head: whether `tokens` lists k tokens for each head separately. If not, the rows of all heads are loaded
+            per_head: whether `tokens` has k tokens for each head separately. If not, the rows of all heads are loaded
                 for each token.
             out: the contiguous tensor to which the result is written. None: a new tensor.
             max_sms: as in `store`.

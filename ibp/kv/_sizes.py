@@ -134,8 +134,8 @@ def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False)
 
 
 def with_room_for_all(found: Sizes, slot_bytes: int | None, row_bytes: int) -> Sizes:
-    """Returns the given slot size (None: the one of `found`), and overflow that is large enough for all rows in raw
-    form."""
+    """Returns the given slot size, or that of `found` if slot_bytes is None, and overflow that is large enough for all
+    rows in raw form."""
     slot_bytes = found.slot_bytes if slot_bytes is None else slot_bytes
     return Sizes(slot_bytes, _up(row_bytes - slot_bytes) if slot_bytes < row_bytes else 0)
 

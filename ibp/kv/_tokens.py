@@ -20,11 +20,11 @@ _MOST_TOKENS = 2**31  # the largest block and window, in tokens
 class TokenCoder(OfThisProcess):
     """Codes the older tokens of a KV-cache that grows token by token, and decodes them when they are needed.
 
-    It is for engines that keep the keys of a layer in one tensor, and the values in another, as transformers does.
-    (`BlockStore` is for engines with paged caches.) All layers of a cache must use the same coder, so that the coded
-    bytes of one layer can be copied while those of another layer are decoded. Tokens are coded in blocks, on the device
-    of the keys and values. Codebooks are learned from the first blocks, which are usually those of the prompt, as in
-    section 6.4 of the paper. They are learned again when savings fall.
+    The class is for engines that keep the keys of a layer in one tensor, and the values in another, as transformers
+    does. (`BlockStore` is for engines with paged caches.) All layers of a cache must use the same coder, so that the
+    coded bytes of one layer can be copied while those of another layer are decoded. Tokens are coded in blocks, on the
+    device of the keys and values. Codebooks are learned from the first blocks, which are usually those of the prompt,
+    as in section 6.4 of the paper. They are learned again when savings fall.
 
     Example:
         >>> coder = ibp.kv.TokenCoder(block=16, window=32)
@@ -39,13 +39,14 @@ class TokenCoder(OfThisProcess):
         window: number of the newest tokens that stay raw with the caller, at least 0.
         memory: the memory that holds coded tokens: "pinned" (host memory that the GPU reads) or "device". None:
             "pinned".
-        scheme: "planes", "ibp" (the paper's) or "raw", which stores blocks without coding them. Whatever the scheme,
-            keys or values are stored raw if a learned codebook would save less than 2 % of their bytes.
+        scheme: "planes", "ibp" (the paper's) or "raw", which stores blocks without coding them. With every scheme, keys
+            or values are stored raw if a learned codebook would save less than 2 % of their bytes.
         level: level of scheme "planes", as in `ibp.compress`.
         codebooks: the initial codebooks (for keys, for values) of all layers. `ibp.codecs.analyze` must have made them
-            from tensors whose rows are one or more whole tokens of a head. None: codebooks are learned.
+            from tensors whose rows are one or more complete tokens of a head. None: codebooks are learned.
         max_sms: keep at most this many multiprocessors busy with decoding. None: all if coded tokens are on the device,
-            or if a codebook has separate entries for each column; 32 otherwise, which are enough for the link.
+            or if a codebook has separate entries for each column; otherwise 32, which are enough to keep up with the
+            link.
 
     Attributes:
         memory: "pinned" or "device".

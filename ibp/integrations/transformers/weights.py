@@ -121,7 +121,7 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         returned map puts the whole model in host memory, from where `ibp.offload` takes it.
 
         Raises:
-            ValueError: no GPU, or more than one, would compute.
+            ValueError: the map does not leave exactly one device that computes.
         """
         away = away_of(device_map)
         if not away:

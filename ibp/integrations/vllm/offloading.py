@@ -52,11 +52,11 @@ _WHOLE_ROWS = 2048
 
 
 class IBPOffloadingSpec(CPUOffloadingSpec):
-    """The spec that vLLM makes from `spec_name` and `spec_module_path`: its own `CPUOffloadingSpec` with another
-    worker.
+    """The spec that vLLM makes from `spec_name` and `spec_module_path`. It is a `CPUOffloadingSpec` whose worker is an
+    `IBPOffloadingWorker`.
 
-    `kv_connector_extra_config` has these options: `cpu_bytes_to_use`, size in bytes of the host memory of all workers
-    together; optionally `ibp_gain`, the number of coded chunks that are kept in the memory of one raw chunk, 1.4 by
+    `kv_connector_extra_config` must have `cpu_bytes_to_use`, the size in bytes of the host memory of all workers
+    together. It may have `ibp_gain`, the number of coded chunks that are kept in the memory of one raw chunk, 1.4 by
     default; `ibp_level`, "default" or "fast"; and `ibp_dtype`, the dtype of the pages. Give `ibp_dtype` if
     `--kv-cache-dtype` is "auto", its default, and the pages are not BF16. The options of `CPUOffloadingSpec`, such as
     `eviction_policy` and `store_threshold`, also apply. vLLM's metrics count chunks at their original size.

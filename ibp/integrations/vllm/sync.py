@@ -78,11 +78,13 @@ class IBPWeightTransferEngine(WeightTransferEngine):
     """The engine that vLLM makes in each worker for the backend "ibp_delta".
 
     Every worker gets all messages and applies those changes that concern its own parameters. `update_weights` raises
-    what `ibp.deltas.Receiver.apply` raises; the weights are then unchanged, and have to be pushed whole.
+    what `ibp.deltas.Receiver.apply` raises; the weights are then unchanged, and the trainer must push them with
+    `full=True`.
 
     Some kernels, for example some kernels of experts, keep weights in an order that differs from the one in which
     vLLM's loaders write them. If a worker has complete tensors, fingerprints detect this, and pushes are refused. Parts
-    of tensors have no fingerprints, so another order goes unnoticed there, as with vLLM's own sparse backend.
+    of tensors have no fingerprints, so a worker that has only parts does not notice the difference, nor does vLLM's own
+    sparse backend.
 
     Raises:
         ImportError: vLLM is not installed, or lacks a class that is needed.

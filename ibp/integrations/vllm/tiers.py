@@ -46,7 +46,7 @@ class IBPSecondaryTier(SecondaryTierManager):
     """A secondary tier for vLLM, which creates it if an entry of `secondary_tiers` names it in `type` and
     `module_path`.
 
-    Its configuration has these options: `pool_bytes`, size in bytes of the host memory for coded chunks; optionally
+    Its configuration must have `pool_bytes`, the size in bytes of the host memory for coded chunks. It may have
     `device`, the device that codes, "cpu" (the default) or "cuda"; `level`, "default" or "fast"; and `dtype`, the dtype
     of the chunks, if it is not the model's. Stores run on one thread of the scheduler's process, and loads on another.
     If the pool has no room for a chunk, the chunk is not stored, and vLLM does not find it later. If a chunk is dropped
