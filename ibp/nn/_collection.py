@@ -229,8 +229,8 @@ class EmbeddingCollection(torch.nn.Module):
 
         Raises:
             KeyError: there is no table of that name.
-            IndexError: an id is out of its table's range. On a GPU it is raised at once if rows train, otherwise as
-                `ibp.index_select` says.
+            IndexError: an id is out of its table's range. On a GPU the error is raised at once if rows train, otherwise
+                as `ibp.index_select` says.
             TypeError, ValueError: features is not as described, the sizes of its tensors are inconsistent, or ids,
                 offsets or lengths are not integers.
         """

@@ -57,9 +57,9 @@ class ModelReport(NotTheModel):
 
     Attributes:
         coded: names of the modules that hold tables now; for experts, names of the stacked weights.
-        plain: name -> why it stays plain, for every other `torch.nn.Linear`, `torch.nn.Embedding` and `Conv1D`, for
-            their subclasses, and for every other stacked weight. Modules that `include` and `exclude` leave out are not
-            listed.
+        plain: a dict from names to the reasons why the weights stay plain. It has every other `torch.nn.Linear`,
+            `torch.nn.Embedding` and `Conv1D`, every instance of their subclasses, and every other stacked weight. It
+            does not have modules that `include` and `exclude` leave out.
         num_bytes: size in bytes of the coded weights, uncompressed. A weight that several modules share counts once.
         nbytes: size in bytes of the tables of these weights.
     """

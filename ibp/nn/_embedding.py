@@ -117,7 +117,7 @@ class Embedding(_Rows):
 
         Raises:
             TypeError: ids are not integers.
-            IndexError: an id is out of range. On a GPU it is raised at once if rows train, otherwise as
+            IndexError: an id is out of range. On a GPU the error is raised at once if rows train, otherwise as
                 `ibp.index_select` says.
         """
         if not self._trains_now and self.cache is None:

@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _ASKS_FOR_GRADIENTS: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
-# Methods that read a tensor's memory without an operation.
+# Methods that read a tensor's memory without calling an operation of torch.
 _READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 
 
@@ -111,8 +111,9 @@ class TableParameter(torch.nn.Parameter):
     Never assign it to the `data` of a plain tensor: torch does not tell subclasses of such an assignment, and the
     tensor then has no memory, so that reading it crashes. Write `tensor.data = parameter.clone()`.
 
-    It never has a gradient. `requires_grad` is True if rows of the table train; their gradients are given to an
-    optimizer of `ibp.optim`. If the table stays in host memory, `device` is the one that the module was moved to.
+    A `TableParameter` never has a gradient. `requires_grad` is True if rows of the table train; their gradients are
+    given to an optimizer of `ibp.optim`. If the table stays in host memory, `device` is the one that the module was
+    moved to.
 
     Example:
         >>> linear = ibp.nn.Linear(ibp.compress(torch.ones(128, 64), device="cpu"))

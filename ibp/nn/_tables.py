@@ -298,9 +298,9 @@ def check_forward(name: str, module: torch.nn.Module, kind: type[torch.nn.Module
 class Linear(TableModule):
     """`torch.nn.Linear` with fixed weights, which are decoded on the input's device for the duration of a call.
 
-    Gradients reach inputs and bias. Backward decodes the weights again, so plain weights are not kept until then.
-    Everything that `ibp.linear` needs on a GPU is prepared when the module is made, moved or loaded, so even the first
-    call may be compiled or captured in a CUDA graph.
+    Gradients reach inputs and bias. The backward pass decodes the weights again, so plain weights are not kept until
+    then. Everything that `ibp.linear` needs on a GPU is prepared when the module is made, moved or loaded, so even the
+    first call may be compiled or captured in a CUDA graph.
 
     Example:
         >>> dense = torch.nn.Linear(256, 128)
@@ -323,7 +323,7 @@ class Linear(TableModule):
 
     Raises:
         TypeError: table is not an `ibp.CompressedTensor`.
-        ValueError: table does not have two dimensions, or bias has another length.
+        ValueError: table does not have two dimensions, or the length of bias is not out_features.
     """
 
     bias: torch.nn.Parameter | None
@@ -347,7 +347,7 @@ class Linear(TableModule):
 
         Args:
             module: the plain module. Its weights are compressed at level "fast" unless options say otherwise.
-            fused: as in the constructor. If False, results have torch's bits.
+            fused: as in the constructor. If False, results are bit-identical to torch's.
             options: arguments of `ibp.compress`.
 
         Raises:

@@ -331,8 +331,8 @@ def _sum_of(parts: list[RowGradient]) -> RowGradient:
 def summed(
     ids: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
-    """Adds up gradients of rows, in their order. Returns (the ids that occur, each once, in increasing order; the sum
-    of the gradients of each of these rows; for each entry of ids, the positions of its ids in the first result)."""
+    """Adds up gradients of rows, in the given order. Returns (the ids that occur, each once, in increasing order; the
+    sum of the gradients of each of these rows; for each entry of ids, the positions of its ids in the first result)."""
     union, places = torch.cat(list(ids)).unique(return_inverse=True)
     parts, total = places.split([part.numel() for part in ids]), grads[0].new_zeros(union.numel(), grads[0].shape[1])
     for part, place in zip(grads, parts):

@@ -132,8 +132,8 @@ class RowOptimizer(torch.optim.Optimizer):
 class SGD(RowOptimizer):
     """Stochastic gradient descent: w -= lr * grad.
 
-    Rows have the bits that torch.optim.SGD gives them on the CPU. Without weight decay, this holds even for rows that
-    no forward pass has looked up.
+    On the CPU, rows have the same bits as with torch.optim.SGD. Without weight decay, this holds even for rows that no
+    forward pass has looked up.
 
     Example:
         >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
@@ -166,10 +166,10 @@ class Adagrad(RowOptimizer):
     """Adagrad with a state for each weight (Duchi, Hazan and Singer, 2011): sum += grad^2,
     w -= lr / (1 + step * lr_decay) * grad / (sqrt(sum) + eps).
 
-    Rows have the bits that torch.optim.Adagrad gives them on the CPU. Without weight decay, this holds even for rows
-    that no forward pass has looked up. The states are a table with the weights' dtype, in the same kind of memory as
-    the weights. The state of a row that has not trained takes bytes only in the table's index; the state of any other
-    row takes its uncompressed size until `refit`.
+    On the CPU, rows have the same bits as with torch.optim.Adagrad. Without weight decay, this holds even for rows that
+    no forward pass has looked up. The states are a table with the weights' dtype, in the same kind of memory as the
+    weights. The state of a row that has not trained takes bytes only in the table's index; the state of any other row
+    takes its uncompressed size until `refit`.
 
     Example:
         >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
@@ -371,8 +371,8 @@ def _whole_vectors(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
-    """Returns a table whose elements all have one value, with the shape of a table of weights and in the same kind of
-    memory. All of its rows are default rows, which take no bytes outside of the index."""
+    """Returns a table whose elements are all `value`. It has the shape of the table `weight`, and is in the same kind
+    of memory. All of its rows are default rows, which take no bytes outside of the index."""
     block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype, device="cpu")
     one = compress_rows(block, layout="packed", scheme="planes", device="cpu", memory="host")
     num_rows = weight.num_rows

@@ -61,8 +61,8 @@ def place(
         threshold: the largest fraction of the rows that may be larger than their slots, 0 to 1. It is used only if
             target and slot_bytes are None. The paper uses 0.30.
         codebook, scheme, level, row_bytes: as in `compress`; scheme is "planes", "ibp" or "auto".
-        device: the device of the slots. None: the GPU of x, otherwise the current GPU if there is one, otherwise the
-            CPU. But if the rows of a table are moved as they are, None means the table's device.
+        device: the device of the slots. None: the GPU of x if x is on one, otherwise the current GPU if there is one,
+            otherwise the CPU. But if the rows of a table are moved as they are, None means the table's device.
         progress: whether to show progress bars.
 
     Raises:
