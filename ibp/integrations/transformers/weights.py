@@ -162,7 +162,7 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **options: Any
     ) -> None:
-        model.eval()  # from_pretrained does this later; in training mode, weights would become trainable
+        model.eval()  # from_pretrained does this later; weights in training mode would stay plain
         coded = [path for path in checkpoint_files or () if is_coded(path)]
         self.pre_quantized = bool(coded) and _SAYS_TARGETS  # otherwise transformers calls `param_needs_quantization`
         tied = model.all_tied_weights_keys
@@ -216,7 +216,7 @@ def _device_of(place: str) -> torch.device:
 
 
 class _Coding(ConversionOps):
-    """Codes weights and puts them into their modules. Returns weights that stay plain to transformers, as parameters.
+    """Puts weights into their modules as tables. Returns weights that stay plain to transformers, as parameters.
     transformers calls it after its own conversions of a checkpoint's tensors."""
 
     def __init__(self, quantizer: IbpQuantizer) -> None:
