@@ -1,4 +1,5 @@
-"""`BlockStore` keeps blocks of layers as numbered pages, and loses no page. Layers may differ in the size of blocks."""
+"""`BlockStore` keeps blocks of layers as numbered pages, and loses no page. Blocks of different layers may have
+different sizes."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from ._store import KVStore, Transfer
 
 _SAMPLE_BYTES = 4 << 20  # size in bytes of the sample of blocks from which a codebook is learned
 
-# For each group of layers: the numbers of the pages, and the numbers of the blocks that are stored as these pages or
-# loaded from them.
+# {group of layers: (numbers of pages, numbers of blocks)}. Each block is stored as the page at the same position, or is
+# loaded from it.
 Moves = Mapping[int, tuple[list[int], list[int]]]
 
 
@@ -37,7 +38,7 @@ class _Pool:
         self._level, self._device = level, device
         self.store: KVStore | None = None  # None before the first store
         self.raw: dict[int, dict[int, torch.Tensor]] = {}  # raw blocks, by page and by the tensor's index in the page
-        # Upper bound of the size in bytes of the used overflow of `store`, after all submitted jobs have ended.
+        # Upper bound of the number of bytes of overflow that `store` uses once all submitted jobs have ended.
         self.may_use = 0
         self._lost_some = False  # whether `store` had no room for a page since the last compaction
 
@@ -59,8 +60,8 @@ class _Pool:
         )
 
     def keep(self, part: _Part, lost: set[int]) -> None:
-        """Makes raw copies of those blocks of a part whose pages are in `lost`: the pages for which the store had no
-        room."""
+        """Makes raw copies of those blocks of a part whose pages are in `lost`. These are the pages for which the store
+        had no room."""
         self._lost_some = self._lost_some or bool(lost)
         for page, block in zip(part.pages, part.blocks):
             if page in lost:
@@ -107,7 +108,7 @@ class _Span(NamedTuple):
         return enumerate(self.paged.tensors, self.first_tensor)
 
     def part(self, wanted: range) -> _Span | None:
-        """Returns the span of the tensors whose index in the group is in `wanted`, or None if there is no such
+        """Returns a span with only those tensors whose index in the group is in `wanted`, or None if there is no such
         tensor."""
         inside = [place for place, number in enumerate(self.numbers) if number in wanted]
         if not inside:
@@ -238,7 +239,8 @@ class BlockStore(OfThisProcess):
     @property
     def may_lose(self) -> bool:
         """Whether the pools may turn out to have no room for blocks that are being stored. If so, do not change these
-        blocks until `wait` has returned for their jobs: pages without room are then copied raw from the blocks."""
+        blocks until `wait` has returned for their jobs, because pages for which a pool has no room are then copied raw
+        from their blocks."""
         return any(pool.may_lose for pool in self._pools.values())
 
     def store(self, job: int, moves: Moves, stream: torch.cuda.Stream | None = None) -> None:
@@ -313,8 +315,8 @@ class BlockStore(OfThisProcess):
         return finished
 
     def wait(self, jobs: set[int] | None = None) -> None:
-        """Makes the host wait for jobs. Afterwards the caller may write to the blocks that they stored. jobs: the ids
-        of the jobs. None: all jobs."""
+        """Makes the host wait for jobs. Afterwards the caller may write to the blocks that these jobs stored. jobs: the
+        ids of the jobs. None: all jobs."""
         for job in self._jobs if jobs is None else jobs:
             entry = self._jobs.get(job)
             if entry is not None and entry.events is not None:
@@ -378,8 +380,8 @@ class BlockStore(OfThisProcess):
 
     def _settle(self) -> None:
         """Completes the jobs whose work has ended, in the order of submission, and adds them to `_finished`. For a
-        store, drops the earlier raw copies of its pages, and makes raw copies of the pages that did not fit. Their
-        blocks are still unchanged, because callers obey the rule of `may_lose`."""
+        store, drops the earlier raw copies of its pages, and makes raw copies of the pages for which the pool had no
+        room. The blocks of these pages are still unchanged, because callers obey the rule of `may_lose`."""
         for job, entry in [(job, entry) for job, entry in self._jobs.items() if entry.is_done()]:
             success = self._settle_store(entry) if entry.stores else _settle_load(entry)
             del self._jobs[job]  # only now: if the line before raises, the next call tries again

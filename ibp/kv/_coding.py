@@ -1,4 +1,4 @@
-"""Cuts keys or values of a layer into rows, learns codebooks from them, and encodes and decodes them."""
+"""Cuts the keys or values of a layer into rows, learns codebooks from the rows, and encodes and decodes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECTOR = _core.SECTOR_BYTES
 # which is 0.2 % of a row of this size.
 _MOST_ROW_BYTES = 8192
 _LEARN_ELEMENTS = 1 << 19  # number of elements of the sample from which a codebook is learned
-_LEAST_SAVINGS = 0.02  # if a codebook saves a smaller fraction of the bytes, tokens are kept raw
+_LEAST_SAVINGS = 0.02  # if a codebook saves a smaller fraction of the bytes than this, tokens are kept raw
 _GROWTH = 1.5  # the factor by which index arrays grow
 _OUTER_DIMS = 3  # number of dimensions that index the items of a tensor (see `Form`): block, sequence and head
 
@@ -41,7 +41,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Form:
-    """The geometry of keys or values of a layer, [B, num_heads, T, head_dim], which are cut into items, and items into
+    """Describes how the keys or values of a layer, [B, num_heads, T, head_dim], are cut into items, and the items into
     rows.
 
     An item has the tokens of one block, one head and one sequence. Its item_bytes bytes are contiguous, and are cut
@@ -60,8 +60,8 @@ class Form:
         code them, or None if it is not known yet.
 
         Raises:
-            ValueError: an item is not a whole number of the codebook's rows, or one token of a head is empty or too
-                large for a row.
+            ValueError: the size of an item is not a multiple of the codebook's row size, or one token of a head is
+                empty or too large for a row.
         """
         token_bytes = states.shape[-1] * states.element_size()
         item_bytes = block * token_bytes
@@ -183,7 +183,7 @@ class TokenSpan:
         self._lengths, self._bases = none.view(torch.uint16), none
         self._words = self._none if codebook is None else codebook.words(device)
         self._codec = [0, form.row_bytes] if codebook is None else codebook.codec
-        self._index = self._lengths, self._bases  # the entries of the rows that the span has
+        self._index = self._lengths, self._bases  # the used entries of `_lengths` and `_bases`
         # Arguments and result of the last call of `ids` with an order.
         self._ids: tuple[tuple[int, ...], torch.Tensor] | None = None
         # Decoding is slow if the codebook has separate entries for each column. Then only all multiprocessors together
@@ -227,8 +227,8 @@ class TokenSpan:
         Args:
             staged: uint8: all used bytes of the arena, or a copy of them on the device.
             out: the destination, a view that `Form.items` returned.
-            ids: int64: for each item of `out`, the number in this span of the item that is decoded to it. None: all
-                items of the span, in order.
+            ids: int64: for each item of `out`, the number, within this span, of the item that is decoded to it. None:
+                all items of the span, in order.
             sms: number of multiprocessors that decode. 0: all. None: enough to keep up with the link.
             fault: the record in which faults are noted (`ibp._rows.faults`).
         """
@@ -246,8 +246,8 @@ class TokenSpan:
         torch.ops.ibp.gather_items.default(table, ids, sms, out, fault, outer_dims=_OUTER_DIMS)
 
     def ids(self, first: int, last: int, batch: int, order: TokenOrder | None) -> torch.Tensor | None:
-        """Returns the numbers in this span of the items of blocks first to last - 1, int64 [n], in the order of
-        `Form.items`. Returns None for all items of the span in the order in which they were encoded.
+        """Returns the numbers, within this span, of the items of blocks first to last - 1, as int64 [n] in the order of
+        `Form.items`. Returns None if these are all items of the span, in the order in which they were encoded.
 
         Args:
             first, last: block numbers, counted over all spans.
@@ -293,7 +293,7 @@ class TokenCodec:
         self.spans: list[TokenSpan] = []
 
     def encode(self, tokens: torch.Tensor) -> CodedTokens:
-        """Queues the encoding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. If the call learns a
+        """Queues the encoding of complete blocks of tokens, [B, num_heads, n * block, head_dim]. If the call learns a
         codebook from the tokens, it waits for the GPU."""
         items = self.form.items(tokens.detach(), 0, tokens.shape[2] // self.form.block)
         if items.numel() and self._options.scheme != "raw":
@@ -303,9 +303,9 @@ class TokenCodec:
         return raw(items) if self._learner.found is None else encode(items, self._learner.found)
 
     def _look(self, items: torch.Tensor) -> None:
-        """Learns a codebook from a sample of the items. It replaces the present codebook if that one saves clearly
-        less, or if there is none. But if the learned codebook saves less than `_LEAST_SAVINGS`, items are kept raw
-        instead."""
+        """Learns a codebook from a sample of the items. The learned codebook replaces the present one if it saves
+        clearly more bytes of the sample, or if there is no present one. But if the learned codebook saves less than
+        `_LEAST_SAVINGS`, items are kept raw instead."""
         num_blocks, batch, heads, elements = items.shape
         ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
         taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
@@ -390,7 +390,8 @@ def _extended(held: torch.Tensor, size: int, new: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a view of a uint16 tensor as int16, because torch cannot copy uint16 on every device."""
+    """Returns a view of a uint16 tensor as int16, because torch cannot copy uint16 on every device. Returns any other
+    tensor as it is."""
     return tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
 
 

@@ -12,7 +12,7 @@ from ._coding import Options
 from ._history import Pending, TokenArena, TokenHistory
 
 _WORDS = FaultWords("coded tokens were damaged: {status}, item {value} at position {position}", RuntimeError, later="")
-_SLACK = 8  # a buffer that must grow is made larger than the layer needs, by an eighth of this size
+_SLACK = 8  # a buffer that must grow gets (1 + 1 / _SLACK) times the bytes that the layer needs
 
 
 class Fetch:
@@ -159,7 +159,7 @@ class CudaTokenDecoder(TokenDecoder):
 
     def _decode_beside(self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
         """Makes the decoder's stream the current one, and queues the decoding there. The caller must restore the former
-        current stream, also if an exception is raised."""
+        current stream, even if an exception is raised."""
         torch.cuda.set_stream(self._decoder)
         self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
 
@@ -173,7 +173,8 @@ class HostTokenDecoder(CudaTokenDecoder):
         super().__init__(device, options)
         self._sms = options.sms or None
         self._ring, self._sender = Ring(device, self._decoder), torch.cuda.Stream(device)
-        self._stamps: dict[Turn, int] = {}  # for each buffer, the stamp of the history whose bytes are in it or coming
+        # For each buffer, the stamp of the history whose bytes it has or is receiving.
+        self._stamps: dict[Turn, int] = {}
 
     @property
     def device_bytes(self) -> int:

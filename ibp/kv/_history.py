@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from ._decoder import Fetch, TokenDecoder
 
 # Each allocation of pinned memory takes time, and adds a copy to every later fetch. So an arena grows in large steps:
-# by its used size if that is below 1 MiB, by 1 MiB if it is below 4 MiB, and otherwise by a quarter of it.
+# by its used size if that is below 1 MiB, by 1 MiB if the used size is below 4 MiB, and otherwise by a quarter of the
+# used size.
 _SHARE, _FIRST_BYTES = 4, 1 << 20
 # An arena and the index of its tokens should take no more memory than the raw tokens. The index usually takes less than
 # a 64th of the tokens' uncompressed size, so an arena grows to at most 63/64 of this size. If compression saves too
-# little for that, it grows by an eighth of its used size, so that the number of allocations stays logarithmic.
+# little for that, the arena grows by an eighth of its used size, so that the number of allocations stays logarithmic.
 _INDEX_SHARE, _LEAST_SHARE = 64, 8
 _stamps = itertools.count(1)
 
@@ -120,7 +121,7 @@ class Pending:
 
     Args:
         keys, values: the encodings that were queued on the current stream.
-        num_blocks: number of blocks, which have the oldest raw tokens.
+        num_blocks: number of blocks. They have the oldest raw tokens.
         batch_size: number of sequences in a block.
     """
 
@@ -139,8 +140,8 @@ class Pending:
         """Waits for the encoding. Returns (size of the encoded keys, size of the encoded values), in bytes.
 
         Raises:
-            RuntimeError: rows were lost, or the status or a size is invalid. This is an internal check; items that
-                `encode` has queued do not fail it.
+            RuntimeError: rows were lost, or the status or a size is invalid. This is an internal check, which encodings
+                that `encode` has queued always pass.
         """
         states = iter(self._states.wait().tolist())
         keys, values = (
@@ -154,7 +155,7 @@ class Pending:
 
 
 class TokenHistory(OfThisProcess):
-    """The oldest tokens of a layer, which are encoded in whole blocks. `TokenCoder.history` makes it.
+    """The oldest tokens of a layer, encoded in complete blocks. `TokenCoder.history` makes the object.
 
     The caller keeps the newer tokens raw. `encode` queues the encoding of the oldest raw tokens. The caller must keep
     these tokens until `store` has added their blocks to the history. `fetch` decodes the tokens of the history to the
@@ -249,7 +250,7 @@ class TokenHistory(OfThisProcess):
         return 2 * self.num_blocks * self._batch_size < coded
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Pending:
-        """Queues the encoding of the next n whole blocks of tokens. keys, values: [B, heads, n * block, head_dim].
+        """Queues the encoding of the next n complete blocks of tokens. keys, values: [B, heads, n * block, head_dim].
 
         Returns:
             An object for `store`. Its `num_blocks` is n. `is_ready()` returns whether `store` can run without waiting
@@ -355,8 +356,8 @@ class TokenHistory(OfThisProcess):
         return keys, values
 
     def clone(self, decoder: TokenDecoder | None = None) -> TokenHistory:
-        """Returns a copy of the history that has a copy of the coded bytes. decoder: the decoder of the copy. None: the
-        decoder of this history."""
+        """Returns a copy of the history, with a separate copy of the coded bytes. decoder: the decoder of the copy.
+        None: the decoder of this history."""
         copied = TokenHistory(self.keys.form, self.values.form, self._options, decoder or self._decoder)
         copied.arena = self.arena.clone()
         copied.keys, copied.values = self.keys.clone(), self.values.clone()

@@ -33,8 +33,8 @@ class KeyedPages(OfThisProcess):
     The first page that is stored determines the page size, the codebook and the number of pages. A logger under "ibp"
     logs the page size and the number of pages at level INFO. The first page must hold real keys and values, because the
     codebook and the size of slots are learned from it. If it is all zeros, slots are so small that almost every later
-    page is refused. Later pages of another size are refused, and the first of them is logged as a warning. A page is
-    also refused if the pool's overflow has no room for it. Calls return when their work is done. Several threads may
+    page is refused. Later pages of a different size are refused, and a warning is logged for the first of them. A page
+    is also refused if the pool's overflow has no room for it. Calls return when their work is done. Several threads may
     call at the same time.
 
     Example:
@@ -52,8 +52,8 @@ class KeyedPages(OfThisProcess):
             that device.
         level: level of the codebook, see `ibp.compress`.
         on_drop: a function that is called with the key of each page that is dropped because room is needed or because
-            the page is damaged. If it stores, loads or deletes pages of this object, RuntimeError is raised. None: no
-            function is called.
+            the page is damaged. It must not store, load or delete pages of this object; if it does, RuntimeError is
+            raised. None: no function is called.
 
     Attributes:
         store: the `KVStore`. None until a page that has bytes is stored.
@@ -77,10 +77,10 @@ class KeyedPages(OfThisProcess):
         self._level, self._on_drop = level, on_drop
         self._lock = ForkLock()
         self.store: KVStore | None = None
-        self._pages: OrderedDict[Hashable, int] = OrderedDict()  # the most recently used is last
+        self._pages: OrderedDict[Hashable, int] = OrderedDict()  # the most recently used page is last
         self._pins: Counter[Hashable] = Counter()
         self._free: list[int] = []
-        self._has_warned = False  # whether a tensor of another size than that of pages has been logged
+        self._has_warned = False  # whether a tensor whose size is not that of pages has been logged
         self._calls_on_drop = False
 
     def __contains__(self, key: Hashable) -> bool:

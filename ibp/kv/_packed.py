@@ -100,8 +100,8 @@ class PageCodec:
         page_bytes: size in bytes of a page.
 
     Raises:
-        TypeError, ValueError: an attribute is not as described, a page is not a whole number of the codebook's rows, or
-            the rows are larger than 65,534 bytes.
+        TypeError, ValueError: an attribute is not as described, page_bytes is not a multiple of the codebook's row
+            size, or the rows are larger than 65,534 bytes.
     """
 
     codebook: AnyCodebook
@@ -279,7 +279,7 @@ def packed_bytes(codec: PageCodec, num_pages: int) -> int:
         1.0049...
 
     Raises:
-        TypeError, ValueError: num_pages is not a whole number of at least 0.
+        TypeError, ValueError: num_pages is not an integer of at least 0.
     """
     num_rows = codec._rows(whole_number("num_pages", num_pages, 0))
     room = rounded_up(codec.codebook.row_bytes, _core.SECTOR_BYTES)  # size in bytes of a raw row in the message

@@ -29,8 +29,8 @@ class PagedTensors:
         >>> store.store([0], cache, blocks=[42]).wait()  # page 0 becomes block 42 of all four layers
 
     Args:
-        tensors: a tensor, or several tensors with the same shape, dtype, strides and device. The strides are free:
-            blocks need be neither adjacent nor contiguous. The elements of a block are taken in the order of indices.
+        tensors: a tensor, or several tensors with the same shape, dtype, strides and device. Any strides work: blocks
+            need be neither adjacent nor contiguous. The elements of a block are taken in the order of indices.
 
     Attributes:
         tensors: the given tensors, as a tuple.
@@ -105,9 +105,9 @@ class PageList(PagedTensors):
 
 
 def check_paged(paged: PagedTensors, owner: str, device: torch.device, page_bytes: int, row_bytes: int) -> None:
-    """Raises ValueError if tensors do not suit the store or codec of the pages: they are on another device, have blocks
-    of another size than page_bytes, or have pieces that are not a whole number of rows. owner: the word for the store
-    or codec in messages."""
+    """Raises ValueError if tensors do not suit a store or codec of pages: they are not on `device`, the size of their
+    blocks is not page_bytes, or the size of their pieces is not a multiple of row_bytes. owner: what the message calls
+    the store or codec."""
     if paged.device != device:
         raise ValueError(f"the tensors are on {paged.device}; the {owner} is of {device}")
     if paged.block_bytes != page_bytes:

@@ -59,8 +59,8 @@ class KVRowsStats(Statistics):
 class KVRows(OfThisProcess):
     """A store of compressed keys or values, in pinned host memory or on the GPU. A token has one row for each head.
 
-    It is for attention that reads only a few tokens, which are chosen again for every generated token (top-k sparse
-    attention; InfiniGen). A cache on the GPU, whose size you choose, holds the most recently loaded rows, also
+    The store is for attention that reads only a few tokens, and chooses them anew for every generated token (top-k
+    sparse attention; InfiniGen). A cache on the GPU, whose size you choose, holds the most recently loaded rows, also
     compressed.
 
     All work is queued on the current stream, and the GPU does not wait for the host. If token numbers are on the GPU, a
@@ -84,9 +84,10 @@ class KVRows(OfThisProcess):
         num_heads: number of rows of a token.
         dtype: dtype of the rows. None: the sample's.
         cache_bytes: total size in bytes of the device memory for the caches of all layers. 0: no caches.
-        slot_bytes: size in bytes of the slot of each row. Bytes of a row that do not fit its slot go to the overflow of
-            its layer. None: a size that suits the sample, or the savings that the codebook expects.
-        overflow_bytes: size in bytes of the overflow of each layer. None: likewise.
+        slot_bytes: size in bytes of the slot of each row. Bytes of a row that do not fit in its slot go to the overflow
+            of the row's layer. None: a size that suits the sample, or the savings that the codebook expects.
+        overflow_bytes: size in bytes of the overflow of each layer. None: a size that suits the sample, or the savings
+            that the codebook expects.
         level: level of the codebook that is learned, see `ibp.compress`.
         device: the GPU that compresses and decompresses, or "cpu". None: the current CUDA device if there is one, else
             the CPU.
@@ -99,7 +100,7 @@ class KVRows(OfThisProcess):
         caches: for each layer, its `ibp.RowCache`. Empty if cache_bytes is 0.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, or contradicts another.
+        TypeError, ValueError: an argument is not as described, or is inconsistent with another.
     """
 
     _instead = "load() its rows into tensors, which can be pickled"
@@ -225,7 +226,7 @@ class KVRows(OfThisProcess):
             layer: number of the layer.
             tokens: the numbers of the tokens: a tensor [...] on the CPU or the device, or a list. With per_head, its
                 shape is [..., num_heads, k].
-            per_head: whether `tokens` lists k tokens for each head separately. If not, the rows of all heads are loaded
+            per_head: whether `tokens` has k tokens for each head separately. If not, the rows of all heads are loaded
                 for each token.
             out: the contiguous tensor to which the result is written. None: a new tensor.
             max_sms: as in `store`.
@@ -260,7 +261,7 @@ class KVRows(OfThisProcess):
         return out
 
     def clear(self, layer: int | None = None) -> None:
-        """Removes the rows of a layer (None: of all layers) and frees their overflow."""
+        """Removes the rows of a layer and frees their overflow. layer: number of the layer. None: all layers."""
         for number in range(self.num_layers) if layer is None else (self._layer(layer),):
             self.places[number].clear()
             if self.caches:

@@ -15,10 +15,10 @@ from .._machine import memory
 from .._schemes import AnyCodebook, PlanesCodebook, check_codebook, surveyed
 from .._schemes.learning import analyze
 
-# Wanted size in bytes of the rows of pages. Longer rows save no more, and shorter rows take longer to decode for each
-# byte (benchmarks/results/gather.csv).
+# Preferred size in bytes of the rows of pages. Longer rows save no more, and shorter rows take longer to decode for
+# each byte (benchmarks/results/gather.csv).
 ROW_BYTES = 2048
-_SHARE_IN_SLOTS = 0.999  # the fraction of the sample's rows that should fit their slots
+_SHARE_IN_SLOTS = 0.999  # the fraction of the sample's rows that should fit in their slots
 # The smallest size of the overflow, as a fraction of the size of all slots. If a slot has 70 % of a row's size, this is
 # enough for one raw row in 21.
 _LEAST_OVERFLOW = 0.02
@@ -106,7 +106,7 @@ def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | No
 
 def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
     """Returns the smallest slot size that holds 99.9 % of a sample's rows, and enough overflow for the other rows.
-    Without a sample, slots are 2 % larger than the size of a row that the codebook expects."""
+    Without a sample, a slot is 2 % larger than a coded row is expected to be, by the codebook's `expected_savings`."""
     row_bytes = codebook.row_bytes
     if sample is None:
         savings = codebook.expected_savings or 0.0
@@ -119,9 +119,9 @@ def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
 
 
 def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> Sizes:
-    """Returns the largest slot size with which num_rows rows fit a pool, and the overflow that the rest of the pool
-    holds, which is at least 2 % of the slots' size. If slots hold whole rows, there is no overflow. spills: whether
-    overflow is in other memory than the pool. Slots may then fill the pool."""
+    """Returns the largest slot size for which the slots and the overflow of num_rows rows fit in a pool. Overflow gets
+    the bytes that slots leave, at least 2 % of the slots' size. If slots can hold complete raw rows, there is no
+    overflow. spills: whether overflow is outside the pool. Slots may then fill the pool."""
     per_row = pool_bytes / max(1, num_rows)
     if per_row >= row_bytes:
         return Sizes(row_bytes, 0.0)
@@ -134,8 +134,8 @@ def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False)
 
 
 def with_room_for_all(found: Sizes, slot_bytes: int | None, row_bytes: int) -> Sizes:
-    """Returns the given slot size (None: the one of `found`), and overflow that is large enough for all rows in raw
-    form."""
+    """Returns the given slot size, or that of `found` if slot_bytes is None, and overflow that is large enough for all
+    rows in raw form."""
     slot_bytes = found.slot_bytes if slot_bytes is None else slot_bytes
     return Sizes(slot_bytes, _up(row_bytes - slot_bytes) if slot_bytes < row_bytes else 0)
 

@@ -39,7 +39,8 @@ _WORDS = FaultWords(
     out_of_range="a page that was loaded is not stored, or a page or block number is out of range",
     later="",
 )
-# `compact_if_due` compacts the overflow if more than a 16th of the pages were stored since the last compaction.
+# `compact_if_due` compacts the overflow if more than num_pages / _STORES_A_COMPACTION pages were stored since the last
+# compaction.
 _STORES_A_COMPACTION = 16
 # Priority of the store's CUDA streams. When a multiprocessor becomes free, thread blocks of these streams get it before
 # those of streams with the default priority.
@@ -158,9 +159,9 @@ class KVStore(OfThisProcess):
     """A pool of compressed pages of a KV-cache, in pinned host memory or on the GPU, to which serving engines offload.
 
     A page consists of one block of a tensor of a paged cache, or of one block from each of several tensors of the same
-    shape, such as the tensors of all layers. Pages are cut into rows, and every row has a slot of fixed size. Bytes
-    that do not fit their slot go to an overflow area that all pages share. If the overflow area is full, the page is
-    not stored; `Transfer.lost`, `is_stored` and a later `load` report this.
+    shape, such as the tensors of all layers. Pages are cut into rows, and every row has a slot of fixed size. Bytes of
+    a row that do not fit in its slot go to an overflow area that all pages share. If the overflow area is full, the
+    page is not stored; `Transfer.lost`, `is_stored` and a later `load` report this.
 
     Transfers run on streams of the store, after the work that is queued on the current stream. A transfer waits for an
     earlier one if they have pages in common and at least one of them is a store. Page and block numbers may be lists,
@@ -179,16 +180,16 @@ class KVStore(OfThisProcess):
     Args:
         codebook: the codebook that compresses rows. Or a sample of blocks: the codebook is learned from it, and sizes
             are chosen to suit it.
-        page_bytes: size in bytes of one tensor's block in a page. A whole page has num_tensors * page_bytes bytes.
+        page_bytes: size in bytes of one tensor's block in a page. A complete page has num_tensors * page_bytes bytes.
         num_pages: number of pages. None: the largest number that fits into pool_bytes.
         pool_bytes: total size in bytes of slots and overflow, or of slots alone if overflow is in host memory although
             slots are on the GPU. None: the size that num_pages pages need.
-        num_tensors: number of tensors from which a page has a block.
+        num_tensors: number of tensors. A page has one block of each of them.
         row_bytes: size in bytes of a row, which must be contiguous in a block. None: 1 to 2 KiB if page_bytes allows
             it. It must not be given with a codebook, which determines it.
         slot_bytes: size in bytes of the slot of each row. None: if num_pages and pool_bytes are both given, the largest
-            size that fits into pool_bytes. Otherwise a size that 99.9 % of the sample's rows fit; or, with a codebook,
-            2 % more than the expected size of a row.
+            size that fits into pool_bytes. Otherwise, with a sample, a size that holds 99.9 % of its rows; with a
+            codebook, 2 % more than the expected size of a row.
         overflow_bytes: size in bytes of the overflow area. None: a size that suits the slots.
         level: level of the codebook that is learned, see `ibp.compress`.
         device: the GPU that compresses and decompresses, or "cpu". None: the current CUDA device if there is one, else
@@ -204,7 +205,7 @@ class KVStore(OfThisProcess):
         place: the `ibp.CodedRows` that holds the rows.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, or contradicts another.
+        TypeError, ValueError: an argument is not as described, or is inconsistent with another.
     """
 
     _instead = "load() its pages into tensors, which can be pickled"
@@ -395,8 +396,8 @@ class KVStore(OfThisProcess):
         max_sms: int | None = None,
     ) -> Transfer:
         """Begins to decompress pages into blocks of a paged cache. One kernel launch decompresses all of them. The
-        blocks get the bits that were stored. If the store lacks a page's block of any given tensor, the blocks of all
-        given tensors become zeros for that page. The next call of `Transfer.synchronize` or `check` then raises an
+        blocks get the bits that were stored. If, for a page, the store lacks the block of any given tensor, the page's
+        blocks in all given tensors become zeros. The next call of `Transfer.synchronize` or `check` then raises an
         error.
 
         Args and Raises: as in `store`, except that the blocks must all be different, and pages may repeat.
@@ -433,8 +434,8 @@ class KVStore(OfThisProcess):
         self.faults.clear(self.device)
 
     def compact(self) -> int:
-        """Waits for all transfers begun so far. Frees overflow that is reserved for rows but that their present bytes
-        do not need. Returns the number of bytes of overflow that are then free.
+        """Waits for all transfers begun so far. Frees overflow that is reserved for rows but is not needed for their
+        present bytes. Returns the number of bytes of overflow that are then free.
 
         In a store on the GPU with `overflow_memory` "pinned" and without `overflow_bytes`, enough overflow for the raw
         bytes of every row stays reserved. The call then frees nothing and returns 0.
@@ -447,8 +448,8 @@ class KVStore(OfThisProcess):
         return self.place.overflow.numel() - self.place.counts().used_bytes
 
     def compact_if_due(self) -> bool:
-        """Calls `compact()` if more than a 16th of the pages were stored since the last compaction. Returns whether it
-        was called."""
+        """Calls `compact()` if more than num_pages / 16 pages were stored since the last compaction. Returns whether
+        `compact` was called."""
         if self._num_stored <= self.num_pages // _STORES_A_COMPACTION:
             return False
         self.compact()

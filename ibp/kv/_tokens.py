@@ -20,11 +20,11 @@ _MOST_TOKENS = 2**31  # the largest block and window, in tokens
 class TokenCoder(OfThisProcess):
     """Codes the older tokens of a KV-cache that grows token by token, and decodes them when they are needed.
 
-    It is for engines that keep the keys of a layer in one tensor, and the values in another one, as transformers does.
-    (`BlockStore` is for engines with paged caches.) All layers of a cache must use the same coder, so that the coded
-    bytes of one layer can be copied while those of another layer are decoded. Tokens are coded in blocks, on the device
-    of the keys and values. Codebooks are learned from the first blocks, which are usually those of the prompt, as in
-    section 6.4 of the paper. They are learned again when savings fall.
+    The class is for engines that keep the keys of a layer in one tensor, and the values in another, as transformers
+    does. (`BlockStore` is for engines with paged caches.) All layers of a cache must use the same coder, so that the
+    coded bytes of one layer can be copied while those of another layer are decoded. Tokens are coded in blocks, on the
+    device of the keys and values. Codebooks are learned from the first blocks, which are usually those of the prompt,
+    as in section 6.4 of the paper. They are learned again when savings fall.
 
     Example:
         >>> coder = ibp.kv.TokenCoder(block=16, window=32)
@@ -39,13 +39,14 @@ class TokenCoder(OfThisProcess):
         window: number of the newest tokens that stay raw with the caller, at least 0.
         memory: the memory that holds coded tokens: "pinned" (host memory that the GPU reads) or "device". None:
             "pinned".
-        scheme: "planes", "ibp" (the paper's) or "raw", which stores blocks without coding them. Whatever the scheme,
-            keys or values are stored raw if a learned codebook would save less than 2 % of their bytes.
+        scheme: "planes", "ibp" (the paper's) or "raw", which stores blocks without coding them. With every scheme, keys
+            or values are stored raw if a learned codebook would save less than 2 % of their bytes.
         level: level of scheme "planes", as in `ibp.compress`.
         codebooks: the initial codebooks (for keys, for values) of all layers. `ibp.codecs.analyze` must have made them
-            from tensors whose rows are one or more whole tokens of a head. None: codebooks are learned.
+            from tensors whose rows are one or more complete tokens of a head. None: codebooks are learned.
         max_sms: keep at most this many multiprocessors busy with decoding. None: all if coded tokens are on the device,
-            or if a codebook has separate entries for each column; 32 otherwise, which are enough for the link.
+            or if a codebook has separate entries for each column; otherwise 32, which are enough to keep up with the
+            link.
 
     Attributes:
         memory: "pinned" or "device".
@@ -89,8 +90,8 @@ class TokenCoder(OfThisProcess):
         return list(self._decoders)
 
     def history(self, keys: torch.Tensor, values: torch.Tensor) -> TokenHistory:
-        """Returns an empty history for a layer with keys and values like the given ones, [B, heads, tokens, head_dim].
-        The given tokens are not added to it.
+        """Returns an empty history for a layer. keys, values: [B, heads, tokens, head_dim], tensors with the dtype,
+        heads and head_dim of the layer's keys and values. Their tokens are not added to the history.
 
         Raises:
             ValueError: keys are on neither a CPU nor a CUDA device, or keys or values do not suit the codebooks.
@@ -110,8 +111,8 @@ class TokenCoder(OfThisProcess):
         return copied
 
     def num_due(self, num_raw: int) -> int:
-        """Returns the number of blocks that should be coded now: of the raw tokens of a layer, the newest `window`
-        tokens stay raw, and the older ones are coded in whole blocks. num_raw: number of raw tokens of the layer."""
+        """Returns the number of blocks that should be coded now, max(0, num_raw - window) // block: the newest `window`
+        tokens stay raw, and the older ones are coded in complete blocks. num_raw: number of raw tokens of the layer."""
         return max(0, num_raw - self._options.window) // self.block
 
     @property

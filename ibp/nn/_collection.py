@@ -24,7 +24,7 @@ _DENSE = "embedding_bags"  # The name under which torchrec's EmbeddingBagCollect
 
 
 class _Part(NamedTuple):
-    """One table as a part of a group, which holds the rows of all tables of one width."""
+    """One table, as a part of a group. A group holds the rows of all tables of one width."""
 
     group: int  # number of the group
     number: int  # number of the part in the group
@@ -35,11 +35,11 @@ class _Part(NamedTuple):
 class _Jagged(NamedTuple):
     """Ids for bags of several tables: first all bags of the first table, then those of the next one."""
 
-    ids: torch.Tensor  # [K], each is the number of a row in its own table
+    ids: torch.Tensor  # [K], each is a row number within its table
     lengths: torch.Tensor  # int64 [bags], the number of ids in each bag
     parts: list[_Part]  # the tables
     bags: list[int]  # the number of bags of each table
-    weights: torch.Tensor | None  # [K], what each row is multiplied by; None: 1
+    weights: torch.Tensor | None  # [K], the factor of each row; None: all factors are 1
 
 
 class _Group(RowsModule):
@@ -64,10 +64,11 @@ class _Group(RowsModule):
         return self._numbers[key]
 
     def rows_of(self, ids: torch.Tensor, numbers: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
-        """Returns the row number in the group of each id. ids: [K]; ids[k] is the number of a row in part numbers[k].
+        """Returns, for each id, the number of its row in the group. ids: [K]; ids[k] is the number of a row in part
+        numbers[k].
 
-        If an id is out of range of its part, the CPU raises IndexError. On a GPU its row number is then out of range of
-        the group, so reading the row fails. The row of another part is never read instead.
+        If an id is outside its part, the CPU raises IndexError. On a GPU its row number is then outside the group, so
+        reading the row fails. A row of another part is never read instead.
         """
         if ids.device not in self._near:
             with outside_of_modes():
@@ -158,11 +159,11 @@ class EmbeddingCollection(torch.nn.Module):
             that is the only one of its width stays where it is.
         dtype: the dtype of new weights. None: the dtype of the given weights or, if all weights are new, torch's
             default dtype.
-        cache_bytes: the tables of each width get a cache of this size in bytes in device memory, see `cache` of
+        cache_bytes: the tables of each width share a cache of this size in bytes in device memory, see `cache` of
             `Embedding`. None: no cache. If rows train, `groups[number].cache.refill` fills the cache.
 
     Raises:
-        TypeError: a table has another type, or weights that are to train are not floating-point numbers.
+        TypeError: a table has none of these types, or trainable weights are not floating-point numbers.
         ValueError: there are no tables, their dtypes differ, one does not have two dimensions, or mode is unknown.
     """
 
@@ -216,9 +217,9 @@ class EmbeddingCollection(torch.nn.Module):
         Args:
             features: one of
                 a dict: the name of a table -> its bags, ids [B, L] or (ids [K], offsets [B]);
-                (keys, values, lengths) or (keys, values, lengths, weights): names of tables; the ids of all these
-                tables, [K]; the number of ids in each bag, integers [len(keys) * B], first all bags of the first table;
-                and what each row is multiplied by, [K], only for mode "sum";
+                (keys, values, lengths) or (keys, values, lengths, weights). keys: names of tables. values: [K], the ids
+                for all these tables. lengths: integers [len(keys) * B], the number of ids in each bag, first for all
+                bags of the first table. weights: [K], the factor of each row, only for mode "sum";
                 an object with keys(), values(), lengths() and optionally weights_or_none(), such as a
                 KeyedJaggedTensor.
 
@@ -228,9 +229,9 @@ class EmbeddingCollection(torch.nn.Module):
 
         Raises:
             KeyError: there is no table of that name.
-            IndexError: an id is out of its table's range. On a GPU it is raised at once if rows train, otherwise as
-                `ibp.index_select` says.
-            TypeError, ValueError: features is not as described, the sizes of its tensors do not fit each other, or ids,
+            IndexError: an id is out of its table's range. On a GPU the error is raised at once if rows train, otherwise
+                as `ibp.index_select` says.
+            TypeError, ValueError: features is not as described, the sizes of its tensors are inconsistent, or ids,
                 offsets or lengths are not integers.
         """
         if isinstance(features, Mapping):
@@ -243,8 +244,8 @@ class EmbeddingCollection(torch.nn.Module):
         raise TypeError(f"features is a {type(features).__name__}; wanted a dict, (keys, values, lengths) or the like")
 
     def lookup(self, ids: torch.Tensor, table_numbers: torch.Tensor) -> torch.Tensor:
-        """For each k, returns row ids[k] of table number table_numbers[k]: [K, embedding_dim]. Tables are numbered in
-        the order in which the constructor was given them.
+        """Returns [K, embedding_dim]: for each k, row ids[k] of table number table_numbers[k]. Tables are numbered in
+        the order in which they were passed to the constructor.
 
         Args:
             ids: int32 or int64 [K].
@@ -328,7 +329,7 @@ class EmbeddingCollection(torch.nn.Module):
         return table[part.first : part.first + part.num_rows]
 
     def to_torch(self) -> dict[str, torch.nn.EmbeddingBag]:
-        """Returns a dict from the names of the tables to torch modules of the same weights, uncompressed."""
+        """Returns a dict from the names of the tables to modules of torch with the same weights, uncompressed."""
         return {
             name: torch.nn.EmbeddingBag.from_pretrained(
                 self.weight(name), freeze=not self._group(part.group).trainable, mode=self.mode
@@ -342,7 +343,7 @@ class EmbeddingCollection(torch.nn.Module):
             self._group(number).flush()
 
     def refit(self, **options: Any) -> None:
-        """Compresses all rows again, like `EmbeddingBag.refit`."""
+        """Compresses all rows again, as `EmbeddingBag.refit` does."""
         for number in range(len(self.groups)):
             self._group(number).refit(**options)
 
@@ -373,7 +374,7 @@ class EmbeddingCollection(torch.nn.Module):
         super()._load_from_state_dict(*args)
 
     def _misfit(self, name: str, weight: Any) -> str | None:
-        """Returns why a loaded weight does not fit a table, or None if it fits."""
+        """Returns why a loaded weight cannot replace the rows of a table, or None if it can."""
         part = self._parts[name]
         held = self._group(part.group).weight
         wanted = [part.num_rows, held.shape[1]]

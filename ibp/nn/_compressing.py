@@ -57,9 +57,9 @@ class ModelReport(NotTheModel):
 
     Attributes:
         coded: names of the modules that hold tables now; for experts, names of the stacked weights.
-        plain: name -> why it stays plain, for every other `torch.nn.Linear`, `torch.nn.Embedding` and `Conv1D`, for
-            their subclasses, and for every other stacked weight. Modules that `include` and `exclude` leave out are not
-            listed.
+        plain: a dict from names to the reasons why the weights stay plain. It has every other `torch.nn.Linear`,
+            `torch.nn.Embedding` and `Conv1D`, every instance of their subclasses, and every other stacked weight. It
+            does not have modules that `include` and `exclude` leave out.
         num_bytes: size in bytes of the coded weights, uncompressed. A weight that several modules share counts once.
         nbytes: size in bytes of the tables of these weights.
     """
@@ -121,21 +121,21 @@ def compress(
 
     Every `torch.nn.Linear` becomes an `ibp.nn.Linear`, `torch.nn.Embedding` an `ibp.nn.Embedding`, transformers'
     `Conv1D` an `ibp.nn.Conv1D`, and a module of experts that transformers has stacked an `ibp.nn.Experts`. Subclasses
-    of the first three, modules with hooks and modules whose forward was replaced stay as they are. So do weights that
-    train: weights that require grad in training mode. A weight that several modules share, such as a tied head and its
-    embedding, becomes one table that all of them use; if one of these modules stays plain, all do. A weight that a
-    table would not make at least 2 % smaller stays plain.
+    of the first three, modules with hooks and modules whose forward was replaced stay as they are. So do modules whose
+    weights train, that is, require grad in training mode. A weight that several modules share, such as a tied head and
+    its embedding, becomes one table that all of them use; if one of these modules stays plain, all do. A weight stays
+    plain unless its table is at least 2 % smaller.
 
     Tables are in the memory where the weights were: on the GPU, or in host memory, which is pinned if there is a GPU.
     `model.to("cuda")` moves them to the GPU. Coded weights are fixed: `parameters()` lists each one as an
     `ibp.nn.TableParameter`, which gets no gradient. Gradients reach inputs, biases and all other parameters. On the
-    CPU, results have the same bits as those of the plain model. On a GPU, `ibp.linear` multiplies few vectors and adds
-    the products in another order, unless `fused=False`.
+    CPU, results have the same bits as those of the plain model. On a GPU, `ibp.linear` multiplies if there are few
+    vectors, unless `fused=False`; it adds products in a different order, so results may differ by rounding.
 
     `model.state_dict()`, `save_pretrained` and `safetensors.torch.save_model` produce plain tensors on the CPU, under
     the names of the plain model; `load_state_dict` accepts these tensors and codes them. `ibp.nn.coded_state_dict`
-    returns the tables. If the model does not fit the GPU even then, call `ibp.offload` afterwards: it leaves tables
-    where they are.
+    returns the tables. If the compressed model still does not fit on the GPU, call `ibp.offload` afterwards: it leaves
+    tables where they are.
 
     Tables keep their dtype. `model.half()` and other conversions to another dtype raise TypeError before they change
     anything: convert the plain model, and then compress it. If a module that contains the model is converted, other
@@ -163,7 +163,7 @@ def compress(
         progress: whether to show a progress bar.
 
     Returns:
-        What is coded, and what stays plain and why.
+        A report that says which weights are coded, and which stay plain and why.
 
     Raises:
         TypeError: model is not a module, or an argument has a wrong type.
@@ -221,7 +221,7 @@ class ModelPlan:
         self._of = {key: weight for weight in self._weights for key in weight.keys}
         self._coded: list[str] = []
         self._num_bytes = self._nbytes = 0
-        self._beside: dict[tuple, CompressedTensor] = {}  # for each set of neighbours, the table of the first one
+        self._beside: dict[tuple, CompressedTensor] = {}  # for each set of neighbours, the table of the first neighbour
 
     def has(self, key: str) -> bool:
         """Returns whether the parameter with this key in the model's state dict is to be coded."""
@@ -362,8 +362,8 @@ def _chosen(
 
 
 def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
-    """Returns whether include matches a module or one of the modules that contain it, while exclude matches none of
-    these modules."""
+    """Returns whether `include` matches a module or one of the modules that contain it, and `exclude` matches neither
+    the module nor any of those."""
     parts = name.split(".")
     around = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
     return any(is_chosen(outer, include, ()) for outer in around) and all(
@@ -425,8 +425,8 @@ def place_of(tensor: torch.Tensor) -> object:
 
 
 def _reason(module: torch.nn.Module, weight: torch.nn.Parameter, min_bytes: int) -> str | None:
-    """Returns why a module stays plain, or None if its weight is to be coded. module: of a kind that `compress`
-    replaces."""
+    """Returns why a module stays plain, or None if its weight is to be coded. module: a module of a kind that
+    `compress` replaces."""
     if not is_stack(module) and (type(module) not in _kinds() or "forward" in vars(module)):
         return "with a class or forward of its own"
     if any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and hooks):
@@ -466,7 +466,8 @@ def _put_in_experts(model: torch.nn.Module, name: str, table: CompressedTensor, 
 
 
 def _has_rows(module: torch.nn.Module) -> bool:
-    """Returns whether the rows of a module's weight, and not its columns, are the rows of its table."""
+    """Returns True if the rows of the module's table are the rows of its plain weight, and False if they are the
+    columns."""
     return isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
 
 

@@ -18,15 +18,15 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 def decompress(model: _Model) -> _Model:
-    """Undoes `compress`: gives the modules of a model their plain weights back, in place. The memory of each table is
+    """Undoes `compress`: gives plain weights back to the modules of a model, in place. The memory of each table is
     freed before the next table is decoded, so memory never holds more than the plain model and one table.
 
     Every `ibp.nn.Linear`, `Embedding` and `EmbeddingBag` becomes torch's module of that name, and `Conv1D` and
     `Experts` become modules of transformers. The modules stay the same objects, with their hooks, mode and biases.
     Weights are in the memory where their tables were. A weight that several modules share becomes one parameter.
-    Weights require grad as they did before `compress`; weights of modules that train require grad. Subclasses and
-    `EmbeddingCollection`, for which torch has no module, stay as they are. If an optimizer of `ibp.optim` trained rows
-    of the model, replace it by an optimizer of torch.
+    Weights of modules whose rows train require grad; other weights require grad as they did before `compress`.
+    Subclasses and `EmbeddingCollection`, for which torch has no module, stay as they are. If an optimizer of
+    `ibp.optim` trained rows of the model, replace it by an optimizer of torch.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(4096, 512), torch.nn.Linear(512, 4096)).bfloat16().eval()

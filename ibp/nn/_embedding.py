@@ -59,14 +59,14 @@ class _Rows(RowsModule):
 
         Args:
             embeddings: a tensor [num_embeddings, embedding_dim], which is compressed; or torch's module of the same
-                name, whose weights and options are taken; or a table, which is used as it is.
+                name, whose weights and options are used; or a table, which is used as it is.
             freeze: whether the weights are fixed. False: rows train.
             options: arguments of the constructor.
 
         Raises:
             ValueError: torch's module has max_norm or scale_grad_by_freq, which change rows or gradients in ways that
                 this module does not support.
-            TypeError: embeddings is a module with another forward than torch's module of the same name.
+            TypeError: embeddings is a module whose forward is not that of torch's module of the same name.
             TypeError, ValueError: as in `ibp.compress` and the constructor.
         """
         if isinstance(embeddings, torch.nn.Module):
@@ -113,11 +113,11 @@ class Embedding(_Rows):
     """
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of ids, int32 or int64 of any shape [...], as [..., embedding_dim].
+        """Returns the rows with the numbers `ids`, int32 or int64 of any shape [...], as a tensor [..., embedding_dim].
 
         Raises:
             TypeError: ids are not integers.
-            IndexError: an id is out of range. On a GPU it is raised at once if rows train, otherwise as
+            IndexError: an id is out of range. On a GPU the error is raised at once if rows train, otherwise as
                 `ibp.index_select` says.
         """
         if not self._trains_now and self.cache is None:
@@ -179,8 +179,8 @@ class EmbeddingBag(_Rows):
 
         Args:
             input: int32 or int64 ids, [B, L] for bags of L ids, or [K] with offsets.
-            offsets: [B], or [B + 1] with include_last_offset: where each bag begins in input.
-            per_sample_weights: what each row is multiplied by, in the shape of input; only for mode "sum".
+            offsets: [B], or [B + 1] with include_last_offset: the index in input at which each bag begins.
+            per_sample_weights: the factor of each row, in the shape of input; only for mode "sum".
 
         Raises:
             TypeError: ids or offsets are not integers.

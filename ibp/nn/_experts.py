@@ -29,7 +29,7 @@ def multiply_experts(
     stacks: Sequence[tuple[CompressedTensor, Escapes, torch.Tensor | None, Callable | None]],
     absent: float = torch.nan,
 ) -> torch.Tensor:
-    """Computes the experts of some tokens with the kernel, from two stacks of coded matrices. Returns for each token
+    """Applies experts to tokens, with the kernel that multiplies by stacks of coded matrices. Returns, for each token,
     the weighted sum of the results of its experts.
 
     Args:
@@ -54,7 +54,7 @@ def multiply_experts(
 
 
 class Experts(CodedModule):
-    """Stacked experts of transformers whose stacked weights are coded, as `ibp.nn.compress` makes them.
+    """A module of stacked experts of transformers, with coded stacked weights. `ibp.nn.compress` makes such modules.
 
     On a GPU, a call for few tokens sorts the tokens by their experts and multiplies with a kernel that decodes weights
     in registers. Such a call does not wait for the GPU, and can be compiled or captured in a CUDA graph. All other
@@ -125,8 +125,9 @@ class Experts(CodedModule):
         """Computes what the original forward of the class computes.
 
         Raises:
-            IndexError: an expert does not exist. If a GPU uses the kernel, no error is raised, and the results of the
-                token are NaN. If it does not use the kernel, the error is raised as `ibp.index_select` says.
+            IndexError: the number of an expert is out of range. If a GPU uses the kernel, no error is raised, and the
+                results of the token are NaN. If it does not use the kernel, the error is raised as `ibp.index_select`
+                says.
         """
         ids = self._calls.ids_of(args, kwargs)
         if len(args) == 3 and ids is not None and 0 < ids.numel() <= MOST_GROUPED:

@@ -16,8 +16,7 @@ _SAMPLED_ELEMENTS = 1 << 19  # Number of elements from which a codebook is learn
 
 
 class NormalRows:
-    """Draws rows from N(0, 1), as torch.nn.Embedding does, from torch's generator of the CPU. The padding row is
-    zeros."""
+    """Draws rows from N(0, 1), as torch.nn.Embedding does, with torch's CPU generator. The padding row is zeros."""
 
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, padding_idx: int | None = None) -> None:
         if num_rows < 0 or num_columns < 1:

@@ -28,8 +28,7 @@ class Neighbours:
     def __init__(self, modules: Sequence[Any]) -> None:
         self.modules = tuple(modules)
         self._kept: _Kept | None = None
-        # True if all results that were computed ahead have been used. Once a result was not used, every module
-        # multiplies alone.
+        # False once a result that was computed ahead was not used. From then on, every module multiplies alone.
         self._is_used = True
 
     def product(self, number: int, x: torch.Tensor) -> torch.Tensor:

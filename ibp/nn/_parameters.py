@@ -1,4 +1,5 @@
-"""The holders of the tables of modules, and the parameters by which other code finds these weights."""
+"""`SharedTable` holds the table of one or more modules; `TableParameter` is the parameter by which other code finds its
+weight."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ _aten = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _ASKS_FOR_GRADIENTS: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
-# Methods that read a tensor's memory without an operation.
+# Methods that read a tensor's memory without calling an operation of torch.
 _READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 
 
 class SharedTable:
-    """The holder of a table that several modules share, like a shared parameter. If the table is loaded or moved, the
-    new table replaces the old one in all of these modules. The table is ready for compiled code and for products.
+    """Holds a table that one or more modules use, as modules can share a parameter. If the table is loaded or moved,
+    the new table replaces the old one in all of these modules. The table is ready for compiled code and for products.
 
     Attributes:
         weight: the table [rows, columns].
@@ -72,8 +73,8 @@ class SharedTable:
         return torch.Size((*leading, columns, rows) if self.transposed else (*leading, rows, columns))
 
     def plain_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns decoded rows of the table in the shape of the plain weight. rows: all rows, or those of some whole
-        matrices of a stack."""
+        """Returns decoded rows of the table in the shape of the plain weight. rows: all rows, or the rows of some
+        complete matrices of a stack."""
         matrices = rows.view(-1, *self.coded_shape[1:]) if self.stacked else rows
         return matrices.mT.contiguous() if self.transposed else matrices
 
@@ -107,11 +108,12 @@ class TableParameter(torch.nn.Parameter):
     decode it and code the results. A view such as `parameter[0]` is a view of a decoded copy: writing to it does not
     change the weight.
 
-    Never assign it to the `data` of a plain tensor: torch tells no subclass of this, and the tensor then has no memory,
-    so that reading it crashes. Write `tensor.data = parameter.clone()`.
+    Never assign it to the `data` of a plain tensor: torch does not tell subclasses of such an assignment, and the
+    tensor then has no memory, so that reading it crashes. Write `tensor.data = parameter.clone()`.
 
-    It never has a gradient. `requires_grad` is True if rows of the table train; their gradients are given to an
-    optimizer of `ibp.optim`. If the table stays in host memory, `device` is the one that the module was moved to.
+    A `TableParameter` never has a gradient. `requires_grad` is True if rows of the table train; their gradients are
+    given to an optimizer of `ibp.optim`. If the table stays in host memory, `device` is the one that the module was
+    moved to.
 
     Example:
         >>> linear = ibp.nn.Linear(ibp.compress(torch.ones(128, 64), device="cpu"))
@@ -157,7 +159,8 @@ class TableParameter(torch.nn.Parameter):
         return self._shared.weight
 
     def show(self, device: torch.device | None = None) -> None:
-        """Updates the shape and dtype that the parameter shows, and its device. Call it when the table was replaced.
+        """Updates the shape and dtype that the parameter shows, and its device. Call it after the table has been
+        replaced.
         device: the device to show. None: the table's device."""
         with torch._C.DisableTorchFunctionSubclass():
             self.data = TableParameter(self._shared, device=device)
@@ -299,9 +302,9 @@ def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torc
 
 
 def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:
-    """Returns a table of weights on the device of another table, `held`, and pinned if `held` is pinned. A plain tensor
-    is compressed with the layout and the level of `held`. If weight is a table, the result may share the memory of
-    weight until one of the two changes."""
+    """Returns a table of `weight` on the device of another table, `held`, and in pinned memory if `held` is pinned. A
+    plain tensor is compressed with the layout and the level of `held`. If weight is a table, the result may share the
+    memory of weight until one of the two changes."""
     if isinstance(weight, torch.Tensor):
         options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
         if is_fast(held):

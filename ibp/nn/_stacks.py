@@ -28,8 +28,8 @@ MOST_CHOICES = 4
 
 def is_stack(module: torch.nn.Module) -> bool:
     """Returns whether a module holds stacked experts that `Calls` can call: its class is decorated with transformers'
-    `use_experts_implementation`, with forward(hidden states, experts of each token, ...); all of its own tensors are
-    [num_experts, ...]; and the experts are not divided among processes."""
+    `use_experts_implementation` and has forward(hidden states, experts of each token, ...); the first dimension of all
+    of its own tensors is num_experts; and the experts are not divided among processes."""
     has_attributes = all(hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed"))
     is_decorated = has_attributes and hasattr(type(module), "_apply_gate")
     if not is_decorated or getattr(module, "_is_expert_parallel", False) or "forward" in vars(module):
@@ -64,7 +64,7 @@ def are_few(ids: torch.Tensor | None, num_experts: int) -> TypeGuard[torch.Tenso
 def slots_for(
     ids: torch.Tensor, num_experts: int, num_rows: Sequence[int] = (), num_spare: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Assigns the experts of a call to slots, by one operation, which does not wait for a GPU.
+    """Assigns the experts of a call to slots, in one operation, which does not wait for a GPU.
 
     Args:
         ids: integers [tokens, choices], the experts of each token.
@@ -106,7 +106,8 @@ class Calls:
         return ids if isinstance(ids, torch.Tensor) else None
 
     def check(self, ids: torch.Tensor, num_experts: int, name: str) -> None:
-        """Raises IndexError on the CPU if an expert does not exist. name: the name of the module."""
+        """Raises IndexError if ids on the CPU are not all in [0, num_experts). Does not check ids on a GPU. name: the
+        name of the module."""
         if not ids.is_cuda:
             check_range(ids.reshape(-1), num_experts, name=f"{self._choice} of {name}")
 
@@ -163,8 +164,8 @@ def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> t
 
 @functools.cache
 def _reading_later(kind: Any) -> Any:
-    """Returns a subclass of a class. Each function in `_read_later` of its objects is called when the attribute of that
-    name is first read, and returns the attribute's value."""
+    """Returns a subclass of a class. Its objects have a dict `_read_later` from names of attributes to functions. When
+    such an attribute is first read, its function is called and returns the attribute's value."""
 
     class ReadsLater(kind):
         def __getattr__(self, name: str) -> Any:

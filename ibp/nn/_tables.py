@@ -220,7 +220,7 @@ class TableModule(CodedModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "weight" not in self._parameters:  # a version in which tables were not parameters has pickled the module
+        if "weight" not in self._parameters:  # the module was pickled by a version in which tables were not parameters
             self._shared.transposed, self._shared.stays = self.transposed, vars(self).pop("stays")
             weight = TableParameter(self._shared, getattr(self, "trainable", False))
             vars(self)["_parameters"] = {"weight": weight, **self._parameters}
@@ -280,8 +280,8 @@ def is_fast_matrix(table: CompressedTensor) -> bool:
 
 
 def check_forward(name: str, module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
-    """Raises TypeError if a module has another forward than a class of torch, because a module over a table would not
-    compute the same.
+    """Raises TypeError unless a module has the forward of a class of torch. A module over a table would not compute
+    what another forward computes.
 
     Args:
         name: what the error calls the module.
@@ -298,9 +298,9 @@ def check_forward(name: str, module: torch.nn.Module, kind: type[torch.nn.Module
 class Linear(TableModule):
     """`torch.nn.Linear` with fixed weights, which are decoded on the input's device for the duration of a call.
 
-    Gradients reach inputs and bias. Backward decodes the weights again, so plain weights are not kept until then.
-    Everything that `ibp.linear` needs on a GPU is prepared when the module is made, moved or loaded, so even the first
-    call may be compiled or captured in a CUDA graph.
+    Gradients reach inputs and bias. The backward pass decodes the weights again, so plain weights are not kept until
+    then. Everything that `ibp.linear` needs on a GPU is prepared when the module is made, moved or loaded, so even the
+    first call may be compiled or captured in a CUDA graph.
 
     Example:
         >>> dense = torch.nn.Linear(256, 128)
@@ -323,7 +323,7 @@ class Linear(TableModule):
 
     Raises:
         TypeError: table is not an `ibp.CompressedTensor`.
-        ValueError: table does not have two dimensions, or bias has another length.
+        ValueError: table does not have two dimensions, or the length of bias is not out_features.
     """
 
     bias: torch.nn.Parameter | None
@@ -347,11 +347,11 @@ class Linear(TableModule):
 
         Args:
             module: the plain module. Its weights are compressed at level "fast" unless options say otherwise.
-            fused: as in the constructor. If False, results have torch's bits.
+            fused: as in the constructor. If False, results are bit-identical to torch's.
             options: arguments of `ibp.compress`.
 
         Raises:
-            TypeError: module is not a torch.nn.Linear, or has another forward than torch.nn.Linear.
+            TypeError: module is not a torch.nn.Linear, or its forward is not that of torch.nn.Linear.
             TypeError, ValueError: as in `ibp.compress`.
         """
         if not isinstance(module, torch.nn.Linear):
@@ -360,7 +360,7 @@ class Linear(TableModule):
         return cls(matrix_table(module.weight, **options), module.bias, fused=fused)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x [..., in_features] times the weights: [..., out_features]."""
+        """Returns the products of x [..., in_features] with the weights, plus the bias: [..., out_features]."""
         if self.place is not None:
             neighbours, number = self.place
             return neighbours.product(number, x)
@@ -377,14 +377,14 @@ class Linear(TableModule):
 
 
 def multiply_together(*modules: Linear) -> None:
-    """Makes modules that get the same x multiply by one launch of a kernel, as `ibp.linear` does for several tables.
+    """Makes modules that get the same x multiply in one launch of a kernel, as `ibp.linear` does for several tables.
 
     The first module computes the results of all of them. The other modules return their results if they are called
-    next, one after the other, with the same tensor. If they are not, each module computes its own result from then on.
-    x must not change between these calls; outside of compiled code and inference mode, a change is noticed and each
-    module computes its own result. For up to 64 vectors (32 of more than 14,336 columns), results have the same bits
-    as without this function.
-    `ibp.nn.compress` calls it for modules with names such as q_proj, k_proj and v_proj.
+    next, one after the other, with the same tensor. If they are called otherwise, each module computes its own result
+    from then on. x must not change between these calls; outside of compiled code and inference mode, a change is
+    noticed and each module computes its own result. For up to 64 vectors (32 of more than 14,336 columns), results have
+    the same bits as without this function. `ibp.nn.compress` calls this function for modules with names such as q_proj,
+    k_proj and v_proj.
 
     Example:
         >>> gate, up = (ibp.nn.Linear.from_linear(torch.nn.Linear(256, 512).bfloat16()) for _ in range(2))
@@ -440,7 +440,7 @@ class Conv1D(Linear):
     transposed = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x [..., in_features] times the weights: [..., out_features]."""
+        """Returns the products of x [..., in_features] with the weights, plus the bias: [..., out_features]."""
         if self.fused and x.is_cuda:
             return linear(x, self.weight, self.bias)
         return differentiable(_transposed_product, x, self.weight, self.bias)

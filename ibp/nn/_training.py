@@ -1,5 +1,5 @@
-"""Rows that train. A module looks up each row once in a call, autograd gives these rows a gradient, and an optimizer
-of `ibp.optim` writes changed rows back."""
+"""Rows that train. In each call, a module looks up every row that it needs once. Autograd computes a gradient of these
+rows, and an optimizer of `ibp.optim` writes changed rows back."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class RowsModule(TableModule):
         return self.weight if self.cache is None else self.cache
 
     def _fetched(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of ids [K], as they are now."""
+        """Returns the present values of the rows with the numbers `ids` [K]."""
         return self._source.index_select(ids)
 
     @outside_of_graphs
     def _look_up(self, ids: torch.Tensor, padding_idx: int | None) -> LookedUp:
-        """Looks up the rows of ids of any shape. Waits for the GPU if the ids are there.
+        """Looks up the rows with the numbers `ids`, of any shape. Waits for the GPU if the ids are on it.
 
         Raises:
             TypeError: the ids are not integers.
@@ -102,7 +102,7 @@ class RowsModule(TableModule):
         return f"ids hold {wrong}; wanted 0 to {self.num_embeddings - 1}"
 
     def rows_at(self, ids: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
-        """Returns the rows of ids of any shape [...]: [..., embedding_dim]."""
+        """Returns the rows with the numbers `ids`, of any shape [...], as a tensor [..., embedding_dim]."""
         if not self._trains_now:
             return self._fetched(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
         looked_up = self._look_up(ids, padding_idx)
@@ -117,7 +117,7 @@ class RowsModule(TableModule):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
     ) -> torch.Tensor:
-        """Returns pooled bags, like torch.nn.functional.embedding_bag. If rows train, each different row is fetched
+        """Returns pooled bags, as torch.nn.functional.embedding_bag does. If rows train, each different row is fetched
         once and gets one gradient."""
         if not self._trains_now:
             return embedding_bag(
@@ -147,8 +147,8 @@ class RowsModule(TableModule):
         )
 
     def _note_gradient_of(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Makes each backward pass that computes a gradient of rows append it to `_noted`. ids: the numbers of the
-        rows."""
+        """Makes each backward pass that computes a gradient of `rows` append this gradient to `_noted`. ids: the
+        numbers of the rows."""
         num_writes = self._num_writes
 
         def note(leaf: torch.Tensor) -> None:
@@ -214,7 +214,7 @@ class RowsModule(TableModule):
 
     @torch.no_grad()
     def write_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Sets weight[ids] = rows, for ids [U] as `row_gradient` gives them and rows [U, embedding_dim]."""
+        """Sets weight[ids] = rows, for ids [U] as `row_gradient` returns them and rows [U, embedding_dim]."""
         check_rows(self.weight, rows, ids.numel())
         if self.cache is None:
             put_items(self.weight, ids, rows)
@@ -243,7 +243,7 @@ class RowsModule(TableModule):
         super()._save_tables(state, prefix)
 
     def refit(self, **options: Any) -> None:
-        """Compresses the rows again, with a codebook that fits their present values, and frees unused memory. It calls
+        """Compresses the rows again, with a codebook that suits their present values, and frees unused memory. It calls
         `CompressedTensor.refit`, which needs additional memory for all rows, decoded. Use it when `weight.savings` has
         fallen. The cache is filled again with the rows that it had.
 
@@ -299,7 +299,7 @@ def _checked_cache(cache: Any, table: CompressedTensor, trainable: bool) -> RowC
 
 def _checked_offsets(offsets: torch.Tensor, num_ids: int) -> torch.Tensor:
     """Checks the offsets of bags, because torch's kernels do not, and returns them. Waits for the GPU if the offsets
-    are there.
+    are on it.
 
     Raises:
         TypeError: the offsets are not integers.
@@ -318,7 +318,7 @@ def _checked_offsets(offsets: torch.Tensor, num_ids: int) -> torch.Tensor:
 
 
 def _sum_of(parts: list[RowGradient]) -> RowGradient:
-    """Adds up gradients of rows, in their order. Returns one gradient of all rows that occur in them."""
+    """Adds up gradients of rows, in the order of `parts`. Returns one gradient of all rows that occur in them."""
     if len(parts) == 1:
         return parts[0]
     ids, grad, places = summed([part.ids for part in parts], [part.grad for part in parts])
@@ -331,8 +331,8 @@ def _sum_of(parts: list[RowGradient]) -> RowGradient:
 def summed(
     ids: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
-    """Adds up gradients of rows, in their order. Returns (the ids that occur, each once, in increasing order; the sum
-    of the gradients of each of these rows; for each entry of ids, the positions of its ids in the first result)."""
+    """Adds up gradients of rows, in the given order. Returns (the ids that occur, each once, in increasing order; the
+    sum of the gradients of each of these rows; for each entry of ids, the positions of its ids in the first result)."""
     union, places = torch.cat(list(ids)).unique(return_inverse=True)
     parts, total = places.split([part.numel() for part in ids]), grads[0].new_zeros(union.numel(), grads[0].shape[1])
     for part, place in zip(grads, parts):

@@ -7,8 +7,8 @@
 
 They are used like torch's optimizers and work with its learning-rate schedulers. A step reads and writes only the rows
 that were looked up since `zero_grad()`. All other parameters need an optimizer of torch in addition. Call `zero_grad()`
-of the optimizer to drop the gradients of rows; `zero_grad()` of a module does not drop them, because they are not
-gradients of its parameters.
+of the optimizer to drop the gradients of rows; `zero_grad()` of a module does not drop them, because the gradients of
+rows are not gradients of the module's parameters.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Updates the rows that have gradients, and writes them to their tables or caches.
 
         Args:
-            closure: computes the loss again, with gradients, and returns it.
+            closure: a function that computes the loss again, with gradients, and returns it.
 
         Returns:
             What closure returned, or None.
@@ -110,7 +110,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Loads options and states that `state_dict()` returned, for the same number of modules in the same order.
 
         Raises:
-            ValueError: groups or states do not fit. Nothing has changed then.
+            ValueError: groups or states do not match those of this optimizer. Nothing has changed then.
         """
         saved_groups = state_dict["param_groups"]
         sizes, saved_sizes = (
@@ -132,8 +132,8 @@ class RowOptimizer(torch.optim.Optimizer):
 class SGD(RowOptimizer):
     """Stochastic gradient descent: w -= lr * grad.
 
-    Rows have the bits that torch.optim.SGD gives them on the CPU. Without weight decay, this holds even for rows that
-    no forward pass has looked up.
+    On the CPU, rows have the same bits as with torch.optim.SGD. Without weight decay, this holds even for rows that no
+    forward pass has looked up.
 
     Example:
         >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
@@ -166,10 +166,10 @@ class Adagrad(RowOptimizer):
     """Adagrad with a state for each weight (Duchi, Hazan and Singer, 2011): sum += grad^2,
     w -= lr / (1 + step * lr_decay) * grad / (sqrt(sum) + eps).
 
-    Rows have the bits that torch.optim.Adagrad gives them on the CPU. Without weight decay, this holds even for rows
-    that no forward pass has looked up. The states are a table with the weights' dtype, in the same kind of memory as
-    the weights. The state of a row that has not trained takes bytes only in the table's index; the state of any other
-    row takes its uncompressed size until `refit`.
+    On the CPU, rows have the same bits as with torch.optim.Adagrad. Without weight decay, this holds even for rows that
+    no forward pass has looked up. The states are a table with the weights' dtype, in the same kind of memory as the
+    weights. The state of a row that has not trained takes bytes only in the table's index; the state of any other row
+    takes its uncompressed size until `refit`.
 
     Example:
         >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
@@ -345,8 +345,8 @@ def _listed(modules: Any) -> list[Any]:
 
 
 def _row_modules(modules: Any) -> list[RowsModule]:
-    """Returns the modules whose rows train among the given modules and their submodules: each module once, in order.
-    Raises ValueError if a given module contains no such module."""
+    """Returns those of the given modules and their submodules whose rows train, each module once, in order. Raises
+    ValueError if a given module contains no such module."""
     found: dict[RowsModule, None] = {}
     for module in _listed(modules):
         if not isinstance(module, torch.nn.Module):
@@ -371,8 +371,8 @@ def _whole_vectors(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
-    """Returns a table whose elements all have one value, with the shape of a table of weights and in the same kind of
-    memory. All of its rows are default rows, which take no bytes outside of the index."""
+    """Returns a table whose elements are all `value`. It has the shape of the table `weight`, and is in the same kind
+    of memory. All of its rows are default rows, which take no bytes outside of the index."""
     block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype, device="cpu")
     one = compress_rows(block, layout="packed", scheme="planes", device="cpu", memory="host")
     num_rows = weight.num_rows

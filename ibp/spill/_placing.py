@@ -30,14 +30,14 @@ def place(
     device: torch.device | str | int | None = None,
     progress: bool = False,
 ) -> CompressedTensor:
-    """Returns a table that has slots of fixed size on a GPU, and the bytes that do not fit the slots in pinned host
-    memory. The GPU reads these bytes over the link when it decodes rows (Buddy Compression, ISCA 2020).
+    """Returns a table whose slots are on a GPU. Bytes that do not fit in the slots are in pinned host memory, and the
+    GPU reads them over the link when it decodes rows (Buddy Compression, ISCA 2020).
 
-    Every row has a slot on the device. If a stored row is larger than its slot, the rest of its bytes are in host
-    memory. If `update_` makes a row larger than its slot, its further bytes also go to host memory; the slots do not
-    grow, and no other row moves. A default row (zeros, or another row that the codebook defines) has no bytes, so no
-    slot is read for it. With a target of infinity there are no slots, and all rows except default rows are in host
-    memory.
+    Every row has a slot of the same size on the device. If a stored row is larger than its slot, the rest of its bytes
+    are in host memory. If `update_` makes a row larger than its slot, the row's further bytes also go to host memory;
+    the slots do not grow, and no other row moves. A default row (zeros, or another row that the codebook defines) has
+    no bytes, so no slot is read for it. With a target of infinity there are no slots, and all rows except default rows
+    are in host memory.
 
     The table can be used like any other table. `table.device_bytes` and `table.host_bytes` are the sizes of its memory
     on the GPU and in host memory. `to(device)` moves the slots to another GPU. `cpu()` returns an ordinary table, whose
@@ -56,18 +56,18 @@ def place(
         target: the size of x divided by the size of all slots, at least 1. The size of a slot is rounded down to
             sectors of 32 bytes, but is at least one sector. math.inf: there are no slots. Or a profile of the tensor
             from `ibp.spill.profile`, whose codebook and slot size are used. None: the largest of 1, 4/3, 2, 4, 16 and
-            infinity at which at most the fraction `threshold` of the rows does not fit the slots.
-        slot_bytes: size in bytes of a row's slot, instead of target: a multiple of 32 below row_bytes, or row_bytes.
+            infinity at which at most the fraction `threshold` of the rows is larger than the slots.
+        slot_bytes: size in bytes of a row's slot, given instead of target: row_bytes, or a smaller multiple of 32.
         threshold: the largest fraction of the rows that may be larger than their slots, 0 to 1. It is used only if
             target and slot_bytes are None. The paper uses 0.30.
         codebook, scheme, level, row_bytes: as in `compress`; scheme is "planes", "ibp" or "auto".
-        device: the device of the slots. None: the GPU of x, otherwise the current GPU if there is one, otherwise the
-            CPU. But if the rows of a table are moved as they are, None means the table's device.
+        device: the device of the slots. None: the GPU of x if x is on one, otherwise the current GPU if there is one,
+            otherwise the CPU. But if the rows of a table are moved as they are, None means the table's device.
         progress: whether to show progress bars.
 
     Raises:
         TypeError, ValueError: as in `compress`. Also if target, slot_bytes or threshold is out of range, if target and
-            slot_bytes are both given, or if x does not fit the profile.
+            slot_bytes are both given, or if x does not match the profile.
         RuntimeError: the system refuses to pin the memory of the overflow.
     """
     if isinstance(target, TensorProfile):

@@ -23,7 +23,7 @@ _SAMPLE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Spill:
-    """The cost of rows that do not fit their slots.
+    """The cost of rows that are larger than their slots.
 
     Attributes:
         rows: fraction of the rows that have a part in host memory.
@@ -77,11 +77,11 @@ class TensorProfile:
 
     @property
     def host_bytes(self) -> int:
-        """Size in bytes of the overflow for the snapshot that needs the most."""
+        """Size in bytes of the overflow for the snapshot that needs the most overflow."""
         return max(self.spill(snapshot).num_bytes for snapshot in range(len(self.histograms)))
 
     def spill(self, snapshot: int | None = None, slot_bytes: int | None = None) -> Spill:
-        """Returns the cost of the rows that do not fit their slots.
+        """Returns the cost of the rows that are larger than their slots.
 
         Args:
             snapshot: index of the snapshot. None: the mean of all snapshots.
@@ -133,11 +133,11 @@ class Profile(Mapping[str, TensorProfile]):
         num_snapshots: number of snapshots that were profiled.
         original_bytes: size in bytes of all tensors together.
         device_bytes: size in bytes of the slots and the index of all tensors.
-        host_bytes: size in bytes of the overflow of all tensors. Each tensor counts with the snapshot that needs the
-            most.
+        host_bytes: size in bytes of the overflow of all tensors. For each tensor, the snapshot that needs the most
+            overflow is counted.
         ratio: original_bytes / device_bytes.
-        best_ratio: original_bytes / size in bytes of all stored rows, each in whole sectors. This would be the ratio if
-            each row took exactly the sectors that it needs, all on the GPU.
+        best_ratio: original_bytes / size in bytes of all stored rows, each rounded up to whole sectors. This would be
+            the ratio if each row took exactly the sectors that it needs, all on the GPU.
         sweep: the results at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
     """
 
@@ -246,8 +246,8 @@ def profile(
         threshold: the largest fraction of a tensor's rows that may be larger than their slots. The paper uses 0.30.
         ratios: target ratios to choose from. None: slots of any whole number of 32-byte sectors.
         scheme, level, row_bytes: as in `ibp.compress`.
-        device: the device that measures rows. None: the GPU of each tensor, otherwise the current GPU if there is one,
-            otherwise the CPU.
+        device: the device that measures rows. None: the GPU of each tensor that is on one, otherwise the current GPU if
+            there is one, otherwise the CPU.
         progress: whether to show progress bars.
 
     Raises:

@@ -46,10 +46,11 @@ def checked_threshold(threshold: float) -> float:
 
 
 def slots_within(share: float, found: Survey, ratios: Sequence[float] | None) -> int:
-    """Returns the smallest size of slots, in bytes, such that at most a given fraction of the rows does not fit.
+    """Returns the smallest size of slots, in bytes, such that at most a given fraction of the rows is larger than its
+    slot.
 
     Args:
-        share: the largest fraction of the rows that may not fit, 0 to 1.
+        share: the largest fraction of the rows that may be larger than their slots, 0 to 1.
         found: the survey of the rows.
         ratios: the target ratios to choose from, in addition to 1. None: slots of any whole number of sectors.
     """

@@ -1,4 +1,5 @@
-"""Loads transformers models with coded weights through a quantizer that `from_pretrained` calls, and saves them."""
+"""Loads transformers models with coded weights, through a quantizer that `from_pretrained` calls, and saves such
+models."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ from ..shared.loading import METHOD, CodingFields, CodingQuantizer, away_of, hol
 
 __all__ = ["IbpConfig", "IbpQuantizer", "save_coded"]
 
-# Size of a coded BF16 matrix at level "fast", including escapes, divided by its plain size. Device maps are chosen with
-# it.
+# Size of a coded BF16 matrix at level "fast", including escapes, divided by its plain size. transformers uses it to
+# choose device maps.
 _CODED_SHARE = 0.77
 _SHARD_BYTES = 5 << 30  # default for the largest size in bytes of the weights in a file; `ibp compress` has the same
-_TRANSPOSED = "_transposed"  # the end of the names that `ibp.nn.coded_state_dict` gives tables of transposed matrices
-_INITIALIZED = "_is_hf_initialized"  # the attribute that transformers' functions of initialisation look for
+_TRANSPOSED = "_transposed"  # the suffix of names of transposed matrices' tables in `ibp.nn.coded_state_dict`
+_INITIALIZED = "_is_hf_initialized"  # transformers does not initialise parameters that have this attribute
 # Whether transformers tells quantizers which parameter a tensor of a checkpoint becomes, before it reads the tensor.
 # Releases since 5.20 do.
 _SAYS_TARGETS = hasattr(HfQuantizer, "get_new_dtype")
@@ -50,17 +51,17 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
 
     The model becomes what `ibp.nn.compress` would make of it. Each weight is coded as soon as it is read, so memory
     holds the coded model and one plain weight. Weights that several modules share, such as a tied head and its
-    embedding, are loaded plain and coded afterwards. Results on the CPU have the bits of the plain model.
+    embedding, are loaded plain and coded afterwards. On the CPU, results are bit-identical to those of the plain model.
     `model.hf_quantizer.report` says which weights are coded, and why others stay plain.
 
     A directory of coded weights, written by `ibp compress model/ -o small/` or `save_coded`, needs no argument if ibp
     is imported: `from_pretrained("small/")`. The options are then read from its config.json. Tables go to the device as
-    coded bytes. Tables that `save_coded` wrote at this level are used as they are. Tables of other forms, such as those
-    of `ibp compress`, are decoded on the device and coded again.
+    coded bytes. Tables that `save_coded` wrote at the `level` of these options are used as they are. Tables of other
+    forms, such as those of `ibp compress`, are decoded on the device and coded again.
 
-    `device_map="auto"` counts coded sizes. If a device map puts a part of the model on "cpu" or "disk", and one GPU
-    computes, that part goes to host memory, from where `ibp.offload` brings it to the GPU. The rest is coded on the
-    GPU.
+    `device_map="auto"` plans with coded sizes. A device map may put a part of the model on "cpu" or "disk" and the rest
+    on one GPU. Then that part stays in host memory, from where `ibp.offload` brings it to the GPU, and the rest is
+    coded on the GPU.
 
     `model.save_pretrained` writes plain weights and a plain config.json, which load without ibp.
 
@@ -120,7 +121,7 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         returned map puts the whole model in host memory, from where `ibp.offload` takes it.
 
         Raises:
-            ValueError: no GPU, or more than one, would compute.
+            ValueError: the map does not leave exactly one device that computes.
         """
         away = away_of(device_map)
         if not away:
@@ -136,8 +137,8 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         return {"": "cpu"}
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
-        """Returns the average size in bytes of an element of a parameter after coding. Device maps are chosen with
-        it."""
+        """Returns the average size in bytes of an element of a parameter after coding. transformers uses it to choose
+        device maps."""
         is_smaller = param.dtype == torch.bfloat16 and self.param_needs_quantization(model, param_name)
         return param.element_size() * (_CODED_SHARE if is_smaller else 1)
 
@@ -161,7 +162,7 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **options: Any
     ) -> None:
-        model.eval()  # from_pretrained does this later; in training mode weights would train
+        model.eval()  # from_pretrained does this later; weights in training mode would stay plain
         coded = [path for path in checkpoint_files or () if is_coded(path)]
         self.pre_quantized = bool(coded) and _SAYS_TARGETS  # otherwise transformers calls `param_needs_quantization`
         tied = model.all_tied_weights_keys
@@ -184,7 +185,7 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         assert self._loading is not None
         self.report, self._loading = self._loading.finish(), None
         for module in model.modules():
-            if isinstance(module, PreTrainedModel):  # modules of tied weights share a table
+            if isinstance(module, PreTrainedModel):  # modules with tied weights share a table
                 module.all_tied_weights_keys = {
                     target: source
                     for target, source in module.all_tied_weights_keys.items()
@@ -215,7 +216,7 @@ def _device_of(place: str) -> torch.device:
 
 
 class _Coding(ConversionOps):
-    """Puts weights that are coded into their modules, and returns the others to transformers as parameters.
+    """Puts weights into their modules as tables. Returns weights that stay plain to transformers, as parameters.
     transformers calls it after its own conversions of a checkpoint's tensors."""
 
     def __init__(self, quantizer: IbpQuantizer) -> None:
@@ -237,17 +238,18 @@ class _Coding(ConversionOps):
 # ---- files of coded weights ----
 
 
-# For releases of transformers that do not tell quantizers which parameter a tensor becomes: the loads under way, by the
-# path of a coded file. A tensor with the name of one of the model's parameters is taken to become that parameter. When
-# a load ends or fails, its entries disappear.
+# A map from the paths of coded files to the loads that read them. It serves releases of transformers that do not tell
+# quantizers which parameter a tensor becomes. There, a tensor with the name of one of the model's parameters is taken
+# to become that parameter. When a load ends or fails, its entries disappear.
 _loadings: WeakValueDictionary[str, ModelLoading] = WeakValueDictionary()
 
 
 class _CodedEntry:
-    """A tensor of a coded file, read by transformers like one of safetensors: `entry[...].to(device, dtype)`.
+    """A tensor of a coded file. transformers reads it as it reads a slice of a safetensors file: `entry[...].to(device,
+    dtype)`.
 
     wanted: (the load, which knows in what form the parameter is kept; the name of the parameter). None: the tensor is
-    read as a plain one.
+    read as a plain tensor.
     """
 
     def __init__(self, tensor: SourceTensor) -> None:
@@ -267,7 +269,7 @@ class _CodedEntry:
 
 
 class _Coming:
-    """A table of a file. `to` returns it on a device, in the form in which its parameter is kept."""
+    """A table of a file. `to` returns its values on a device, in the form in which the model keeps the parameter."""
 
     def __init__(self, table: ibp.CompressedTensor, wanted: tuple[ModelLoading, str] | None) -> None:
         self._table, self._wanted = table, wanted
@@ -281,7 +283,7 @@ class _Coming:
 
 
 class _CodedFile:
-    """A coded file with the methods of a safetensors file that transformers calls."""
+    """A coded file. It has those methods of a safetensors file that transformers calls."""
 
     def __init__(self, path: str) -> None:
         self._source, self._loading = ibp.checkpoints.open(path, verify=True), _loadings.get(path)
@@ -349,8 +351,8 @@ _resolve = transformers.modeling_utils._get_resolved_checkpoint_files
 
 
 def _resolve_either(**options: Any) -> Any:
-    """Finds the files of a checkpoint, like the function of transformers that it replaces. If there are no plain files,
-    it looks for coded ones, which have other names."""
+    """Finds the files of a checkpoint, as the function of transformers that it replaces does. If there are no plain
+    files, it looks for coded ones, which have other names."""
     try:
         return _resolve(**options)
     except OSError:
@@ -440,7 +442,7 @@ def _in_file(model: PreTrainedModel) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _set(config: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes of a config inside the context, and restores them at its end."""
+    """Sets attributes of a config, and restores them when the context ends."""
     before = {name: getattr(config, name) for name in values if hasattr(config, name)}
     for name, value in values.items():
         setattr(config, name, value)

@@ -1,5 +1,6 @@
-"""`IncomingTensor`: represents a tensor of a checkpoint without memory. vLLM's weight loaders take views of it, as they
-do of other tensors, and copy the views to weights. Each copy is passed to the `Origin` of the tensor."""
+"""`IncomingTensor` represents a tensor of a checkpoint, and has no memory. vLLM's weight loaders take views of it, as
+they do of other tensors, and copy the views to weights. Each of these copies is passed to the `Origin` of the tensor
+instead."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ class Origin(Protocol):
     meta device."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Is called in place of a loader's `target.copy_(source)`."""
+        """Called in place of a loader's `target.copy_(source)`."""
 
     def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Returns the values of a view on a device, for operations other than views and copies."""
 
 
 class IncomingTensor(torch.Tensor):
-    """A tensor of a checkpoint, without memory. Views of it are incoming tensors, too."""
+    """Represents a tensor of a checkpoint, and has no memory. Views of it are of this class, too."""
 
     origin: Origin
 
@@ -80,7 +81,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def _writes(function: Any) -> bool:
-    """Returns whether a function writes to its tensor, judged by its name."""
+    """Returns whether a function writes to its first argument, judged by the function's name."""
     name = getattr(function, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
@@ -94,8 +95,9 @@ def incoming(table: CompressedTensor) -> IncomingTensor:
 
 
 class CodedOrigin:
-    """The origin of a table of a checkpoint. If the loader of a coded layer's weight is running, a part that is copied
-    is only added to the list `noted`. Otherwise it is decoded on the device to which it is copied."""
+    """The `Origin` whose values come from a table of a checkpoint. While the loader of a coded layer's weight runs, a
+    part that is copied is only added to the list `noted`. At other times the part is decoded on the device to which it
+    is copied."""
 
     def __init__(self, table: CompressedTensor) -> None:
         self.table = table
@@ -146,8 +148,9 @@ class TablePart(NamedTuple):
         self.target.copy_(self.origin.values(self.source, self.target.device))
 
     def place(self) -> tuple[int, tuple[CompressedTensor, int, int]] | None:
-        """Returns (number of the weight's row at which the part begins; the part's rows, in the form that `join`
-        takes). Returns None if the part is not made of whole rows of the table."""
+        """Returns (row, (table, first, last)): rows first to last - 1 of the table are the weight's rows from `row` on.
+        Returns None unless the part consists of complete rows of both the table and the weight, and both have the same
+        dtype."""
         table, columns = self.origin.table, self.target.shape[-1]
         if table.dtype != self.target.dtype or table.row_bytes != columns * table.dtype.itemsize:
             return None
@@ -164,7 +167,7 @@ noted: ContextVar[list[TablePart] | None] = ContextVar("noted", default=None)
 
 def joined(parts: Sequence[TablePart], weight: torch.Tensor) -> CompressedTensor | None:
     """Joins the parts of a weight [rows, columns] in one table, on the weight's device. Returns None if the parts do
-    not cover all rows of the weight, are not whole rows of tables, or cannot be joined (see `join`)."""
+    not cover all rows of the weight, are not complete rows of tables, or cannot be joined (see `join`)."""
     places = [part.place() for part in parts]
     found = sorted((place for place in places if place is not None), key=lambda place: place[0])
     ends = [0, *(row + last - first for row, (_, first, last) in found)]

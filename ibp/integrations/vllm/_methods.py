@@ -1,4 +1,4 @@
-"""Gives layers of vLLM tables in place of weights, and multiplies by the tables of its fused experts."""
+"""Replaces the weights of vLLM's layers by tables, and multiplies by the tables of fused experts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ except ImportError:  # `weights` reports the error
 
 
 class CodedMethod:
-    """The object by which vLLM loads and computes one layer (its quantization method). The layer's weights, which are
-    this rank's shards, become tables after they have been loaded.
+    """A quantization method, that is, the object with which vLLM loads and computes one layer. The layer's weights,
+    which are this rank's shards, become tables after they have been loaded.
 
     If the layer is made without memory (`uses_meta_device`), it is coded as soon as its weights are complete, while the
     rest of the model is still being loaded. If the checkpoint is coded, the weight loaders copy nothing: they only note
@@ -36,7 +36,7 @@ class CodedMethod:
 
     Attributes:
         names: names of the parameters that may become tables.
-        tables: the tables of the layer, by names of parameters; empty if the layer is plain.
+        tables: a dict from names of parameters to the layer's tables; empty if the layer is plain.
         is_tied: whether the tables belong to another layer.
     """
 
@@ -79,7 +79,7 @@ class CodedMethod:
         call does nothing.
 
         Raises:
-            NotImplementedError: weights were loaded again. This is refused, because CUDA graphs have the addresses of
+            NotImplementedError: weights were loaded again. This is refused, because CUDA graphs hold the addresses of
                 the old tables.
         """
         if self._is_done:
@@ -103,8 +103,8 @@ class CodedMethod:
         raise NotImplementedError
 
     def _tables_of(self, layer: Any) -> dict[str, CompressedTensor]:
-        """Returns a table for each of the parameters in `names`. If one of the weights stays plain, writes all of them
-        to their memory and returns an empty dict."""
+        """Returns a dict from the parameters' names in `names` to their tables. If one of the weights must stay plain,
+        copies the noted parts of all weights to the weights' memory and returns an empty dict."""
         all_parts, self._parts = self._parts, {}
         tables: dict[str, CompressedTensor] = {}
         for name, parts in all_parts.items():
@@ -119,7 +119,8 @@ class CodedMethod:
 
 
 def _noting(parts: list[TablePart], load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a weight's loader. Parts of tables that the loader would copy to the weight are added to a list instead."""
+    """Wraps a weight's loader. Parts of tables that the loader would copy to the weight are added to `parts`
+    instead."""
 
     @functools.wraps(load)
     def note(*args: Any, **options: Any) -> Any:
@@ -159,7 +160,8 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
         return self._plain.get_fused_moe_quant_config(layer)
 
     def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
-        tables = self._tables_of(layer)  # of the weights as loaded, because Triton's kernel takes this form
+        # Codes the weights in the form in which they were loaded, which Triton's kernel takes.
+        tables = self._tables_of(layer)
         self._plain.process_weights_after_loading(layer)
         self.moe_kernel, self.moe_quant_config = self._plain.moe_kernel, self._plain.moe_quant_config
         return tables
@@ -196,7 +198,7 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
 
 
 def _with(layer: Any, weights: dict[str, torch.Tensor]) -> Any:
-    """Returns a shallow copy of a layer that has other weights, for one call."""
+    """Returns a shallow copy of a layer in which `weights` replace the parameters of the same names, for one call."""
     made = object.__new__(type(layer))
     parameters = {name: parameter for name, parameter in layer._parameters.items() if name not in weights}
     vars(made).update(vars(layer), _parameters=parameters)

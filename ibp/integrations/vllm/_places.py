@@ -1,7 +1,7 @@
 """Finds where a worker of vLLM keeps the weights of a checkpoint, which may be merged, sharded or coded there.
 
-To find out, the model's own `load_weights` is called once for each name with tensors that have no memory and only note
-where they are copied. Later changes are written to these places without `load_weights`.
+To find out, `ModelReceiver` passes tensors that have no memory to the model's own `load_weights`, once for each name.
+The tensors only note where they are copied. Later changes are written to the noted places without `load_weights`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ModelReceiver(PlacedReceiver):
         return is_done
 
     def places_of(self, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, list[ShardPlace]]:
-        """Returns for each tensor the places where the model keeps its parts. The list is empty for tensors that the
-        model does not load, such as those of other pipeline stages."""
+        """Returns a dict from each tensor's name to a list of the places where the model keeps parts of the tensor. The
+        list is empty for tensors that the model does not load, such as those of other pipeline stages."""
         copies = {name: _Copies() for name in tensors}
         weights = {name: IncomingTensor.of(copies[name], *each) for name, each in tensors.items()}
         with contextlib.ExitStack() as stack:
@@ -86,8 +86,8 @@ def _place(
     name: str, weight: torch.Tensor, source: torch.Tensor, target: torch.Tensor, tables: dict[int, CompressedTensor]
 ) -> ShardPlace:
     """Returns the place to which a loader copied a part of a weight. weight: the whole tensor, on the meta device.
-    source: the part, a view of weight. target: the memory to which it was copied, or a plain weight of `as_plain`.
-    tables: the tables of such plain weights, by `storage_of`."""
+    source: the part, a view of weight. target: the memory to which it was copied, or, if the layer is coded, a view of
+    a weight that `as_plain` made. tables: a map from `storage_of` of each such weight to its table."""
     if target.dtype != weight.dtype:
         raise TypeError(f"{name} has dtype {target.dtype} here; the message is for {weight.dtype}")
     strides, at, box = weight.stride(), source.storage_offset(), []

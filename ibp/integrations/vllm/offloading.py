@@ -1,13 +1,14 @@
-"""vLLM's KV-cache offloading with coded pages in host memory: 1.4 times as many tokens fit the same memory.
+"""vLLM's KV-cache offloading with coded pages in host memory: 1.4 times as many tokens fit in the same memory.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"spec_name": "IBPOffloadingSpec", "spec_module_path": "ibp.integrations.vllm",
         "cpu_bytes_to_use": 34359738368}}'
 
-`docs/serving.md` names the versions that were tried, and how. On the scheduler's side, vLLM's own `CPUOffloadingSpec`
-and its manager are used, with a memory size that is larger than the real one. `IBPOffloadingWorker` moves the pages.
+`docs/serving.md` lists the tested versions, and says how they were tested. On the scheduler's side, vLLM's own
+`CPUOffloadingSpec` and its manager are used, with a memory size that is larger than the real one. `IBPOffloadingWorker`
+moves the pages.
 
-vLLM cannot handle a failed transfer. Pages for which the pools have no room are therefore kept raw, in additional host
+vLLM cannot handle a failed transfer. If the pools are full, further pages are therefore kept raw, in additional host
 memory; `IBPOffloadingWorker.blocks.num_raw_pages` counts them.
 """
 
@@ -46,16 +47,16 @@ _logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers wh
 # Default number of coded chunks that are kept in the memory of one raw chunk. BF16 keys and values allow this gain.
 USUAL_GAIN = 1.4
 # Pages are rounded up to a multiple of this size in bytes, if the tensor's padding allows it, so that they can be cut
-# into whole rows.
+# into complete rows.
 _WHOLE_ROWS = 2048
 
 
 class IBPOffloadingSpec(CPUOffloadingSpec):
-    """The spec that vLLM makes from `spec_name` and `spec_module_path`: its own `CPUOffloadingSpec` with another
-    worker.
+    """The spec that vLLM makes from `spec_name` and `spec_module_path`. It is a `CPUOffloadingSpec` whose worker is an
+    `IBPOffloadingWorker`.
 
-    `kv_connector_extra_config` has these options: `cpu_bytes_to_use`, size in bytes of the host memory of all workers
-    together; optionally `ibp_gain`, the number of coded chunks that are kept in the memory of one raw chunk, 1.4 by
+    `kv_connector_extra_config` must have `cpu_bytes_to_use`, the size in bytes of the host memory of all workers
+    together. It may have `ibp_gain`, the number of coded chunks that are kept in the memory of one raw chunk, 1.4 by
     default; `ibp_level`, "default" or "fast"; and `ibp_dtype`, the dtype of the pages. Give `ibp_dtype` if
     `--kv-cache-dtype` is "auto", its default, and the pages are not BF16. The options of `CPUOffloadingSpec`, such as
     `eviction_policy` and `store_threshold`, also apply. vLLM's metrics count chunks at their original size.
@@ -111,7 +112,7 @@ class IBPOffloadingWorker(OffloadingWorker):
     Args:
         kv_caches: vLLM's tensors.
         num_chunks: number of chunks that the scheduler can use.
-        blocks_per_chunk: number of GPU blocks of a chunk.
+        blocks_per_chunk: number of GPU blocks in a chunk.
         pool_bytes: size in bytes of the host memory.
         dtype: the dtype of the pages.
         level: level of the codebooks, see `ibp.compress`.
@@ -137,7 +138,7 @@ class IBPOffloadingWorker(OffloadingWorker):
         check_engine("vllm", _missing)
         self._blocks_per_chunk = blocks_per_chunk
         self._block_bytes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
-        self._num_bytes: dict[int, int] = {}  # by job, the raw size in bytes of the blocks that it moves
+        self._num_bytes: dict[int, int] = {}  # {job: raw size in bytes of the blocks that the job moves}
         self.blocks = ibp.kv.BlockStore(
             _groups_of(kv_caches),
             num_pages=num_chunks * blocks_per_chunk,

@@ -55,8 +55,8 @@ def register() -> None:
 
 @dataclass
 class IBPTransferInit(WeightTransferInitInfo):
-    """Options of the backend. nccl: fields of vLLM's `NCCLWeightTransferInitInfo`, if messages come by NCCL, from rank
-    0 of the group that these fields describe. None: messages come as files."""
+    """Options of the backend. nccl: fields of vLLM's `NCCLWeightTransferInitInfo`, if messages come by NCCL. Rank 0 of
+    the group that these fields describe sends them. None: messages come as files."""
 
     nccl: dict[str, Any] | None = None
 
@@ -78,11 +78,13 @@ class IBPWeightTransferEngine(WeightTransferEngine):
     """The engine that vLLM makes in each worker for the backend "ibp_delta".
 
     Every worker gets all messages and applies those changes that concern its own parameters. `update_weights` raises
-    what `ibp.deltas.Receiver.apply` raises; the weights are then unchanged, and have to be pushed whole.
+    what `ibp.deltas.Receiver.apply` raises; the weights are then unchanged, and the trainer must push them with
+    `full=True`.
 
-    Some kernels, such as some of those for experts, keep weights in another order than vLLM's loaders write them. If a
-    worker has whole tensors, fingerprints detect this, and pushes are refused. Parts of tensors have no fingerprints,
-    so another order goes unnoticed there, as with vLLM's own sparse backend.
+    Some kernels, for example some kernels of experts, keep weights in an order that differs from the one in which
+    vLLM's loaders write them. If a worker has complete tensors, fingerprints detect this, and pushes are refused. Parts
+    of tensors have no fingerprints, so a worker that has only parts does not notice the difference, nor does vLLM's own
+    sparse backend.
 
     Raises:
         ImportError: vLLM is not installed, or lacks a class that is needed.
@@ -105,7 +107,7 @@ class IBPWeightTransferEngine(WeightTransferEngine):
         """Does nothing, because parameters change in place."""
 
     def finish_weight_update(self) -> None:
-        """Does nothing, like `start_weight_update`."""
+        """Does nothing, for the same reason as `start_weight_update`."""
 
     def receive_weights(self, update_info: IBPTransferUpdate) -> None:
         for path in update_info.paths:
@@ -132,13 +134,13 @@ def send(messages: Sequence[torch.Tensor], client: Any, *, group: Any = None, fo
     """Sends the messages of a push to the workers of a vLLM, through one of vLLM's clients. A trainer calls it.
 
     Args:
-        messages: the results of `ibp.deltas.Sender.push` of all senders.
-        client: an object of vLLM's `HTTPVLLMWeightSyncClient` or `RayVLLMWeightSyncClient`, or one with the same
+        messages: the messages that `ibp.deltas.Sender.push` returned, of all senders.
+        client: an object of vLLM's `HTTPVLLMWeightSyncClient` or `RayVLLMWeightSyncClient`, or an object with the same
             methods.
         group: the result of vLLM's `nccl_common.trainer_init`, if messages are to go by NCCL; they must be on the
             group's device. None: messages go as files.
         folder: directory of the files, which exist until the call returns. The workers must be able to read them. The
-            default is in memory.
+            default directory is in memory.
     """
     client.start_weight_update()
     if group is None:

@@ -1,13 +1,13 @@
-"""A second tier for vLLM's KV-cache offloading that keeps chunks coded, for vLLM's `TieringOffloadingSpec`.
+"""A secondary tier for vLLM's `TieringOffloadingSpec`. It keeps chunks of the KV-cache coded in host memory.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 4294967296,
         "secondary_tiers": [{"type": "IBPSecondaryTier", "module_path": "ibp.integrations.vllm.tiers",
         "pool_bytes": 34359738368}]}}'
 
-`docs/serving.md` names the versions that were tried, and how. vLLM keeps raw chunks in `cpu_bytes_to_use` bytes of host
-memory, and passes every chunk that is stored there to the tier. The tier keeps the chunks coded in an
-`ibp.kv.KeyedPages`, which drops the least recently used chunks if it is full.
+`docs/serving.md` lists the tested versions, and says how they were tested. vLLM keeps raw chunks in `cpu_bytes_to_use`
+bytes of host memory, and passes every chunk that is stored there to the tier. The tier keeps the chunks coded in an
+`ibp.kv.KeyedPages`, which drops the least recently used chunks when it is full.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class IBPSecondaryTier(SecondaryTierManager):
     """A secondary tier for vLLM, which creates it if an entry of `secondary_tiers` names it in `type` and
     `module_path`.
 
-    Its configuration has these options: `pool_bytes`, size in bytes of the host memory for coded chunks; optionally
+    Its configuration must have `pool_bytes`, the size in bytes of the host memory for coded chunks. It may have
     `device`, the device that codes, "cpu" (the default) or "cuda"; `level`, "default" or "fast"; and `dtype`, the dtype
     of the chunks, if it is not the model's. Stores run on one thread of the scheduler's process, and loads on another.
     If the pool has no room for a chunk, the chunk is not stored, and vLLM does not find it later. If a chunk is dropped
@@ -118,8 +118,8 @@ class IBPSecondaryTier(SecondaryTierManager):
         del self._chunks
 
     def _run(self, move: Any, job: TransferJob) -> JobResult:
-        """Stores or loads the chunks of a job. A failure does not stop the others; the job succeeds if all chunks
-        do. move: `put` or `get` of `pages`."""
+        """Stores or loads the chunks of a job. A chunk that fails does not stop the others; the job succeeds if all
+        chunks succeed. move: `put` or `get` of `pages`."""
         return JobResult(job.job_id, all([move(key, self._chunks[number]) for key, number in _numbered(job)]))
 
 
