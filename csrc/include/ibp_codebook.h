@@ -35,8 +35,8 @@ typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLA
  * symbols are stored as they are. ibp_learn_planes fills in the struct. */
 typedef struct ibp_planes {
     const void *entries;    /* symbols [N][num_entries] of symbol_bytes bytes each, aligned to symbol_bytes, where N is
-                               the number of live columns with per_column, else 1; NULL if num_entries is 0; not read
-                               if `consecutive` is true */
+                               the number of live columns if per_column is true, else 1; NULL if num_entries is 0; not
+                               read if `consecutive` is true */
     uint64_t default_value; /* the element that a default row repeats, and that a listed row leaves out */
     uint64_t closed_value;  /* in a closed row all listed elements have this value, and are not stored */
     uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
@@ -50,7 +50,8 @@ typedef struct ibp_planes {
                                bits of an element that are neither invariant nor residual */
     uint8_t digit_bits[IBP_MAX_PLANES]; /* size in bits of each plane's digits: 1 to IBP_MAX_DIGIT_BITS */
     bool per_column, listed;  /* per_column: each live column has its own entries. listed: rows are listed rows, which
-                                 store only the elements that differ from default_value. Not both */
+                                 store only the elements that differ from default_value. At most one of the two fields
+                                 may be true */
     bool consecutive;         /* entry i is first_symbol + i, cut to the bits of a symbol; not allowed with per_column
                                  or with clusters */
     bool signed_default;      /* elements that differ from default_value only in the highest bit are not listed, and
@@ -84,8 +85,8 @@ typedef struct ibp_codebook {
     uint32_t chunk_bytes;   /* 1, 2, 4 or 8 */
     uint32_t num_flags;     /* number of participation bits of a row */
     ibp_planes planes;      /* scheme planes */
-    /* Clusters (section 7): there may be several codebooks, of which each coded row names one. Then the fields above
-     * describe the first one. */
+    /* Clusters (section 7): if there are several codebooks, each coded row says which of them it was coded with. The
+     * fields above then describe the first codebook. */
     uint32_t num_clusters;         /* at most IBP_MAX_CLUSTERS; 0 or 1: one codebook */
     uint32_t cluster_stride;       /* distance from one codebook to the next, in entries of mask, bitval and flags, or
                                       in bytes of planes.entries */
@@ -111,8 +112,8 @@ IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
  *   have one.
  * words: 3 * ibp_codebook_words(row_bytes) entries, aligned to 16 bytes. The function fills them with mask, bitval and
  *   flags. Keep them as long as the codebook, whose pointers point to them.
- * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range, or if a bit of bitval is set whose mask bit
- * is clear. */
+ * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range, or if a bit is set in bitval but not in
+ * mask. */
 IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes,
                                       uint32_t chunk_bytes, bool flag_all, uint32_t *words, ibp_codebook *out);
 

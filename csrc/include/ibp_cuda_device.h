@@ -40,7 +40,7 @@ IBP_API const char *ibp_cuda_last_error(void);
  *
  * num_bytes: exactly this many bytes are allocated, without rounding to a power of two.
  * node: the NUMA node whose memory is preferred; if negative, the node of the calling thread. If the system refuses
- *   this or the node is full, the memory lies on other nodes.
+ *   this node, or if the node is full, the memory lies on other nodes.
  * host: receives the address for the CPU; NULL if num_bytes is 0.
  * @return IBP_CUDA_ERROR if there is not enough memory. */
 IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host);
@@ -52,7 +52,7 @@ IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host
 IBP_API ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes);
 
 /* Pins memory that the caller owns, such as a writable mapping of a file. The memory keeps its address. Until
- * ibp_cuda_unregister_pinned is called it can be used like memory of ibp_cuda_alloc_pinned.
+ * ibp_cuda_unregister_pinned is called, the memory can be used like memory that ibp_cuda_alloc_pinned has allocated.
  *
  * num_bytes: above 0. */
 IBP_API ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes);
