@@ -20,8 +20,8 @@ from . import output, work
 
 SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"
 _BLOCK_BYTES = 16 << 20  # Tensors are read and compared in blocks of this size.
-# A function that returns the size in bytes of the delta of (old tensor, new tensor). The two have the same name, shape
-# and dtype.
+# A function of (old tensor, new tensor) that returns the size of their delta in bytes. The two tensors have the same
+# name, shape and dtype.
 _Weighing = Callable[[SourceTensor, SourceTensor], int]
 
 

@@ -1,6 +1,6 @@
 """`ibp doctor`: says what is installed, tests it, and measures what compression gains on this machine.
 
-The data is synthetic; synthetic weights save as much as trained ones. Rates are GB/s (10^9 bytes per second) of
+The data is synthetic. Synthetic weights compress as well as trained ones. Rates are GB/s (10^9 bytes per second) of
 original bytes.
 """
 
@@ -127,7 +127,7 @@ def why_no_gpu(device: torch.device) -> str | None:
 
 def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
     """Finds out what is installed and built, and how busy the machine is. Returns the facts as texts by name, and a
-    list with a sentence for each sign that something else uses the machine."""
+    list with a sentence for each sign that other work uses the machine."""
     load, cores, busy = os.getloadavg()[0], os.cpu_count() or 1, []
     facts = {"Python": f"{platform.python_version()}, {platform.platform()}", **config(device)}
     facts["load"] = f"{load:.1f} on {output.show_count(cores, 'core')}"
@@ -172,7 +172,7 @@ def _ask(device: torch.device, of: str, *columns: str) -> list[list[str]]:
 
 def self_test(device: torch.device, seconds: float) -> tuple[int, list[str]]:
     """Tests tables of every kind of data, scheme and layout, and a file, on a device. Repeats all tests with other data
-    until the time is over, unless a test has failed. Returns the number of tests, and a line for each fault."""
+    until `seconds` seconds have passed or a test has failed. Returns the number of tests, and a line for each fault."""
     end = time.monotonic() + seconds
     failed: list[str] = []
     tests: dict[str, Callable[[int], Iterator[str]]] = {
@@ -185,7 +185,7 @@ def self_test(device: torch.device, seconds: float) -> tuple[int, list[str]]:
         for name, test in tests.items():
             try:
                 failed += [f"{name}: {wrong}" for wrong in test(seed)]
-            except Exception as error:  # Whatever a call raises here is a fault.
+            except Exception as error:  # Any exception that a call raises here is a fault.
                 failed.append(f"{name}: {output.sentence(error)}")
         seed += 1
     return seed * len(tests), failed
@@ -248,10 +248,11 @@ class Measured:
     saved: float  # The fraction of the bytes that compression saves.
     lossless: bool  # Whether every bit came back.
     gbps: dict[str, float]  # Rates in GB/s, by the keys of _CPU_COLUMNS or _GPU_COLUMNS.
-    # For each row size in bytes: the rate at which the GPU fetches compressed rows, divided by that of raw rows. Empty
-    # without a GPU.
+    # For each row size in bytes: the rate at which the GPU fetches compressed rows, divided by the rate for raw rows.
+    # Empty without a GPU.
     rows: dict[int, float] = field(default_factory=dict)
-    # The rate at which a GPU gets whole compressed tensors, divided by that of raw tensors. None without a GPU.
+    # The rate at which the GPU fetches and decodes whole compressed tensors, divided by the rate for raw tensors. None
+    # without a GPU.
     whole: float | None = None
     # The largest relative error that a rate may have, from the differences between repetitions of its measurement.
     uncertainty: float = 0.0
