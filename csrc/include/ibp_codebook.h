@@ -38,12 +38,12 @@ typedef struct ibp_planes {
                                the number of live columns if per_column is true, else 1; NULL if num_entries is 0; not
                                read if `consecutive` is true */
     uint64_t default_value; /* the element that a default row repeats, and that a listed row leaves out */
-    uint64_t closed_value;  /* in a closed row all listed elements have this value, and are not stored */
+    uint64_t closed_value;  /* the value of all listed elements of a closed row, which does not store them */
     uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
-    uint32_t residual_bits; /* number of low coded bits, after the rotation, that are stored as they are: 0 to
-                               8 * element_bytes - invariant_bits */
-    uint32_t rotate;        /* 0 or 1: number of bits by which the coded bits of an element are rotated left before
-                               they are split into symbol and residual */
+    uint32_t residual_bits; /* number of bits of the residual: the lowest coded bits after the rotation, which are
+                               stored as they are; 0 to 8 * element_bytes - invariant_bits */
+    uint32_t rotate;        /* 0 or 1: number of bits by which the coded bits of an element, which are all bits except
+                               the invariant ones, are rotated left before they are split into symbol and residual */
     uint32_t num_planes;    /* 0 to IBP_MAX_PLANES */
     uint32_t num_entries;   /* sum of 2^digit_bits[p] - 1 over the planes p */
     uint32_t symbol_bytes;  /* 1, 2, 4 or 8: the smallest of these sizes that holds a symbol. A symbol consists of the
@@ -80,8 +80,8 @@ typedef struct ibp_codebook {
     const uint32_t *mask;   /* scheme ibp: 1 for each invariant bit of a row */
     const uint32_t *bitval; /* the values of invariant bits; the other bits are 0 */
     const uint32_t *flags;  /* bits 0-16: position, in the coded row, of the word's first participation bit; bits
-                               17-20: which of the chunks that start in the word have a participation bit; bits
-                               21-31: where bits are left out of the word (format.h) */
+                               17-20: which of the chunks that start in the word have a participation bit; bits 21-31:
+                               where in the word runs of invariant bits begin (format.h) */
     uint32_t chunk_bytes;   /* 1, 2, 4 or 8 */
     uint32_t num_flags;     /* number of participation bits of a row */
     ibp_planes planes;      /* scheme planes */

@@ -18,8 +18,9 @@
  * graph. In a build without CUDA the functions that return an ibp_status return IBP_NO_CUDA.
  *
  * Devices. Every function works on the device that is current when it is called. The stream must belong to this device,
- * and the device must be able to read the inputs and write the outputs. Pinned memory belongs to no device: all devices
- * can read it, each at the address that ibp_cuda_map_pinned gives. Only one device at a time may write an ibp_fault.
+ * and the device must be able to read the inputs and write the outputs. Pinned memory is not bound to a device. Every
+ * device can read it, at the address that ibp_cuda_map_pinned returns for the device. Only one device at a time may
+ * write an ibp_fault.
  *
  * Errors. IBP_INVALID_ARGUMENT means that an argument is NULL although bytes are needed, is out of range, or is
  * inconsistent (raw rows with lengths, an unknown scheme, a codebook with inconsistent fields). Then nothing has been

@@ -69,7 +69,7 @@ IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *
  * row_ids: in device memory. If NULL, row i becomes row first_row + i of the table. Ids must differ. If two ids are
  *   equal and the table has bases, the table's row becomes one of the two rows, and the other row may be noted as
  *   IBP_INVALID_ARGUMENT. If two ids are equal and the table has no bases, the table's row may become a mixture of both
- *   rows. No other row is harmed.
+ *   rows. Other rows are not affected.
  * fault: memory that the device can write, zero before the call; or NULL.
  * max_sms: largest number of SMs that the kernel may keep busy; 0: all.
  * stream: the work is queued here; the function does not wait for it.

@@ -27,7 +27,7 @@
  *     }
  *
  * Safety. No byte of a file is trusted, and nothing outside the file is read. If another process changes a file while
- * it is read, the data are wrong at worst. The caller must ensure that nobody shortens a file that is mapped.
+ * it is read, the worst result is wrong data. The caller must ensure that nobody shortens a file that is mapped.
  *
  * Files can be read only on 64-bit little-endian machines. */
 #ifndef IBP_FILE_H
@@ -51,7 +51,7 @@ typedef struct ibp_text {
 /* Returns whether a text equals a string in UTF-8 that ends with a 0. Escapes of the text are resolved. */
 IBP_API bool ibp_is_text(ibp_text text, const char *utf8);
 
-/* Copies a text in UTF-8 and with a final 0, as snprintf does.
+/* Copies a text as UTF-8 with a final 0, and cuts it as snprintf does.
  *
  * utf8, room: receives at most `room` bytes, the 0 included; bytes that do not fit are left out. If room is 0, utf8 may
  *   be NULL.
@@ -59,7 +59,7 @@ IBP_API bool ibp_is_text(ibp_text text, const char *utf8);
  * room. */
 IBP_API size_t ibp_copy_text(ibp_text text, char *utf8, size_t room);
 
-/* Why a file or a table is refused, in words. */
+/* Says why a file or a table was refused. */
 typedef struct ibp_refusal {
     ibp_text found;     /* the part of the header that is wrong; its data is NULL if something is missing */
     const char *wanted; /* says in English what should stand there; NULL if nothing was refused */
@@ -87,7 +87,7 @@ typedef struct ibp_file {
  * bytes, num_bytes: the whole file, aligned to 16 bytes, as a mapping or in memory. Keep it at its address as long as
  *   *file, its tensors and its tables are used.
  * file: receives the open file; if the file is refused, file->refusal says why.
- * @return IBP_BAD_FILE if the bytes are not a safetensors file, if the header is inconsistent, or does not agree with
+ * @return IBP_BAD_FILE if the bytes are not a safetensors file, if the header is inconsistent or does not agree with
  * the size of the file, or if the metadata has a key that begins with "ibp." but the key "ibp.format", the key
  * "ibp.checks" or the tensor "ibp.checks" is missing or occurs twice; IBP_NEWER_FILE if the file has a newer format.
  * Then file->release is the release of the library that wrote the file. That release can read it. */

@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#define IBP_NO_BASE UINT64_MAX /* in bases: a row that owns no overflow part */
+#define IBP_NO_BASE UINT64_MAX /* entry of bases of a row without an overflow part */
 #define IBP_MAX_SOURCE_DIMS 4u
 
 /* Counts of the rows that were coded into a place. Each call adds to them. */
@@ -53,7 +53,8 @@ typedef struct ibp_place_counts {
  * the next row begins at byte *used. One thread codes the rows in their order, in host memory, and the result is a
  * table in packed layout. A row is lost if overflow has no room for its raw bytes, even if the coded row would fit. */
 typedef struct ibp_place {
-    ibp_table table;   /* sizes and codebook; its pointers are not read. rows_per_base is 1, and both starts are 0 */
+    /* Sizes and codebook; its pointers are not read. rows_per_base is 1; slots_start and overflow_start are 0. */
+    ibp_table table;
     uint8_t *slots;    /* table.slots_bytes bytes */
     uint8_t *overflow; /* table.overflow_bytes bytes */
     uint16_t *lengths; /* an entry for each row; NULL in scheme raw */
@@ -90,7 +91,7 @@ typedef struct ibp_row_source {
 
 /* Measures and codes rows of a source into a place, in one pass over them. A row that does not shrink is stored raw. If
  * overflow has no room for a row's part, the row is lost: its base becomes IBP_NO_BASE, so that reading it is a fault,
- * and place->counts counts it. Its length becomes 0, unless the place is new.
+ * and place->counts counts it. Its length becomes 0, unless is_new is 1.
  *
  * place: its arrays are in host memory. Its lengths, bases and rooms are not trusted: a row whose part does not lie in
  *   overflow is treated as a row without a part.

@@ -45,18 +45,18 @@ typedef struct ibp_table {
     int64_t slots_bytes;
     int64_t overflow_bytes;
     uint64_t slots_start, overflow_start; /* 0 if slots and overflow hold all rows. If they hold only a block of the
-                                             table's rows: the offsets, in bytes, of the two arrays in the arrays of
-                                             the whole table */
+                                             table's rows: the byte offsets at which they begin in the arrays of the
+                                             complete table */
     uint32_t slot_bytes;                  /* 0, row_bytes, or a multiple of IBP_OVERFLOW_ALIGN below row_bytes */
     ibp_codebook codebook;
     uint32_t rows_per_base; /* 0 or IBP_ROWS_PER_BASE: overflow parts lie in the order of the rows. 1: every row has
                                its own base, and its part may lie anywhere in overflow */
 } ibp_table;
 
-/* The entry of lengths that marks a default row, which has no bytes (section 2). */
+/* The entry of lengths that marks a default row, which is not stored (section 2). */
 #define IBP_DEFAULT_LENGTH(row_bytes) ((row_bytes) < 65535u ? (row_bytes) : 65535u)
 
-/* Number of rows that share an entry of bases if overflow parts are in order (section 2). */
+/* Number of rows that share an entry of bases if overflow parts lie in the order of the rows (section 2). */
 #define IBP_ROWS_PER_BASE 32u
 /* The sizes of slots, and of overflow parts with their padding, are multiples of this number of bytes, which is the
  * size of a sector of GPU memory. Section 3 names the exceptions: slots as large as rows, and tables without slots. */

@@ -46,8 +46,8 @@ extern "C" {
  * the rows that have an entry from the slabs, and all others from the table. Caches are for tables whose items are
  * whole rows: item_bytes is a multiple of row_bytes.
  *
- * Nothing in a cache is trusted. If the bytes that an entry names lie outside the slab, the row counts as corrupt. A
- * map with arbitrary contents gives wrong rows, but a search in it still ends after IBP_SEARCHED_WAYS ways. */
+ * Nothing in a cache is trusted. If an entry points to bytes outside the slab, the row counts as corrupt. A map with
+ * arbitrary contents gives wrong rows, but a search in it still ends after IBP_SEARCHED_WAYS ways. */
 #define IBP_MAX_SLABS 8u
 #define IBP_ENTRY_OFFSET_BITS 40u
 #define IBP_ENTRY_SLAB_SHIFT 40u

@@ -121,8 +121,8 @@ typedef struct {
  * num_vectors: at most IBP_MOST_VECTORS.
  * workspace: ibp_cuda_linear_bytes(...) bytes of device memory, aligned to 128 bytes, which the call overwrites; NULL
  *   if that size is 0.
- * stream: earlier work on the stream must not write the matrices, because they are read while that work may still be
- *   running. It may write x and bias. */
+ * stream: earlier work on the stream must not write the matrices, because the call may read them while that work is
+ *   still running. Earlier work may write x and bias. */
 IBP_API ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_products, const uint16_t *x,
                                    int64_t num_vectors, uint8_t *workspace, ibp_stream stream);
 
@@ -130,7 +130,7 @@ IBP_API ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_prod
  * these arguments. */
 IBP_API int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_products, int64_t num_vectors);
 
-/* Decodes all rows of a matrix, with the help of its list of escapes. Rows that are stored raw or as default rows give
+/* Decodes all rows of a matrix, and takes the escapes from its list. Rows that are stored raw or as default rows give
  * unspecified numbers. Columns and starts out of range do no harm.
  *
  * weights: receives [N, K] numbers of BF16 in device memory, aligned to 16 bytes. */

@@ -255,8 +255,8 @@ class ActivationOffload(OfThisProcess):
             self._move(region, piece)
 
     def _narrowed(self, region: SavedRegion, origin: IndexOrigin, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """Returns the narrower elements of x as bytes. data: the bytes of x. The region keeps them until the host knows
-        that narrowing lost nothing."""
+        """Returns the narrower elements of x as bytes. data: the bytes of x. The region keeps these bytes until the
+        host knows that narrowing lost nothing."""
         region.hold(data, x)
         rest = region.narrow(origin, data)
         if region.transfers is None:

@@ -39,7 +39,7 @@ class SavedPiece:
         self.arrived: torch.Event | None = None
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns the piece's part of data, which has all bytes of the region."""
+        """Returns the bytes of the piece as a part of `data`. data: all bytes of the region."""
         return data if self.num_bytes == data.numel() else data[self.start : self.end]
 
     def note_used(self, recipe: coding.ActivationRecipe, counters: torch.Tensor) -> int:
@@ -97,7 +97,7 @@ class SavedRegion:
     # ---- leaving ----
 
     def hold(self, data: torch.Tensor, x: torch.Tensor) -> None:
-        """Makes the bytes of a saved tensor x the memory of the region. data: these bytes, uint8 [num_bytes]."""
+        """Makes the region hold the bytes of a saved tensor x. data: these bytes, uint8 [num_bytes]."""
         self.memory, self.source = data, UnchangedTensor.of(x)
 
     def encode(self, piece: SavedPiece, data: torch.Tensor) -> None:

@@ -132,8 +132,8 @@ class PieceTransfers:
             self._settle(region, piece)
 
     def _settle(self, region: SavedRegion, piece: SavedPiece) -> None:
-        """Frees the memory of a piece that has been copied elsewhere. A piece that does not fit the destination keeps
-        its memory."""
+        """Frees the memory of a piece that has been copied elsewhere. A piece that does not fit in its destination
+        keeps its memory."""
         assert piece.sent is not None
         piece.sent.synchronize()
         assert piece.buffer is not None
@@ -202,7 +202,7 @@ class PieceTransfers:
 
     def forget(self, region: SavedRegion) -> None:
         """Releases a region that is being destroyed, which can happen at any time and in any thread. Its GPU memory is
-        freed here; its pinned memory is freed by the next call of `take_back`."""
+        freed here. Its pinned memory is returned to the pool by the next call of `take_back`."""
         if region.memory is not None and any(piece.sent and not piece.sent.query() for piece in region.pieces):
             region.memory.record_stream(self.out)
         if region.coming is not None:
@@ -219,7 +219,7 @@ class PieceTransfers:
             self._ended.append((piece, recipe, coming_bytes))
 
     def take_back(self) -> None:
-        """Frees the pinned memory of regions that have been destroyed, and removes their bytes from the window."""
+        """Returns the pinned memory of destroyed regions to the pool, and removes their bytes from the window."""
         while self._ended:
             piece, recipe, coming_bytes = self._ended.popleft()
             self.coming -= coming_bytes > 0

@@ -36,7 +36,8 @@ TEST_SECONDS = 2.0  # The self-test is repeated with other data until this numbe
 PAYS = 1.05
 _DRIVER = Path("/proc/driver/nvidia")
 _BUSY_LOAD = 0.5  # If the CPU's load per core is higher than this, other work disturbs measurements.
-_BUSY_PERCENT = 10  # If the GPU was at work for more than this percentage of the last second, it has other work.
+# If the GPU was busy for more than this percentage of the last second, other work disturbs measurements.
+_BUSY_PERCENT = 10
 _MOST_SHOWN = 8  # Largest number of failed tests that are printed. --json has all of them.
 # Row sizes in bytes for which speed-ups are measured. The rates of rows in GB/s are printed for the last size only.
 _ROW_BYTES = (128, 512, 2048)
@@ -247,7 +248,7 @@ class Measured:
     kind: str  # The name of the kind.
     saved: float  # The fraction of the bytes that compression saves.
     lossless: bool  # Whether every bit came back.
-    gbps: dict[str, float]  # Rates in GB/s, by the keys of _CPU_COLUMNS or _GPU_COLUMNS.
+    gbps: dict[str, float]  # Rates in GB/s, keyed by the keys of _CPU_COLUMNS or _GPU_COLUMNS.
     # For each row size in bytes: the rate at which the GPU fetches compressed rows, divided by the rate for raw rows.
     # Empty without a GPU.
     rows: dict[int, float] = field(default_factory=dict)
