@@ -100,8 +100,8 @@ IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, ui
 /* Counts the bytes and the sectors that rows take when they are stored, so that the caller can choose the size of
  * slots.
  *
- * lengths: an entry for each row, as ibp_measure_rows makes them. If an entry is above row_bytes, and so wrong, its row
- *   is counted among the rows that take the most sectors.
+ * lengths: an entry for each row, as ibp_measure_rows makes them. If an entry is wrong because it is above row_bytes,
+ *   its row is counted among the rows that take the most sectors.
  * num_bytes: size of the tensor in bytes. It has num_bytes / row_bytes rows, rounded up.
  * survey: 2 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) counters, to which the function adds; set them to 0 before the first
  *   call. The function adds the size of all rows as stored, in bytes, to survey[0], and the number of rows that take k
@@ -148,13 +148,14 @@ typedef struct ibp_ids {
                                           gather fills */
     int64_t strides[IBP_MAX_OUT_DIMS]; /* bytes, at least 0 */
     const uint64_t *addresses;         /* count addresses, or NULL */
-    int64_t from_end;                  /* num_items if ids below 0 count from the end; 0 if they are out of range */
+    int64_t from_end;                  /* num_items if negative ids count from the end; 0 if negative ids are out of
+                                          range */
 } ibp_ids;
 
 /* Gathers items of a table: decodes item ids[k] to its position in the output, for first <= k < last. If an id is out
  * of range, its item becomes zeros. A corrupt row of an item becomes zeros, too. All other rows are right.
  *
- * table: with arrays in host memory.
+ * table: its arrays are in host memory.
  * ids: which items, and where they go.
  * first, last: this call gathers the items ids[first] to ids[last - 1]; 0 and ids->count gather everything. Several
  *   threads may share one gather, each with its own range and its own scratch.
@@ -167,7 +168,7 @@ IBP_API ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, 
 
 /* Decodes a range of a table's bytes. A corrupt row becomes zeros.
  *
- * table: with arrays in host memory.
+ * table: its arrays are in host memory.
  * start, end: the range, in bytes of the original tensor; 0 and num_items * item_bytes decode everything. Several
  *   threads may each decode a range of one table.
  * out: receives end - start bytes.

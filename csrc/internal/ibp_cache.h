@@ -42,9 +42,9 @@ extern "C" {
  *   bit 60      present: an entry without this bit counts as 0
  *   bit 61      dirty: the row has changed since it was taken from the table
  *
- * A lookup takes two steps: ibp_find_cached finds the entries of the rows that ids ask for, and ibp_gather_cached reads
- * the rows that have an entry from the slabs, and all others from the table. Caches are for tables whose items are
- * whole rows: item_bytes is a multiple of row_bytes.
+ * A lookup takes two steps. ibp_find_cached finds the entries of the rows of the requested items. ibp_gather_cached
+ * then reads each row from its slab if the row's entry is present, and otherwise from the table. Caches are for tables
+ * whose items are whole rows: item_bytes is a multiple of row_bytes.
  *
  * Nothing in a cache is trusted. If an entry points to bytes outside the slab, the row counts as corrupt. A map with
  * arbitrary contents gives wrong rows, but a search in it still ends after IBP_SEARCHED_WAYS ways. */
@@ -115,7 +115,7 @@ typedef struct ibp_row_query {
     int64_t rows_per_item;   /* at least 1 */
     uint32_t row_bytes;      /* 1 to IBP_MAX_ROW_BYTES */
     const uint16_t *lengths; /* one for each row; NULL: every row is raw */
-    int64_t num_rows;        /* number of rows of the table; ids of items past them are out of range */
+    int64_t num_rows;        /* number of rows of the table; ids of items beyond these rows are out of range */
 } ibp_row_query;
 
 /* Looks up the rows of the items ids[first] to ids[last - 1].
@@ -142,8 +142,8 @@ typedef struct ibp_cache_slab {
 } ibp_cache_slab;
 
 /* Copies rows of a table into a slab, as they are stored, and puts them into its map. Row rows[i] goes to byte
- * offsets[i] of the slab, for first <= i < last. Several threads may share a map. The map's entry of a row is written
- * after the row's bytes.
+ * offsets[i] of the slab, for first <= i < last. Several threads may share a map. A row's entry is written to the map
+ * after the row's bytes have been written to the slab.
  *
  * A row is left out if it is in the map already, if it is a default row, if all ways that a search would look at are
  * taken, or if its number or its offset is negative. If `rows` has the same number several times, the row is copied
@@ -171,7 +171,7 @@ typedef struct ibp_lru {
 /* Looks up the rows of all ids, and copies missing rows into the cache in place of the least recently used rows.
  * entries[k * rows_per_item + r] receives the entry of row r of item ids[k].
  *
- * Rows that the cache holds when the call begins keep their places. Each missing row, in the order of the ids, takes a
+ * Rows that the cache holds when the call begins keep their ways. Each missing row, in the order of the ids, takes a
  * way of its set that has no row. If every way has a row, it takes the way that was used longest ago, among the ways
  * that this call does not use and that are not dirty. The row's bytes are copied there. If there is no such way either,
  * or if the row is longer than a slot, the row is not cached and its entry is 0. If an id occurs several times, each

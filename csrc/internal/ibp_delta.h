@@ -30,7 +30,7 @@ IBP_API ibp_status ibp_sum_words(const uint8_t *part, int64_t num_bytes, uint64_
 
 /* Returns the fingerprint of a tensor of num_bytes bytes.
  *
- * sum: starts at 0; ibp_sum_words has added all parts of the tensor to it. */
+ * sum: the number to which ibp_sum_words has added all parts of the tensor, beginning with 0. */
 IBP_API uint64_t ibp_finish_fingerprint(uint64_t sum, int64_t num_bytes);
 
 /* Returns the fingerprint of num_bytes bytes at any alignment. */
@@ -131,8 +131,8 @@ typedef enum ibp_delta_verdict {
  * takes_back: if true, undoes the changes of an earlier call. `state` must then be what that call wrote, with the first
  *   entry set to IBP_DELTA_DAMAGED.
  * state: 1 + 3 * num_tensors entries, set to 0 by the caller. The first entry receives the verdict. The others receive
- *   three numbers for each tensor: the sum of its base's words, the change of that sum by the differences, and 1 if a
- *   row was corrupt, else 0. */
+ *   three numbers for each tensor: the sum of its base's words, the change of that sum that the differences cause, and
+ *   1 if a row was corrupt, else 0. */
 IBP_API ibp_status ibp_cuda_apply_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                          uint32_t num_tensors, int64_t num_rows, bool takes_back, uint64_t *state,
                                          ibp_stream stream);

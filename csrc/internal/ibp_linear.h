@@ -1,5 +1,5 @@
-/* ibp_linear.h - sums of coded rows (bags), and products of vectors with a coded matrix. Sums and products run on a GPU
- * only.
+/* ibp_linear.h - sums of coded rows (bags), and products of vectors with a coded matrix. Sums and products are computed
+ * only on a GPU.
  *
  *     // Sums of four rows of float32 each.
  *     ibp_status sums_of_four(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
@@ -41,15 +41,15 @@ typedef struct ibp_bags {
                             IBP_BAG_SUM only */
     ibp_bag_mode mode;
     ibp_float_kind kind; /* kind of the elements of rows */
-    int64_t padding_id;  /* ids with this value are skipped; if it is negative, no id is skipped */
+    int64_t padding_id;  /* ids with this value are skipped; if padding_id is negative, no id is skipped */
 } ibp_bags;
 
 /* Decodes the rows of each bag and reduces them to their sum, mean or maximum, in one kernel. out[b] receives row_bytes
  * bytes for bag b. A bag without rows gives zeros. Sums are added up in float, in the order of the bag, and rounded
  * once at the end, so the results equal those of torch's embedding_bag for CUDA bit for bit.
  *
- * table: has items of one row each, of at most 8 KiB, in scheme raw or in dense rows of scheme planes with elements of
- *   2 or 4 bytes.
+ * table: each of its items is one row of at most 8 KiB. Its scheme is raw, or it is planes with dense rows and elements
+ *   of 2 or 4 bytes.
  * ids: without positions. An id out of range and a corrupt row are noted as in ibp_cuda_gather_items, and count as rows
  *   of zeros.
  * cache: if not NULL, rows whose entries are present are read from its slabs, as in ibp_cuda_gather_cached. If NULL,

@@ -59,7 +59,7 @@ IBP_API ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8
  *
  * ids: ids_per_block rows for each of num_blocks blocks, as ibp_plan_pages writes them. Blocks whose first id is below
  *   0 are skipped.
- * lengths, rooms: those of the place, for num_rows rows; rooms is NULL if slots hold whole rows.
+ * lengths, rooms: the lengths and rooms of the place, which has num_rows rows; rooms is NULL if slots hold whole rows.
  * stored, seen: both receive the same flags, num_rows / ids_per_block in number. `stored` is for the device that
  *   decodes, and `seen` for the host.
  * @return IBP_INVALID_ARGUMENT also if num_rows is not a multiple of ids_per_block. */

@@ -35,8 +35,8 @@ typedef struct ibp_stager ibp_stager;
 
 /* Creates a stager.
  *
- * pinned, near: ring_bytes bytes each, of pinned host memory and of device memory, aligned to 16 bytes. They belong to
- *   the stager until it is destroyed and the work queued by then is completed.
+ * pinned, near: ring_bytes bytes of pinned host memory, and ring_bytes bytes of device memory, aligned to 16 bytes.
+ *   They belong to the stager until it is destroyed and the work queued by then is completed.
  * ring_bytes: size of each of the two rings in bytes. 24 MiB keep a PCIe 5 link busy. */
 IBP_API ibp_status ibp_cuda_create_stager(uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager);
 /* Destroys a stager, whichever device is current. NULL is allowed. */
@@ -51,8 +51,8 @@ typedef void (*ibp_run)(void *runner, int64_t count, void (*work)(void *state, i
  * when the last chunk is queued; ids are not read after that. Queued kernels may still read the table's slots
  * if slot_bytes is not a multiple of 16.
  *
- * table: a table with slots, with the addresses that the device uses. The device itself reads the bytes of rows that
- *   are not in a slot.
+ * table: a table with slots, whose pointers are the addresses that the device uses. The device itself reads the bytes
+ *   of rows that are not in a slot.
  * slots: the address of the same slots for the CPU.
  * run, runner, num_threads: how the CPU's work is spread over threads. The function calls run(runner, num_threads,
  *   work, state) once. `run` must then call work(state, number) for each number from 0 to num_threads - 1, on different

@@ -4,12 +4,12 @@
  * Eight fields of b bits are b whole bytes. So digits, residuals and raw symbols are unpacked to lanes by one parallel
  * deposit for each 64 bits of lanes, and packed by one parallel extract.
  *
- * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
- * level has a byte for each raw symbol. This byte is the symbol's rank: the index of its entry, or num_entries if the
- * symbol has no entry. There are two exceptions. The decoder uses the symbols themselves if a symbol is one byte and
- * all columns share the same entries. The encoder subtracts from the ranks of level p the number of entries of all
- * earlier planes. The decoder builds the levels from the last to the first. The encoder goes from the first to the
- * last: it turns each level into digits and the next level. */
+ * *Levels* are arrays of bytes, a form between digits and symbols. Level p has a byte for each element with a digit in
+ * plane p; the last level has a byte for each raw symbol. This byte is the symbol's rank: the index of its entry, or
+ * num_entries if the symbol has no entry. There are two exceptions. The decoder uses the symbols themselves if a symbol
+ * is one byte and all columns share the same entries. The encoder subtracts from the ranks of level p the number of
+ * entries of all earlier planes. The decoder builds the levels from the last to the first. The encoder goes from the
+ * first to the last: it turns each level into digits and the next level. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -147,7 +147,7 @@ static bool is_wide(const ibp_planes *planes)
     return ibp_cpu_features() & IBP_CPU_AVX512 && ibp_takes_avx512(planes);
 }
 
-/* Takes memory for a bitmap of n bits, in whole words of 64 bits, from the scratch. */
+/* Allocates a bitmap of n bits from the scratch, in whole words of 64 bits. */
 static uint64_t *take_bitmap(ibp_scratch *scratch, uint32_t n) { return ibp_take(scratch, (size_t)(n + 63) / 64 * 8); }
 
 /* Looks up symbols as name_symbols16 does, if all columns have the same entries. It searches 16 entries at a time, and
@@ -400,7 +400,7 @@ IBP_AVX2 static bool read_positions(const uint8_t *src, size_t src_bytes, uint32
     return found == form->num_positions;
 }
 
-/* Returns the bits in which elements that are not listed may differ from the default. */
+/* Returns a mask of the bits in which unlisted elements may differ from the default. */
 static uint64_t ignored_bits(const ibp_planes *planes)
 {
     return planes->signed_default ? (uint64_t)1 << (ibp_element_bits(planes) - 1) : 0;

@@ -261,7 +261,7 @@ IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *elem
 {
     const uint32_t lane_bytes = planes->element_bytes, per_word = 8 / lane_bytes, symbol_bits = ibp_symbol_bits(planes);
     const rotation to_coded = rotation_of(planes->rotate, lane_bytes);
-    /* The bits of a word at which its symbols begin. */
+    /* The bits of each word at which the symbols in it begin. */
     const __m512i starts = all_words(byte_numbers * 8 * lane_bytes + byte_ones * planes->residual_bits);
     const __m512i mask = all_words(byte_ones * ibp_low_bits(255, symbol_bits)),
                   ninth = all_words(ibp_lane_fields(lane_bytes, 1) << (planes->residual_bits + 8) % 64);

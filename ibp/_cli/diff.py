@@ -160,7 +160,7 @@ def _count(tensor: SourceTensor) -> int:
 
 def _by_blocks(device: torch.device) -> _Weighing:
     """Returns a function that makes the delta of a tensor block by block, on the device, and returns the total size of
-    the blocks. It needs little memory, whatever the size of the tensor."""
+    these deltas. It needs little memory, whatever the size of the tensor."""
 
     def weigh(base: SourceTensor, new: SourceTensor) -> int:
         taken = 0

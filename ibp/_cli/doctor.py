@@ -127,8 +127,8 @@ def why_no_gpu(device: torch.device) -> str | None:
 
 
 def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
-    """Finds out what is installed and built, and how busy the machine is. Returns the facts as texts by name, and a
-    list with a sentence for each sign that other work uses the machine."""
+    """Finds out what is installed and built, and how busy the machine is. Returns (a dict of the facts, as texts by
+    name; a list with a sentence for each sign that other work uses the machine)."""
     load, cores, busy = os.getloadavg()[0], os.cpu_count() or 1, []
     facts = {"Python": f"{platform.python_version()}, {platform.platform()}", **config(device)}
     facts["load"] = f"{load:.1f} on {output.show_count(cores, 'core')}"
@@ -173,7 +173,8 @@ def _ask(device: torch.device, of: str, *columns: str) -> list[list[str]]:
 
 def self_test(device: torch.device, seconds: float) -> tuple[int, list[str]]:
     """Tests tables of every kind of data, scheme and layout, and a file, on a device. Repeats all tests with other data
-    until `seconds` seconds have passed or a test has failed. Returns the number of tests, and a line for each fault."""
+    until `seconds` seconds have passed or a test has failed. Returns (number of tests, list with a line for each
+    fault)."""
     end = time.monotonic() + seconds
     failed: list[str] = []
     tests: dict[str, Callable[[int], Iterator[str]]] = {
@@ -312,8 +313,7 @@ def code_again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
 
 
 def measured_with_gpu(device: torch.device, seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
-    """Measures, for every kind of data, how fast a GPU fetches it from pinned memory. kinds: as in
-    `measured_on_cpu`."""
+    """Measures how fast a GPU fetches each kind of data from pinned memory. kinds: as in `measured_on_cpu`."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         clock = Clock(device, seconds / (_GPU_PARTS * len(_KINDS)))
         found = [_with_gpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
@@ -351,7 +351,7 @@ def _with_gpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
 
 
 def verdict(found: Sequence[Measured], threads: int, no_gpu: str | None) -> str:
-    """Returns the sentence that says which kinds of data gain by compression on this machine, or that repetitions
+    """Returns the sentence that says which kinds of data gain from compression on this machine, or that repetitions
     differ too much to tell. no_gpu: why no GPU was measured. None: a GPU was measured."""
     noise = max(measured.uncertainty for measured in found)
     warning = (

@@ -31,7 +31,7 @@ struct TilesJob {
 };
 
 // The sizes and the shared memory of a block. VECTORS: 128 or 256, the largest number of vectors. GROUPS: number of
-// groups of four warps that multiply: 2, or also 3 if VECTORS is 128.
+// groups of four warps that multiply: 2 or 3, but 3 only if VECTORS is 128.
 template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
     static constexpr uint32_t kVectors = VECTORS, kGroup = 128, kGroups = GROUPS, kTileRows = 64 * kGroups;
     static constexpr uint32_t kMultipliers = kGroup * kGroups, kWarps = kMultipliers / kWarp;
