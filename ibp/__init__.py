@@ -16,8 +16,9 @@ ibp.cache            caches on GPUs for the rows of tables
 ibp.spill            tables on a GPU whose overflow is in host memory
 ibp.codecs           codebooks, general codecs, and the choice between them
 ibp.calibration      measured rates of a machine, for the choice of schemes and paths
-ibp.distributed      tables in several processes, and collectives that send tensors coded
-ibp.adapters         what framework adapters are made of ibp.integrations     framework adapters
+ibp.distributed      tables in several processes, and collectives that send coded tensors
+ibp.adapters         building blocks for framework adapters
+ibp.integrations     framework adapters
 """
 
 from contextlib import suppress as _suppress
@@ -128,7 +129,7 @@ def __getattr__(name: str) -> _Any:
 
 def _register(name: str) -> None:
     # If the framework's release lacks something that the module imports, nothing is registered, and the framework
-    # does not know coded weights.
+    # does not support coded weights.
     with _suppress(ImportError, AttributeError):
         _import_module(f"ibp.integrations.{name}")
 
@@ -142,7 +143,7 @@ _after_import("accelerate.big_modeling", lambda: _register("_accelerate_hooks"))
 
 
 def cuda_is_available() -> bool:
-    """Returns whether this build of ibp has CUDA kernels, and torch sees a CUDA device.
+    """Returns True if this build of ibp has CUDA kernels and torch sees a CUDA device.
 
     Example:
         >>> device = "cuda" if ibp.cuda_is_available() else "cpu"
@@ -154,8 +155,8 @@ def cuda_is_available() -> bool:
 
 
 def get_include() -> str:
-    """Returns the directory of ibp.h, ibp_cuda.h, the headers that they include, and FORMAT.md. Programs that link the
-    core library need it.
+    """Returns the directory that contains ibp.h, ibp_cuda.h, the headers that they include, and FORMAT.md. Pass it
+    to the compiler as an include directory to build a program that uses the core library.
 
     Example:
         >>> from pathlib import Path
@@ -166,7 +167,7 @@ def get_include() -> str:
 
 
 def get_library_dir() -> str:
-    """Returns the directory of libibp.so, the core library.
+    """Returns the directory that contains libibp.so, the core library.
 
     Example:
         >>> flags = f"-I{ibp.get_include()} -L{ibp.get_library_dir()} -libp"

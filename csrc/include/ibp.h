@@ -2,8 +2,8 @@
  *
  * Lossless compression of tensors whose rows can be decoded one by one. FORMAT.md specifies the bytes; the headers
  * refer to its sections. This header includes the other headers for host memory, except ibp_file.h, which reads files.
- * ibp_cuda.h declares the same functions for GPUs, which take device pointers and a stream. Each header may also be
- * included alone. The following rules hold for all of them.
+ * ibp_cuda.h declares versions of these functions for GPUs, which take device pointers and a stream. Each header may
+ * also be included alone. The following rules hold for all of them.
  *
  *     bool is_current(void) // returns whether the linked library has everything that this header declares
  *     {
@@ -21,10 +21,10 @@
  * Threads. Several threads may call any function at once if their outputs and their scratch differ; they may share
  * inputs. The library has a single piece of state, an atomic that says which features of the processor it uses.
  *
- * Arguments. Pointers are not NULL unless NULL is mentioned. Sizes are exact. Every function checks its numeric
+ * Arguments. Pointers must not be NULL unless NULL is mentioned. Sizes are exact. Every function checks its numeric
  * arguments and the fields of its codebook or table. This takes a few nanoseconds. It returns IBP_INVALID_ARGUMENT if
- * the scheme is unknown, if a value is out of range, or if values contradict each other. It does not check the contents
- * of arrays: call ibp_check_codebook and ibp_check_table once for codebooks and tables that come from elsewhere.
+ * the scheme is unknown, if a value is out of range, or if values are inconsistent. It does not check the contents of
+ * arrays: call ibp_check_codebook and ibp_check_table once for codebooks and tables that come from elsewhere.
  *
  * Safety. Coded bytes, lengths and bases may be hostile: they are refused or give wrong data, and nothing outside the
  * buffers is read or written. The same holds for a codebook whose fields are in range, whatever its arrays contain. It

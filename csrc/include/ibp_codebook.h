@@ -35,22 +35,23 @@ typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLA
  * symbols are stored as they are. ibp_learn_planes fills in the struct. */
 typedef struct ibp_planes {
     const void *entries;    /* symbols [N][num_entries] of symbol_bytes bytes each, aligned to symbol_bytes, where N is
-                               the number of live columns with per_column, else 1; NULL if num_entries is 0; not read
-                               if `consecutive` is true */
+                               the number of live columns if per_column is true, else 1; NULL if num_entries is 0; not
+                               read if `consecutive` is true */
     uint64_t default_value; /* the element that a default row repeats, and that a listed row leaves out */
-    uint64_t closed_value;  /* in a closed row all listed elements have this value, and are not stored */
+    uint64_t closed_value;  /* the value of all listed elements of a closed row, which does not store them */
     uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
-    uint32_t residual_bits; /* number of low coded bits, after the rotation, that are stored as they are: 0 to
-                               8 * element_bytes - invariant_bits */
-    uint32_t rotate;        /* 0 or 1: number of bits by which the coded bits of an element are rotated left before
-                               they are split into symbol and residual */
+    uint32_t residual_bits; /* number of bits of the residual: the lowest coded bits after the rotation, which are
+                               stored as they are; 0 to 8 * element_bytes - invariant_bits */
+    uint32_t rotate;        /* 0 or 1: number of bits by which the coded bits of an element, which are all bits except
+                               the invariant ones, are rotated left before they are split into symbol and residual */
     uint32_t num_planes;    /* 0 to IBP_MAX_PLANES */
     uint32_t num_entries;   /* sum of 2^digit_bits[p] - 1 over the planes p */
     uint32_t symbol_bytes;  /* 1, 2, 4 or 8: the smallest of these sizes that holds a symbol. A symbol consists of the
                                bits of an element that are neither invariant nor residual */
     uint8_t digit_bits[IBP_MAX_PLANES]; /* size in bits of each plane's digits: 1 to IBP_MAX_DIGIT_BITS */
     bool per_column, listed;  /* per_column: each live column has its own entries. listed: rows are listed rows, which
-                                 store only the elements that differ from default_value. Not both */
+                                 store only the elements that differ from default_value. At most one of the two fields
+                                 may be true */
     bool consecutive;         /* entry i is first_symbol + i, cut to the bits of a symbol; not allowed with per_column
                                  or with clusters */
     bool signed_default;      /* elements that differ from default_value only in the highest bit are not listed, and
@@ -79,13 +80,13 @@ typedef struct ibp_codebook {
     const uint32_t *mask;   /* scheme ibp: 1 for each invariant bit of a row */
     const uint32_t *bitval; /* the values of invariant bits; the other bits are 0 */
     const uint32_t *flags;  /* bits 0-16: position, in the coded row, of the word's first participation bit; bits
-                               17-20: which of the chunks that start in the word have a participation bit; bits
-                               21-31: where bits are left out of the word (format.h) */
+                               17-20: which of the chunks that start in the word have a participation bit; bits 21-31:
+                               where in the word runs of invariant bits begin (format.h) */
     uint32_t chunk_bytes;   /* 1, 2, 4 or 8 */
     uint32_t num_flags;     /* number of participation bits of a row */
     ibp_planes planes;      /* scheme planes */
-    /* Clusters (section 7): there may be several codebooks, of which each coded row names one. Then the fields above
-     * describe the first one. */
+    /* Clusters (section 7): if there are several codebooks, each coded row says which of them it was coded with. The
+     * fields above then describe the first codebook. */
     uint32_t num_clusters;         /* at most IBP_MAX_CLUSTERS; 0 or 1: one codebook */
     uint32_t cluster_stride;       /* distance from one codebook to the next, in entries of mask, bitval and flags, or
                                       in bytes of planes.entries */
@@ -111,8 +112,8 @@ IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
  *   have one.
  * words: 3 * ibp_codebook_words(row_bytes) entries, aligned to 16 bytes. The function fills them with mask, bitval and
  *   flags. Keep them as long as the codebook, whose pointers point to them.
- * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range, or if a bit of bitval is set whose mask bit
- * is clear. */
+ * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range, or if a bit is set in bitval but not in
+ * mask. */
 IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes,
                                       uint32_t chunk_bytes, bool flag_all, uint32_t *words, ibp_codebook *out);
 

@@ -1,5 +1,5 @@
-/* ibp_cuda.h - the functions of ibp.h for GPUs: ibp_cuda_gather_items does what ibp_gather_items does, with the same
- * bytes, but takes device pointers and a stream.
+/* ibp_cuda.h - the functions of ibp.h for GPUs. For example, ibp_cuda_gather_items writes the same bytes as
+ * ibp_gather_items, but takes device pointers and a stream.
  *
  * This header includes the other CUDA headers; each of them may also be included alone. The following rules hold for
  * all of them.
@@ -18,15 +18,16 @@
  * graph. In a build without CUDA the functions that return an ibp_status return IBP_NO_CUDA.
  *
  * Devices. Every function works on the device that is current when it is called. The stream must belong to this device,
- * and the device must be able to read the inputs and write the outputs. Pinned memory belongs to no device: all devices
- * can read it, each at the address that ibp_cuda_map_pinned gives. Only one device at a time may write an ibp_fault.
+ * and the device must be able to read the inputs and write the outputs. Pinned memory is not bound to a device. Every
+ * device can read it, at the address that ibp_cuda_map_pinned returns for the device. Only one device at a time may
+ * write an ibp_fault.
  *
- * Errors. IBP_INVALID_ARGUMENT means that an argument is NULL although bytes are needed, is out of range, or
- * contradicts another one (raw rows with lengths, an unknown scheme, a codebook with inconsistent fields); then nothing
- * has been launched. The contents of arrays in device memory are not checked before the launch. Wrong contents do no
- * harm, even if kernels of other streams write the arrays meanwhile: errors in a table's index and rows are noted in
- * *fault, and wrong arrays of a codebook give wrong rows. IBP_CUDA_ERROR means that a CUDA call failed. Then
- * ibp_cuda_last_error() says why, and cudaGetLastError() no longer has the error. */
+ * Errors. IBP_INVALID_ARGUMENT means that an argument is NULL although bytes are needed, is out of range, or is
+ * inconsistent (raw rows with lengths, an unknown scheme, a codebook with inconsistent fields). Then nothing has been
+ * launched. The contents of arrays in device memory are not checked before the launch. Wrong contents do no harm, even
+ * if kernels of other streams write the arrays meanwhile: errors in a table's index and rows are noted in *fault, and
+ * wrong arrays of a codebook give wrong rows. IBP_CUDA_ERROR means that a CUDA call failed. Then ibp_cuda_last_error()
+ * says why, and cudaGetLastError() no longer returns the error. */
 #ifndef IBP_CUDA_H
 #define IBP_CUDA_H
 

@@ -40,7 +40,7 @@ IBP_API const char *ibp_cuda_last_error(void);
  *
  * num_bytes: exactly this many bytes are allocated, without rounding to a power of two.
  * node: the NUMA node whose memory is preferred; if negative, the node of the calling thread. If the system refuses
- *   this or the node is full, the memory lies on other nodes.
+ *   this node, or if the node is full, the memory lies on other nodes.
  * host: receives the address for the CPU; NULL if num_bytes is 0.
  * @return IBP_CUDA_ERROR if there is not enough memory. */
 IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host);
@@ -52,16 +52,16 @@ IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host
 IBP_API ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes);
 
 /* Pins memory that the caller owns, such as a writable mapping of a file. The memory keeps its address. Until
- * ibp_cuda_unregister_pinned is called it can be used like memory of ibp_cuda_alloc_pinned.
+ * ibp_cuda_unregister_pinned is called, the memory can be used like memory that ibp_cuda_alloc_pinned has allocated.
  *
- * num_bytes: above 0. */
+ * num_bytes: at least 1. */
 IBP_API ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes);
 
 /* Unpins memory that ibp_cuda_register_pinned has pinned. Call it before the memory is freed. */
 IBP_API ibp_status ibp_cuda_unregister_pinned(void *host);
 
 /* Finds the address of pinned host memory for the current device. Devices may have different addresses for the same
- * memory: ask again when another device is current.
+ * memory. Call the function again when another device is current.
  *
  * host: the address that ibp_cuda_alloc_pinned returned or that ibp_cuda_register_pinned was called with.
  * device: receives the address for kernels. */

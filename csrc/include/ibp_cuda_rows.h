@@ -48,28 +48,28 @@ IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_byt
  *
  * table: sizes, codebook, lengths and bases; the struct is read before the function returns.
  * data, slots, overflow: memory that the device can use, such as mapped pinned host memory.
- * fault: memory that the device can write, zero before the call; or NULL. If entries of lengths do not fit their rows
- *   in data, it receives one of these rows. */
+ * fault: memory that the device can write, zero before the call; or NULL. If entries of lengths are wrong for their
+ *   rows in data, *fault receives one of these rows. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
-/* Copies the overflow parts of new rows on a stream to the offsets that the index of a table gives them, as
+/* Copies, on a stream, the overflow parts of new rows to the offsets that the index of a table gives them, as
  * ibp_move_parts does.
  *
  * overflow: memory that the device can use. */
 IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow,
                                        ibp_stream stream);
-/* Measures and codes all rows of a source into a place by one launch, as ibp_encode_into does. It allocates nothing and
- * does not wait for the device, so it can be captured in a CUDA graph. Where overflow parts lie may differ from run to
- * run; the bytes of rows do not.
+/* Measures and codes all rows of a source into a place in one launch, as ibp_encode_into does. It allocates nothing and
+ * does not wait for the device, so it can be captured in a CUDA graph. The offsets of overflow parts may differ from
+ * run to run; the bytes of rows do not.
  *
  * place, source: the structs are read before the function returns. place->slots, place->overflow and the rows of the
  *   source may each be in device memory or in mapped pinned host memory; all other arrays are in device memory. Packed
  *   rows are refused. The bytes between the end of a row and the next multiple of IBP_OVERFLOW_ALIGN, in its slot or
  *   overflow part, become zeros or stay as they were.
- * row_ids: in device memory. If NULL, row i becomes row first_row + i of the table. Ids must differ. If two are equal
- *   and the table has bases, the table's row becomes one of the two rows, and the other one may be noted as
- *   IBP_INVALID_ARGUMENT. If two are equal and the table has no bases, the table's row may become a mixture of both
- *   rows. No other row is harmed.
+ * row_ids: in device memory. If NULL, row i becomes row first_row + i of the table. Ids must differ. If two ids are
+ *   equal and the table has bases, the table's row becomes one of the two rows, and the other row may be noted as
+ *   IBP_INVALID_ARGUMENT. If two ids are equal and the table has no bases, the table's row may become a mixture of both
+ *   rows. Other rows are not affected.
  * fault: memory that the device can write, zero before the call; or NULL.
  * max_sms: largest number of SMs that the kernel may keep busy; 0: all.
  * stream: the work is queued here; the function does not wait for it.
@@ -86,8 +86,8 @@ IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_so
  *   struct itself is read before the function returns.
  * ids: the struct is in host memory; its arrays are in memory that the device can use.
  * out: position 0 of the output.
- * fault: memory that the device can write, zero before the call. It receives the first fault in time that any thread
- *   records. Read it after the stream is synchronised.
+ * fault: memory that the device can write, zero before the call. It receives the fault that any of the threads records
+ *   first. Read it after the stream is synchronised.
  * max_sms: largest number of SMs that the kernel may keep busy; 0: all. A few SMs suffice for rows that come over the
  *   link.
  * stream: the work is queued here; the function does not wait for it.
@@ -95,8 +95,8 @@ IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_so
 IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
                                          int max_sms, ibp_stream stream);
 
-/* Decodes bytes [start, end) of a table, as ibp_decode_bytes does. For the memory of the other arguments, for max_sms
- * and for the result, see ibp_cuda_gather_items. */
+/* Decodes bytes [start, end) of a table, as ibp_decode_bytes does. The other arguments and the result are as in
+ * ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
                                          ibp_fault *fault, int max_sms, ibp_stream stream);
 

@@ -3,11 +3,12 @@
  * A file is a safetensors file whose metadata says which of its tensors are parts of tables (FORMAT.md section 9):
  *
  *   8 bytes   N, the length of the header, as uint64
- *   N bytes   the header: JSON with the metadata and the name, dtype, shape and place of each tensor
+ *   N bytes   the header: JSON with the metadata and the name, dtype, shape and position of each tensor
  *   the rest  the data of all tensors, one after the other
  *
  * The functions return pointers into the caller's bytes. Only codebooks are copied, into memory that the caller
- * provides. The rules of ibp.h hold: no function allocates memory, threads may share a file, and pointers are not NULL.
+ * provides. The rules of ibp.h hold: no function allocates memory, threads may share a file, and pointers must not be
+ * NULL.
  *
  *     // Reads item `number` of the table "embedding" from the bytes of a file.
  *     ibp_status read_item(const uint8_t *bytes, size_t num_bytes, int64_t number, void *workspace,
@@ -26,9 +27,9 @@
  *     }
  *
  * Safety. No byte of a file is trusted, and nothing outside the file is read. If another process changes a file while
- * it is read, the data are wrong at worst. The caller must ensure that nobody shortens a file that is mapped.
+ * it is read, the worst result is wrong data. The caller must ensure that nobody shortens a file that is mapped.
  *
- * Files are read on little-endian machines of 64 bits only. */
+ * Files can be read only on 64-bit little-endian machines. */
 #ifndef IBP_FILE_H
 #define IBP_FILE_H
 
@@ -38,7 +39,7 @@
 extern "C" {
 #endif
 
-#define IBP_MAX_FILE_DIMS 64u /* dimensions that torch's tensors have at most */
+#define IBP_MAX_FILE_DIMS 64u /* largest number of dimensions of a torch tensor */
 
 /* A name or a value in the header: the characters between the quotation marks of a JSON string, with its escapes. It
  * points into the bytes of the file, and no 0 follows it. */
@@ -50,7 +51,7 @@ typedef struct ibp_text {
 /* Returns whether a text equals a string in UTF-8 that ends with a 0. Escapes of the text are resolved. */
 IBP_API bool ibp_is_text(ibp_text text, const char *utf8);
 
-/* Copies a text in UTF-8 and with a final 0, as snprintf does.
+/* Copies a text as UTF-8 with a final 0, and cuts it as snprintf does.
  *
  * utf8, room: receives at most `room` bytes, the 0 included; bytes that do not fit are left out. If room is 0, utf8 may
  *   be NULL.
@@ -58,7 +59,7 @@ IBP_API bool ibp_is_text(ibp_text text, const char *utf8);
  * room. */
 IBP_API size_t ibp_copy_text(ibp_text text, char *utf8, size_t room);
 
-/* Why a file or a table is refused, in words. */
+/* Says why a file or a table was refused. */
 typedef struct ibp_refusal {
     ibp_text found;     /* the part of the header that is wrong; its data is NULL if something is missing */
     const char *wanted; /* says in English what should stand there; NULL if nothing was refused */
@@ -86,10 +87,10 @@ typedef struct ibp_file {
  * bytes, num_bytes: the whole file, aligned to 16 bytes, as a mapping or in memory. Keep it at its address as long as
  *   *file, its tensors and its tables are used.
  * file: receives the open file; if the file is refused, file->refusal says why.
- * @return IBP_BAD_FILE if the bytes are not a safetensors file, if the header contradicts itself or the size of the
- * file, or if the metadata has a key that begins with "ibp." but the key "ibp.format", the key "ibp.checks" or the
- * tensor "ibp.checks" is missing or occurs twice; IBP_NEWER_FILE if the file has a newer format. Then file->release is
- * the release of the library that wrote the file, which can read it. */
+ * @return IBP_BAD_FILE if the bytes are not a safetensors file, if the header is inconsistent or does not agree with
+ * the size of the file, or if the metadata has a key that begins with "ibp." but the key "ibp.format", the key
+ * "ibp.checks" or the tensor "ibp.checks" is missing or occurs twice; IBP_NEWER_FILE if the file has a newer format.
+ * Then file->release is the release of the library that wrote the file. That release can read it. */
 IBP_API ibp_status ibp_open_file(const uint8_t *bytes, size_t num_bytes, ibp_file *file);
 
 /* Finds the name of the next table of a file, in the order of the header.
@@ -157,7 +158,7 @@ typedef struct ibp_file_table {
                           a tensor with the fingerprint `result` */
     uint64_t content, base, result;
     ibp_text codec;         /* the name of the external codec, if one is used in place of a scheme; otherwise empty */
-    size_t workspace_bytes; /* bytes that ibp_open_table needs */
+    size_t workspace_bytes; /* size in bytes of the workspace that ibp_open_table needs */
     const char *name;       /* as given to ibp_find_table */
     const ibp_file *files;  /* as given to ibp_find_table */
     size_t num_files, file; /* file: the index in `files` of the file that has the fields */
@@ -170,9 +171,9 @@ typedef struct ibp_file_table {
  *   array at its address as long as *table is used.
  * name: in UTF-8; keep it as long as *table is used.
  * table: receives what the fields say; if the fields are refused, table->refusal says why.
- * @return IBP_NOT_IN_FILE if there is no such table; IBP_BAD_FILE if its fields contradict each other;
- * IBP_UNSUPPORTED_TABLE if the table has fields, a scheme or a dtype that this library does not know, or is coded by an
- * external codec. table->codec then is the name of the codec, if there is one. */
+ * @return IBP_NOT_IN_FILE if there is no such table; IBP_BAD_FILE if its fields are inconsistent; IBP_UNSUPPORTED_TABLE
+ * if the table has fields, a scheme or a dtype that this library does not know, or is coded by an external codec.
+ * If there is an external codec, table->codec is its name. */
 IBP_API ibp_status ibp_find_table(const ibp_file *files, size_t num_files, const char *name, ibp_file_table *table);
 
 /* Opens a table that ibp_find_table has found, for the functions of ibp.h. The codebook is checked. Lengths and bases
@@ -181,8 +182,8 @@ IBP_API ibp_status ibp_find_table(const ibp_file *files, size_t num_files, const
  * workspace, workspace_bytes: at least found->workspace_bytes bytes, aligned to 16. They receive the codebook; keep
  *   them as long as the table.
  * table: receives the table, whose arrays lie in the files.
- * @return IBP_BAD_FILE if a part or the codebook does not fit the fields; IBP_NOT_IN_FILE if no file has a part that
- * the table needs; IBP_BUFFER_TOO_SMALL if the workspace is too small. */
+ * @return IBP_BAD_FILE if a part or the codebook does not agree with the fields; IBP_NOT_IN_FILE if no file has a part
+ * that the table needs; IBP_BUFFER_TOO_SMALL if the workspace is too small. */
 IBP_API ibp_status ibp_open_table(const ibp_file_table *found, void *workspace, size_t workspace_bytes,
                                   ibp_table *table);
 

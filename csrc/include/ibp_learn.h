@@ -25,7 +25,7 @@ extern "C" {
 
 /* ---- analysis (the paper's section 4.1) ------------------------------------------------------------------------- */
 
-/* Adds to counts[8 * i + b] the number of rows whose bit b of byte i is 1.
+/* Adds to counts[8 * i + b] the number of rows in which bit b of byte i is 1.
  *
  * counts: 8 * row_bytes entries, set to 0 by the caller. */
 IBP_API ibp_status ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts);
@@ -50,9 +50,9 @@ IBP_API ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows,
 IBP_API ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes,
                                     uint32_t first_chunk, uint32_t last_chunk, uint8_t *mask, uint8_t *bitval);
 
-/* Estimates the share of the rows' bytes that masks of ibp_choose_masks with the best chunk_bytes would save. The
- * estimate is quick: it looks at up to 64 of the rows, and at up to 256 bytes of each. It leaves out the size of the
- * codebook, and tends to be too high.
+/* Estimates the fraction of the rows' bytes that would be saved by the masks that ibp_choose_masks finds with the best
+ * chunk_bytes. The estimate is quick: it looks at up to 64 of the rows, and at up to 256 bytes of each. It leaves out
+ * the size of the codebook, and tends to be too high.
  *
  * num_rows: at least 1. */
 IBP_API ibp_status ibp_estimate_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, double *savings);
@@ -67,11 +67,11 @@ IBP_API ibp_status ibp_count_hits(const ibp_codebook *codebook, const uint8_t *d
 
 /* The aim of learning. IBP_LEVEL_DEFAULT asks for the smallest rows, or for rows that are nearly as small and decode
  * faster. IBP_LEVEL_FAST asks for dense rows with one plane of 4-bit digits and consecutive entries, which are coded
- * and decoded at the rate of memory. If such rows save next to nothing, the codebook is learned as with
- * IBP_LEVEL_DEFAULT. */
+ * and decoded as fast as memory can be read and written. If such rows save next to nothing, the codebook is learned as
+ * with IBP_LEVEL_DEFAULT. */
 typedef enum ibp_level { IBP_LEVEL_DEFAULT = 0, IBP_LEVEL_FAST = 1 } ibp_level;
 
-/* Rows to learn a codebook from: all rows of a table, or some drawn at random. */
+/* Rows to learn a codebook from: all rows of a table, or rows that are drawn from it at random. */
 typedef struct ibp_sample {
     const uint8_t *rows;    /* num_rows * row_bytes bytes, at most 2^30 */
     int64_t num_rows;       /* at least 1 */
@@ -105,7 +105,7 @@ IBP_API size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes);
  *   them.
  * coded_bytes: receives the expected mean size of a row in bytes, its share of the codebook included; row_bytes if no
  *   codebook saves anything.
- * @return IBP_BUFFER_TOO_SMALL if scratch or arrays has too little room. */
+ * @return IBP_BUFFER_TOO_SMALL if scratch or arrays is too small. */
 IBP_API ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scratch_bytes, uint8_t *arrays,
                                     size_t arrays_bytes, ibp_planes *planes, double *coded_bytes);
 

@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#define IBP_NO_BASE UINT64_MAX /* in bases: a row that owns no overflow part */
+#define IBP_NO_BASE UINT64_MAX /* entry of bases of a row without an overflow part */
 #define IBP_MAX_SOURCE_DIMS 4u
 
 /* Counts of the rows that were coded into a place. Each call adds to them. */
@@ -38,9 +38,9 @@ typedef struct ibp_place_counts {
  *
  * A row keeps its part of overflow as long as its bytes fit. Otherwise it gets a new part, at a multiple of
  * IBP_OVERFLOW_ALIGN, and the old part is not used again. If the place has `rooms`, the size of a row's part is
- * remembered while the row needs less. A row that outgrows its part then gets a part with room for its raw bytes, if
- * overflow still has that much room, so the row never needs a third part. Without `rooms` the size of a row's part
- * follows from the row's length.
+ * remembered while the row needs less. A row that outgrows its part then gets a part that can hold its raw bytes, if
+ * overflow has enough bytes left. So the row never needs a third part. Without `rooms` the size of a row's part follows
+ * from the row's length.
  *
  * is_new: 1 if none of the rows that a call codes has been coded before. Then bases need no values before the call, and
  *   only the bases of rows that need a part are written. Whole slots are written, with zeros after a row's bytes. If
@@ -53,7 +53,8 @@ typedef struct ibp_place_counts {
  * the next row begins at byte *used. One thread codes the rows in their order, in host memory, and the result is a
  * table in packed layout. A row is lost if overflow has no room for its raw bytes, even if the coded row would fit. */
 typedef struct ibp_place {
-    ibp_table table;   /* sizes and codebook; its pointers are not read. rows_per_base is 1, and both starts are 0 */
+    /* Sizes and codebook; its pointers are not read. rows_per_base is 1; slots_start and overflow_start are 0. */
+    ibp_table table;
     uint8_t *slots;    /* table.slots_bytes bytes */
     uint8_t *overflow; /* table.overflow_bytes bytes */
     uint16_t *lengths; /* an entry for each row; NULL in scheme raw */
@@ -81,7 +82,7 @@ typedef struct ibp_row_source {
                                              dimensions */
     int64_t rows_per_buffer;              /* 1 to INT32_MAX; read if there are buffers */
     int64_t sizes[IBP_MAX_SOURCE_DIMS];   /* outermost first, 1 to INT32_MAX each; their product is at least the
-                                             number of rows of a buffer. The first one is not read */
+                                             number of rows of a buffer. sizes[0] is not read */
     int64_t strides[IBP_MAX_SOURCE_DIMS]; /* in bytes */
     uint32_t num_dims;                    /* 0: rows lie one after the other */
     uint32_t last_row_bytes;              /* size of row num_rows - 1 in bytes, at most row_bytes; 0: row_bytes. Only
@@ -90,14 +91,14 @@ typedef struct ibp_row_source {
 
 /* Measures and codes rows of a source into a place, in one pass over them. A row that does not shrink is stored raw. If
  * overflow has no room for a row's part, the row is lost: its base becomes IBP_NO_BASE, so that reading it is a fault,
- * and place->counts counts it. Its length becomes 0, unless the place is new.
+ * and place->counts counts it. Its length becomes 0, unless is_new is 1.
  *
- * place: with arrays in host memory. Its lengths, bases and rooms are not trusted: a row whose part does not lie in
+ * place: its arrays are in host memory. Its lengths, bases and rooms are not trusted: a row whose part does not lie in
  *   overflow is treated as a row without a part.
  * source: the rows. A row with fewer bytes than the table's row is extended with zeros; a row with more bytes is cut.
  * row_ids: row i of the source becomes row row_ids[i] of the table. If NULL, it becomes row first_row + i. row_ids must
- *   be NULL for new and for packed rows. Ids must differ. If two are equal and the table has bases, the table's row
- *   becomes one of the two rows, and the other one may be noted as IBP_INVALID_ARGUMENT.
+ *   be NULL if is_new is 1 or if rows are packed. Ids must differ. If two ids are equal and the table has bases, the
+ *   table's row becomes one of the two rows, and the other row may be noted as IBP_INVALID_ARGUMENT.
  * first, last: the rows first to last - 1 of the source are coded. Several threads may each code rows of one source,
  *   unless rows are packed. The order in which they run changes only where parts of overflow lie.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.

@@ -56,7 +56,7 @@ IBP_API const char *ibp_status_string(ibp_status status);
 /* ---- bounds ----------------------------------------------------------------------------------------------------- */
 
 #define IBP_MAX_ROW_BYTES 65536u
-#define IBP_MAX_STACK_BYTES 32768u /* most bytes of stack of any function, which tests/c/test_stack.c measures */
+#define IBP_MAX_STACK_BYTES 32768u /* largest stack use of a function in bytes, as tests/c/test_stack.c measures it */
 
 /* Size of the scratch for rows of row_bytes bytes, in bytes, as a constant expression. The AVX2 decoder of scheme
  * planes (planes_avx2.c) needs the most, for elements of one byte:

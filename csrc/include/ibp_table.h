@@ -45,21 +45,21 @@ typedef struct ibp_table {
     int64_t slots_bytes;
     int64_t overflow_bytes;
     uint64_t slots_start, overflow_start; /* 0 if slots and overflow hold all rows. If they hold only a block of the
-                                             table's rows: the offsets, in bytes, of the two arrays in the arrays of
-                                             the whole table */
+                                             table's rows: the byte offsets at which they begin in the arrays of the
+                                             complete table */
     uint32_t slot_bytes;                  /* 0, row_bytes, or a multiple of IBP_OVERFLOW_ALIGN below row_bytes */
     ibp_codebook codebook;
     uint32_t rows_per_base; /* 0 or IBP_ROWS_PER_BASE: overflow parts lie in the order of the rows. 1: every row has
                                its own base, and its part may lie anywhere in overflow */
 } ibp_table;
 
-/* The entry of lengths that marks a default row, which has no bytes (section 2). */
+/* The entry of lengths that marks a default row, which is not stored (section 2). */
 #define IBP_DEFAULT_LENGTH(row_bytes) ((row_bytes) < 65535u ? (row_bytes) : 65535u)
 
-/* Number of rows that share an entry of bases if overflow parts are in order (section 2). */
+/* Number of rows that share an entry of bases if overflow parts lie in the order of the rows (section 2). */
 #define IBP_ROWS_PER_BASE 32u
-/* Slots, and overflow parts with padding, are multiples of this number of bytes, the size of a sector of GPU memory.
- * Section 3 names the exceptions: slots as large as rows, and tables without slots. */
+/* The sizes of slots, and of overflow parts with their padding, are multiples of this number of bytes, which is the
+ * size of a sector of GPU memory. Section 3 names the exceptions: slots as large as rows, and tables without slots. */
 #define IBP_OVERFLOW_ALIGN 32u
 
 /* Checks the fields of a table that comes from elsewhere, and its codebook as ibp_check_codebook does. Rows, lengths
@@ -73,7 +73,7 @@ IBP_API ibp_status ibp_check_table(const ibp_table *table);
  * range. Reads no array. */
 IBP_API int64_t ibp_num_rows(const ibp_table *table);
 
-/* Measures the size that each row of a tensor has as coded with a codebook, without writing coded rows.
+/* Measures how many bytes each row of a tensor takes when it is coded with a codebook, without writing coded rows.
  *
  * codebook: of scheme ibp or planes; a table of scheme raw has no lengths.
  * data, num_bytes: the bytes of the tensor. The last row may be shorter than codebook->row_bytes.
@@ -97,10 +97,11 @@ IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t 
 IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
                                   uint64_t *bases, int64_t *overflow_bytes);
 
-/* Counts the sizes of rows as stored, so that the caller can choose the size of slots.
+/* Counts the bytes and the sectors that rows take when they are stored, so that the caller can choose the size of
+ * slots.
  *
- * lengths: an entry for each row, as ibp_measure_rows makes them. If an entry is above row_bytes, and so wrong, its row
- *   is counted among the rows that take the most sectors.
+ * lengths: an entry for each row, as ibp_measure_rows makes them. If an entry is wrong because it is above row_bytes,
+ *   its row is counted among the rows that take the most sectors.
  * num_bytes: size of the tensor in bytes. It has num_bytes / row_bytes rows, rounded up.
  * survey: 2 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) counters, to which the function adds; set them to 0 before the first
  *   call. The function adds the size of all rows as stored, in bytes, to survey[0], and the number of rows that take k
@@ -116,8 +117,8 @@ IBP_API ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, u
  * first_row, last_row: the rows first_row to last_row - 1 are coded. Several threads may each code a range of rows.
  * slots, overflow: receive the rows; table->slots_bytes and table->overflow_bytes bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
- * fault: receives the first row that cannot be coded if *fault is still zero. The call ends with this row.
- * @return IBP_OK; IBP_CORRUPT_ROW if an entry of lengths does not fit its row in data; IBP_BUFFER_TOO_SMALL if a part
+ * fault: if *fault is still zero, it receives the first row that cannot be coded. The call stops at this row.
+ * @return IBP_OK; IBP_CORRUPT_ROW if an entry of lengths is wrong for its row in data; IBP_BUFFER_TOO_SMALL if a part
  * of a row would not lie inside slots or overflow. */
 IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
                                    uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes,
@@ -125,11 +126,11 @@ IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, 
 
 #define IBP_MAX_OUT_DIMS 4u
 
-/* Which items a gather wants, and where in its output they go. Set the struct to zero, then set data, count and
+/* The items of a gather, and where they go in its output. Set the struct to zero, then set data, count and
  * id_bytes: item k of the gather is item ids[k] of the table and goes to position k of the output, where items lie back
  * to back. The other fields are for other outputs:
  *
- * positions: item k goes to position positions[k]. An item whose position is not below out_items is left out and noted
+ * positions: item k goes to position positions[k]. An item whose position is out_items or larger is left out and noted
  *   as IBP_INDEX_OUT_OF_RANGE.
  * num_dims, sizes, strides: the output is a strided tensor of items. Its positions are numbered in row-major order of
  *   num_dims dimensions; position (i0, i1, ...) begins at byte i0 * strides[0] + i1 * strides[1] + ... of the output.
@@ -147,13 +148,14 @@ typedef struct ibp_ids {
                                           gather fills */
     int64_t strides[IBP_MAX_OUT_DIMS]; /* bytes, at least 0 */
     const uint64_t *addresses;         /* count addresses, or NULL */
-    int64_t from_end;                  /* num_items if ids below 0 count from the end; 0 if they are out of range */
+    int64_t from_end;                  /* num_items if negative ids count from the end; 0 if negative ids are out of
+                                          range */
 } ibp_ids;
 
 /* Gathers items of a table: decodes item ids[k] to its position in the output, for first <= k < last. If an id is out
  * of range, its item becomes zeros. A corrupt row of an item becomes zeros, too. All other rows are right.
  *
- * table: with arrays in host memory.
+ * table: its arrays are in host memory.
  * ids: which items, and where they go.
  * first, last: this call gathers the items ids[first] to ids[last - 1]; 0 and ids->count gather everything. Several
  *   threads may share one gather, each with its own range and its own scratch.
@@ -166,7 +168,7 @@ IBP_API ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, 
 
 /* Decodes a range of a table's bytes. A corrupt row becomes zeros.
  *
- * table: with arrays in host memory.
+ * table: its arrays are in host memory.
  * start, end: the range, in bytes of the original tensor; 0 and num_items * item_bytes decode everything. Several
  *   threads may each decode a range of one table.
  * out: receives end - start bytes.

@@ -1,4 +1,4 @@
-/* ibp_cache.h - a cache of a table's rows (the paper's section 5), kept as they are stored.
+/* ibp_cache.h - a cache that holds rows of a table as they are stored (the paper's section 5).
  *
  *     ibp_status cached_items(const ibp_table *table, const ibp_ids *ids, const ibp_cache_map *map,
  *                             const ibp_slab *slab, uint64_t *entries, uint8_t *out, void *scratch)
@@ -31,8 +31,8 @@ extern "C" {
 #endif
 
 /* A cache holds rows of a table as they are stored, with slot part and overflow part joined. The rows lie in slabs:
- * memory that is nearer to the GPUs than the table, one slab for each GPU. The map of a slab gives the entry of a row
- * by the row's number. An entry has 64 bits, as in the paper; it is 0 if the cache does not hold the row.
+ * memory that is nearer to the GPUs than the table, one slab for each GPU. The map of a slab leads from a row's number
+ * to the row's entry. An entry has 64 bits, as in the paper; it is 0 if the cache does not hold the row.
  *
  *   bits 0-39   where the row's bytes begin in the slab
  *   bits 40-42  number of the slab
@@ -42,12 +42,12 @@ extern "C" {
  *   bit 60      present: an entry without this bit counts as 0
  *   bit 61      dirty: the row has changed since it was taken from the table
  *
- * A lookup takes two steps: ibp_find_cached finds the entries of the rows that ids ask for, and ibp_gather_cached reads
- * the rows that have an entry from the slabs, and all others from the table. Caches are for tables whose items are
- * whole rows: item_bytes is a multiple of row_bytes.
+ * A lookup takes two steps. ibp_find_cached finds the entries of the rows of the requested items. ibp_gather_cached
+ * then reads each row from its slab if the row's entry is present, and otherwise from the table. Caches are for tables
+ * whose items are whole rows: item_bytes is a multiple of row_bytes.
  *
- * Nothing in a cache is trusted. If the bytes that an entry names lie outside the slab, the row counts as corrupt. A
- * map with arbitrary contents gives wrong rows, but a search in it still ends after IBP_SEARCHED_WAYS ways. */
+ * Nothing in a cache is trusted. If an entry points to bytes outside the slab, the row counts as corrupt. A map with
+ * arbitrary contents gives wrong rows, but a search in it still ends after IBP_SEARCHED_WAYS ways. */
 #define IBP_MAX_SLABS 8u
 #define IBP_ENTRY_OFFSET_BITS 40u
 #define IBP_ENTRY_SLAB_SHIFT 40u
@@ -62,8 +62,10 @@ typedef struct ibp_cached_row {
     uint64_t entry;
 } ibp_cached_row;
 
-#define IBP_WAY_EMPTY ((int64_t)-1)   /* a way that has never been used: a search ends in the set that has one */
-#define IBP_WAY_REMOVED ((int64_t)-2) /* a way whose row was removed: a search goes on past it */
+/* A way that has never been used. A search ends in the first set that has such a way. */
+#define IBP_WAY_EMPTY ((int64_t)-1)
+/* A way whose row was removed. A search goes on past it. */
+#define IBP_WAY_REMOVED ((int64_t)-2)
 
 /* Number of ways that a search looks at. A hash of the row's number gives a sequence of sets, of which the first is the
  * row's home set. A row is stored in the first set of this sequence that has an empty way, so a search looks at the
@@ -100,11 +102,11 @@ typedef struct ibp_cache_counts {
                                      IBP_OVERFLOW_ALIGN */
 } ibp_cache_counts;
 
-/* Finds the slab whose map each row belongs to, by a hash of the row's number.
+/* For each row, computes which slab's map the row belongs to, from a hash of the row's number.
  *
  * rows, count: the numbers of `count` rows.
  * num_slabs: 1 to IBP_MAX_SLABS.
- * owners: owners[i] receives the slab of row rows[i]. */
+ * owners: owners[i] receives the number of the slab of row rows[i]. */
 IBP_API ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners);
 
 /* The items whose rows are looked up. Each item has rows_per_item rows of row_bytes bytes. */
@@ -113,18 +115,19 @@ typedef struct ibp_row_query {
     int64_t rows_per_item;   /* at least 1 */
     uint32_t row_bytes;      /* 1 to IBP_MAX_ROW_BYTES */
     const uint16_t *lengths; /* one for each row; NULL: every row is raw */
-    int64_t num_rows;        /* number of rows of the table; ids of items past them are out of range */
+    int64_t num_rows;        /* number of rows of the table; ids of items beyond these rows are out of range */
 } ibp_row_query;
 
 /* Looks up the rows of the items ids[first] to ids[last - 1].
  *
- * maps, num_maps: at most IBP_MAX_SLABS maps. A row is looked up in the map that ibp_owners_of_rows names.
+ * maps, num_maps: at most IBP_MAX_SLABS maps. A row is looked up only in the map of the slab that ibp_owners_of_rows
+ * computes for it.
  * entries: entries[k * rows_per_item + r] receives the entry of row r of item ids[k]; 0 if no map has the row.
- * counts: receives the counts, which are added to it atomically, so that threads may share it; or NULL. */
+ * counts: the counts of this call are added to it atomically, so that threads may share it. May be NULL. */
 IBP_API ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
                                    int64_t first, int64_t last, uint64_t *entries, ibp_cache_counts *counts);
 
-/* Gathers items as ibp_gather_items does, but reads rows whose entries are present from their slabs.
+/* Gathers items as ibp_gather_items does. Rows whose entries are present are read from their slabs.
  *
  * @return IBP_INVALID_ARGUMENT also if items are not whole rows. */
 IBP_API ibp_status ibp_gather_cached(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache, int64_t first,
@@ -139,8 +142,8 @@ typedef struct ibp_cache_slab {
 } ibp_cache_slab;
 
 /* Copies rows of a table into a slab, as they are stored, and puts them into its map. Row rows[i] goes to byte
- * offsets[i] of the slab, for first <= i < last. Several threads may share a map. The map's entry of a row is written
- * after the row's bytes.
+ * offsets[i] of the slab, for first <= i < last. Several threads may share a map. A row's entry is written to the map
+ * after the row's bytes have been written to the slab.
  *
  * A row is left out if it is in the map already, if it is a default row, if all ways that a search would look at are
  * taken, or if its number or its offset is negative. If `rows` has the same number several times, the row is copied
@@ -154,25 +157,25 @@ typedef struct ibp_cache_slab {
 IBP_API ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t first,
                                  int64_t last, const ibp_cache_slab *slab, ibp_fault *fault);
 
-/* A cache that replaces the least recently used rows by the rows that are asked for. Its sets have IBP_SEARCHED_WAYS
+/* A cache that replaces the least recently used rows with the rows that are requested. Its sets have IBP_SEARCHED_WAYS
  * ways, and a row is always in its home set. Way i of the map owns the slot_bytes bytes of the slab that begin at byte
  * i * slot_bytes. */
 typedef struct ibp_lru {
     ibp_cache_slab slab;
     uint32_t slot_bytes; /* a multiple of IBP_OVERFLOW_ALIGN; longer rows are not cached */
-    uint32_t *stamps;    /* for each way the number of the call that used it last, then for each set a lock, which is
-                            0 between calls. Set all to 0 before the first call */
+    uint32_t *stamps;    /* for each way, the number of the call that used it last; after these, a lock for each set,
+                            which is 0 between calls. Set all of them to 0 before the first call */
     uint64_t *clock;     /* two numbers; between calls each is the number of calls so far */
 } ibp_lru;
 
 /* Looks up the rows of all ids, and copies missing rows into the cache in place of the least recently used rows.
  * entries[k * rows_per_item + r] receives the entry of row r of item ids[k].
  *
- * Rows that the cache holds when the call begins keep their places. Each missing row, in the order of the ids, takes a
+ * Rows that the cache holds when the call begins keep their ways. Each missing row, in the order of the ids, takes a
  * way of its set that has no row. If every way has a row, it takes the way that was used longest ago, among the ways
  * that this call does not use and that are not dirty. The row's bytes are copied there. If there is no such way either,
- * or if the row is longer than a slot, the row is not cached and its entry is 0. Equal ids get the same entry; the
- * second and later ones count as hits.
+ * or if the row is longer than a slot, the row is not cached and its entry is 0. If an id occurs several times, each
+ * occurrence gets the same entry, and all occurrences except the first count as hits.
  *
  * counts: this call's counts are added to it. May be NULL.
  * @return the status of the first fault, which is noted in *fault if *fault is still zero: an id out of range, or a row
@@ -199,8 +202,8 @@ IBP_API ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, 
 IBP_API ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
                                            ibp_stream stream);
 /* Finds the entries of all ids as ibp_find_cached does, for at most 2^31 rows. The array `maps` is in host memory. The
- * rows of the maps and `counts`, which may be NULL, are in device memory. Maps in the memory of other GPUs are read
- * there. */
+ * rows of the maps and `counts`, which may be NULL, are in device memory. Maps may be in the memory of other GPUs, and
+ * are then read from there. */
 IBP_API ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
                                         uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream);
 /* Gathers all ids as ibp_gather_cached does; fault and max_sms are as in ibp_cuda_gather_items. */
@@ -210,7 +213,7 @@ IBP_API ibp_status ibp_cuda_gather_cached(const ibp_table *table, const ibp_ids 
 IBP_API ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets,
                                       int64_t count, const ibp_cache_slab *slab, ibp_fault *fault, ibp_stream stream);
 /* Finds and replaces rows as ibp_claim_cached does, for at most 2^31 rows, except that missing rows take their ways in
- * any order. All calls and lookups of one cache must follow each other on one stream. */
+ * any order. All calls that look up or change one cache must be queued on the same stream. */
 IBP_API ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru,
                                          uint64_t *entries, ibp_cache_counts *counts, ibp_fault *fault,
                                          ibp_stream stream);

@@ -20,13 +20,13 @@ IBP_API size_t ibp_coded_row_bytes(const ibp_codebook *codebook, const uint8_t *
 
 /* ---- on a GPU --------------------------------------------------------------------------------------------------- */
 
-/* Counts bits on a GPU as ibp_count_bits does. Adds to counts. */
+/* Counts bits on a GPU as ibp_count_bits does, and adds the counts to `counts`. */
 IBP_API ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
                                        ibp_stream stream);
-/* Counts hits on a GPU as ibp_count_hits does. Adds to hits. */
+/* Counts hits on a GPU as ibp_count_hits does, and adds the counts to `hits`. */
 IBP_API ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows,
                                        uint64_t *hits, ibp_stream stream);
-/* Sets num_bytes bytes of device memory, such as an array of an ibp_place before anything is coded, to one value. */
+/* Sets each of num_bytes bytes of device memory to `value`, for example to prepare the arrays of an ibp_place. */
 IBP_API ibp_status ibp_cuda_fill(void *memory, uint8_t value, size_t num_bytes, ibp_stream stream);
 
 #ifdef __cplusplus

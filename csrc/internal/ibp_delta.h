@@ -30,7 +30,7 @@ IBP_API ibp_status ibp_sum_words(const uint8_t *part, int64_t num_bytes, uint64_
 
 /* Returns the fingerprint of a tensor of num_bytes bytes.
  *
- * sum: starts at 0; ibp_sum_words has added all parts of the tensor to it. */
+ * sum: the number to which ibp_sum_words has added all parts of the tensor, beginning with 0. */
 IBP_API uint64_t ibp_finish_fingerprint(uint64_t sum, int64_t num_bytes);
 
 /* Returns the fingerprint of num_bytes bytes at any alignment. */
@@ -38,13 +38,13 @@ IBP_API uint64_t ibp_fingerprint(const uint8_t *data, int64_t num_bytes);
 
 /* ---- deltas (section 9) ------------------------------------------------------------------------------------------ */
 
-/* Adds the rows first_row to last_row - 1 of a table of differences to a tensor, or subtracts them. It computes element
- * by element, modulo 2^(8 * element_bytes). A corrupt row is skipped, both when rows are added and when they are
- * subtracted; the other rows are still processed. If *fault is still zero, it receives the first corrupt row. Several
- * threads may process different rows of one table at the same time.
+/* Adds the rows first_row to last_row - 1 of a table of differences to a tensor, or subtracts them. It adds and
+ * subtracts element by element, modulo 2^(8 * element_bytes). A corrupt row is skipped, both when rows are added and
+ * when they are subtracted; the other rows are still processed. If *fault is still zero, it receives the first corrupt
+ * row. Several threads may process different rows of one table at the same time.
  *
  * base: the whole tensor, at any alignment. It has the same number of bytes as the table's tensor.
- * change: the function adds to *change by how much the tensor's sum of words (ibp_sum_words) has changed.
+ * change: the change of the tensor's sum of words (ibp_sum_words) is added to *change.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) + row_bytes bytes.
  * @return IBP_OK; the status of the first corrupt row; or IBP_INVALID_ARGUMENT, also if row_bytes is not a multiple of
  * 8. */
@@ -78,32 +78,33 @@ typedef struct ibp_delta_tensor {
                                       applied */
 } ibp_delta_tensor;
 
-/* Return whether deltas can be made, or applied, with a codebook. For both, its rows must be listed, row_bytes must be
- * a multiple of 16 and at most 8192, and the default value must be 0. The codebook must have no clusters, constant
- * columns, invariant bits or signed default. To make deltas, there are three more conditions: symbols are whole
- * elements that are not rotated, entries are not consecutive, and the closed value is 1. */
+/* ibp_cuda_makes_deltas returns whether deltas can be made with a codebook, and ibp_cuda_applies_deltas whether they
+ * can be applied. For both, the codebook's rows must be listed, row_bytes must be a multiple of 16 and at most 8192,
+ * and the default value must be 0. The codebook must have no clusters, constant columns, invariant bits or signed
+ * default. To make deltas, there are three more conditions: symbols are whole elements that are not rotated, entries
+ * are not consecutive, and the closed value is 1. */
 IBP_API bool ibp_cuda_makes_deltas(const ibp_codebook *codebook);
 IBP_API bool ibp_cuda_applies_deltas(const ibp_codebook *codebook);
 
-/* Size, in entries, of the memory for counts of each row, which ibp_cuda_measure_deltas writes and
+/* Number of entries that each row has in the array of counts, which ibp_cuda_measure_deltas writes and
  * ibp_cuda_encode_deltas reads. */
 #define IBP_DELTA_COUNTS 8u
 
-/* Measures the sizes that the rows of the differences newer - base have as coded, for all tensors. Differences are
- * computed element by element, modulo 2^w, where w is the number of bits of an element.
+/* For all tensors, measures how many bytes each row of the differences newer - base takes when it is coded. Differences
+ * are computed element by element, modulo 2^w, where w is the number of bits of an element.
  *
  * codebook: its entries must be -1, 1, -2, 2, ...; the function does not check this.
  * num_rows: number of rows of the sequence, a multiple of IBP_ROWS_PER_BASE. Rows that belong to no tensor become
  *   default rows.
  * lengths: receives an entry for each row, as ibp_measure_rows makes them.
- * counts: num_rows * IBP_DELTA_COUNTS entries; receives what ibp_cuda_encode_deltas must know of each row.
+ * counts: num_rows * IBP_DELTA_COUNTS entries; receives what ibp_cuda_encode_deltas must know about each row.
  * sums: 2 * num_tensors numbers, set to 0 by the caller. sums[2 * k] receives the sum of the words of tensor k's base,
  *   and sums[2 * k + 1] the sum of the words of its newer version. */
 IBP_API ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                            uint32_t num_tensors, int64_t num_rows, uint16_t *lengths, uint16_t *counts,
                                            uint64_t *sums, ibp_stream stream);
 /* Codes the differences that ibp_cuda_measure_deltas has measured. Writes the coded rows to overflow, in the order of
- * the sequence. Rows that would not lie in overflow are skipped. If a tensor has changed since it was measured, its
+ * the sequence. Rows that would lie outside overflow are skipped. If a tensor has changed since it was measured, its
  * coded rows are meaningless, but nothing is written outside overflow.
  *
  * bases: as ibp_cuda_index_rows makes them from lengths for num_rows * row_bytes bytes. So a raw row takes row_bytes
@@ -130,8 +131,8 @@ typedef enum ibp_delta_verdict {
  * takes_back: if true, undoes the changes of an earlier call. `state` must then be what that call wrote, with the first
  *   entry set to IBP_DELTA_DAMAGED.
  * state: 1 + 3 * num_tensors entries, set to 0 by the caller. The first entry receives the verdict. The others receive
- *   three numbers for each tensor: the sum of its base's words, the change of that sum by the differences, and 1 if a
- *   row was corrupt, else 0. */
+ *   three numbers for each tensor: the sum of its base's words, the change of that sum that the differences cause, and
+ *   1 if a row was corrupt, else 0. */
 IBP_API ibp_status ibp_cuda_apply_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                          uint32_t num_tensors, int64_t num_rows, bool takes_back, uint64_t *state,
                                          ibp_stream stream);

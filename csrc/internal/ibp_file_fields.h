@@ -22,7 +22,7 @@ IBP_API ibp_status ibp_open_header(const uint8_t *bytes, size_t num_bytes, size_
 IBP_API ibp_status ibp_next_metadata(const ibp_file *file, size_t *cursor, ibp_text *key, ibp_text *value);
 
 /* The checksums of a file, as its header describes them: one for each block of the data before the checksums, one for
- * the bytes before the data, and one for all checksums before it. */
+ * the bytes before the data, and one for all the preceding checksums. */
 typedef struct ibp_file_checks {
     uint64_t block_bytes, num_blocks;
     size_t start; /* offset of the checksums in the data of the file */
@@ -44,12 +44,13 @@ typedef enum ibp_field_kind {
     IBP_FIELD_REAL,
     IBP_FIELD_LIST, /* a list of numbers */
     IBP_FIELD_TEXT,
-    IBP_FIELD_OTHERS /* all fields whose keys begin with `key`. The text of such a field is the last of them: the rest
-                        of its key, "=" and its value */
+    /* All fields whose keys begin with `key`. `text` is the last of these fields: the rest of its key, "=" and its
+     * value. */
+    IBP_FIELD_OTHERS
 } ibp_field_kind;
 
-/* A field that a table or a codebook can have, and its value in a line. A line is the text of one key of the metadata,
- * "key=value key=value". */
+/* A field that a table or a codebook can have, and its value in a line. A line is the value of one key of the metadata,
+ * and reads "key=value key=value". */
 typedef struct ibp_field {
     const char *key, *wanted; /* wanted: describes in English the values that the field can have */
     ibp_field_kind kind;
@@ -63,15 +64,15 @@ typedef struct ibp_field {
 #define IBP_TABLE_FIELDS 13u
 #define IBP_CODEBOOK_FIELDS 21u
 
-/* Reads all fields that a table can have from the value of the key "ibp.table.<name>", and notes which of them are
- * given. A table that has a codec, or a dtype that is not known, is read too.
+/* Reads the fields of a table from a line, the value of the key "ibp.table.<name>". Notes in `fields` which of the
+ * possible fields the line has, and their values. A table with an external codec or an unknown dtype is read, too.
  *
  * table: receives what the fields say.
  * @return IBP_BAD_FILE if a field is wrong or missing; IBP_UNSUPPORTED_TABLE if there is a field or a scheme that this
  * library does not know. */
 IBP_API ibp_status ibp_read_table(ibp_text line, ibp_field fields[IBP_TABLE_FIELDS], ibp_file_table *table);
 
-/* Reads all fields that a codebook can have from the value of the key "ibp.codebook.<k>", as ibp_read_table does. */
+/* Reads the fields of a codebook from a line, the value of the key "ibp.codebook.<k>", as ibp_read_table does. */
 IBP_API ibp_status ibp_read_codebook(ibp_text line, ibp_field fields[IBP_CODEBOOK_FIELDS], ibp_refusal *refusal);
 
 #ifdef __cplusplus

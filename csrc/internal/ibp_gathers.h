@@ -11,8 +11,8 @@ extern "C" {
 
 /* ---- several tables ---------------------------------------------------------------------------------------------- */
 
-/* A gather from one of several tables. If ids is not NULL, the items at ids are wanted, as in ibp_cuda_gather_items. If
- * ids is NULL, all bytes of the table are wanted, as in ibp_cuda_decode_bytes. */
+/* A gather from one of several tables. If ids is not NULL, the gather returns the items of ids, as
+ * ibp_cuda_gather_items does. If ids is NULL, it returns all bytes of the table, as ibp_cuda_decode_bytes does. */
 typedef struct ibp_gather {
     const ibp_table *table;
     const ibp_ids *ids;
@@ -22,8 +22,8 @@ typedef struct ibp_gather {
 
 /* Does all gathers, in any order. It takes 32 gathers at a time, or max_sms gathers if max_sms is smaller and not 0.
  * Among these, gathers that the same kernel decodes share one launch: their tables have the same scheme, the same
- * element size and similar row lengths. The exceptions have separate launches: tables with rows above 2 KiB, and tables
- * with slots in device memory and much overflow in host memory. */
+ * element size and similar row lengths. There are two exceptions, which have separate launches: tables with rows above
+ * 2 KiB, and tables with slots in device memory and much overflow in host memory. */
 IBP_API ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t num_gathers, int max_sms,
                                           ibp_stream stream);
 
@@ -40,7 +40,8 @@ IBP_API int64_t ibp_num_windows(int64_t num_items, uint32_t window_bits);
  * that ibp_partition_ids refuses. */
 IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, uint32_t window_bits);
 
-/* Sorts ids by windows, so that a gather goes through the table once. Ids in the same window keep their order.
+/* Sorts ids by windows, so that a gather goes through the table only once, from its beginning to its end. Ids in the
+ * same window keep their order.
  *
  * ids: ids->positions is not read. An id out of range is sorted into the nearest window.
  * workspace: ibp_partition_workspace_bytes bytes, aligned to 8.

@@ -1,5 +1,5 @@
-/* ibp_linear.h - sums of coded rows (bags), and products of vectors with a coded matrix. Sums and products run on a GPU
- * only.
+/* ibp_linear.h - sums of coded rows (bags), and products of vectors with a coded matrix. Sums and products are computed
+ * only on a GPU.
  *
  *     // Sums of four rows of float32 each.
  *     ibp_status sums_of_four(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
@@ -41,22 +41,22 @@ typedef struct ibp_bags {
                             IBP_BAG_SUM only */
     ibp_bag_mode mode;
     ibp_float_kind kind; /* kind of the elements of rows */
-    int64_t padding_id;  /* ids with this value are skipped; if it is negative, no id is skipped */
+    int64_t padding_id;  /* ids with this value are skipped; if padding_id is negative, no id is skipped */
 } ibp_bags;
 
-/* Decodes the rows of each bag and reduces them to their sum, mean or maximum, by one kernel. out[b] receives row_bytes
+/* Decodes the rows of each bag and reduces them to their sum, mean or maximum, in one kernel. out[b] receives row_bytes
  * bytes for bag b. A bag without rows gives zeros. Sums are added up in float, in the order of the bag, and rounded
  * once at the end, so the results equal those of torch's embedding_bag for CUDA bit for bit.
  *
- * table: has items of one row each, of at most 8 KiB, in scheme raw or in dense rows of scheme planes with elements of
- *   2 or 4 bytes.
+ * table: each of its items is one row of at most 8 KiB. Its scheme is raw, or it is planes with dense rows and elements
+ *   of 2 or 4 bytes.
  * ids: without positions. An id out of range and a corrupt row are noted as in ibp_cuda_gather_items, and count as rows
  *   of zeros.
  * cache: if not NULL, rows whose entries are present are read from its slabs, as in ibp_cuda_gather_cached. If NULL,
  *   all rows are read from the table.
- * bags: an offset that is negative, lies past the ids, or is less than the offset before it, is noted as
- *   IBP_INVALID_ARGUMENT, with its position and value. The bags before and after this offset then have unspecified
- *   rows, from the range between their neighbouring bags.
+ * bags: an offset is noted as IBP_INVALID_ARGUMENT, with its position and value, if it is negative, lies past the ids,
+ *   or is less than the offset before it. The bags before and after this offset then have unspecified rows, from the
+ *   range between their neighbouring bags.
  * out: aligned to the elements.
  * fault, max_sms: as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
@@ -102,9 +102,9 @@ typedef struct {
     uint16_t *y;          /* [num_vectors, N] */
 } ibp_product;
 
-/* Multiplies vectors by up to IBP_MOST_MATRICES matrices of K columns each, by one launch. So the products with the
- * query, key and value matrices of a model take as long as with one matrix that has the rows of all three. Rows are
- * decoded in registers and never written.
+/* Multiplies vectors by up to IBP_MOST_MATRICES matrices of K columns each, in one launch. So the products with the
+ * query, key and value matrices of a model take as long as the product with one matrix that has the rows of all three.
+ * Rows are decoded in registers and never written.
  *
  * A matrix is read once for every 8 vectors. On GPUs of compute capability 9.0 it is read once for up to 256 vectors.
  * More vectors are split into groups of 256.
@@ -121,8 +121,8 @@ typedef struct {
  * num_vectors: at most IBP_MOST_VECTORS.
  * workspace: ibp_cuda_linear_bytes(...) bytes of device memory, aligned to 128 bytes, which the call overwrites; NULL
  *   if that size is 0.
- * stream: earlier work on the stream must not write the matrices, because they are read while that work may still be
- *   running. It may write x and bias. */
+ * stream: earlier work on the stream must not write the matrices, because the call may read them while that work is
+ *   still running. Earlier work may write x and bias. */
 IBP_API ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_products, const uint16_t *x,
                                    int64_t num_vectors, uint8_t *workspace, ibp_stream stream);
 
@@ -130,13 +130,13 @@ IBP_API ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_prod
  * these arguments. */
 IBP_API int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_products, int64_t num_vectors);
 
-/* Decodes all rows of a matrix, with the help of its list of escapes. Rows that are stored raw or as default rows give
+/* Decodes all rows of a matrix, and takes the escapes from its list. Rows that are stored raw or as default rows give
  * unspecified numbers. Columns and starts out of range do no harm.
  *
  * weights: receives [N, K] numbers of BF16 in device memory, aligned to 16 bytes. */
 IBP_API ibp_status ibp_cuda_decode_matrix(const ibp_digit_matrix *matrix, uint16_t *weights, ibp_stream stream);
 
-/* ---- vectors that matrices of a stack multiply ------------------------------------------------------------------- */
+/* ---- products with the matrices of a stack ---------------------------------------------------------------------- */
 
 /* A stack: several matrices of equal size, one after the other, such as the experts of a layer. Each vector is
  * multiplied by the matrix that its id names. */
@@ -169,7 +169,7 @@ typedef struct {
     int64_t *rows;       /* for each stack [num_slots * num_rows[stack]], one stack after the other: the numbers, in
                             the stack, of the rows of each slot's matrix; zeros for spare slots */
     uint64_t *num_spare; /* the number of spare slots is added to it; or NULL */
-    int64_t num_slots;   /* at least the smaller of ids->count and num_matrices + 1 */
+    int64_t num_slots;   /* at least min(ids->count, num_matrices + 1) */
     int64_t num_rows[IBP_MOST_LISTED]; /* number of rows of a matrix in each stack, at least 1 */
     uint32_t num_stacks;
 } ibp_listed;
@@ -181,16 +181,16 @@ typedef struct {
  * num_matrices: at most IBP_MOST_STACKED. */
 IBP_API ibp_status ibp_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed);
 
-/* Groups vectors as ibp_group_vectors does, by one short kernel. */
+/* Groups vectors as ibp_group_vectors does, in one short kernel. */
 IBP_API ibp_status ibp_cuda_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order,
                                           ibp_vector_group *groups, int64_t num_groups, ibp_stream stream);
 
-/* Lists matrices as ibp_list_matrices does, by one short kernel. The struct `listed` is in host memory. */
+/* Lists matrices as ibp_list_matrices does, in one short kernel. The struct `listed` is in host memory. */
 IBP_API ibp_status ibp_cuda_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed,
                                           ibp_stream stream);
 
 /* Multiplies groups of vectors, each group by one matrix of a stack, for layers with a mixture of experts. A matrix is
- * read once for each of its groups. For the order of sums, for x and for the stream, see ibp_cuda_linear.
+ * read once for each of its groups. For the order of additions, for x and for the stream, see ibp_cuda_linear.
  *
  * stack: a matrix that has the rows of all matrices, one matrix after the other.
  * num_rows: number of rows of one matrix, a multiple of 16.

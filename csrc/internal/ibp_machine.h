@@ -9,14 +9,14 @@
 extern "C" {
 #endif
 
-/* Features of the processor that make coding faster in host memory. Bytes and statuses do not depend on them. */
+/* Features of the processor that make coding in host memory faster. Bytes and statuses do not depend on them. */
 typedef enum ibp_cpu_feature {
     IBP_CPU_AVX2_BMI2 = 1,
     IBP_CPU_AVX512 = 2 /* AVX-512 F, BW, DQ, VL, VBMI, VBMI2 and VPOPCNTDQ; never in use without IBP_CPU_AVX2_BMI2 */
 } ibp_cpu_feature;
 
-/* Returns the features in use, a sum of ibp_cpu_feature. These are all features that the processor has, unless
- * ibp_set_cpu_features has chosen others. */
+/* Returns the features in use, as a sum of values of ibp_cpu_feature. These are all features that the processor has,
+ * unless ibp_set_cpu_features has chosen others. */
 IBP_API uint32_t ibp_cpu_features(void);
 
 /* Chooses the features that all threads use after this call, for tests and benchmarks. Features that the processor does
@@ -29,7 +29,8 @@ IBP_API uint32_t ibp_set_cpu_features(uint32_t features);
  * between them, such as "800,900"; "" if the build has no kernels. */
 IBP_API const char *ibp_cuda_architectures(void);
 
-/* Lets kernels of `device` read the memory of `peer` until the process ends. The function may be called again.
+/* Lets kernels of `device` read the memory of `peer` until the process ends. The function may be called again for the
+ * same devices.
  *
  * @return IBP_CUDA_ERROR if the devices cannot read each other's memory. */
 IBP_API ibp_status ibp_cuda_enable_peer(int device, int peer);

@@ -1,6 +1,6 @@
-/* ibp_pages.h - transfers of pages of a KV-cache between blocks of tensors and a place.
+/* ibp_pages.h - plans transfers of a KV-cache's pages between blocks of tensors and a place.
  *
- *     // Block 5 of one tensor, blocks of block_bytes bytes, and page 9 of a place with a row for each block.
+ *     // Block 5 of a tensor with blocks of block_bytes bytes, and page 9 of a place with one row for each block.
  *     ibp_status plan(const uint8_t *tensor, int64_t block_bytes, uint8_t *spare_block, int64_t *id, uint64_t *address)
  *     {
  *         const int64_t page = 9, block = 5;
@@ -28,10 +28,10 @@ extern "C" {
 
 /* A transfer of pages between the blocks of paged tensors and a place, which is the memory of a table whose rows are
  * coded one by one (ibp_place.h). Page k of the transfer is page pages[k] of the place, and block blocks[k] of each
- * tensor. A page has one block of each of num_tensors tensors. The transfer moves the blocks of only `tensors`
+ * tensor. A page has one block of each of num_tensors tensors. The transfer moves only the blocks of `tensors`
  * consecutive tensors, beginning with tensor first_tensor. A block of a tensor consists of `pieces` pieces of memory of
- * equal size. For each block the place has ids_per_block rows (or items), a multiple of `pieces`. Any page numbers and
- * block numbers are allowed. */
+ * equal size. For each block the place has ids_per_block rows (or items), a multiple of `pieces`. Page numbers and
+ * block numbers may be out of range. */
 typedef struct ibp_page_transfer {
     const int64_t *pages, *blocks;
     int64_t count, num_pages, num_blocks; /* number of pages of the transfer, of pages of the place, and of blocks of
@@ -47,10 +47,10 @@ typedef struct ibp_page_transfer {
  *
  * stored: num_pages * num_tensors flags that say which blocks the place stores; NULL if it stores all blocks.
  * ids: receives count * tensors * ids_per_block rows of the place, in the order of pages, tensors and bytes. An id is
- *   -1 if its page or block does not exist, or if the place lacks the page's block of at least one tensor of the
- *   transfer.
+ *   -1 if its page or block does not exist, or if, for at least one tensor of the transfer, the place does not store
+ *   the page's block.
  * addresses: receives count * tensors * pieces addresses, one for each piece of memory.
- * @return IBP_INVALID_ARGUMENT if numbers contradict each other; then nothing is written. */
+ * @return IBP_INVALID_ARGUMENT if numbers are inconsistent; then nothing is written. */
 IBP_API ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
                                   uint64_t *addresses);
 
@@ -59,7 +59,7 @@ IBP_API ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8
  *
  * ids: ids_per_block rows for each of num_blocks blocks, as ibp_plan_pages writes them. Blocks whose first id is below
  *   0 are skipped.
- * lengths, rooms: those of the place, for num_rows rows; rooms is NULL if slots hold whole rows.
+ * lengths, rooms: the lengths and rooms of the place, which has num_rows rows; rooms is NULL if slots hold whole rows.
  * stored, seen: both receive the same flags, num_rows / ids_per_block in number. `stored` is for the device that
  *   decodes, and `seen` for the host.
  * @return IBP_INVALID_ARGUMENT also if num_rows is not a multiple of ids_per_block. */

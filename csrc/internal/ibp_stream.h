@@ -1,4 +1,5 @@
-/* ibp_stream.h - brings whole tables, or items of tables, from pinned host memory to the GPU by the GPU's copy engine.
+/* ibp_stream.h - brings whole tables, or items of tables, from pinned host memory to the GPU with the GPU's copy
+ * engine.
  *
  *     ibp_status stream_one(const ibp_table *table, const uint64_t *host_bases, uint8_t *ring, int64_t ring_bytes,
  *                           uint8_t *out, ibp_fault *fault, ibp_stream stream)
@@ -34,8 +35,8 @@ typedef struct ibp_stager ibp_stager;
 
 /* Creates a stager.
  *
- * pinned, near: ring_bytes bytes each, of pinned host memory and of device memory, aligned to 16 bytes. They belong to
- *   the stager until it is destroyed and the work queued by then is completed.
+ * pinned, near: ring_bytes bytes of pinned host memory, and ring_bytes bytes of device memory, aligned to 16 bytes.
+ *   They belong to the stager until it is destroyed and the work queued by then is completed.
  * ring_bytes: size of each of the two rings in bytes. 24 MiB keep a PCIe 5 link busy. */
 IBP_API ibp_status ibp_cuda_create_stager(uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager);
 /* Destroys a stager, whichever device is current. NULL is allowed. */
@@ -47,16 +48,16 @@ typedef void (*ibp_run)(void *runner, int64_t count, void (*work)(void *state, i
 
 /* Gathers items as ibp_cuda_gather_items does. Items must be whole rows. ids->data must be in host memory,
  * ids->positions and ids->addresses must be NULL, and ids->num_dims must be 0, so the output is contiguous. Returns
- * when the last chunk is queued; ids are not read after that. Queued kernels may still read slots that do not consist
- * of whole vectors of 16 bytes.
+ * when the last chunk is queued; ids are not read after that. Queued kernels may still read the table's slots
+ * if slot_bytes is not a multiple of 16.
  *
- * table: a table with slots, with the addresses that the device uses. The device itself reads the bytes of rows that
- *   are not in a slot.
+ * table: a table with slots, whose pointers are the addresses that the device uses. The device itself reads the bytes
+ *   of rows that are not in a slot.
  * slots: the address of the same slots for the CPU.
  * run, runner, num_threads: how the CPU's work is spread over threads. The function calls run(runner, num_threads,
  *   work, state) once. `run` must then call work(state, number) for each number from 0 to num_threads - 1, on different
  *   threads if possible.
- * @return IBP_INVALID_ARGUMENT also if an item's slots do not fit into a twelfth of the ring. */
+ * @return IBP_INVALID_ARGUMENT also if an item's slots and its id do not fit in a twelfth of the ring. */
 IBP_API ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *table, const uint8_t *slots,
                                         const ibp_ids *ids, uint8_t *out, ibp_fault *fault, int max_sms, ibp_run run,
                                         void *runner, int64_t num_threads, ibp_stream stream);
@@ -78,9 +79,10 @@ IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
  * brings one table through this ring. ibp_cuda_begin_stream itself queues nothing.
  *
  * ring: device memory, aligned to 128 bytes. Work that was queued on the caller's stream before the first chunk may use
- *   the ring. So may work that follows the calls, because each call makes the caller's stream wait for its copies.
- * ring_bytes: size of the ring, which is cut into quarters. 32 MiB keep a PCIe 5 link busy. If 32 rows do not fit into
- *   a quarter, the kernel fetches rows from host memory itself. */
+ *   the ring. So may work that is queued after the calls, because each call makes the caller's stream wait for its
+ *   copies.
+ * ring_bytes: size of the ring, which is cut into quarters. 32 MiB keep a PCIe 5 link busy. If 32 rows do not fit in a
+ *   quarter, the kernel fetches rows from host memory itself. */
 IBP_API ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes);
 
 /* Begins another stream through the ring of the previous stream. Nothing else may have used the ring since. The first
@@ -98,7 +100,8 @@ IBP_API ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer);
  * bases: table->bases in host memory, read before the function returns. A chunk whose bases are out of order is not
  *   copied; kernels read its rows from host memory instead. If bases are wrong in another way, even undamaged rows of
  *   the same chunk may become zeros, and a fault is noted for them.
- * ends: whether this is the last table of the stream, whose last chunks are made small. A wrong value only costs time.
+ * ends: whether this is the last table of the stream. The last chunks of the last table are made small. A wrong value
+ *   only costs time.
  *
  * The caller's stream waits for the last chunk. Copies wait for the caller's stream when the stream of tables begins.
  * After four chunks each copy also waits until the earlier chunk in its quarter of the ring has been decoded. So copies

@@ -1,5 +1,5 @@
-/* bits_avx2.h - reads and writes bit fields of byte buffers by BMI2's parallel deposit and extract, for the coders that
- * need IBP_CPU_AVX2_BMI2. */
+/* bits_avx2.h - reads and writes bit fields of byte buffers with the parallel deposit and extract instructions of BMI2,
+ * for the coders that need IBP_CPU_AVX2_BMI2. */
 #ifndef IBP_BITS_AVX2_H
 #define IBP_BITS_AVX2_H
 
@@ -54,8 +54,8 @@ IBP_AVX2_INLINE void ibp_unpack_fields(const uint8_t *src, uint32_t n, uint32_t 
     memcpy(out + at, &last, end - at);
 }
 
-/* Returns a mask that coders apply to the position in an entry of flags. The mask has as many bits as the number
- * num_flags, so even a wrong position becomes less than 2 * num_flags. */
+/* Returns a mask that coders apply to the position in an entry of flags. The mask has as many bits as num_flags has in
+ * binary, so even a wrong position becomes less than 2 * num_flags. */
 static inline uint32_t ibp_position_mask(uint32_t num_flags)
 {
     return num_flags == 0 ? 0 : UINT32_MAX >> __builtin_clz(num_flags);
@@ -73,7 +73,7 @@ static inline const uint8_t *ibp_pad_row(const uint8_t *src, size_t src_bytes, s
     return padded;
 }
 
-/* A writer that appends bits to a buffer, 64 at a time. Bits past the end of the buffer are dropped. */
+/* A writer that appends bits to a buffer, up to 64 at a time. Bits past the end of the buffer are dropped. */
 typedef struct ibp_bit_writer {
     uint8_t *dst;
     size_t dst_bytes, at; /* at: the byte that bit 0 of `bits` goes to */
@@ -120,8 +120,8 @@ IBP_AVX2_INLINE size_t ibp_join_runs(const ibp_bit_writer *first, const ibp_bit_
 }
 
 /* Packs the low `bits` bits of n lanes into dst, beginning at byte `at`, and writes zeros after them. This is the
- * inverse of ibp_unpack_fields. lanes: can be read up to a multiple of 8 bytes; the lanes after lane n - 1 are 0. dst:
- * dst_bytes bytes; fields past its end are dropped. */
+ * inverse of ibp_unpack_fields. lanes: the array must be readable up to the next multiple of 8 bytes, and the lanes
+ * after lane n - 1 must be 0. dst: dst_bytes bytes; fields past its end are dropped. */
 IBP_AVX2_INLINE void ibp_pack_fields(const uint8_t *lanes, uint32_t n, uint32_t bits, uint32_t lane_bytes, uint8_t *dst,
                                      size_t at, size_t dst_bytes)
 {

@@ -1,4 +1,4 @@
-/* cpu.c - chooses the features of the processor that the row coders use. It looks them up once, unless
+/* cpu.c - chooses which features of the processor the row coders use. The features are looked up once, unless
  * ibp_set_cpu_features has chosen them before. */
 #include "../core/schemes.h"
 

@@ -1,6 +1,6 @@
 /* masks_avx512.c - codes and decodes rows of scheme ibp with AVX-512. The bytes and the statuses are the same as those
- * of masks.c. The coders compare a block of 64 bytes of a row at a time with the masks, and then move its kept bits 64
- * at a time, as in masks_avx2.c. */
+ * of masks.c. The coders compare a row with the masks in blocks of 64 bytes. Of each block they then move the bits that
+ * are kept, 64 at a time, as masks_avx2.c does. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -13,7 +13,7 @@ enum { BLOCK = IBP_VECTOR_BYTES, WORDS = BLOCK / 8 };
 /* The part of a codebook for a block of a row. */
 typedef struct block {
     __m512i mask, bitval;
-    uint64_t flagged;     /* bit c: whether chunk c of the block is flagged */
+    uint64_t flagged;     /* bit c is set if chunk c of the block is flagged */
     uint32_t flags_entry; /* the entry of flags for the first 32-bit word */
 } block;
 
@@ -35,7 +35,7 @@ IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t
     return b;
 }
 
-/* Returns a mask in which bit c is 1 if chunk c of a block matches. row: the bytes of the block. */
+/* Returns a mask in which bit c is set if chunk c of a block matches. row: the bytes of the row in this block. */
 IBP_AVX512_INLINE uint64_t matching_chunks(const block *b, __m512i row, uint32_t chunk_bytes)
 {
     const __m512i x = _mm512_and_si512(_mm512_xor_si512(row, b->bitval), b->mask);
@@ -58,7 +58,8 @@ IBP_AVX512_INLINE __m512i chunks_of(__m512i x, uint64_t chunks, uint32_t chunk_b
     }
 }
 
-/* Returns the bits that a block keeps, among its first num_bytes bytes, if the chunks in `matching` match. */
+/* Returns a mask of the bits, among the first num_bytes bytes of a block, that are kept in the coded row. matching: a
+ * mask of the chunks that match. */
 IBP_AVX512_INLINE __m512i kept_bits(const block *b, uint64_t matching, size_t num_bytes, uint32_t chunk_bytes)
 {
     const __m512i left_out = chunks_of(b->mask, matching, chunk_bytes);

@@ -1,5 +1,5 @@
 /* masks_coder.h - defines a coder of scheme ibp from coded_bytes_of, encode_of and decode_of, which are inlined for
- * each size of chunks. masks_avx2.c and masks_avx512.c include it at their end. TARGET: the attribute of the coder's
+ * each chunk size. masks_avx2.c and masks_avx512.c include it at their end. TARGET: the attribute of the coder's
  * functions. CODER: the name of the coder. */
 TARGET static size_t coded_bytes(const ibp_codebook *cb, const uint8_t *row)
 {

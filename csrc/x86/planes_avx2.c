@@ -4,12 +4,12 @@
  * Eight fields of b bits are b whole bytes. So digits, residuals and raw symbols are unpacked to lanes by one parallel
  * deposit for each 64 bits of lanes, and packed by one parallel extract.
  *
- * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
- * level has a byte for each raw symbol. This byte is the symbol's rank: the index of its entry, or num_entries if the
- * symbol has no entry. There are two exceptions. The decoder uses the symbols themselves if a symbol is one byte and
- * all columns share the same entries. The encoder subtracts from the ranks of level p the number of entries of all
- * earlier planes. The decoder builds the levels from the last to the first. The encoder goes from the first to the
- * last: it turns each level into digits and the next level. */
+ * *Levels* are arrays of bytes, a form between digits and symbols. Level p has a byte for each element with a digit in
+ * plane p; the last level has a byte for each raw symbol. This byte is the symbol's rank: the index of its entry, or
+ * num_entries if the symbol has no entry. There are two exceptions. The decoder uses the symbols themselves if a symbol
+ * is one byte and all columns share the same entries. The encoder subtracts from the ranks of level p the number of
+ * entries of all earlier planes. The decoder builds the levels from the last to the first. The encoder goes from the
+ * first to the last: it turns each level into digits and the next level. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -22,7 +22,7 @@ enum {
     MAX_ENTRIES = 64
 };
 
-/* Returns whether the bytes of the decoder's levels are symbols, not ranks. */
+/* Returns whether the bytes of the decoder's levels are symbols instead of ranks. */
 static bool levels_are_symbols(const ibp_planes *planes) { return planes->symbol_bytes == 1 && !planes->per_column; }
 
 typedef uint8_t lane8;
@@ -147,7 +147,7 @@ static bool is_wide(const ibp_planes *planes)
     return ibp_cpu_features() & IBP_CPU_AVX512 && ibp_takes_avx512(planes);
 }
 
-/* Takes room for a bitmap of n bits, in whole words. */
+/* Allocates a bitmap of n bits from the scratch, in whole words of 64 bits. */
 static uint64_t *take_bitmap(ibp_scratch *scratch, uint32_t n) { return ibp_take(scratch, (size_t)(n + 63) / 64 * 8); }
 
 /* Looks up symbols as name_symbols16 does, if all columns have the same entries. It searches 16 entries at a time, and
@@ -171,7 +171,8 @@ IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks,
     }
 }
 
-/* Sets bit i of is_raw for each of n ranks that is num_entries, which means that the symbol has no entry. */
+/* For each i < n, sets bit i of is_raw if ranks[i] is num_entries, which means that the symbol has no entry, and clears
+ * it otherwise. */
 IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint64_t *is_raw)
 {
     find_others8(ranks, n, planes->num_entries, 0xff, is_raw);
@@ -180,7 +181,7 @@ IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, ui
 
 /* ---- decoding ---- */
 
-/* Calls function(..., b) for digits of b bits. b is a constant in functions that are inlined. */
+/* Calls function(..., b) for digits of b bits, 1 to 4. If the function is inlined, b is a constant in it. */
 #define FOR_BITS(b, function, ...)         \
     ((b) == 1   ? function(__VA_ARGS__, 1) \
      : (b) == 2 ? function(__VA_ARGS__, 2) \
@@ -190,7 +191,7 @@ IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, ui
 /* Returns the number of escapes among n digits of b bits, which begin at byte `at` of src. */
 IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
 {
-    const uint32_t fields = b == 3 ? 16 : 64 / b; /* number of fields of a word that fill whole bytes */
+    const uint32_t fields = b == 3 ? 16 : 64 / b; /* number of fields that are read at a time; they fill whole bytes */
     const uint64_t lowest = ibp_low_bits(~(uint64_t)0, b * fields) / ((1u << b) - 1);
     uint32_t count = 0;
     for (;; n -= fields, at += b * fields / 8) {
@@ -202,9 +203,9 @@ IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, siz
     }
 }
 
-/* Sets reaching[p], for p from 1 on, to the number of elements with a digit in plane p, and reaching[num_planes] to the
- * number of elements with a raw symbol. Finds the parts of the values. Returns false unless the parts end exactly where
- * src does. */
+/* For each p from 1 to num_planes - 1, sets reaching[p] to the number of elements with a digit in plane p. Sets
+ * reaching[num_planes] to the number of elements with a raw symbol. Finds where the parts of the values begin. Returns
+ * false unless the parts end exactly where src does. */
 IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start,
                                 uint32_t *reaching, ibp_value_parts *parts)
 {
@@ -241,7 +242,7 @@ IBP_AVX2 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, 
     FOR_BITS(b, build_level_of, digits, n, bytes, next, level);
 }
 
-/* The addresses of the parts of values. */
+/* The addresses of the parts of the values. */
 typedef struct value_bytes {
     const uint8_t *residuals, *digits[IBP_MAX_PLANES + 1];
 } value_bytes;
@@ -276,7 +277,7 @@ IBP_AVX2 static void bound_ranks(const ibp_planes *planes, uint32_t n, uint8_t *
     for (uint32_t i = 0; i < n; i += 32) store_vector(ranks + i, _mm256_min_epu8(load_vector(ranks + i), most));
 }
 
-/* Looks up the symbols of the elements of level 0, which holds ranks, into lanes of symbol_bytes bytes. level0 and
+/* Looks up the symbol of each rank in level 0, and writes the symbols to lanes of symbol_bytes bytes. level0 and
  * symbols are padded. */
 IBP_AVX2 static void look_up_symbols(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
                                      uint8_t *level0, uint8_t *symbols, ibp_scratch *scratch)
@@ -307,8 +308,8 @@ IBP_AVX2 static void read_residuals(const ibp_planes *planes, const uint8_t *src
     FOR_LANES(lane_bytes, widen_bytes)(r < 8 ? unpacked : src, n, elements);
 }
 
-/* Joins symbols and residuals to elements. If the bytes of level0 are symbols, these are used; otherwise the symbols
- * are looked up. level0 and elements are padded. */
+/* Joins symbols and residuals to elements. If the bytes of level0 are symbols, these symbols are used. Otherwise the
+ * bytes are ranks, and their symbols are looked up. level0 and elements are padded. */
 IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
                                    uint8_t *level0, uint8_t *elements, ibp_scratch *scratch)
 {
@@ -353,7 +354,7 @@ IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *s
     return IBP_OK;
 }
 
-/* Decodes n elements as decode_coded does, with their invariant bits. */
+/* Decodes n elements as decode_coded does, and restores their invariant bits. */
 static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start, uint32_t n,
                                 uint8_t *elements, ibp_scratch *scratch)
 {
@@ -399,14 +400,13 @@ IBP_AVX2 static bool read_positions(const uint8_t *src, size_t src_bytes, uint32
     return found == form->num_positions;
 }
 
-/* Returns the bits in which elements that are not listed may differ from the default. */
+/* Returns a mask of the bits in which unlisted elements may differ from the default. */
 static uint64_t ignored_bits(const ibp_planes *planes)
 {
     return planes->signed_default ? (uint64_t)1 << (ibp_element_bits(planes) - 1) : 0;
 }
 
-/* Sets the highest bits of the elements of a row that are not listed. The bits are stored in src, beginning at bit
- * `at`. */
+/* Sets the highest bits of a row's unlisted elements. These bits are stored in src, beginning at bit `at`. */
 IBP_AVX2 static void read_signs(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t at,
                                 const uint64_t *listed, uint8_t *row, ibp_scratch *scratch)
 {
@@ -460,8 +460,8 @@ static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_
 
 /* ---- encoding ---- */
 
-/* Cuts the symbols out of elements, into lanes of symbol_bytes bytes. symbols: room for lanes of element_bytes
- * bytes. */
+/* Extracts the symbols of n elements to lanes of symbol_bytes bytes. symbols: must have room for n lanes of
+ * element_bytes bytes. */
 IBP_AVX2 static void cut_symbols(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *symbols)
 {
     const uint32_t r = planes->residual_bits, lane_bytes = planes->element_bytes, symbol_bytes = planes->symbol_bytes;
@@ -479,8 +479,7 @@ IBP_AVX2 static void cut_symbols(const ibp_planes *planes, const uint8_t *elemen
     }
 }
 
-/* Writes the rank of each symbol to ranks, which is level 0, followed by zeros. The arrays symbols and ranks must be
- * padded. */
+/* Writes level 0 to `ranks`: the rank of each symbol, followed by zeros. Both arrays must be padded. */
 IBP_AVX2 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const uint32_t lane_bytes = planes->symbol_bytes;
@@ -491,8 +490,8 @@ IBP_AVX2 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbo
     memset(ranks + n, 0, 32);
 }
 
-/* Sets reaching[p], for p from 1 on, to the number of elements with a digit in plane p, and reaching[num_planes] to the
- * number of elements with a raw symbol. ranks: n ranks, followed by zeros. */
+/* For each p from 1 to num_planes - 1, sets reaching[p] to the number of elements with a digit in plane p. Sets
+ * reaching[num_planes] to the number of elements with a raw symbol. ranks: n ranks, followed by zeros. */
 IBP_AVX2 static void count_ranks(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint32_t *reaching)
 {
     for (uint32_t p = 0, first = 0; p < planes->num_planes; p++) {
@@ -508,7 +507,8 @@ IBP_AVX2 static void count_ranks(const ibp_planes *planes, const uint8_t *ranks,
     }
 }
 
-/* Writes the digits of a level and replaces it by the next level, in place. Zeros follow both levels. */
+/* Writes the digits of a level, and replaces the level with the next level, in place. Zeros must follow the level, and
+ * are written after the next level. */
 IBP_AVX2 static void strip_level(uint8_t *level, uint32_t n, uint32_t b, uint8_t *dst, size_t dst_bytes)
 {
     const __m128i escape = _mm_set1_epi8((char)((1u << b) - 1));
@@ -579,8 +579,8 @@ IBP_AVX2 static size_t encode_coded(const ibp_codebook *cb, const uint8_t *eleme
 
 static const size_t no_coded_form = 8 * IBP_NO_CODED_FORM;
 
-/* Codes n elements as encode_coded does, with their invariant bits. Returns no_coded_form if the elements have no coded
- * form. */
+/* Codes n elements as encode_coded does, after it has checked and removed their invariant bits. Returns no_coded_form
+ * if the elements have no coded form. */
 static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n, uint8_t *dst,
                             size_t dst_bytes, ibp_scratch *scratch)
 {
@@ -593,7 +593,7 @@ static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, siz
     return coded_by(&coded, cut, start, n, dst, dst_bytes, scratch);
 }
 
-/* Writes the highest bits of the elements that are not listed to dst, beginning at byte `at`. */
+/* Writes the highest bits of the unlisted elements to dst, beginning at byte `at`. */
 IBP_AVX2 static void write_signs(const ibp_codebook *cb, const uint8_t *row, const uint64_t *listed, size_t at,
                                  uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
 {
@@ -635,7 +635,7 @@ IBP_AVX2 static void write_positions(uint32_t columns, uint32_t k, bool closed, 
     ibp_flush_bits(&low);
 }
 
-/* Codes a whole listed row. Returns what encode_values returns. */
+/* Codes a complete listed row. Returns the bit at which the coded row ends, or no_coded_form. */
 IBP_AVX2 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
                                      ibp_scratch *scratch)
 {

@@ -90,8 +90,8 @@ IBP_AVX2 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t 
 }
 
 /* Ranks symbols: ranks[i] becomes the index of the first entry that equals symbols[i], or num_entries if no entry does.
- * Entries are as wide as a lane. Both arrays are padded. A symbol is looked up in one table for each distinct value of
- * the entries' bits above the low 4. */
+ * Entries are as wide as a lane. Both arrays are padded. The entries whose bits above the low 4 are equal share a
+ * lookup table. Each symbol is looked up in all tables. */
 IBP_AVX2 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const lane *const entries = (const lane *)planes->entries;
@@ -142,7 +142,7 @@ IBP_AVX2 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_
     }
 }
 
-/* Copies the lanes whose bits in the bitmap are 1 to `out`, one after the other. */
+/* Copies the lanes whose bits are set in the bitmap to `out`, one after the other. */
 IBP_AVX2 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, uint32_t n, uint8_t *out)
 {
     lane *next = (lane *)out;
@@ -166,8 +166,8 @@ IBP_AVX2 static void NAME(fill)(uint8_t *row, uint32_t n, uint64_t value)
     for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = (lane)value;
 }
 
-/* Computes the coded bits of elements, rotated if the codebook says so: out[i] from elements[i]. Returns false if an
- * element has other invariant bits than the codebook. */
+/* Computes the coded bits of elements, rotated if the codebook says so: out[i] from elements[i]. Returns false if the
+ * invariant bits of an element differ from the codebook's. */
 IBP_AVX2 static bool NAME(cut_elements)(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *out)
 {
     const uint32_t bits = planes->invariant_bits, last = LANE_BITS - bits - 1;
@@ -212,7 +212,7 @@ IBP_AVX2 static void NAME(find_signs)(const uint8_t *row, uint32_t n, uint64_t *
     }
 }
 
-/* Sets the highest bit of the lanes whose bits in the bitmap are set. */
+/* Sets the highest bit of each lane whose bit is set in the bitmap. */
 IBP_AVX2 static void NAME(set_signs)(const uint64_t *bitmap, uint32_t n, uint8_t *row)
 {
     for (uint32_t i = 0; i < n; i += 64)

@@ -45,7 +45,7 @@ static const uint64_t byte_numbers = 0x0706050403020100, byte_ones = 0x010101010
 /* Returns the number of packed bits for a 64-bit word of lanes: `bits` for each of its lanes. */
 IBP_AVX512_INLINE uint32_t bits_of_word(uint32_t bits, uint32_t lane_bytes) { return 8 / lane_bytes * bits; }
 
-/* Returns for each 64-bit word of lanes the bit at which its fields begin. */
+/* Returns, for each 64-bit word of lanes, the bit at which the fields of the word begin. */
 IBP_AVX512_INLINE __m512i starts_of_words(uint32_t word_bits)
 {
     return _mm512_mul_epu32(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), all_words(word_bits));
@@ -137,8 +137,8 @@ IBP_AVX512_INLINE __m512i rotate(const rotation *r, __m512i x)
 
 /* ---- decoding ---- */
 
-/* Unpacks a level of n digits of `bits` bits. level is padded. Returns the number of escapes, which have all bits
- * set. */
+/* Unpacks a level of n digits of `bits` bits. level is padded. Returns the number of escapes, which are the digits
+ * whose bits are all 1. */
 IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint32_t n, uint32_t bits, uint8_t *level)
 {
     const unpacking digits = unpacking_of(bits, 1);
@@ -152,8 +152,8 @@ IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint
     return num_escapes;
 }
 
-/* Replaces n digits of a level by bytes: a digit by the low bits of its entry, and an escape by the next byte of the
- * next level. All arrays are padded. */
+/* Replaces the n digits of a level with bytes: a digit with the low bits of its entry, and an escape with the next byte
+ * of the next level. All arrays are padded. */
 IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, const uint8_t *entries,
                                   uint32_t symbol_bits, const uint8_t *next)
 {
@@ -254,14 +254,14 @@ IBP_AVX512 uint32_t ibp_list_avx512(const uint8_t *row, uint32_t n, uint64_t val
     return IBP_BY_SIZE(lane_bytes, list_of, row, n, value, mask, bitmap, listed);
 }
 
-/* Cuts the low bytes of the symbols out of elements, and the ninth bits of symbols that have nine bits. symbols and
- * ninths are padded. */
+/* Extracts the low byte of each element's symbol and, if symbols have nine bits, the ninth bit. symbols and ninths are
+ * padded. */
 IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *elements, uint32_t num_bytes,
                                    uint8_t *symbols, uint8_t *ninths)
 {
     const uint32_t lane_bytes = planes->element_bytes, per_word = 8 / lane_bytes, symbol_bits = ibp_symbol_bits(planes);
     const rotation to_coded = rotation_of(planes->rotate, lane_bytes);
-    /* The bits of a word at which its symbols begin. */
+    /* The bits of each word at which the symbols in it begin. */
     const __m512i starts = all_words(byte_numbers * 8 * lane_bytes + byte_ones * planes->residual_bits);
     const __m512i mask = all_words(byte_ones * ibp_low_bits(255, symbol_bits)),
                   ninth = all_words(ibp_lane_fields(lane_bytes, 1) << (planes->residual_bits + 8) % 64);
@@ -318,8 +318,8 @@ IBP_AVX512_INLINE uint32_t rank_symbols(const ibp_planes *planes, const uint8_t 
     return num_raw;
 }
 
-/* Replaces a level of n ranks by the next level, in place, and writes its digits unless dst is NULL. level is padded.
- * Returns the number of ranks of the next level. */
+/* Writes the digits of a level of n ranks, unless dst is NULL. Replaces the level with the next level, in place. level
+ * is padded. Returns the number of ranks of the next level. */
 IBP_AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits, uint8_t *dst)
 {
     const packing digits = packing_of(bits, 1);
@@ -337,7 +337,8 @@ IBP_AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits
     return (uint32_t)(next - level);
 }
 
-/* Rotates lanes left by `rotated` bits, and packs the low `bits` bits of each to dst. num_bytes: size of the lanes. */
+/* Rotates lanes left by `rotated` bits, and packs the low `bits` bits of each lane to dst. num_bytes: size of the
+ * lanes. */
 IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, uint32_t lane_bytes, uint32_t rotated,
                                     uint32_t bits, uint8_t *dst)
 {
@@ -377,7 +378,7 @@ IBP_AVX512 size_t ibp_encode_coded_avx512(const ibp_codebook *cb, const uint8_t 
 
 /* ---- which codebooks are accepted ---- */
 
-/* Returns whether residuals can be packed and unpacked by 64-bit words of lanes. The fields of a word may begin at any
+/* Returns whether residuals can be packed and unpacked in 64-bit words of lanes. The fields of a word may begin at any
  * bit of a byte, and must end within 64 bits of the beginning of that byte. A word may share a byte only with the word
  * before it. */
 static bool fits_words(const ibp_planes *planes)

@@ -4,9 +4,8 @@
 
 #include "../core/schemes.h"
 
-/* Lists the lanes that differ from `value` in bits of `mask`, among n lanes: sets bit i of `bitmap` if lane i differs,
- * and copies the differing lanes to `listed`, one after the other. Both arrays are padded. Returns the number of
- * differing lanes. */
+/* Finds which of n lanes differ from `value` in bits of `mask`. Sets bit i of `bitmap` if lane i differs. Copies the
+ * differing lanes to `listed`, one after the other. Both arrays are padded. Returns the number of differing lanes. */
 uint32_t ibp_list_avx512(const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask, uint64_t *bitmap,
                          uint8_t *listed, uint32_t lane_bytes);
 

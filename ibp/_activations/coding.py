@@ -1,7 +1,7 @@
 """Encodes activations into packed pieces of coded rows (`_layout.forms`), and decodes them. A packed piece has an index
 and then the overflow, in which all coded rows lie one after the other. Only the first bytes of the memory of an encoded
-piece are in use, and only these are copied. A step encodes hundreds of tensors, so one operation encodes a piece, and
-one operation decodes it: this keeps the host's work small."""
+piece are in use, and only these are copied. A training step encodes hundreds of tensors. To keep the host's work small,
+a single operation encodes a piece, and a single operation decodes it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ ROW_BYTES = 4096  # Size in bytes of the rows into which activations are cut.
 # Size of a piece in bytes. The link copies it in about a millisecond, while the next piece is encoded.
 PIECE_BYTES = 64 << 20
 _SAMPLE_BYTES = 1 << 20  # Size in bytes of the sample from which a codebook is learned.
-# The room of a piece is the size in bytes of the memory for its overflow, which has all of its coded rows. The room is
-# a share of the raw size: the share that earlier pieces needed, plus a margin, which is a fraction of the needed share.
+# The room of a piece is the size in bytes of the memory for its overflow, which holds all of its coded rows. The room
+# is a share of the raw size: the share that earlier pieces needed, plus a margin. Margins are fractions of the needed
+# share.
 _FIRST_MARGIN = 1 / 32  # The margin while only a sample has been encoded.
 _LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # Bounds of all later margins.
 _CHANGES = 4  # Within these bounds, the margin is this many times the last relative change of the share.
-_SPARE_BYTES = 4096  # Number of bytes that is added to the room of every piece.
+_SPARE_BYTES = 4096  # Number of bytes that are added to the room of every piece.
 
 
 class ActivationRecipe:
@@ -134,7 +135,7 @@ def decode(
 
 def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:
     """Learns a recipe from a sample of data, uint8 [num_bytes], and returns it, or None if data would not become
-    smaller. view: describes the tensor in data.
+    smaller. view: the layout of the tensor in data.
     """
     if (origin := IndexOrigin.of(data, view)) is not None:
         rest, _ = origin.narrow(data)

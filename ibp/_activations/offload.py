@@ -57,14 +57,14 @@ class ActivationStats(Statistics):
 
     Attributes:
         tensors: number of tensors that were saved. Tensors that share memory are all counted.
-        shared: number of tensors whose bytes had been saved before.
+        shared: number of saved tensors whose bytes an earlier save had already stored.
         kept_bytes: number of bytes that are not moved: those of parameters, of small tensors, and of tensors that fit
-            the budget.
+            in the budget.
         coded_bytes, raw_bytes: number of bytes that were compressed, and number of bytes that were sent uncompressed.
         sent_bytes: number of bytes that were copied to the host, counted in compressed form if they were compressed.
         device_bytes: size in bytes of the compressed tensors on the device.
         outgrown_bytes: size in bytes, before compression, of the pieces and tensors that compressed worse than
-            expected. They stayed on the device until their use.
+            expected. They stayed on the device until they were used.
     """
 
     tensors: int = 0
@@ -202,7 +202,7 @@ class ActivationOffload(OfThisProcess):
         return _SavedTensor(region, view)
 
     def _shared(self, entry: _SpanEntry | None) -> SavedRegion | None:
-        """Returns the region in which a span has been saved already, or None. If this pass has not saved the span yet,
+        """Returns the region in which a span has already been saved, or None. If this pass has not saved the span yet,
         the call also uses up a region number, so that the next regions have the same numbers in every pass."""
         region = entry.region() if entry is not None and entry.region is not None else None
         if entry is None or region is None:
@@ -255,8 +255,8 @@ class ActivationOffload(OfThisProcess):
             self._move(region, piece)
 
     def _narrowed(self, region: SavedRegion, origin: IndexOrigin, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """Returns the narrower elements of x as bytes. data: the bytes of x. The region keeps them until the host knows
-        that narrowing lost nothing."""
+        """Returns the narrower elements of x as bytes. data: the bytes of x. The region keeps these bytes until the
+        host knows that narrowing lost nothing."""
         region.hold(data, x)
         rest = region.narrow(origin, data)
         if region.transfers is None:
@@ -342,14 +342,15 @@ def offload_activations(
             the backward pass has decompressed them.
         device_bytes: number of bytes of saved tensors that may stay on each device during a pass. The first step moves
             all tensors. Later steps choose by the sizes of the previous step: the most compressible tensors are moved,
-            until the others fit this number of bytes. None: all tensors are moved.
+            until the others fit in this number of bytes. None: all tensors are moved.
         coded: whether tensors are compressed. False: they are moved uncompressed.
         least_bytes: size in bytes below which tensors are not moved.
         window_bytes: largest number of bytes of device memory that copies to the host use at the same time. The same
             limit holds separately for copies back. Two pieces of 64 MiB are always allowed. With memory="device", there
-            is no window: the full memory of at most two pieces is kept until the host knows their compressed sizes.
-        max_sms: keep at most this many of the GPU's multiprocessors busy with compression and decompression, which
-            limits their use of memory bandwidth while the model computes (cDMA, section V-C). None: all.
+            is no window: the full-size buffers of at most two pieces are kept until the host knows their compressed
+            sizes.
+        max_sms: largest number of the GPU's multiprocessors that compression and decompression may keep busy. This
+            limits the memory bandwidth that they use while the model computes (cDMA, section V-C). None: all.
         device: the device whose tensors are moved. None: all CUDA devices; if torch sees no CUDA device, the CPU, whose
             saved tensors are kept compressed in host memory.
 

@@ -1,6 +1,6 @@
-"""Makes the int64 indices that max pooling saves narrower. An index is the position of a maximum in the image of a
-channel, and lies in a small window. The first position of the window is the same for all images and channels. The
-difference between the index and this position fits one or two bytes, and takes 2 or 3 bits when it is encoded."""
+"""Narrows the int64 indices that max pooling saves. An index is the position of a maximum in the image of a channel,
+and lies in a small window. The first position of the window is the same for all images and channels. The difference
+between the index and this position fits in one or two bytes, and takes 2 or 3 bits when it is encoded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ITEM = 8  # size in bytes of an int64 element
 
 
 class IndexOrigin:
-    """The origins that are subtracted from int64 elements: one value for each element of an image. All images have the
+    """The origins that are subtracted from int64 elements: one value for each element of an image. All images share the
     same origins.
 
     Args:
@@ -27,14 +27,14 @@ class IndexOrigin:
 
     def __init__(self, places: torch.Tensor, dtype: torch.dtype) -> None:
         self._places, self.dtype = places, dtype
-        self._last = places + torch.iinfo(dtype).max  # the largest elements whose differences fit the dtype
+        self._last = places + torch.iinfo(dtype).max  # the largest elements whose differences fit in the dtype
 
     @classmethod
     def of(cls, data: torch.Tensor, view: SpanView) -> IndexOrigin | None:
         """Returns an origin whose value at each position is the minimum over all images and channels. The tensor must
         be dense int64 [images, channels, one or more dimensions of positions], one image after the other in memory.
-        Returns None for other tensors, if the images together have fewer than 16 channels, if an element is negative,
-        or if a difference does not fit int16. Waits for the device.
+        Returns None for other tensors. Also returns None if the images together have fewer than 16 channels, if an
+        element is negative, or if a difference does not fit in int16. Waits for the device.
 
         Args:
             data: uint8 [num_bytes], the tensor's bytes.
@@ -63,7 +63,7 @@ class IndexOrigin:
 
     def narrow(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Subtracts the origins from elements. data: uint8 [num_bytes] of whole images. Returns (the differences as
-        uint8 [bytes]; a bool tensor [], which is True if a difference does not fit the dtype).
+        uint8 [bytes]; a bool tensor [], which is True if a difference does not fit in the dtype).
         """
         elements = data.view(torch.int64).view(-1, len(self._places))
         out = torch.empty(elements.shape, dtype=self.dtype, device=data.device)

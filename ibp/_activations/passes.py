@@ -59,7 +59,7 @@ class ForwardPass:
         self._regions[region.number] = weakref.ref(region)
 
     def note_end(self, region: SavedRegion) -> None:
-        """Called when a region is destroyed, which may happen at any time and in any thread."""
+        """Records that a region is destroyed, which may happen at any time and in any thread."""
         self._ended.append(region.number)
 
     def note_use(self, region: SavedRegion) -> None:
@@ -78,14 +78,14 @@ class ForwardPass:
         self._fetch_on(transfers)
 
     def start(self) -> None:
-        """Called when the backward pass begins. Starts to bring back the regions that it needs first."""
+        """Records that the backward pass begins, and starts to bring back the regions that it needs first."""
         self.is_used = True
         for transfers in self._transfers.values():
             transfers.begin_backward()
             self._fetch_on(transfers)
 
     def _fetch_on(self, transfers: PieceTransfers) -> None:
-        """Starts to bring back the next regions to a device in the expected order, until the window is full."""
+        """Starts to bring back the next regions of a device, in the expected order, until the window is full."""
         numbers, position = self._order or range(self.numbers - 1, -1, -1), self._next.get(transfers, 0)
         while position < len(numbers):
             found = self._regions.get(numbers[position])

@@ -50,12 +50,12 @@ class _RegionSize(NamedTuple):
 
 class ActivationPolicy:
     """Chooses the form in which each region is saved. A codebook is learned when a region is first saved. With a
-    budget, the first pass moves all regions. Later passes keep on the device as many regions as fit the budget, by the
-    sizes of the previous pass."""
+    budget, the first pass moves all regions. Later passes keep on the device as many regions as fit in the budget, by
+    the sizes of the previous pass."""
 
     def __init__(self, options: OffloadOptions) -> None:
         self._options = options
-        # The learners of recipes, by a region's number, dtype and device.
+        # The learners of recipes, keyed by a region's number, dtype and device.
         self._learners: defaultdict[tuple[int, torch.dtype, torch.device], Learner[coding.ActivationRecipe]]
         self._learners = defaultdict(Learner)
         self._sizes: dict[torch.device, list[_RegionSize]] = {}
@@ -71,8 +71,8 @@ class ActivationPolicy:
         self._sizes = {}
 
     def _that_fit(self, sizes: list[_RegionSize]) -> list[int]:
-        """Returns the numbers of the regions that stay. The most compressible regions are moved first, until the others
-        fit the budget."""
+        """Returns the numbers of the regions that stay on the device. The most compressible regions are moved first,
+        until the others fit in the budget."""
         assert self._options.device_bytes is not None
         left, staying = sum(size.num_bytes for size in sizes), []
         for size in sorted(sizes):

@@ -1,4 +1,5 @@
-"""Saved bytes of one or several tensors, wherever they are, in pieces that are moved one after the other."""
+"""Regions: the saved bytes of one or several tensors, in pieces that are moved one after the other. The bytes may be on
+the device or on the host."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class SavedPiece:
         self.arrived: torch.Event | None = None
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns the piece's part of data, which has all bytes of the region."""
+        """Returns the bytes of the piece as a part of `data`. data: all bytes of the region."""
         return data if self.num_bytes == data.numel() else data[self.start : self.end]
 
     def note_used(self, recipe: coding.ActivationRecipe, counters: torch.Tensor) -> int:
@@ -83,7 +84,7 @@ class SavedRegion:
         self.source: UnchangedTensor | None = None  # the saved tensor whose bytes `memory` has
         self.coming: torch.Tensor | None = None  # the memory to which raw pieces are copied back
         self.misfits: torch.Tensor | None = None  # on the device: whether narrowing lost anything
-        self.saves = self.uses = 0  # number of saves and of reads of tensors of the region
+        self.saves = self.uses = 0  # how often tensors of the region have been saved, and how often read
         # The error to raise at the next read, if the source was changed before its copy had ended.
         self._changed: RuntimeError | None = None
         self._decoded: UnchangedTensor | None = None
@@ -96,7 +97,7 @@ class SavedRegion:
     # ---- leaving ----
 
     def hold(self, data: torch.Tensor, x: torch.Tensor) -> None:
-        """Makes the bytes of a saved tensor x the memory of the region. data: these bytes, uint8 [num_bytes]."""
+        """Makes the region hold the bytes of a saved tensor x. data: these bytes, uint8 [num_bytes]."""
         self.memory, self.source = data, UnchangedTensor.of(x)
 
     def encode(self, piece: SavedPiece, data: torch.Tensor) -> None:
@@ -219,7 +220,7 @@ class SavedRegion:
         return tensor
 
     def _decode(self, recipe: coding.ActivationRecipe, current: torch.Stream | None) -> torch.Tensor:
-        """Decodes and returns the bytes, piece by piece, while the next pieces are copied."""
+        """Decodes the bytes piece by piece, while the next pieces are copied, and returns them."""
         device = torch.device("cpu") if self.transfers is None else self.transfers.device
         out = torch.empty(self._piece_bytes, dtype=torch.uint8, device=device)
         for k, piece in enumerate(self.pieces):

@@ -74,7 +74,7 @@ class UnchangedTensor(NamedTuple):
 
 def is_plain(x: torch.Tensor) -> bool:
     """Returns whether a tensor is an ordinary strided tensor of a dtype that tables can hold. Tensor subclasses,
-    tensors inside a transform of torch.func, and conjugate or negative views are not."""
+    tensors inside a transform of torch.func, and conjugate or negative views are not ordinary."""
     return (
         type(x) is torch.Tensor
         and x.layout == torch.strided
@@ -99,8 +99,8 @@ def is_of_parameter(x: torch.Tensor) -> bool:
 
 def span_of(x: torch.Tensor) -> tuple[ByteSpan, SpanView] | None:
     """Returns the span of a plain tensor, and the tensor's layout in the span. If the tensor is dense, the span has the
-    tensor's bytes. Otherwise it has the whole storage; if the storage is more than 4 times as large as the tensor,
-    returns None."""
+    tensor's bytes. Otherwise the span is the tensor's whole storage. Returns None if that storage is more than 4 times
+    as large as the tensor."""
     storage, size = x.untyped_storage(), x.dtype.itemsize
     num_bytes, start, offset = int(x.numel() * size), int(x.storage_offset() * size), 0
     if not (x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)):
@@ -118,8 +118,8 @@ def bytes_of(x: torch.Tensor, span: ByteSpan) -> torch.Tensor:
 
 
 class SeenSpans(Generic[T]):
-    """A map from spans that were saved, and may be saved again, to values. A value is valid while the span's storage
-    lives: another storage at the same address is not mistaken for it."""
+    """A map from spans that were saved, and may be saved again, to values. A value is valid only while the span's
+    storage lives, so that a later storage at the same address is not mistaken for it."""
 
     def __init__(self) -> None:
         self._found: dict[ByteSpan, tuple[StorageWeakRef, T]] = {}

@@ -23,7 +23,7 @@ class PieceTransfers:
 
     A piece is encoded into memory that is large enough for raw rows. Only the bytes that the piece is expected to use
     are copied. When the host knows that the piece did not use more bytes, the memory is freed. `make_room` limits how
-    much memory waits for the host.
+    much memory waits to be freed in this way.
 
     Args:
         device: the GPU.
@@ -36,8 +36,8 @@ class PieceTransfers:
     def __init__(self, device: torch.device, window_bytes: int | None, max_sms: int = 0) -> None:
         self.device, self.max_sms, self._keeps_codes = device, max_sms, window_bytes is None
         self.window_bytes = 2 * coding.memory_bytes(coding.PIECE_BYTES) if window_bytes is None else window_bytes
-        # The streams of copies to the host, of copies back, and of the copies that `ask_for_misfits` makes. They have
-        # torch's general class, because torch.cuda's class costs the host two or three more calls of Python functions.
+        # The streams of copies to the host, of copies back, and of the copies that `ask_for_misfits` makes. They are
+        # torch.Stream objects, because torch.cuda.Stream costs the host two or three more calls of Python functions.
         self.out, self.back, self._notes = (torch.Stream(device) for _ in range(3))
         self.buffers = Pool()
         # Number of pieces that are being copied back, their size in bytes, and the size in bytes of the device memory
@@ -132,8 +132,8 @@ class PieceTransfers:
             self._settle(region, piece)
 
     def _settle(self, region: SavedRegion, piece: SavedPiece) -> None:
-        """Frees the memory of a piece that has been copied elsewhere. A piece that does not fit the destination keeps
-        its memory."""
+        """Frees the memory of a piece that has been copied elsewhere. A piece that does not fit in its destination
+        keeps its memory."""
         assert piece.sent is not None
         piece.sent.synchronize()
         assert piece.buffer is not None
@@ -180,7 +180,8 @@ class PieceTransfers:
         self.coming_bytes += num_bytes
 
     def receive(self, region: SavedRegion, piece: SavedPiece, current: torch.Stream) -> torch.Tensor:
-        """Returns the bytes of a piece in GPU memory, for the current stream. They no longer count in the window."""
+        """Returns the bytes of a piece in GPU memory, for use on the current stream. The bytes no longer count in the
+        window."""
         if piece.coming is None:
             self.fetch(region, piece)
         assert piece.coming is not None and piece.arrived is not None
@@ -201,7 +202,7 @@ class PieceTransfers:
 
     def forget(self, region: SavedRegion) -> None:
         """Releases a region that is being destroyed, which can happen at any time and in any thread. Its GPU memory is
-        freed here; its pinned memory is freed by the next call of `take_back`."""
+        freed here. Its pinned memory is returned to the pool by the next call of `take_back`."""
         if region.memory is not None and any(piece.sent and not piece.sent.query() for piece in region.pieces):
             region.memory.record_stream(self.out)
         if region.coming is not None:
@@ -218,7 +219,7 @@ class PieceTransfers:
             self._ended.append((piece, recipe, coming_bytes))
 
     def take_back(self) -> None:
-        """Frees the pinned memory of regions that have been destroyed, and removes their bytes from the window."""
+        """Returns the pinned memory of destroyed regions to the pool, and removes their bytes from the window."""
         while self._ended:
             piece, recipe, coming_bytes = self._ended.popleft()
             self.coming -= coming_bytes > 0

@@ -59,9 +59,9 @@ def _new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torc
     the last part.
 
     Raises:
-        Failure: the changes are not a delta of the old version. Either the old version does not have a tensor that is
-            changed or removed; or a tensor is given as a whole, although its dtype and shape are those of the old
-            version, so that a delta would hold only the differences.
+        Failure: the changes are not a delta of the old version. Either the old version lacks a tensor that is changed
+            or removed. Or the changes hold a whole tensor although the old version has a tensor of the same name, dtype
+            and shape, for which a delta would hold only the differences.
     """
     for name in changes.new:
         older, newer = base.tensors.get(name), changes[name]

@@ -20,8 +20,8 @@ from . import output, work
 
 SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"
 _BLOCK_BYTES = 16 << 20  # Tensors are read and compared in blocks of this size.
-# A function that returns the size in bytes of the delta of (old tensor, new tensor). The two have the same name, shape
-# and dtype.
+# A function of (old tensor, new tensor) that returns the size of their delta in bytes. The two tensors have the same
+# name, shape and dtype.
 _Weighing = Callable[[SourceTensor, SourceTensor], int]
 
 
@@ -160,7 +160,7 @@ def _count(tensor: SourceTensor) -> int:
 
 def _by_blocks(device: torch.device) -> _Weighing:
     """Returns a function that makes the delta of a tensor block by block, on the device, and returns the total size of
-    the blocks. It needs little memory, whatever the size of the tensor."""
+    these deltas. It needs little memory, whatever the size of the tensor."""
 
     def weigh(base: SourceTensor, new: SourceTensor) -> int:
         taken = 0

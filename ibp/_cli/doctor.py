@@ -1,6 +1,6 @@
 """`ibp doctor`: says what is installed, tests it, and measures what compression gains on this machine.
 
-The data is synthetic; synthetic weights save as much as trained ones. Rates are GB/s (10^9 bytes per second) of
+The data is synthetic. Synthetic weights compress as well as trained ones. Rates are GB/s (10^9 bytes per second) of
 original bytes.
 """
 
@@ -36,7 +36,8 @@ TEST_SECONDS = 2.0  # The self-test is repeated with other data until this numbe
 PAYS = 1.05
 _DRIVER = Path("/proc/driver/nvidia")
 _BUSY_LOAD = 0.5  # If the CPU's load per core is higher than this, other work disturbs measurements.
-_BUSY_PERCENT = 10  # If the GPU was at work for more than this percentage of the last second, it has other work.
+# If the GPU was busy for more than this percentage of the last second, other work disturbs measurements.
+_BUSY_PERCENT = 10
 _MOST_SHOWN = 8  # Largest number of failed tests that are printed. --json has all of them.
 # Row sizes in bytes for which speed-ups are measured. The rates of rows in GB/s are printed for the last size only.
 _ROW_BYTES = (128, 512, 2048)
@@ -126,8 +127,8 @@ def why_no_gpu(device: torch.device) -> str | None:
 
 
 def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
-    """Finds out what is installed and built, and how busy the machine is. Returns the facts as texts by name, and a
-    list with a sentence for each sign that something else uses the machine."""
+    """Finds out what is installed and built, and how busy the machine is. Returns (a dict of the facts, as texts by
+    name; a list with a sentence for each sign that other work uses the machine)."""
     load, cores, busy = os.getloadavg()[0], os.cpu_count() or 1, []
     facts = {"Python": f"{platform.python_version()}, {platform.platform()}", **config(device)}
     facts["load"] = f"{load:.1f} on {output.show_count(cores, 'core')}"
@@ -172,7 +173,8 @@ def _ask(device: torch.device, of: str, *columns: str) -> list[list[str]]:
 
 def self_test(device: torch.device, seconds: float) -> tuple[int, list[str]]:
     """Tests tables of every kind of data, scheme and layout, and a file, on a device. Repeats all tests with other data
-    until the time is over, unless a test has failed. Returns the number of tests, and a line for each fault."""
+    until `seconds` seconds have passed or a test has failed. Returns (number of tests, list with a line for each
+    fault)."""
     end = time.monotonic() + seconds
     failed: list[str] = []
     tests: dict[str, Callable[[int], Iterator[str]]] = {
@@ -185,7 +187,7 @@ def self_test(device: torch.device, seconds: float) -> tuple[int, list[str]]:
         for name, test in tests.items():
             try:
                 failed += [f"{name}: {wrong}" for wrong in test(seed)]
-            except Exception as error:  # Whatever a call raises here is a fault.
+            except Exception as error:  # Any exception that a call raises here is a fault.
                 failed.append(f"{name}: {output.sentence(error)}")
         seed += 1
     return seed * len(tests), failed
@@ -247,11 +249,12 @@ class Measured:
     kind: str  # The name of the kind.
     saved: float  # The fraction of the bytes that compression saves.
     lossless: bool  # Whether every bit came back.
-    gbps: dict[str, float]  # Rates in GB/s, by the keys of _CPU_COLUMNS or _GPU_COLUMNS.
-    # For each row size in bytes: the rate at which the GPU fetches compressed rows, divided by that of raw rows. Empty
-    # without a GPU.
+    gbps: dict[str, float]  # Rates in GB/s, keyed by the keys of _CPU_COLUMNS or _GPU_COLUMNS.
+    # For each row size in bytes: the rate at which the GPU fetches compressed rows, divided by the rate for raw rows.
+    # Empty without a GPU.
     rows: dict[int, float] = field(default_factory=dict)
-    # The rate at which a GPU gets whole compressed tensors, divided by that of raw tensors. None without a GPU.
+    # The rate at which the GPU fetches and decodes whole compressed tensors, divided by the rate for raw tensors. None
+    # without a GPU.
     whole: float | None = None
     # The largest relative error that a rate may have, from the differences between repetitions of its measurement.
     uncertainty: float = 0.0
@@ -310,8 +313,7 @@ def code_again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
 
 
 def measured_with_gpu(device: torch.device, seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
-    """Measures, for every kind of data, how fast a GPU fetches it from pinned memory. kinds: as in
-    `measured_on_cpu`."""
+    """Measures how fast a GPU fetches each kind of data from pinned memory. kinds: as in `measured_on_cpu`."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         clock = Clock(device, seconds / (_GPU_PARTS * len(_KINDS)))
         found = [_with_gpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
@@ -349,7 +351,7 @@ def _with_gpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
 
 
 def verdict(found: Sequence[Measured], threads: int, no_gpu: str | None) -> str:
-    """Returns the sentence that says which kinds of data gain by compression on this machine, or that repetitions
+    """Returns the sentence that says which kinds of data gain from compression on this machine, or that repetitions
     differ too much to tell. no_gpu: why no GPU was measured. None: a GPU was measured."""
     noise = max(measured.uncertainty for measured in found)
     warning = (

@@ -1,5 +1,5 @@
 // tiles.cu - launches the kernels that multiply up to 256 vectors. If 9.0 is among the compute capabilities that the
-// library is compiled for, this file is compiled for sm_90a (wgmma).
+// library is compiled for, this file is compiled for sm_90a, which has `wgmma`.
 #include "many.h"
 
 #include "tiles.cuh"
@@ -67,8 +67,8 @@ template <class Block> static ibp_status make_maps(TilesJob *tiles, bool *has_ma
 
 // ---- launches ----
 
-// A plan of a launch. cost: estimated time, in units that only comparisons of plans use. parts: number of parts of the
-// columns, which is the number of blocks in a cluster. clusters: number of clusters.
+// A plan of a launch. cost: estimated time, in units that only comparisons of plans use. parts: number of parts into
+// which the columns are divided, one for each block of a cluster. clusters: number of clusters.
 struct TilesPlan {
     uint64_t cost = UINT64_MAX;
     uint32_t parts = 0, clusters = 0;
@@ -90,9 +90,9 @@ static ibp_status launch_tiles(const LinearJob &job, const uint8_t *image, const
     return launch_kernel(tiles_kernel<Block>, launch, stream, tiles);
 }
 
-// Replaces *best by the cheapest plan with this kind of block, if that plan is cheaper. The estimate for a tile is the
-// time of the block's steps and of kFixed further steps, and of kOfCluster further steps if the blocks of a cluster
-// exchange sums.
+// Replaces *best with the cheapest plan for this type of block, if that plan is cheaper than *best. The estimated time
+// of a tile is the time of the block's steps and of kFixed more steps. If the blocks of a cluster exchange sums, the
+// time of kOfCluster more steps is added.
 template <class Block> static ibp_status plan_tiles(LinearJob job, TilesPlan *best)
 {
     constexpr uint32_t kFixed = 2, kOfCluster = Block::kVectors / 64u + 2u, kCounts[] = {1, 2, 3, 4, 8};

@@ -1,13 +1,14 @@
-// tiles.cuh - multiplies up to 256 vectors with coded matrices of BF16, on GPUs of compute capability 9.0, if they are
-// more than many.cuh holds. Each weight is decoded once for all vectors, in registers, as an operand of `wgmma`.
+// tiles.cuh - multiplies up to 256 vectors with coded matrices of BF16, on GPUs of compute capability 9.0. It is used
+// for more vectors than many.cuh can hold. Each weight is decoded once for all vectors, in registers, as an operand of
+// `wgmma`.
 //
-// A first kernel copies the vectors to an image in device memory, in which elements have the order of the operands. A
-// block of the second kernel then takes tiles of 128 or 192 rows, one after the other; the blocks of a cluster divide
-// the columns among themselves. One warp copies the weights of the following steps to shared memory, and another warp
-// copies the image. Groups of four warps multiply 64 rows each: tensor cores multiply half a step while the warps
-// decode the next half. A warp meets escapes in about one step of three. It puts their right weights into the operands,
-// so sums need no correction. The blocks of a cluster add up their sums through shared memory. Tensor cores and the
-// decoding limit the kernel.
+// A first kernel copies the vectors to an image in device memory, whose elements have the order of the operands of
+// `wgmma`. A block of the second kernel then takes tiles of 128 or 192 rows, one after the other; the blocks of a
+// cluster divide the columns among themselves. One warp copies the weights of the following steps to shared memory, and
+// another warp copies the image. Groups of four warps multiply 64 rows each: tensor cores multiply half a step while
+// the warps decode the next half. A warp finds escapes in about one step of three. It puts their true weights into the
+// operands, so the sums need no correction. The blocks of a cluster add up their sums through shared memory. Tensor
+// cores and decoding limit the speed of the kernel.
 #ifndef IBP_LINEAR_TILES_CUH
 #define IBP_LINEAR_TILES_CUH
 
@@ -26,11 +27,11 @@ struct TilesJob {
 #endif
     LinearJob job;
     const uint8_t *image;
-    uint32_t parts; // number of parts of the columns, which is the number of blocks in a cluster: 1, 2, 3, 4 or 8
+    uint32_t parts; // number of parts of the columns, one for each block of a cluster: 1, 2, 3, 4 or 8
 };
 
 // The sizes and the shared memory of a block. VECTORS: 128 or 256, the largest number of vectors. GROUPS: number of
-// groups that multiply: 2, or 3 if VECTORS is 128.
+// groups of four warps that multiply: 2 or 3, but 3 only if VECTORS is 128.
 template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
     static constexpr uint32_t kVectors = VECTORS, kGroup = 128, kGroups = GROUPS, kTileRows = 64 * kGroups;
     static constexpr uint32_t kMultipliers = kGroup * kGroups, kWarps = kMultipliers / kWarp;
@@ -54,7 +55,7 @@ template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
     static constexpr uint32_t kNumBarriers = 2u * (kWeightStages + kHalfStages) + 2u;
     static constexpr uint32_t kSharedBytes = kBarriersStart + kNumBarriers * SharedBarrier::kBytes;
 
-    // Returns the first row of a tile, counted in its matrix.
+    // Returns the index of a tile's first row in the tile's matrix.
     static __device__ __forceinline__ uint32_t first_row(const LinearMatrix &matrix, uint32_t tile)
     {
         return (tile - matrix.first_tile) * kTileRows;
@@ -64,13 +65,13 @@ template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
         return {kBarriersStart + number * SharedBarrier::kBytes};
     }
     // Barriers of the cluster. written: all blocks have written their sums of a round. read: all blocks have read the
-    // sums of a round, so that the memory of these sums is free.
+    // sums of a round, so the memory of these sums may be overwritten.
     static __device__ __forceinline__ SharedBarrier written() { return barrier(kNumBarriers - 2u); }
     static __device__ __forceinline__ SharedBarrier read() { return barrier(kNumBarriers - 1u); }
 };
 
-// A ring of stages in shared memory. One warp fills the stages by copies, one after the other, and the warps that
-// multiply read and release them. FIRST: index of the ring's first barrier.
+// A ring of stages in shared memory. One warp copies data to the stages, one stage after the other. The warps that
+// multiply read the stages and release them. FIRST: index of the ring's first barrier.
 template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
     static constexpr uint32_t kUsers = Block::kMultipliers + kWarp; // number of threads that use the ring
     uint32_t stage = 0, turn = 0;
@@ -86,7 +87,7 @@ template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
         if (stage == STAGES) stage = 0, turn++;
     }
     __device__ __forceinline__ SharedBarrier filled() const { return Block::barrier(FIRST + stage); }
-    // Waits until the stage is empty. The warp that copies calls it.
+    // Waits until the stage is empty. Only the warp that copies calls this function.
     __device__ __forceinline__ void await_room() const
     {
 #ifdef __CUDACC__
@@ -95,15 +96,15 @@ template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
         if (turn > 0u) named_barrier(FIRST + STAGES + stage + kFirstOfRings, kUsers);
 #endif
     }
-    // Signals that the copies are done, if kernels are emulated without a GPU. On a GPU, the copies themselves arrive
-    // at the barrier.
+    // If kernels are emulated without a GPU, signals that the copies are done. On a GPU the function does nothing,
+    // because the copies themselves arrive at the barrier.
     __device__ __forceinline__ void say_filled() const
     {
 #ifndef __CUDACC__
         named_arrival(FIRST + stage + kFirstOfRings, kUsers);
 #endif
     }
-    // Waits until the stage is filled. All warps that multiply call it.
+    // Waits until the stage is filled. All warps that multiply call this function.
     __device__ __forceinline__ void await_filled() const
     {
 #ifdef __CUDACC__
@@ -123,12 +124,12 @@ template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
     }
 
   private:
-    static constexpr uint32_t kFirstOfRings = 2; // number of named barriers before those of rings
+    static constexpr uint32_t kFirstOfRings = 2; // number of named barriers that precede the barriers of the rings
 };
 template <class Block> using WeightRing = Ring<Block, 0, Block::kWeightStages>;
 template <class Block> using HalfRing = Ring<Block, 2u * Block::kWeightStages, Block::kHalfStages>;
 
-constexpr uint32_t kAllMultipliers = 1; // ID of the named barrier of all warps that multiply
+constexpr uint32_t kAllMultipliers = 1; // ID of the named barrier at which all warps that multiply meet
 
 // A block's share of a job: steps begin to end - 1 of the tiles first_tile, first_tile + tiles_apart and so on.
 struct TilesPlace {
@@ -144,10 +145,10 @@ struct TilesPlace {
 
 // ---- copies ----
 
-// Copies the weights of a step: the rows of a tile in 128 columns. In shared memory each row has a line of 128 bytes of
-// residuals, in units of 16 bytes; unit j is at position j ^ (row % 8). After the lines of all rows, each row has a
-// line of 64 bytes of digits, in which unit j is at position j ^ (row / 2 % 4). So lanes that read at the same time
-// read from different banks. Rows and columns outside the matrix are filled with zeros.
+// Copies the weights of one step of a tile: 128 columns of all its rows. In shared memory each row has a line of 128
+// bytes of residuals, in units of 16 bytes; unit j is at position j ^ (row % 8). After the lines of all rows, each row
+// has a line of 64 bytes of digits, in which unit j is at position j ^ (row / 2 % 4). With these positions, lanes that
+// read at the same time read from different banks. Rows and columns outside the matrix are filled with zeros.
 template <class Block>
 __device__ __forceinline__ void copy_weights(const TilesJob &tiles, uint32_t tile, uint32_t step, uint32_t to,
                                              const SharedBarrier &filled)
@@ -249,8 +250,8 @@ struct RowCursor {
     }
 };
 
-// A group of warps that multiplies. Each warp has 16 rows of a tile, and each lane decodes elements of rows `row` and
-// `row + 8`.
+// The state of a thread in a group of warps that multiplies. Each warp has 16 rows of a tile, and each lane decodes
+// elements of the rows `row` and `row + 8`.
 template <class Block> struct TileMultiplier {
     static constexpr uint32_t kSums = Block::kVectors / 2u; // number of sums of a thread
     static constexpr uint32_t kOperands = 4;                // number of operands of half a step
@@ -258,14 +259,15 @@ template <class Block> struct TileMultiplier {
     const LinearJob &job;
     const TilesPlace &place;
     const uint32_t t = lane_id() % 4u, row = threadIdx.x / kWarp * kStripRows + lane_id() / 4u;
-    uint32_t firsts; // first_symbol of the tile's matrix in every byte
+    uint32_t firsts; // first_symbol of the tile's matrix, repeated in every byte
     WeightRing<Block> weights;
     HalfRing<Block> halves, emptied;
     RowCursor cursors[2];
-    uint32_t next_column; // the least column of the next escapes of the warp's rows
+    uint32_t next_column; // the lowest column of the current escapes in the warp's rows
     uint32_t num_halves = 0;
 
-    Elements coded[2]; // half a step of rows `row` and `row + 8`: 16 elements each, in the lower half of `Elements`
+    // Half a step of the rows `row` and `row + 8`: 16 elements of each row, in the lower half of an `Elements`.
+    Elements coded[2];
 
     __device__ __forceinline__ TileMultiplier(const LinearJob &linear, const TilesPlace &of) : job(linear), place(of) {}
     __device__ __forceinline__ void load(uint32_t half)
@@ -300,7 +302,7 @@ template <class Block> struct TileMultiplier {
         return entry.x < end && entry.x % kStepColumns / 32u == t && entry.x / 16u % 2u == half;
     }
     // Returns a mask, equal in all lanes, of the escapes of a step. Bit (2 * half + r) is set if any lane has an escape
-    // in that half, in its row `row + 8 * r`. Bit 4 is set if any row has a second escape in the step.
+    // in that half, in its row `row + 8 * r`. Bit 4 is set if any row of the warp has a second escape in the step.
     __device__ __forceinline__ uint32_t find_escapes(uint32_t end) const
     {
         uint32_t found = 0;
@@ -316,8 +318,8 @@ template <class Block> struct TileMultiplier {
     static __device__ __forceinline__ void put(uint32_t (&operands)[kOperands][4], uint32_t r, const uint2 &entry,
                                                bool is_here)
     {
-        // Elements 0 and 2 of four consecutive elements are the halves of one word, and elements 1 and 3 those of the
-        // other.
+        // Of four consecutive elements, elements 0 and 2 are the halves of one word, and elements 1 and 3 are the
+        // halves of the other word.
         const uint32_t number = entry.x % 16u / 4u * 2u + entry.x % 2u, order = entry.x & 2u ? 0x5410u : 0x3254u;
 #pragma unroll
         for (uint32_t i = 0; i < kOperands; i++)
@@ -403,7 +405,7 @@ template <class Block> struct TileMultiplier {
 
 // ---- sums ----
 
-// Stores the results of rows `row` and `row` + 1, with their biases. If possible, both go to memory in one word.
+// Adds the biases of rows `row` and `row + 1` to their sums and stores the results, in one word if possible.
 struct RowPair {
     const LinearMatrix &matrix;
     uint32_t num_vectors, row;
@@ -429,8 +431,8 @@ struct RowPair {
     }
 };
 
-// Stores the sums of a block that has all columns, directly from registers. Lanes with neighbouring rows exchange sums,
-// so that each lane stores two rows of one vector.
+// Stores a block's sums directly from registers. The block must have all columns. Lanes with neighbouring rows exchange
+// sums, so that each lane stores two rows of one vector.
 template <class Block>
 __device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
                                            const float (&sums)[Block::kVectors / 2u])
@@ -454,7 +456,8 @@ __device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
 // partial sums from all blocks, and stores the results.
 template <class Block> struct SharedSums {
     // A thread adds up the sums of one pair of rows. kPairs: number of pairs of rows in a tile. kApart: number of
-    // vectors that the threads of a block cover side by side; consecutive vectors of one thread are this far apart.
+    // vectors whose sums the threads of a block add up at the same time. So consecutive vectors of one thread are this
+    // far apart.
     static constexpr uint32_t kPairs = Block::kTileRows / 2u, kApart = Block::kMultipliers / kPairs;
 
     const TilesJob &tiles;
@@ -477,7 +480,7 @@ template <class Block> struct SharedSums {
         return *reinterpret_cast<const float2 *>(shared_bytes() + byte);
 #endif
     }
-    // Adds up and stores the sums of a round, which has kRound vectors. vectors: the round's first vector.
+    // Adds up and stores the sums of a round, which has kRound vectors. vectors: the index of the round's first vector.
     template <uint32_t PARTS> __device__ __forceinline__ void add(uint32_t tile, uint32_t vectors) const
     {
         constexpr uint32_t kShare = (Block::kRound + PARTS - 1u) / PARTS, kTogether = 8u / PARTS;
@@ -550,7 +553,7 @@ template <uint32_t REGISTERS, bool MORE> __device__ __forceinline__ void take_re
 template <class Block>
 __global__ void __launch_bounds__(Block::kThreads, 1) tiles_kernel(const __grid_constant__ TilesJob tiles)
 {
-#if !defined(__CUDACC__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) // this code has `wgmma`
+#if !defined(__CUDACC__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) // this code uses `wgmma`
     let_next_begin();
     const TilesPlace place(tiles);
     if (threadIdx.x == 0u) {
@@ -583,9 +586,9 @@ __global__ void __launch_bounds__(Block::kThreads, 1) tiles_kernel(const __grid_
 #endif
 }
 
-// Writes the image of the vectors. The image has the halves of all steps one after the other; in each half, every
-// vector has a line of 128 bytes (LinedVectors). A thread copies one operand of one vector. Vectors and columns that do
-// not exist are filled with zeros.
+// Writes the image of the vectors. The image consists of the halves of all steps, one after the other. In each half,
+// every vector has a line of 128 bytes (LinedVectors). A thread copies one operand of one vector. Vectors and columns
+// that do not exist are filled with zeros.
 template <uint32_t VECTORS> __global__ void image_kernel(const __grid_constant__ LinearJob job, uint8_t *image)
 {
     let_next_begin();

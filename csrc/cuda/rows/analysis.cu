@@ -1,11 +1,12 @@
-// analysis.cu - counts over the rows of a tensor (the paper's section 4.1). For each bit position, counts the rows in
-// which the bit is 1. For each chunk, counts the rows that match the chunk's mask and bitval.
+// analysis.cu - computes statistics of the rows of a tensor (the paper's section 4.1). For each bit position,
+// count_bits counts the rows in which the bit is 1. For each chunk, count_hits counts the rows that match the chunk's
+// mask and bitval.
 //
-// 1. A block takes up to 256 columns, and every k-th row. A column is a word of a row, or two words if chunks have 8
-//    bytes. A thread takes one column.
+// 1. A block takes up to 256 columns. The blocks with the same columns divide the rows among themselves. A column is a
+//    word of a row, or two words if chunks have 8 bytes. A thread takes one column.
 // 2. A thread loads the words of eight rows at a time, and counts in registers.
 // 3. The threads add their counts to the block's counters in shared memory.
-// 4. The block adds its counters to the result by atomics.
+// 4. The block adds its counters to the result with atomics.
 //
 // Device memory limits the kernels: they execute about 10 instructions for each word, and one atomic for each counter
 // of each block.
@@ -20,7 +21,8 @@ namespace ibp {
 constexpr uint32_t kThreads = 256, kRowsAhead = 8;
 
 // Returns word w of a row, which may begin at any address. Bytes past the end of the row are zeros. is_inner: the
-// result of is_inner_word for w. If it is true, the word is loaded by aligned words, otherwise byte by byte.
+// result of is_inner_word for w. If is_inner is true, the function loads aligned words; otherwise it loads byte by
+// byte.
 __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t row_bytes, uint32_t w, bool is_inner)
 {
     const uint8_t *const from = row + 4u * w;
@@ -35,8 +37,9 @@ __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t r
     return word;
 }
 
-// Returns whether word w of every row can be loaded by aligned words that end within the row. A load past the last row
-// could be outside its allocation. If a row is not aligned, the second aligned word ends up to 3 bytes after word w.
+// Returns whether word w of every row can be loaded with loads of aligned words that end within the row. A load past
+// the end of the last row could be outside the tensor's allocation. If a row is not aligned, the second aligned word
+// ends up to 3 bytes after word w.
 __device__ __forceinline__ bool is_inner_word(const uint8_t *data, uint32_t row_bytes, uint32_t w)
 {
     const bool are_aligned = aligned(data, 4u) && row_bytes % 4u == 0u;
@@ -50,14 +53,14 @@ struct Columns {
     int64_t row, step;
     bool active;
 
-    // Chooses the thread's column and rows. Consecutive blocks take consecutive tiles of columns; after the last tile,
-    // they go on with further rows.
+    // Chooses the thread's column and rows. Consecutive blocks take consecutive tiles of kThreads columns. After the
+    // last tile, the next block takes the first tile again, with other rows.
     __device__ __forceinline__ explicit Columns(uint32_t num_units)
     {
         const uint32_t tiles = (num_units + kThreads - 1u) / kThreads;
         first = blockIdx.x % tiles * kThreads;
         count = ibp_min_u32(num_units - first, kThreads);
-        const uint32_t slices = kThreads / count; // of this block
+        const uint32_t slices = kThreads / count; // number of rows that the block reads at the same time
         column = threadIdx.x % count;
         active = threadIdx.x / count < slices;
         row = int64_t{blockIdx.x / tiles} * slices + threadIdx.x / count;
@@ -70,8 +73,8 @@ struct BitCounters {
     static constexpr uint32_t kPlanes = 8, kMost = (1u << kPlanes) - 1u;
     uint32_t plane[kPlanes] = {};
 
-    // Adds the bits of a, b and c at each position. Replaces a by the low bits of the sums, and returns the high bits,
-    // the carries.
+    // Adds the bits of a, b and c at each position. Replaces a with the low bits of the sums, and returns the high
+    // bits, the carries.
     static __device__ __forceinline__ uint32_t add3(uint32_t &a, uint32_t b, uint32_t c)
     {
         const uint32_t carry = (a & b) | (a & c) | (b & c);
@@ -132,8 +135,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (added != 0u) counters.flush(sums + own.column, own.count);
     __syncthreads();
-    // The result's counters have eight bytes each, in the order of bits, so consecutive threads add to consecutive
-    // counters.
+    // `counts` has a counter of eight bytes for each bit of a row, in the order of the bits. So consecutive threads add
+    // to consecutive counters.
     for (uint32_t i = threadIdx.x; i < 32u * own.count; i += kThreads) {
         const uint32_t sum = sums[i % 32u * own.count + i / 32u];
         if (sum != 0u) atomicAdd(counts + 32ull * own.first + i, static_cast<unsigned long long>(sum));

@@ -1,9 +1,9 @@
-// index.cu - computes the offsets of overflow parts, which are a part of the row index (FORMAT.md sections 2 and 3),
+// index.cu - computes the offsets of overflow parts, which belong to the row index (FORMAT.md sections 2 and 3),
 // surveys the sizes of rows, and moves overflow parts.
 //
 // A room is the overflow part of a row together with its padding.
 //
-// 1. sum_rooms: a warp adds up the sizes of the rooms of a group of 32 rows at a time.
+// 1. sum_rooms: each warp takes one group of 32 rows at a time, and adds up the sizes of their rooms.
 // 2. scan_rooms: one block turns the sums into bases by a prefix sum.
 //
 // Device memory limits the kernels: they read two bytes for each row. One block is enough for the scan, which reads and
@@ -16,7 +16,7 @@ namespace ibp {
 
 constexpr uint32_t kIndexThreads = 256, kScanThreads = 1024;
 
-// Writes the total size in bytes of the overflow rooms of group g's rows to bases[g]. A warp takes one group at a time.
+// Writes the total size in bytes of the rooms of group g to bases[g]. A warp takes one group at a time.
 __global__ void __launch_bounds__(kIndexThreads)
     sum_rooms(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows, const uint32_t row_bytes,
               const uint32_t slot_bytes, unsigned long long *bases)
@@ -81,7 +81,8 @@ __global__ void __launch_bounds__(kIndexThreads)
     if (threadIdx.x == 0) atomicAdd(survey, bytes);
 }
 
-// Copies overflow parts to the positions that a table's index gives. A warp takes 32 rows that share a base at a time.
+// Copies overflow parts to the positions that a table's index gives. A warp takes one group of 32 rows, which share a
+// base, at a time.
 static __global__ void move_parts(const __grid_constant__ ibp_table table, const __grid_constant__ ibp_place from,
                                   uint8_t *overflow)
 {

@@ -1,12 +1,12 @@
-// stage.cu - gathers items from a table in host memory, at ids in host memory: CPU threads gather slots, the copy
+// stage.cu - gathers items of a table. The table and the ids are in host memory. CPU threads gather slots, the copy
 // engine copies them to the GPU, and the GPU decodes them.
 //
-// The CPU's memory or the link to the GPU limits the call. The items are divided into chunks, and the chunks into
+// The CPU's memory or the link to the GPU limits the speed. The items are divided into chunks, and the chunks into
 // blocks. Threads take one block after the other. There are two rings of kPlaces places each, one in pinned memory and
 // one on the GPU. Consecutive chunks use consecutive places of both rings; the next call begins with the place after
-// the last one. Overflow is not staged: the decoder reads it from host memory. A place holds
+// the last place that this call used. Overflow is not staged: the decoder reads it from host memory. A place holds
 //
-//     | slots of the chunk's items | up to a multiple of 16 bytes | ids of the items |
+//     | slots of the chunk's items | padding to a multiple of 16 bytes | ids of the items |
 //
 // The first thread is also the coordinator. It opens places, which allows threads to fill them, and queues complete
 // chunks, in order:
@@ -32,8 +32,8 @@ namespace ibp {
 constexpr int kPlaces = 12;
 // Approximate size in bytes of the slots of a block. A thread copies a block in about 10 microseconds.
 constexpr int64_t kBlockBytes = 64 << 10;
-// Smallest number of chunks of a call that has enough items. With fewer chunks, gathering, copying and decoding hardly
-// overlap.
+// A call that has enough items is divided into about this many chunks or more. With fewer chunks, gathering, copying
+// and decoding hardly overlap.
 constexpr int64_t kLeastChunks = 16;
 // Calls that fill the ring at most this many times use stores that bypass the CPU's caches. On 16 cores of a Xeon,
 // 100,000 rows of 512 bytes were gathered at 60 GB/s with such stores and at 45 GB/s through the caches. 1,000,000
@@ -76,7 +76,7 @@ class Staging {
         num_blocks_ = (ids->count + block_items_ - 1) / block_items_;
     }
 
-    // Returns whether a place has room for at least one item.
+    // Returns whether at least one item fits in a place.
     bool fits() const { return chunk_items_ > 0; }
 
     // Does the work of one thread of the call. Every thread calls this function once. The first thread that calls it
@@ -144,13 +144,14 @@ class Staging {
         if (device != stager_->device) cudaSetDevice(device);
     }
 
-    // Opens the next places, as long as their previous chunks have been copied, so that threads may fill them again.
+    // Opens the next places whose previous chunks have been copied, so that threads may fill them. Stops at the first
+    // place that is still being copied.
     void open_places(int64_t num_queued)
     {
         for (int64_t open = num_open_; open < num_chunks_ && open - kPlaces < num_queued; open++) {
             const cudaError_t query = cudaEventQuery(stager_->copied[place_of(open)]);
             if (query == cudaErrorNotReady) {
-                // "Not ready" is no error. Clear it, so that no later call reports it.
+                // "Not ready" is not an error. Clear it, so that no later call reports it.
                 cudaGetLastError();
                 return;
             }

@@ -44,7 +44,7 @@ static ibp_status copy_part(uint8_t *to, const uint8_t *from, uint64_t num_bytes
 
 // Makes the streamer's streams wait for the work that is queued on the caller's stream. The decode stream waits before
 // every table, because work on the caller's stream may still use the output's memory. The copy stream waits only before
-// the first chunk: work on the caller's stream may use the ring until then, but no longer from then on.
+// the first chunk: work on the caller's stream may use the ring until then, but not afterwards.
 static ibp_status fork(ibp_streamer *streamer, cudaStream_t stream)
 {
     FirstError calls;
@@ -59,7 +59,7 @@ static ibp_status join(ibp_streamer *streamer, cudaStream_t stream)
     return calls.status();
 }
 
-// Returns whether the streamer belongs to the current device. Streams and events of another device cannot be used.
+// Returns whether the streamer belongs to the current device. Otherwise its streams and events cannot be used.
 static bool is_here(const ibp_streamer *streamer)
 {
     int device = 0;
@@ -96,7 +96,7 @@ static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, con
 }
 
 // Queues the copies and the decoding of one chunk. out: receives the bytes [start, end), which must be in the chunk's
-// rows. A chunk that does not fit a place is decoded from host memory.
+// rows. A chunk that does not fit in a place is decoded from host memory.
 static ibp_status stream_chunk(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, int64_t start,
                                int64_t end, uint8_t *out, ibp_fault *fault, int max_sms)
 {
@@ -112,8 +112,8 @@ static ibp_status stream_chunk(ibp_streamer *streamer, const ibp_table *table, c
     return status;
 }
 
-// Creates the streamer's streams and events, in relaxed capture mode, because a capture in this thread could forbid the
-// calls that create them.
+// Creates the streamer's streams and events, in relaxed capture mode. In another mode, a capture in this thread could
+// forbid the calls that create them.
 static ibp_status create_events(ibp_streamer *streamer)
 {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
