@@ -824,6 +824,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("releases", nargs="*", type=Path, metavar="FOLDER", help="PACKAGE-VERSION, or a name")
     releases = parser.parse_args().releases or sorted(ENGINES.glob("*-*"))
+    for release in releases:
+        if not release.is_dir():
+            parser.error(f"there is no folder {release}: unpack the release by tools/record_interfaces.py first")
     if len(releases) == 1:
         run(releases[0])
         return
