@@ -156,8 +156,8 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
     return found;
 }
 
-// Fetches items for `take` and `take.out`. `items` gives the ids, and says where in memory `to` each item goes. ids:
-// any tensor on the device of the call; new tensors are made there. If the call may sort the ids, `ids` must be the
+// Fetches items for `take` and `take.out`. `items` holds the ids, and the place of each item in the buffer `to`. ids: a
+// tensor on the device of the call, on which new tensors are made. If the call may sort the ids, `ids` must be the
 // tensor of the ids, because the sorted ids get its dtype.
 void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_ids items, int64_t max_sms, int64_t way,
            const std::optional<Cache> &cache, bool notes, uint8_t *to)

@@ -365,7 +365,7 @@ static ibp_status check_part(const file_part *part, int64_t count, uint32_t elem
     return is_aligned && holds(part, (uint64_t)count, element_bytes) ? IBP_OK : IBP_BAD_FILE;
 }
 
-/* Sets the arrays of a table. Parts that a table of these sizes does not need are not read. */
+/* Sets the arrays of a table. Parts that the table does not need, such as lengths in scheme raw, are not read. */
 static ibp_status place_parts(const ibp_file_table *found, const file_part *parts, ibp_table *table)
 {
     const int64_t num_bytes = ibp_bytes_of_table(table), num_rows = ibp_rows_of_bytes(num_bytes, found->row_bytes),

@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-/* The items of a table with slots. item_slots: size in bytes of the slots of an item's rows, which lie one after the
- * other. */
+/* What ibp_stage_items has to know about a table: where its slots are, and in which form items are copied. item_slots:
+ * size in bytes of the slots of an item's rows, which lie one after the other. */
 typedef struct ibp_stage {
     const uint8_t *slots;
     int64_t num_items;

@@ -35,7 +35,7 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
     }
     // Returns whether is_so is true in any lane of the warp. All lanes of a group must pass the same value. If the
     // group is a whole warp, the result is is_so itself, but a vote is taken all the same: it tells the compiler that
-    // the lanes stay together, so that the compiler inserts no check of this before shuffles.
+    // the lanes are converged, so that the compiler inserts no check for it before shuffles.
     static __device__ __forceinline__ bool any(bool is_so) { return __any_sync(kAllLanes, is_so); }
     // Returns the sum of v over the group's lanes up to and including this one. v may hold several numbers in separate
     // bit fields, if no sum overflows its field.

@@ -103,7 +103,8 @@ IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
 /* Builds a codebook of scheme ibp (section 5) from the invariant bits of a row, which ibp_threshold_bits or
  * ibp_choose_masks find.
  *
- * mask, bitval: row_bytes bytes each: 1 for each invariant bit, and the values of the invariant bits.
+ * mask, bitval: row_bytes bytes each. mask has a 1 for each invariant bit; bitval has the values of these bits, and 0
+ * elsewhere.
  * row_bytes: 1 to IBP_MAX_ROW_BYTES.
  * chunk_bytes: 1, 2, 4 or 8. A row is coded in chunks of this size. If the invariant bits of a chunk have the values in
  *   bitval, they are left out of the coded row. Otherwise the whole chunk is stored. The chunk's participation bit is 1

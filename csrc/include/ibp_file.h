@@ -42,7 +42,7 @@ extern "C" {
 #define IBP_MAX_FILE_DIMS 64u /* largest number of dimensions of a torch tensor */
 
 /* A name or a value in the header: the characters between the quotation marks of a JSON string, with its escapes. It
- * points into the bytes of the file, and no 0 follows it. */
+ * points into the bytes of the file, and is not NUL-terminated. */
 typedef struct ibp_text {
     const char *data;
     size_t num_bytes;
@@ -135,8 +135,8 @@ typedef uint64_t (*ibp_hash_function)(const void *bytes, size_t num_bytes);
 /* Compares all bytes of a file with the checksums of the file. Opening a file does not do this.
  *
  * xxh3: the hash function of the checksums, which the library does not contain.
- * block: receives the index in "ibp.checks" of the first checksum that does not match: the blocks of the data come
- *   first, then the header, then the checksums themselves.
+ * block: if a checksum does not match, receives its index in "ibp.checks". That array holds a checksum for each block
+ *   of the data, then one for the header, and last one for all the checksums before it.
  * @return IBP_OK if all checksums are right; IBP_WRONG_CHECKSUM if one is not; IBP_NOT_IN_FILE if the file has no
  * checksums, like ordinary safetensors files; IBP_BAD_FILE if what the file says about its checksums is wrong. */
 IBP_API ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t *block);

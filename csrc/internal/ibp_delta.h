@@ -30,7 +30,7 @@ IBP_API ibp_status ibp_sum_words(const uint8_t *part, int64_t num_bytes, uint64_
 
 /* Returns the fingerprint of a tensor of num_bytes bytes.
  *
- * sum: the number to which ibp_sum_words has added all parts of the tensor, beginning with 0. */
+ * sum: a number that starts at 0, and to which ibp_sum_words has added every part of the tensor. */
 IBP_API uint64_t ibp_finish_fingerprint(uint64_t sum, int64_t num_bytes);
 
 /* Returns the fingerprint of num_bytes bytes at any alignment. */

@@ -75,8 +75,8 @@ IBP_API ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer);
 /* Destroys a streamer, whichever device is current. Work that is already queued is still completed. NULL is allowed. */
 IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
 
-/* Begins a stream of tables. Each of the following calls of ibp_cuda_stream_bytes, with the same caller's stream,
- * brings one table through this ring. ibp_cuda_begin_stream itself queues nothing.
+/* Begins a stream of tables. After it, each call of ibp_cuda_stream_bytes brings one table through `ring`; all these
+ * calls must pass the same `stream`. ibp_cuda_begin_stream itself queues nothing.
  *
  * ring: device memory, aligned to 128 bytes. Work that was queued on the caller's stream before the first chunk may use
  *   the ring. So may work that is queued after the calls, because each call makes the caller's stream wait for its

@@ -8,8 +8,9 @@ import torch
 
 from .spans import SpanView
 
-# Least number of channels, counted over all images. With fewer channels, perhaps none has its maximum at the first
-# position of a window. The smallest index of the window would then not be its first position.
+# `IndexOrigin.of` needs at least this many channels, counted over all images. It takes the smallest index found in a
+# window as the window's first position. With fewer channels, perhaps no channel has its maximum there, and the smallest
+# index would be too large.
 _LEAST_CHANNELS = 16
 _NARROW = (torch.uint8, torch.int16)  # narrowest first
 _ITEM = 8  # size in bytes of an int64 element

@@ -181,7 +181,7 @@ class File(Mapping[str, Value], Closing):
 
     def _value(self, name: str) -> Value:
         """Returns the value with a name. The first call makes the value, which is kept for later calls. The name may
-        also be that of a base of views, which is not a name of the mapping."""
+        also be that of a storage of which tensors are views; such names are not keys of the mapping."""
         if name not in self._made:  # if several threads make the value, the first one is kept
             self._made.setdefault(name, self._map(name, self._verify))
         return self._made[name]

@@ -1,5 +1,6 @@
-"""`ibp.save`, and the writer of one file of tables and tensors. A file is written as a stream: first the data, and last
-the header, into the space that is reserved for it before the data. The file gets its name when it is complete."""
+"""`ibp.save`, and the writer of one file of tables and tensors. The data are written first, one piece after the other,
+past a space at the front of the file. The header is written into this space last. The file gets its name when it is
+complete."""
 
 from __future__ import annotations
 

@@ -188,8 +188,8 @@ class Events:
 
     @contextmanager
     def using_all(self, module: nn.Module, place: Place) -> Iterator[None]:
-        """A context for a call of a mixture that uses all of its experts. From now on, groups of experts are fetched
-        ahead."""
+        """A context for a call of a mixture that uses all of its experts. Entering it switches on fetching groups of
+        experts ahead, until `note_choice` switches it off."""
         with self.lock:
             self._uses_all_experts = True
             self.begin(module, [place])

@@ -28,8 +28,8 @@ Undo = list[Callable[[], object]]
 
 
 def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[ExpertsForward]:
-    """Installs hooks and forwards in all modules of a model. Returns the new forwards of mixtures whose experts are
-    fetched as the router chooses them."""
+    """Installs the hooks and forwards that the plan asks for. Returns the new forwards of those mixtures of experts
+    whose experts are fetched on demand."""
     for module, groups in plan.users.items():
         events.install_use(module, groups)
     for module in plan.lookups:

@@ -1,5 +1,5 @@
-"""Decides which codebook a tensor gets. The file has the options of `ibp.compress`, the table of schemes, and the
-choice among the schemes. A `Learner` decides when a codebook for data of one kind is learned again.
+"""Decides which codebook a tensor gets. This module contains the options of `ibp.compress` and the table of schemes,
+and chooses among the schemes. A `Learner` decides when a codebook for data of one kind is learned again.
 
 `learn` finds the codebook for a `Request`, which holds the rows of a tensor and the options. Scheme "auto" learns a
 codebook of every scheme that may be best, measures a sample of the rows with each codebook, and chooses by the expected
@@ -632,8 +632,8 @@ def learned_from(
     num_rows: int | None = None,
 ) -> AnyCodebook | None:
     """Learns a codebook from a sample, for later data of the same kind. Returns the codebook, or None if raw rows are
-    best. The codebook has a coded form for every row, even for rows that differ in bits or columns that are the same in
-    all rows of the sample.
+    best. The codebook can code every row. Bits and columns that are constant in the sample are coded, too, so they may
+    have other values in later rows.
 
     Args:
         rows: uint8 [n * row_bytes], the sample.

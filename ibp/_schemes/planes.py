@@ -500,8 +500,8 @@ def _rows_as_they_are(row_bytes: int, element_bytes: int) -> PlanesCodebook:
 
 
 def relearn(codebook: PlanesCodebook, rows: torch.Tensor, sizes: list[int]) -> list[PlanesCodebook]:
-    """Learns a codebook for each group of rows. The new codebooks differ from the given one only in their entries,
-    which are the most frequent symbols of each group, and have no expected_savings.
+    """Learns a codebook for each group of rows. The new codebooks differ from the given one in two ways: their entries
+    are the most frequent symbols of their group, and expected_savings is None.
 
     Args:
         codebook: a codebook with at least one entry.

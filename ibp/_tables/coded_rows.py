@@ -65,8 +65,8 @@ class CodedRows(OfThisProcess):
             row_bytes. None: row_bytes.
         overflow_bytes: size in bytes of the overflow, which holds the parts of all rows. It must be given if slot_bytes
             is less than row_bytes.
-        device: the device that encodes rows and holds the index. None: the device of `buffer`, or otherwise the current
-            CUDA device if there is one, or otherwise the CPU.
+        device: the device that encodes rows and holds the index. None: the device of `buffer` if it is given, else the
+            current CUDA device if there is one, else the CPU.
         memory: the memory for slots and overflow: "device"; or "pinned", which is host memory that the GPU writes and
             reads over the link. None: "device". If the device is a CPU, slots and overflow are in host memory.
         overflow_memory: "pinned" puts overflow in pinned host memory even if the slots are on the GPU. The rows then

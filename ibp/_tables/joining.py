@@ -53,8 +53,8 @@ def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | Non
 
 
 def _form(table: CompressedTensor) -> Hashable | None:
-    """Returns a value that is equal for tables that can be joined with each other. Returns None for a table that cannot
-    be joined with any table, because its coded bytes cannot be cut between any two items."""
+    """Returns a value that is equal for tables that can be joined with each other. Returns None for a table that does
+    not meet the conditions of `join` for a single table."""
     if table.codebook is None or table.geometry.item_bytes != table.row_bytes or table._has_own_bases:
         return None
     if not 0 < table.slot_bytes < table.row_bytes:

@@ -131,6 +131,6 @@ class WeightCompressor:
 
 def memory_order(x: torch.Tensor) -> tuple[int, ...]:
     """Returns the dimensions of x from the largest stride to the smallest, so that `x.permute(order)` is contiguous if
-    x is dense. If x has gaps in memory or overlaps itself, returns the dimensions in their own order."""
+    x is dense. If x has gaps in memory or overlaps itself, returns the dimensions in their original order."""
     order = tuple(sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim)))
     return order if x.permute(order).is_contiguous() else tuple(range(x.dim()))

@@ -1,4 +1,4 @@
-"""`RestingWeight` keeps the values of a parameter in a table while nobody computes with the parameter."""
+"""`RestingWeight` keeps the values of a parameter in a table while no computation uses the parameter."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def count_accesses(
     Args:
         batches: the ids of each batch, integers of any shape, on the CPU or a GPU.
         num_items: number of items. Ids are in [0, num_items).
-        device: the device that counts. None: the CPU.
+        device: the device on which the accesses are counted. None: the CPU.
 
     Returns:
         int64 [num_items].

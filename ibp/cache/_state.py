@@ -41,8 +41,9 @@ class CacheState:
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
-        """Makes sure that the memory of the generation and of the counters is not reused, after it has been freed,
-        before the stream is done with it. worker: the device of the stream. If stream is None, does nothing."""
+        """Keeps the allocator from reusing the memory of the generation and of the counters until the stream is done
+        with it, even if that memory is freed earlier. worker: the device of the stream. If stream is None, does
+        nothing."""
         if stream is not None and key_of(stream) not in generation.streams:
             generation.hold_for(stream)
             self.counts[worker].record_stream(stream)

@@ -170,8 +170,8 @@ def conversion_of(
 
 def already_there(output: PathLike, name: str, conversion: Conversion | None) -> str | None:
     """Returns the path or URL of an existing file that the output would replace, or None if there is no such file.
-    Raises OSError if that file must not be replaced, such as a device. name: the name of the new file if the output is
-    a directory and there is no conversion."""
+    Raises OSError if that file must not be replaced, for instance because it is a device. name: the name of the new
+    file if the output is a directory and there is no conversion."""
     if conversion is not None:
         there = next(map(os.fspath, conversion.paths()), None)
     else:
@@ -224,8 +224,9 @@ def is_index(path: Path) -> bool:
 
 
 def _units_of(folder: Path, files: list[Path]) -> tuple[list[Path], set[Path]]:
-    """Finds the files that are named like files of tensors. Returns (sorted paths of single files and of the indices of
-    sets, paths of the files of these sets), all of them within the folder."""
+    """Finds tensor files by their suffixes. A checkpoint is a single file, or a set of files with an index. Returns
+    (sorted paths of the single files and the indices, paths of the files that the indices name). All paths are relative
+    to `folder`."""
     paths, parts = {path for path in files if path.name.endswith(TENSOR_SUFFIXES)}, set[Path]()
     for path in filter(is_index, files):
         named = {path.with_name(name) for name in read_index(folder / path).values()}

@@ -94,8 +94,8 @@ class SourceTensor:
             yield start, min(start + block_bytes, self.num_bytes)
 
     def header_entry(self) -> tuple[str, tuple[int, ...]]:
-        """Returns the dtype and shape that a header has for this tensor if it is stored as it is. Raises ValueError if
-        safetensors does not have the dtype."""
+        """Returns the dtype and shape to write in a header if the tensor is stored uncompressed. Raises ValueError if
+        safetensors does not support the dtype."""
         entry = self.entry or entry_of(self.dtype, self.shape)
         if entry is None:
             raise ValueError(f"tensor {self.name!r} has {self.dtype}, which safetensors lacks")

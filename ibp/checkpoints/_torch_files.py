@@ -185,7 +185,7 @@ def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], d
     """
     made = _Flattening(most_bytes)
     structure = made.node(content, "")
-    # Whether the root is a mapping from texts to tensors and values, so that its keys are their names in the file.
+    # True if the root maps strings directly to tensors and values. Its keys are then their names in the file.
     is_flat = isinstance(structure, list) and structure[0] not in ("list", "tuple", "Size")
     is_flat = is_flat and all(isinstance(key, str) and key and node is None for key, node in structure[1])
     in_order = [*made.tensors, *(key.removeprefix(PREFIX) for key in made.texts)]  # as `nested` adds them
@@ -199,8 +199,9 @@ def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], d
 
 
 class _Flattening:
-    """Flattens a checkpoint. A small file can stand for a huge number of values, if it has the same lists in many
-    places. So the sizes that names and values would have in a header are added up, and their sum is limited."""
+    """Flattens a checkpoint. A checkpoint can refer to one list from many places, so a small file can expand to a huge
+    number of values. Therefore the sizes that all names and values will have in the header of the output are added up,
+    and their sum is limited."""
 
     def __init__(self, most_bytes: int) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

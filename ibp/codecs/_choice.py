@@ -109,7 +109,7 @@ class Choice:
 
     @property
     def stored_bytes(self) -> int:
-        """Number of bytes that are moved over the link with the choice."""
+        """Number of bytes that cross the link if the chosen scheme is used."""
         return self.best.stored_bytes
 
     @property

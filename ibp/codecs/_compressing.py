@@ -105,24 +105,25 @@ def compress(
             requires grad, `x.detach()` is compressed: no gradient flows through a table, and a RuntimeWarning says so,
             once per process. A numpy array, also of ml_dtypes' bfloat16 and float8, is taken as the tensor of the same
             bytes.
-        scheme: how x is coded. "auto" takes the best scheme for the layout, judged by a sample of rows. For slots it is
-            the scheme that fetches the fewest bytes, among the schemes that a GPU fetches and decodes faster than raw
-            rows; for packed rows it is the scheme with the fewest bytes. "ibp" leaves out invariant bits (the paper's
-            scheme), "planes" codes ranked symbols, and "raw" keeps rows as they are, so that the same kernels gather
-            them. General codecs are for tensors that are only used as a whole; each needs its optional package. On the
-            CPU there are "zstd" and "lz4", also with a level ("zstd:9"). On a GPU there are nvCOMP's "nvcomp:ans",
-            "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and
-            "nvcomp:zstd". "nvcomp:ans" codes floats as floats or as bytes, whichever takes fewer bytes for a sample;
-            "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose one. "nvcomp:cascaded" has two run-length encodings, one
-            delta encoding and packed bits; "nvcomp:cascaded:r1d0b1" asks for one run-length encoding, no delta encoding
-            and packed bits. With a general codec the result is an `ibp.codecs.WholeTensor`, and the arguments for rows
-            are refused. An `ibp.codecs.Choice` (see `ibp.codecs.choose`) stands for its scheme and codebook. Its tables
-            are packed, or have slots if `choose` was called with rows=True.
+        scheme: how x is coded. "auto" takes the best scheme for the layout, judged by a sample of rows. In layout
+            "slots" it is the scheme whose rows need the fewest bytes to be fetched, among the schemes whose rows a GPU
+            fetches and decodes faster than raw rows; for packed rows it is the scheme with the fewest bytes. "ibp"
+            leaves out invariant bits (the paper's scheme), "planes" codes ranked symbols, and "raw" keeps rows as they
+            are, so that the same kernels gather them. General codecs are for tensors that are only used as a whole;
+            each needs its optional package. On the CPU there are "zstd" and "lz4", also with a level ("zstd:9"). On a
+            GPU there are nvCOMP's "nvcomp:ans", "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate",
+            "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and "nvcomp:zstd". "nvcomp:ans" codes floats as floats or
+            as bytes, whichever takes fewer bytes for a sample; "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose one.
+            "nvcomp:cascaded" has two run-length encodings, one delta encoding and packed bits; "nvcomp:cascaded:r1d0b1"
+            asks for one run-length encoding, no delta encoding and packed bits. With a general codec the result is an
+            `ibp.codecs.WholeTensor`, and the arguments for rows are refused. An `ibp.codecs.Choice` (see
+            `ibp.codecs.choose`) stands for its scheme and codebook. Its tables are packed, or have slots if `choose`
+            was called with rows=True.
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp", and are used if no codebook is given. A general
             codec codes each block of chunk_bytes alone: by default 64 KiB with nvCOMP, else 2 MiB.
         codebook: a codebook from `analyze`, `Codebook.from_masks` or another table; rows then have codebook.row_bytes.
-        sample: fraction of the rows from which the codebook is learned. None: the rows of 2^19 elements, or, for
-            scheme "ibp", of 64 MiB (16 MiB without a GPU).
+        sample: fraction of the rows from which the codebook is learned. None: as many rows as hold 2^19 elements or,
+            for scheme "ibp", 64 MiB (16 MiB without a GPU).
         clusters: number of codebooks, 1 to 256. Rows are divided among them by k-means over their bits and then by
             coded size (the paper's section 6.5). "auto": the number is doubled for as long as the net saving grows.
             None: one.

@@ -1,8 +1,8 @@
 """Applies the deltas of a call. If an error occurs, no delta is applied: the changes that have been made are undone.
 
 A job is a delta and the base to which it is applied. Jobs are done in batches. There are three classes of batches, with
-the same methods: `InPlace`, `InPieces`, and `DeltaBatch` for several jobs on a GPU. `begin` queues work on a GPU if the
-batch has any, `apply` waits for it or does the work, and `take_back` undoes it.
+the same methods: `InPlace`, `InPieces`, and `DeltaBatch` for several jobs on a GPU. If a batch runs on a GPU, `begin`
+queues its work and `apply` waits for it; otherwise `apply` does the work. `take_back` undoes the changes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class InPlace:
         self._is_begun = False
 
     def begin(self) -> None:
-        """Does nothing, because `apply` does all work."""
+        """Does nothing, because `apply` does all the work."""
 
     def apply(self) -> int | None:
         """Applies the delta and returns None. If the base is not the one that the delta was made for, or the delta is

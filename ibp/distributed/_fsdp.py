@@ -1,10 +1,10 @@
 """All-gathers of torch's FSDP2 whose tensors travel coded.
 
-The host waits only for the first all-gather of each module. Before a later forward pass, every rank codes the shards
-that it will send, to find out whether all rows have room in their messages, and the ranks exchange the results in one
-small all-reduce. Shards whose messages lack room travel raw. During the pass, coders and decoders record lost rows in a
-status for each module. The host looks at these statuses at the end of the forward pass and of the backward pass, before
-results can be used.
+The host waits for the first all-gather of each module, but normally not for later ones. Instead, before each later
+forward pass, every rank codes the shards that it will send, to find out whether all rows have room in their messages.
+The ranks share the results in one small all-reduce, for which the host waits. Shards whose messages lack room travel
+raw. During the pass, coders and decoders record lost rows in a status for each module. The host looks at these statuses
+at the end of the forward pass and of the backward pass, before results can be used.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class Shards:
         return None if self._group is None else self._group()
 
     def _note(self, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Records the kind and the group of a call, if it gathers the sharded parameters, which the optimizer
-        writes."""
+        """Records the kind and the group of a call if it gathers the shards that the optimizer updates, not the shards
+        of a smaller group to which FSDP may reshard after a forward pass."""
         torchs = self.torchs()
         if torchs is not None and torchs.is_sharded:
             self.plan, self.is_seen, self.is_raw = None, False, False

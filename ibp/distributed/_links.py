@@ -72,7 +72,7 @@ class Load(NamedTuple):
     Attributes:
         coded, moved, decoded: the numbers of original (uncoded) bytes that the rank codes, that arrive at it, and that
             it decodes.
-        is_known_to_fit: whether the caller finds out before each later call of the kind that all rows have room in
+        is_known_to_fit: True if the caller checks, before each later call of the same `Kind`, that all rows fit in
             their messages. The host then does not wait for these later calls.
     """
 

@@ -98,7 +98,8 @@ class MessageSlots:
     before it has ended, and the pieces of a call follow each other on one stream.
 
     Attributes:
-        side: the stream of asynchronous calls, for which the current stream does not wait at once. None on the CPU.
+        side: the stream on which asynchronous calls run. The current stream waits for such a call only in `wait` of its
+            work. None on the CPU.
         coding_sms, decoding_sms: the numbers of multiprocessors that code and that decode while other messages travel.
             The remaining multiprocessors are left to NCCL. More multiprocessors code than decode, because a piece that
             is coded late delays the link, while a piece that is decoded late does not.

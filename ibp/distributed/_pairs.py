@@ -148,7 +148,7 @@ class _Transfer(OneTensor):
 
     Args:
         is_sent: whether this rank sends the tensor. If not, it receives it.
-        peer: the other rank, as its rank in the group.
+        peer: the other process's rank in the group.
         tag: as in torch.
     """
 

@@ -28,7 +28,7 @@ from ._messages import Messages, MessageSlots
 
 LEVELS = ("auto", *CODED_LEVELS)
 _MOST_LAYOUTS = 64  # A plan keeps at most this many layouts of messages.
-# The ranks tell each other whether rows were lost after 8 and 32 calls of a kind, and then after every 64 calls.
+# After 8 and 32 calls of a kind, and then after every 64 calls, the ranks tell each other whether rows were lost.
 _EARLY_CHECKS, _CALLS_A_CHECK = (8, 32), 64
 
 

@@ -1,4 +1,5 @@
-"""The former name of `ibp.integrations.vllm.tiers`, which options of engines, imports and pickles still use."""
+"""An alias for `ibp.integrations.vllm.tiers` under its former name. Existing engine options, imports and pickles still
+use that name."""
 
 import sys
 

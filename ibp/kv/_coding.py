@@ -154,7 +154,7 @@ class TokenOrder(NamedTuple):
 
     Attributes:
         slots: int64 [blocks, B]. Block t of the present sequence b is the coded sequence slots[t, b].
-        stamp: a number that differs for every order.
+        stamp: a number that is unique to this order.
     """
 
     slots: torch.Tensor

@@ -140,8 +140,8 @@ class Pending:
         """Waits for the encoding. Returns (size of the encoded keys, size of the encoded values), in bytes.
 
         Raises:
-            RuntimeError: rows were lost, or the status or a size is invalid. This is an internal check, which encodings
-                that `encode` has queued always pass.
+            RuntimeError: rows were lost, or the status or a size is invalid. This is an internal check: it always holds
+                for encodings that `encode` has queued.
         """
         states = iter(self._states.wait().tolist())
         keys, values = (

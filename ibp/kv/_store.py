@@ -484,7 +484,7 @@ class KVStore(OfThisProcess):
 
     def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int, once: str) -> _StoreCall:
         """Checks the arguments of a transfer and returns them. once: what the transfer writes to, "pages" or "blocks";
-        the numbers of these must all be different."""
+        no page, or no block, may be given twice."""
         paged = self._paged(tensors, blocks)
         check_paged(paged, "store", self.device, self.page_bytes, self.place.row_bytes)
         whole_number("first_tensor", first_tensor, 0)

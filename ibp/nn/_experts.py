@@ -125,9 +125,9 @@ class Experts(CodedModule):
         """Computes what the original forward of the class computes.
 
         Raises:
-            IndexError: the number of an expert is out of range. If a GPU uses the kernel, no error is raised, and the
-                results of the token are NaN. If it does not use the kernel, the error is raised as `ibp.index_select`
-                says.
+            IndexError: an expert's number is out of range. On a GPU the error may come late, as in `ibp.index_select`.
+                Calls that use the kernel for few tokens (see the class) raise nothing: the result of a token with a
+                wrong number is NaN.
         """
         ids = self._calls.ids_of(args, kwargs)
         if len(args) == 3 and ids is not None and 0 < ids.numel() <= MOST_GROUPED:

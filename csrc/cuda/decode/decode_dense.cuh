@@ -4,15 +4,15 @@
 // It works as decode_pairs.cuh does, but digits may have any width. tiles.cuh describes the bytes of a row and the
 // levels, which are arrays of names in shared memory.
 //
-// 1. The warp visits planes 0 to 3 in this order. A lane spreads its digits of planes 0 and 1 to nibbles, and counts
+// 1. The warp visits planes 0 to 3 in order. A lane spreads its digits of planes 0 and 1 to nibbles, and counts
 //    escapes, because their number says where the next plane begins. It keeps the nibbles of plane 0 in shared memory,
 //    and the first chunk of plane 1 in registers; further chunks are loaded again in part 2. Elements that reach plane
 //    2, plane 3 or raw symbols get their names one at a time: the names of all elements of plane 2 go to level 2, and a
-//    list holds the elements that have no name yet.
-// 2. The warp returns to plane 1. A lane takes 16 digits at a time, whose nibbles select bytes of the plane's names
-//    (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says which bytes.
-// 3. The warp returns to plane 0, where names are found in the same way, with level 1 in place of level 2. In each step
-//    a lane makes 16 bytes of output: symbols are joined with their residuals and stored.
+//    list holds the elements that have no name yet. 2. The warp returns to plane 1. A lane takes 16 digits at a time,
+//    whose nibbles select bytes of the plane's names (`prmt`). Escaped elements take bytes of level 2 instead; a prefix
+//    sum over the nibbles says which bytes. 3. The warp returns to plane 0, where names are found in the same way, with
+//    level 1 in place of level 2. In each step a lane makes 16 bytes of output: symbols are joined with their residuals
+//    and stored.
 //
 // A name is a symbol if elements have less than eight bytes and all columns share entries of up to eight bits.
 // Otherwise it is a rank, which is the index of the symbol's entry, or kRaw if the symbol is raw. If names are ranks,

@@ -94,7 +94,8 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
 
     // ---- elements ----
 
-    // The constants that turn digits into the symbols of one word, each in the low bits of its element.
+    // Constants for of_word(), which turns the digits of the elements in one word into symbols. Each symbol lies in the
+    // low bits of its element.
     struct Symbols {
         // low: first_symbol without the highest bit of an element, repeated in every element, so that a digit plus
         // `low` cannot carry into the next element. high: the highest bit of first_symbol alone, repeated in the same

@@ -432,7 +432,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         bits = select_bits(0xffffu, bits, bits << (16u - 4u * r));
         return select_bits(0x00ff00ffu, bits, bits << (8u - 2u * r));
     }
-    // Returns a mask of the bits of four one-byte elements that come from residuals of r bits; r is at most 4.
+    // Returns a mask for a word of four one-byte elements: the bits that hold residuals. r: number of bits of a
+    // residual, at most 4.
     static __device__ __forceinline__ uint32_t nibbles_in(const WordJoin<T> &with, uint32_t r)
     {
         return sizeof(T) == 1 ? in_register(with.beside(0, low_bits(0xffu, r) * 0x01010101u)) : 0u;

@@ -52,9 +52,9 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
     return {id, request.ids.positions ? __ldg(request.ids.positions + item) : item, number - item * rows_per_item};
 }
 
-// Returns the byte of a strided output at which a position begins, as ibp_offset_of_position does, but with divisions
-// of 32 bits. Not inlined, because inlined code would take registers in the loop over rows, so that other values would
-// be spilled.
+// Returns the byte offset at which a position of a strided output begins, as ibp_offset_of_position does, but with
+// divisions of 32 bits. Not inlined, because inlined code would take registers in the loop over rows, so that other
+// values would be spilled.
 static __device__ __noinline__ int64_t offset_in_strides(const ibp_ids &ids, uint32_t position)
 {
     int64_t offset = 0;
@@ -398,7 +398,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     {
         const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(0));
         // If groups are whole warps, gathers do not test whether rows have vectors in overflow, because the branch
-        // would make gathers 10 % slower if device memory limits them.
+        // would make gathers 10 % slower if the bandwidth of device memory limits them.
         if ((G::kPerWarp == 1 && !TO_OUT) || G::any(((G::kPerWarp == 1 ? what : entry.what) & kHasRest) != 0u))
             load<true>(entry, i, what, vectors);
         else

@@ -56,9 +56,9 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Arrives, as a release, at this barrier in another block of the cluster. "Earlier" accesses are those that this
-    // thread, and the threads that it has met at a barrier, made before the call. When a thread of the other block has
-    // returned from await_cluster(), it sees all earlier writes, and its own writes come after all earlier reads.
+    // Arrives at this barrier in another block of the cluster, with release semantics. A thread of that block that has
+    // returned from await_cluster() sees all writes made before this call by this thread and by the threads that it has
+    // met at a barrier; its own writes come after their reads.
     __device__ __forceinline__ void arrive_in(uint32_t block) const
     {
 #ifdef __CUDACC__

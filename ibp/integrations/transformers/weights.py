@@ -35,8 +35,8 @@ _CODED_SHARE = 0.77
 _SHARD_BYTES = 5 << 30  # default for the largest size in bytes of the weights in a file; `ibp compress` has the same
 _TRANSPOSED = "_transposed"  # the suffix of names of transposed matrices' tables in `ibp.nn.coded_state_dict`
 _INITIALIZED = "_is_hf_initialized"  # transformers does not initialise parameters that have this attribute
-# Whether transformers tells quantizers which parameter a tensor of a checkpoint becomes, before it reads the tensor.
-# Releases since 5.20 do.
+# True if transformers tells the quantizer, before it reads a tensor of a checkpoint, into which parameter the tensor
+# will be loaded. Releases since 5.20 do.
 _SAYS_TARGETS = hasattr(HfQuantizer, "get_new_dtype")
 _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)  # whether to save without weights
 
