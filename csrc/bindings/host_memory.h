@@ -142,7 +142,7 @@ class MappedPages {
 };
 
 // Memory that belongs to a file descriptor. All processes that map the descriptor share this memory, but each process
-// pins it for itself by pin(). It stays pinned in that process until the object is destroyed.
+// must call pin() to pin it. The memory stays pinned in that process until the object is destroyed.
 class SharedPages : public MappedPages {
   public:
     // is_new: true if no process has written to the memory yet. Then the constructor allocates the memory's pages and

@@ -96,8 +96,8 @@ static ibp_status find_stored(const ibp_table *table, int64_t row, ibp_row_place
     return IBP_OK;
 }
 
-/* Computes a row's entry of lengths from the row's place. The row must have stored bytes. The entry in the table may
- * have changed since the place was computed. */
+/* Computes a row's entry of lengths from the row's place, because the entry in the table may have changed since the
+ * place was computed. The row must have stored bytes. */
 static uint32_t length_of_place(const ibp_row_place *place)
 {
     return place->raw ? 0u : place->in_slot + place->in_overflow;
