@@ -38,8 +38,8 @@ uint8_t *flags_of(const Tensor &flags, int64_t num_pages, int64_t num_tensors, c
 //   starts + b * block_stride.
 // scratch: the address of a spare piece of memory, which stands in for the pieces of missing blocks.
 // pieces: the number of pieces of a block.
-// stored: flags [num_pages * num_tensors], or None. The ids of a page are also -1 if the place lacks the page's block
-//   of any tensor of the transfer.
+// stored: flags [num_pages * num_tensors], or None. The ids of a page are also -1 unless the place stores the page's
+//   block of every tensor of the transfer.
 // ids: int64 [pages * tensors * rows of a block], written. The number of rows that the place has for a block follows
 //   from the size of `ids`. It must be a multiple of `pieces`.
 // addresses: int64 [pages * tensors * pieces], written.

@@ -136,8 +136,8 @@ ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int6
 
 /* ---- replacing the least recently used rows ---- */
 
-/* Returns the index of the way that a missing row takes, or -1 if every way of the row's set is dirty or was used by
- * this call. */
+/* Chooses the way for a missing row. Returns the index of the way, or -1 if every way of the row's set is dirty or was
+ * used by this call. */
 static int64_t choose_way(const ibp_lru *lru, int64_t set, uint32_t now)
 {
     const int64_t first = set * lru->slab.map.ways;

@@ -120,8 +120,8 @@ typedef struct digit_list {
                      (csrc/cuda/decode/decode_pairs.cuh) */
 } digit_list;
 
-/* Which elements rows code: all elements; the elements that differ from a default; or the elements that differ from the
- * default in other bits than the highest. */
+/* Which elements rows code. DENSE: all elements. LISTED: the elements that differ from a default. LISTED_SIGNED: the
+ * elements that differ from the default in any bit other than the highest. */
 typedef enum listing { DENSE, LISTED, LISTED_SIGNED, NUM_LISTINGS } listing;
 
 /* Counts of the elements that rows code. */
@@ -159,21 +159,21 @@ typedef struct candidates {
 } candidates;
 
 /* The state of a search: facts about the table and its sample. Values of elements do not include the invariant bits.
- * width: number of bits of such a value. columns: number of live columns. */
+ * width: number of bits of such a value. columns: number of live columns. num_rows: number of rows of the sample.
+ * num_counted: number of rows that are counted, one in every `step` rows. num_loaded: number of counted rows that are
+ * in `elements`. num_defaults: number of default rows among the counted rows. lacking: share of the rows that are
+ * stored raw because they lack the invariant bits. */
 typedef struct search {
     const uint8_t *rows;
-    size_t num_rows, step, num_counted; /* number of rows of the sample, and of counted rows: one in every `step`
-                                           rows */
-    size_t num_loaded, num_defaults;    /* number of counted rows that are in `elements`, and of default rows among the
-                                           counted rows */
-    uint64_t default_row;               /* the value of all elements of default rows */
+    size_t num_rows, step, num_counted;
+    size_t num_loaded, num_defaults;
+    uint64_t default_row; /* the value of all elements of default rows */
     uint32_t element_bytes, width, row_bytes, columns;
     uint32_t invariant_bits;
     uint64_t invariant_value;
     const uint16_t *live_columns; /* NULL if all columns are live */
     uint32_t exponent_bits;
-    double table_rows, lacking; /* lacking: share of the rows that are stored raw because they lack the invariant
-                                   bits */
+    double table_rows, lacking;
     uint64_t default_value;
     bool is_whole; /* whether the sample has all rows of the table */
     digit_list lists[MOST_LISTS];

@@ -98,8 +98,8 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         if (consecutive(planes)) return static_cast<T>(low_bits(planes.first_symbol + i, symbol_bits));
         return entry_at(entries, planes, i);
     }
-    // Returns entry i if entries are not consecutive. Bits above the symbol, which a wrong codebook may have, are
-    // dropped.
+    // Returns entry i of a codebook whose entries are not consecutive. Bits above the symbol, which a wrong codebook
+    // may have, are dropped.
     static __device__ __forceinline__ T entry_at(const uint8_t *entries, const ibp_planes &planes, uint32_t i)
     {
         T entry;

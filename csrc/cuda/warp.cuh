@@ -136,7 +136,7 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t ones, ui
 {
     return of_three_bits<0xca>(mask, ones, zeros);
 }
-// Returns (a | b) & mask, as one instruction.
+// Returns (a | b) & mask, in one instruction.
 __device__ __forceinline__ uint32_t either_bits(uint32_t a, uint32_t b, uint32_t mask)
 {
     return of_three_bits<0xa8>(a, b, mask);
