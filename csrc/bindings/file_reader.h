@@ -134,7 +134,7 @@ template <size_t N> py::dict dict_of(const std::array<ibp_field, N> &fields)
     return given;
 }
 
-// Returns the fields of a table as dict_of does.
+// Reads the line of a table. Returns its fields as {name: value}.
 //
 // line: the table's line, escaped as it is in the JSON string.
 inline py::dict read_table(const std::string &line)
@@ -146,7 +146,7 @@ inline py::dict read_table(const std::string &line)
     return dict_of(fields);
 }
 
-// Returns the fields of a codebook as dict_of does.
+// Reads the line of a codebook. Returns its fields as {name: value}.
 //
 // line: the codebook's line, escaped as it is in the JSON string.
 inline py::dict read_codebook(const std::string &line)

@@ -157,9 +157,9 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
     return found;
 }
 
-// Fetches items for `take` and `take.out`. items: the ids, and the position of each item in the buffer `to`. ids: a
-// tensor on the device of the call, on which new tensors are made. If the call may sort the ids, `ids` must be the
-// tensor of the ids, because the sorted ids get its dtype.
+// Fetches items for `take` and `take.out`. items: the ids, and the position of each item in the buffer `to`. ids: any
+// tensor on the device of the call, because new tensors are made on its device. If the call may sort the ids, `ids`
+// must be the tensor that holds them, because the sorted ids get its dtype.
 void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_ids items, int64_t max_sms, int64_t way,
            const std::optional<Cache> &cache, bool notes, uint8_t *to)
 {
