@@ -65,8 +65,8 @@ inline void open_header(const std::vector<uint8_t> &bytes, size_t file_bytes, ib
                           (release.empty() ? "a later one" : release.substr(0, 40)) + " wrote it and reads it");
 }
 
-// Returns (size of a block in bytes, number of blocks) for the checksums of a file; None if the file has no checksums;
-// or a text that says why the checksums are refused.
+// Returns the tuple (size of a block in bytes, number of blocks) for the checksums of a file. Returns None if the file
+// has no checksums, or a string that says why the checksums are refused.
 inline py::object checks_of(const ibp_file &file)
 {
     ibp_file_checks checks{};
@@ -84,7 +84,7 @@ inline py::object checks_of(const ibp_file &file)
 // Reads the header of a file of file_bytes bytes. Returns (tensors, metadata, checks):
 //
 // tensors: {name: (dtype, shape, start, end)}; the tensor has the bytes [start, end) of the file.
-// metadata: {key: text}.
+// metadata: {key: value}; both are strings.
 // checks: the value that checks_of returns.
 //
 // header: all bytes of the file before the data.
@@ -125,7 +125,7 @@ inline py::object value_of(const ibp_field &field)
     }
 }
 
-// Returns {name: value} for the fields that a line gives.
+// Returns {name: value} for those fields that occur in the line that was read.
 template <size_t N> py::dict dict_of(const std::array<ibp_field, N> &fields)
 {
     py::dict given;
@@ -134,7 +134,7 @@ template <size_t N> py::dict dict_of(const std::array<ibp_field, N> &fields)
     return given;
 }
 
-// Returns the fields of a table as dict_of does.
+// Reads the line of a table. Returns its fields as {name: value}.
 //
 // line: the table's line, escaped as it is in the JSON string.
 inline py::dict read_table(const std::string &line)
@@ -146,7 +146,7 @@ inline py::dict read_table(const std::string &line)
     return dict_of(fields);
 }
 
-// Returns the fields of a codebook as dict_of does.
+// Reads the line of a codebook. Returns its fields as {name: value}.
 //
 // line: the codebook's line, escaped as it is in the JSON string.
 inline py::dict read_codebook(const std::string &line)

@@ -122,7 +122,7 @@ class MappedPages {
     // Maps num_bytes bytes of a file, beginning with byte `start`.
     //
     // pinning: the function with which pin() pins the memory.
-    // what: names the memory in the error that is thrown if it cannot be mapped.
+    // what: a name for the memory, for the error that is thrown if the file cannot be mapped.
     MappedPages(int file, size_t start, size_t num_bytes, int protection, ibp_status (*pinning)(void *, size_t),
                 const char *what)
         : skipped_bytes_(start % static_cast<size_t>(sysconf(_SC_PAGESIZE))), mapped_bytes_(num_bytes + skipped_bytes_),
@@ -142,7 +142,7 @@ class MappedPages {
 };
 
 // Memory that belongs to a file descriptor. All processes that map the descriptor share this memory, but each process
-// pins it for itself by pin(). It stays pinned in that process until the object is destroyed.
+// must call pin() to pin it. The memory stays pinned in that process until the object is destroyed.
 class SharedPages : public MappedPages {
   public:
     // is_new: true if no process has written to the memory yet. Then the constructor allocates the memory's pages and

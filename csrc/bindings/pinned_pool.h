@@ -14,7 +14,8 @@
 
 namespace ibp {
 
-// A block of pinned memory on a NUMA node. Only the process `process` has pinned it.
+// A block of pinned memory on a NUMA node. process: the id of the process that pinned the block. In other processes the
+// block is not pinned.
 struct PinnedBlock {
     void *data;
     size_t num_bytes;
@@ -170,7 +171,7 @@ class PinnedPool {
     }
 
     // Empties the pool of a child process, right after fork(). The parent took the lock before fork(), so the child
-    // holds it. The kept blocks are copies in the child, so they are unmapped.
+    // holds it. The child's kept blocks are only copies, so they are unmapped.
     void start_again()
     {
         for (const PinnedBlock &block : kept_) munmap(block.data, block.num_bytes);

@@ -157,7 +157,7 @@ template <typename T, typename... Args> void make(py::detail::value_and_holder &
 }
 constexpr py::detail::is_new_style_constructor kNewStyle{};
 
-// A view of a contiguous Python buffer of 64-bit integers, which are counts.
+// A view of the counts in a contiguous Python buffer of 64-bit integers.
 class Counts {
   public:
     explicit Counts(const py::buffer &array)

@@ -46,9 +46,9 @@ ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const
     return bags;
 }
 
-// Reduces each bag of rows to the sum, mean or maximum of its rows (ibp_linear.h). A bag without rows gives zeros. Each
-// item of the table must be a single row. An id out of range and a corrupt row are noted in fault and count as rows of
-// zeros.
+// Reduces each bag of rows to the sum, mean or maximum of its rows (ibp_linear.h). The result of a bag without rows is
+// zeros. Each item of the table must be a single row. An id out of range and a corrupt row are noted in fault and count
+// as rows of zeros.
 //
 // entries: int64 [ids], or None. Rows that have an entry are read from slabs, and all other rows from the table.
 // offsets: int32 or int64, ascending; bag b begins with ids[offsets[b]]. Only one element for each bag is read. None:

@@ -18,8 +18,8 @@
 //                 8 slabs. Like slabs, maps may be on other CUDA devices than the call's other tensors.
 //     ways        Number of ways of a set: 2, 4, 8, 16 or 32.
 //     bytes       uint8 [bytes], at most 2^40: the slab to which an operation writes rows.
-//     entries     int64 [ids * rows_per_item], written: the entry of row r of ids[k] is at k * rows_per_item + r, as
-//                 gather_items takes it; 0 if the cache does not hold the row.
+//     entries     int64 [ids * rows_per_item], written: element k * rows_per_item + r is the cache entry of row r of
+//                 item ids[k], in the form that gather_items takes; 0 if the cache does not hold the row.
 //     counts      int64 [10], to which the operation adds: the numbers of rows found in slabs 0 to 7; the number of
 //                 rows not found; and the size in bytes of the rows not found, each row rounded up to sectors of 32
 //                 bytes.
@@ -158,8 +158,8 @@ Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slab
 
 // ---- filling a slab ----
 
-// Copies rows of a table, as they are stored, to `bytes`, the memory of a slab, and enters them in `map`, the slab's
-// map. If `map` has no elements, the rows are only copied.
+// Copies stored rows of a table, without decoding them, to `bytes`, the memory of a slab, and enters the rows in `map`,
+// the slab's map. If `map` has no elements, the rows are only copied.
 //
 // offsets: int64 [rows]: for each row the index in `bytes` of its first byte. Rows with a negative offset are left out.
 // slab: the number of the slab in its cache.

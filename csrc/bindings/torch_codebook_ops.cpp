@@ -10,9 +10,9 @@
 //     learn_planes    data row_bytes element_bytes exponent_bits table_rows fast codes_invariant -> (Tensor, Tensor)
 //     learn_entries   data codebook codec -> Tensor
 //
-// Each operation is documented at its function. data is uint8, whole rows one after the other; bytes after the last
-// whole row are not read. mask and bitval are uint8 [row_bytes]: which bits of a row are invariant, and the values of
-// these bits. codebook and codec are described in torch_tables.h.
+// Each operation is documented at its function. data is uint8: complete rows, one after the other; bytes after the last
+// complete row are not read. mask and bitval are uint8 [row_bytes]: mask has a 1 for each invariant bit of a row, and
+// bitval has the values of the invariant bits. codebook and codec are described in torch_tables.h.
 #include "torch_tables.h"
 
 #include <algorithm>
@@ -85,7 +85,7 @@ Tensor count_hits(const Device &device, const Tensor &data, const Tensor &codebo
 
 // ---- masks ----
 
-// Returns the argument `codebook` for scheme ibp, int32 [3, words].
+// Returns a codebook of scheme ibp in the form of the argument `codebook`: int32 [3, words].
 //
 // chunk_bytes: 1, 2, 4 or 8.
 // flag_all: if true, every chunk has a participation bit; otherwise only chunks with invariant bits have one.
@@ -102,8 +102,8 @@ Tensor codebook_words(const Device &, const Tensor &mask, const Tensor &bitval, 
     return words;
 }
 
-// Returns (mask, bitval) by the threshold of the paper's section 4.1: a bit is invariant if it has the same value in
-// more than tau * num_rows rows, or, if tau is 1, in all rows.
+// Returns (mask, bitval), chosen by the threshold of the paper's section 4.1: a bit is invariant if it has the same
+// value in more than tau * num_rows rows, or, if tau is 1, in all rows.
 //
 // counts: as count_bits returns them.
 // num_rows: the number of rows that were counted.
@@ -121,8 +121,8 @@ std::tuple<Tensor, Tensor> threshold_bits(const Device &, const Tensor &counts, 
     return {mask, bitval};
 }
 
-// Searches for masks that save as many bits as possible on these rows, chunk by chunk and greedily (ibp_choose_masks).
-// Returns (mask, bitval).
+// Chooses the mask of each chunk by a greedy search for the mask that saves the most bits on these rows
+// (ibp_choose_masks). Returns (mask, bitval).
 //
 // chunk_bytes: 1, 2, 4 or 8.
 std::tuple<Tensor, Tensor> choose_masks(const Device &, const Tensor &data, int64_t row_bytes, int64_t chunk_bytes)
@@ -227,9 +227,9 @@ Tensor planes_codec(const Tensor &data, const ibp_planes &planes, int64_t row_by
 //
 // element_bytes: 1, 2, 4 or 8. It must divide row_bytes.
 // exponent_bits: the number of exponent bits of floats; 0 for other elements.
-// table_rows: the number of rows of the complete table. Codebooks are compared by the mean size of a row, to which the
-//   size of the codebook divided by table_rows is added.
-// fast: if true, learns a codebook whose rows decode at the rate of memory (IBP_LEVEL_FAST), unless it would save next
+// table_rows: the number of rows of the complete table. Codebooks are compared by the mean size of a row plus the size
+//   of the codebook divided by table_rows.
+// fast: if true, learns a codebook whose rows decode at the speed of memory (IBP_LEVEL_FAST), unless it would save next
 //   to nothing.
 // codes_invariant: if true, the bits and columns on which all these rows agree are coded, too, so that the codebook has
 //   a coded form for any row.

@@ -56,7 +56,7 @@ void sum_words(const Device &device, const Tensor &part, int64_t first_word, con
 // row changes nothing and is noted in fault.
 //
 // base: contiguous, of any dtype, with as many bytes as the table's tensor.
-// change: int64 [1]; the number by which the sum of base's words (sum_words) changes is added to it.
+// change: int64 [1]. The operation adds to it the number by which the sum of base's words (sum_words) changes.
 void add_rows(const Device &, const Table &handle, int64_t element_bytes, bool subtracts, const Out &base,
               const Out &change, const Out &fault)
 {
@@ -124,7 +124,7 @@ void measure_deltas(const Device &device, const Tensor &tensors, const Tensor &c
 // Codes the differences back to back into overflow, uint8 [bytes].
 //
 // lengths, counts: as measure_deltas filled them.
-// bases: int64 [rows / 32], as index_rows makes them from lengths.
+// bases: int64 [rows / 32], the bases of the coded rows, as index_rows makes them from lengths.
 // updates_bases: whether to overwrite the base of each tensor with its newer version, row by row as the rows are coded.
 void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &codebook, const Codec &codec,
                    const Tensor &lengths, const Tensor &counts, const Tensor &bases, bool updates_bases,
@@ -138,8 +138,8 @@ void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &co
           "encode_deltas");
 }
 
-// Adds the differences of all tensors to their bases. If a base, a row or a result is wrong, all bases keep their
-// bytes.
+// Adds the differences of all tensors to their base tensors. If a base tensor, a row or a result is wrong, all base
+// tensors keep their bytes.
 //
 // num_rows: the number of rows of the sequence.
 // state: int64 [1 + 3 n], zeros at first; receives one ibp_delta_verdict, and then three numbers for each tensor.

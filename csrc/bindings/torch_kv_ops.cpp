@@ -1,5 +1,6 @@
 // torch_kv_ops.cpp - the operations of torch.ops.ibp that help to move pages of a KV-cache between blocks of tensors
-// and a place (ibp_pages.h). They turn tensors into pointers and call the core.
+// and a place, which is a table into which rows are coded one by one (ibp_pages.h, ibp_place.h). The operations turn
+// tensors into pointers and call the core.
 //
 //     plan_pages  pages blocks num_pages num_blocks num_tensors first_tensor starts block_starts block_stride scratch
 //                 pieces stored ids addresses
@@ -27,8 +28,8 @@ uint8_t *flags_of(const Tensor &flags, int64_t num_pages, int64_t num_tensors, c
 // at these addresses is neither read nor written. A block of a tensor consists of `pieces` pieces of memory of equal
 // size.
 //
-// pages, blocks: int64 [pages]; page pages[k] of the place goes to or comes from block blocks[k] of each tensor. Any
-//   numbers are allowed: the ids of a page or block that does not exist are -1.
+// pages, blocks: int64 [pages]; the transfer copies page pages[k] of the place to or from block blocks[k] of each
+//   tensor. Any numbers are allowed: the ids for a page or block that does not exist are -1.
 // num_pages, num_blocks: the number of pages of the place, and the number of blocks of each tensor.
 // num_tensors, first_tensor: a page has one block for each of num_tensors tensors. The transfer moves only the blocks
 //   of the tensors that `starts` describes, which are consecutive and begin with tensor first_tensor.
@@ -37,10 +38,10 @@ uint8_t *flags_of(const Tensor &flags, int64_t num_pages, int64_t num_tensors, c
 //   starts + b * block_stride.
 // scratch: the address of a spare piece of memory, which stands in for the pieces of missing blocks.
 // pieces: the number of pieces of a block.
-// stored: flags [num_pages * num_tensors], or None. The ids of a page are also -1 if the place lacks the page's block
-//   of any tensor of the transfer.
-// ids: int64 [pages * tensors * rows of a block], written. The size of `ids` tells how many rows the place has for a
-//   block, which must be a multiple of pieces.
+// stored: flags [num_pages * num_tensors], or None. The ids of a page are also -1 unless the place stores the page's
+//   block of every tensor of the transfer.
+// ids: int64 [pages * tensors * rows of a block], written. The number of rows that the place has for a block follows
+//   from the size of `ids`. It must be a multiple of `pieces`.
 // addresses: int64 [pages * tensors * pieces], written.
 void plan_pages(const Device &device, const Tensor &pages, const Tensor &blocks, int64_t num_pages, int64_t num_blocks,
                 int64_t num_tensors, int64_t first_tensor, const Tensor &starts,

@@ -7,7 +7,7 @@
 //     decode_matrix  slots slot_bytes below starts entries out
 //
 // Each operation is documented at its function. x, biases, out and the matrices are bfloat16. x may have any strides:
-// it is copied if it is not contiguous and aligned to 16 bytes. A matrix is given by these arguments:
+// unless it is contiguous and aligned to 16 bytes, it is copied. A matrix is given by these arguments:
 //
 //     slots       uint8 [bytes], aligned to 16 bytes: the slots of its table, slot_bytes bytes for each row.
 //     below       any dtype. Only its number of elements is read. This number must be first_symbol + 2, where

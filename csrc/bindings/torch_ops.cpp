@@ -19,8 +19,8 @@
 //     stream_bytes    table host_bases start end streamer begins ends max_sms ring out fault (CUDA only)
 //
 // Each operation is documented at its function. torch_tables.h documents the arguments that several files share.
-// Schemas, fake implementations and the rules for all operations are in ibp/_common/ops.py. data is uint8 [bytes]:
-// rows, one after the other, of which the last may be short.
+// Schemas, fake implementations and the rules for all operations are in ibp/_common/ops.py. data is uint8 [bytes]: the
+// rows, one after the other. The last row may be short.
 //
 // The library is built against torch's stable ABI, so that one build works with torch 2.10 and all later versions, with
 // and without CUDA. The operations are public: they raise an error if the arguments are inconsistent, whatever values a
@@ -52,10 +52,10 @@ using namespace ibp_torch;
 // overflow_start: 0 for a complete table. For a block of a table's rows: the offset in bytes at which `overflow` begins
 //   in the complete table's overflow.
 // num_items, item_bytes: the number of items of the coded tensor, and the size of an item in bytes.
-// rooms, used: given only if the table is a place, into which rows are coded one by one (ibp_place.h). `rooms` is
-//   uint16 [rows]; empty if slots hold whole rows. `used` is int64 [1]. With `used`, `bases` must have one entry for
-//   each row, or be empty if rows are packed or slots hold whole rows. encode_into refuses a table that is described
-//   without `used`.
+// rooms, used: given only if the table is a place, that is, a table into which rows are coded one by one (ibp_place.h).
+//   `rooms` is uint16 [rows]; empty if slots hold whole rows. `used` is int64 [1]. With `used`, `bases` must have one
+//   entry for each row, or be empty if rows are packed or slots hold whole rows. encode_into refuses a table that is
+//   described without `used`.
 // fault: the record in which `take` notes faults. On a GPU `take` refuses a table without a record.
 // plan: [least_bucketed, window_bits, bucketed_sms] of ibp::GatherPlan; empty: `take` never sorts ids by itself.
 Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &overflow, const Tensor &lengths,
@@ -236,8 +236,8 @@ std::vector<Dimension> dimensions_of(const Tensor &x)
     return dimensions;
 }
 
-// Describes the elements of a tensor, in the tensor's own order, as rows. If the tensor is contiguous, its last row may
-// be short.
+// Describes the elements of a tensor, in the order of their indices, as rows. If the tensor is contiguous, its last row
+// may be short.
 ibp_row_source rows_of(const Tensor &x, int64_t row_bytes)
 {
     ibp_row_source source{};
@@ -316,20 +316,20 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
 // lost if there is no room for its overflow part. Lost rows are counted, but they are not faults.
 //
 // table: described with `used`. If it has neither slots nor bases, rows are packed: each begins where the row before it
-//   ends, at byte `used` of overflow. Packed rows are on the CPU, and one thread codes them, because callers code
-//   several blocks at once.
-// x: any dtype, shape and strides. The bytes of its elements, in the tensor's own order, are cut into rows.
+//   ends, at byte `used` of overflow. Packed rows must be on the CPU. One thread codes all rows of a call, because
+//   callers code several blocks at once.
+// x: any dtype, shape and strides. The bytes of its elements, in the order of their indices, are cut into rows.
 // buffers: int64 [buffers], or None: the addresses of buffers that have the layout of x. Their rows are then coded
 //   instead of the rows of x. The addresses are trusted.
 // row_ids: int64 [rows of x, or of all buffers], or None: for each row the number of the row of the table that it
 //   becomes.
-// first_row: read only if row_ids is None: the number of the first row of the table that is written. The other rows
+// first_row: read only if row_ids is None: the number of the table's row that the first row becomes. The other rows
 //   follow it.
 // counts: int64 [2], or None; the number of rows with an overflow part is added to element 0, and the number of lost
 //   rows to element 1.
 // fault: receives the first wrong id of row_ids. None: wrong ids are not noted.
-// is_new: true if none of these rows of the table has been coded before; row_ids must then be None. Whole slots are
-//   written, `bases` need not be filled before the call, and a lost row keeps its length and slot.
+// is_new: true if none of these rows of the table has been coded before; row_ids must then be None. Then complete slots
+//   are written, `bases` need not be filled before the call, and a lost row keeps its length and slot.
 void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, const std::optional<Tensor> &buffers,
                  const std::optional<Tensor> &row_ids, int64_t first_row, int64_t max_sms,
                  const std::optional<Out> &counts, const std::optional<Out> &fault, bool is_new)
@@ -417,9 +417,9 @@ Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matric
     return numbers;
 }
 
-// Copies the items ids[first], ids[first + 1], ..., as they are stored, into a new packed table: as many items as fit
-// in the outputs. Items must be whole rows. Torch's threads measure groups of 32 rows, which share a base, and then
-// copy the groups that fit.
+// Copies the stored rows of the items ids[first], ids[first + 1], ..., without decoding them, into a new packed table.
+// It copies as many items as fit in the outputs. Items must be whole rows. Torch's threads measure groups of 32 rows,
+// which share a base, and then copy the groups that fit.
 //
 // lengths_out: uint16, room for the rows of at least one item.
 // bases_out: int64, one element for every 32 rows that lengths_out has room for.
@@ -442,7 +442,7 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
     const int64_t most_items = std::min(items.count, lengths_out.numel() / rows_per_item);
     int64_t num_rows = most_items * rows_per_item, num_groups = divide_up(num_rows, kGroup);
     int64_t *const bases_to = longs_of(bases_out, num_groups, "bases_out");
-    // Starts are read again to place rows, so they must be in memory that no caller can write.
+    // The starts are read again when rows are copied, so they must be in memory that no caller can write.
     const auto starts = std::make_unique<int64_t[]>(static_cast<size_t>(num_groups));
     int64_t *const result = longs_of(taken, 2, "taken");
     uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
@@ -490,7 +490,7 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
 // Fetches items of whole rows from pinned memory to a GPU with the CPU's help: torch's threads gather the slots into a
 // ring, from which they are copied (ibp_cuda_stage_items). Returns when the last copy is queued.
 //
-// table: with the addresses that the GPU uses.
+// table: its handle has the addresses that the GPU uses.
 // host_slots: uint8 on the CPU: the same slots, at the address that the CPU uses.
 // host_ids: int32 or int64 [ids] on the CPU.
 // stager: the address of a living `_core.Stager` of the GPU.
@@ -626,7 +626,7 @@ void decode_piece(const Device &device, const Tensor &coded, const Tensor &codeb
 }
 
 // Decodes bytes [start, end) of a table in pinned host memory. The GPU's copy engine copies the table chunk by chunk to
-// a ring (ibp_stream.h). Several calls, one for each table, make a stream.
+// a ring (ibp_stream.h). Several calls, one for each table, form a stream.
 //
 // host_bases: int64, the table's bases on the CPU.
 // streamer: the address of a living `_core.Streamer` of out's device.

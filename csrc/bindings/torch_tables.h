@@ -20,8 +20,8 @@
 //     max_sms   The largest number of multiprocessors that a kernel keeps busy; 0: all. It has no effect on the CPU.
 //     entries   int64 [rows]: for each row that is fetched, its entry in a cache (ibp_cache.h); 0 if the cache does not
 //               hold the row.
-//     slabs     Up to 8 tensors, uint8 [bytes] each: the memory of a cache, which holds rows as they are stored. Slabs
-//               may be on other CUDA devices than the call's other tensors, if the call's device can read them.
+//     slabs     Up to 8 tensors, uint8 [bytes] each: the memory of a cache, which holds rows in their stored form.
+//               Slabs may be on other CUDA devices than the call's other tensors, if the call's device can read them.
 #ifndef IBP_TORCH_TABLES_H
 #define IBP_TORCH_TABLES_H
 

@@ -15,8 +15,8 @@
 //
 // If an item cannot be fetched, because its id is out of range or a row is corrupt, zeros take its place, and there is
 // a fault. On a GPU `take`, take_many and decode_many note the fault in the table's own record. On the CPU they raise
-// an error. The exception is `take` with `notes`, as under torch.compile: it notes the fault in the table's record on
-// the CPU, too. `gather_items` notes the fault in `fault` on the CPU and on a GPU.
+// an error. The exception is a call of `take` with `notes` true, as in code that torch.compile has compiled: it notes
+// the fault in the table's record on the CPU, too. `gather_items` notes the fault in `fault` on the CPU and on a GPU.
 #include "huge_pages.h"
 #include "torch_tables.h"
 
@@ -39,7 +39,7 @@ enum Way : int64_t { kPlanned, kInOrder, kBucketed };
 // ---- the order of windows ----
 
 struct Ordered {
-    Tensor ids, positions; // ids sorted by a table's windows, and for each of them its position before it was sorted
+    Tensor ids, positions; // ids: sorted by a table's windows; positions: for each sorted id its original position
 };
 
 Ordered in_order(const Device &device, const Tensor &ids, const ibp_ids &items, int64_t num_items, uint32_t bits)
@@ -70,8 +70,8 @@ std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids
 
 // ---- the kernel, on the CPU and on a GPU ----
 
-// Gathers items to items.addresses, or to memory `to` if items.addresses is nullptr. cache: nullptr if all rows come
-// from the table.
+// Writes items to items.addresses, or to the memory that begins at `to` if items.addresses is nullptr. cache: nullptr
+// if all rows come from the table.
 void gather(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp_cache *cache, int64_t max_sms,
             uint8_t *to, ibp_fault *fault)
 {
@@ -92,8 +92,9 @@ void gather(const Device &device, const ibp_table &table, const ibp_ids &items, 
                 });
 }
 
-// Fetches the items at ids, or all items if ids is None. By default they are written one after the other to out, which
-// is contiguous and of any dtype. At most one of the following three arguments may be given, to write them elsewhere:
+// Fetches the items at ids, or all items if ids is None. By default the items are written one after the other to out,
+// which is contiguous and of any dtype. At most one of the following three arguments may be given, to write them
+// elsewhere:
 //
 // positions: int32 [ids]; item k goes to position positions[k] of out.
 // addresses: int64 [ids]; item k goes to addresses[k], which is trusted. Then the address of out is not used, but
@@ -156,9 +157,9 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
     return found;
 }
 
-// Fetches items for `take` and `take.out`. `items` holds the ids, and the place of each item in the buffer `to`. ids: a
-// tensor on the device of the call, on which new tensors are made. If the call may sort the ids, `ids` must be the
-// tensor of the ids, because the sorted ids get its dtype.
+// Fetches items for `take` and `take.out`. items: the ids, and the position of each item in the buffer `to`. ids: any
+// tensor on the device of the call, because new tensors are made on its device. If the call may sort the ids, `ids`
+// must be the tensor that holds them, because the sorted ids get its dtype.
 void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_ids items, int64_t max_sms, int64_t way,
            const std::optional<Cache> &cache, bool notes, uint8_t *to)
 {

@@ -1,5 +1,5 @@
-// torch_tensors.h - turns tensors into checked memory and functions into operations of torch, and shares work on the
-// CPU among torch's threads. If an argument is wrong, or a call of torch fails, the functions throw a
+// torch_tensors.h - checks tensors and finds their memory, registers functions as operations of torch, and shares work
+// on the CPU among torch's threads. If an argument is wrong, or a call of torch fails, the functions throw a
 // std::runtime_error, which torch passes to Python as a RuntimeError.
 //
 // Messages are put together without C++ streams, because streams crash if a compiler has linked a part of libstdc++
@@ -28,7 +28,7 @@
 #include <type_traits>
 #include <vector>
 
-// The first function is missing from torch without CUDA, the second from torch before 2.13.
+// The first function is missing from torch without CUDA; the second is missing from torch before 2.13.
 extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream) __attribute__((weak));
 extern "C" const char *torch_exception_get_what_without_backtrace() __attribute__((weak));
 

@@ -57,8 +57,8 @@ static uint64_t load_chunk(const uint8_t *row, uint32_t row_bytes, uint32_t firs
     return ibp_load_number(row + first, ibp_min_u32(chunk_bytes, row_bytes - first));
 }
 
-/* Adds to `hits` as ibp_count_hits does. chunk_bytes must be a constant at every call, so that a whole chunk is loaded
- * by one instruction. */
+/* Adds to `hits` as ibp_count_hits does. chunk_bytes must be a constant at every call, so that a complete chunk is
+ * loaded in one instruction. */
 static inline void count_hits_of(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits,
                                  uint32_t chunk_bytes)
 {

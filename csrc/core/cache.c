@@ -96,8 +96,8 @@ static ibp_status find_stored(const ibp_table *table, int64_t row, ibp_row_place
     return IBP_OK;
 }
 
-/* Computes a row's entry of lengths from the row's place. The row must have stored bytes. The entry in the table may
- * have changed since the place was computed. */
+/* Computes a row's entry of lengths from the row's place, because the entry in the table may have changed since the
+ * place was computed. The row must have stored bytes. */
 static uint32_t length_of_place(const ibp_row_place *place)
 {
     return place->raw ? 0u : place->in_slot + place->in_overflow;
@@ -136,8 +136,8 @@ ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int6
 
 /* ---- replacing the least recently used rows ---- */
 
-/* Returns the index of the way that a missing row takes, or -1 if every way of the row's set is dirty or was used by
- * this call. */
+/* Chooses the way for a missing row. Returns the index of the way, or -1 if every way of the row's set is dirty or was
+ * used by this call. */
 static int64_t choose_way(const ibp_lru *lru, int64_t set, uint32_t now)
 {
     const int64_t first = set * lru->slab.map.ways;

@@ -14,8 +14,8 @@ extern "C" {
  * out of range or fields are inconsistent. schemes.c defines these functions. */
 ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
 ibp_status ibp_check_table_fields(const ibp_table *table);
-/* Returns whether a place is valid: its fields are consistent, its slots are large enough for all rows, and those of
- * slots, overflow, lengths, bases and `used` that its rows need are not NULL. */
+/* Returns whether a place is valid: its fields are consistent, its slots are large enough for all rows, and none of the
+ * pointers slots, overflow, lengths, bases and `used` that its rows need is NULL. */
 bool ibp_is_place(const ibp_place *place);
 /* Returns whether ibp_move_parts accepts these arguments. */
 bool ibp_can_move_parts(const ibp_table *table, const ibp_place *from, const uint8_t *overflow);

@@ -30,11 +30,11 @@ static uint64_t slots_before(const ibp_table *table, int64_t row)
     const uint64_t before = (uint64_t)row * table->slot_bytes, all = (uint64_t)table->slots_bytes;
     return before < all ? before : all;
 }
-/* Returns the number of bytes of overflow before a row, or of all overflow if `row` is the number of rows. Otherwise
+/* Returns the number of bytes of overflow before a row, or of all overflow if `row` is the number of rows. Any other
  * `row` must be a multiple of IBP_ROWS_PER_BASE. */
 static uint64_t overflow_before(const ibp_table *table, const uint64_t *bases, int64_t row)
 {
-    /* Overflow parts lie in any order, so chunks have no range of overflow. */
+    /* If rows have their own bases, their overflow parts lie in any order, so chunks have no range of overflow. */
     if (!bases || ibp_has_own_bases(table)) return 0;
     return row >= ibp_num_rows(table) ? (uint64_t)table->overflow_bytes : IBP_LOAD_ONCE(bases[row / IBP_ROWS_PER_BASE]);
 }

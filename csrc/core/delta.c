@@ -10,7 +10,7 @@ typedef struct adding {
     bool subtracts;
 } adding;
 
-/* Adds or subtracts a row's differences word by word. first: the number of the row's first word in the tensor. Bytes
+/* Adds or subtracts a row's differences word by word. first: the index, in the tensor, of the row's first word. Bytes
  * past the end of the row count as zeros. */
 static void add_row(adding *add, uint8_t *base, const uint8_t *differences, uint32_t num_bytes, uint64_t first)
 {

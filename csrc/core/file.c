@@ -297,8 +297,8 @@ ibp_status ibp_find_tensor(const ibp_file *file, const char *name, ibp_file_tens
     return status == IBP_NOT_IN_FILE && is_found ? IBP_OK : status;
 }
 
-/* Takes the characters of `other` from the beginning of *text. Returns whether *text begins with them. The two texts
- * may have different escapes. */
+/* Takes the characters of `other` from the beginning of *text. Returns whether *text begins with them. The characters
+ * of the two texts may be escaped differently. */
 static bool take_text(ibp_text *text, ibp_text other)
 {
     uint8_t ours[4], theirs[4];

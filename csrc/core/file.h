@@ -1,6 +1,6 @@
-/* file.h - declarations that the source files of the file reader share. json.c reads texts, file_fields.c reads the
- * fields in texts, file.c reads the header of a file, and file_tables.c opens tables. Each of these files uses only the
- * ones named before it. */
+/* file.h - declarations that the source files of the file reader share. json.c reads JSON strings and numbers,
+ * file_fields.c reads the fields in these strings, file.c reads the header of a file, and file_tables.c opens tables.
+ * Each of these files uses only the ones named before it. */
 #ifndef IBP_CORE_FILE_H
 #define IBP_CORE_FILE_H
 
@@ -43,8 +43,8 @@ ibp_status ibp_refuse(ibp_refusal *refusal, ibp_text found, const char *wanted);
 /* Reads all fields of a line, "key=value key=value". If the line also has keys that are not in `fields`, it reads the
  * other fields and returns IBP_UNSUPPORTED_TABLE. */
 ibp_status ibp_read_fields(ibp_text line, ibp_field *fields, size_t num_fields, ibp_refusal *refusal);
-/* Checks that all needed fields are given, and that every other field that is given is an optional one. needed,
- * optional: sets of fields, in which bit i means fields[i]. Returns IBP_BAD_FILE if a needed field is missing, or
+/* Checks that all needed fields are given, and that every other given field is optional. needed, optional: sets of
+ * fields, in which bit i stands for fields[i]. Returns IBP_BAD_FILE if a needed field is missing, or
  * IBP_UNSUPPORTED_TABLE if a field is given that is neither needed nor optional. */
 ibp_status ibp_check_given(const ibp_field *fields, size_t num_fields, uint32_t needed, uint32_t optional,
                            ibp_refusal *refusal);
@@ -56,8 +56,9 @@ bool ibp_take_listed(ibp_text *list, bool is_first, uint64_t *number);
 
 /* Returns the number of bits of an element of a dtype, or 0 if the dtype is unknown. */
 uint32_t ibp_bits_of_dtype(ibp_text dtype);
-/* Computes the size in bytes of a tensor of num_dims dimensions whose elements have `bits` bits. Returns false if it is
- * not a whole number of bytes, or if the number of bits, with each size 0 taken as 1, does not fit in an int64_t. */
+/* Computes the size in bytes of a tensor of num_dims dimensions whose elements have `bits` bits. Returns false if the
+ * size is not a whole number of bytes, or if the number of bits, with each size 0 taken as 1, does not fit in an
+ * int64_t. */
 bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, int64_t *num_bytes);
 
 /* ---- file.c ------------------------------------------------------------------------------------------------------ */

@@ -1,5 +1,5 @@
 /* file_fields.c - reads the lines of a header's metadata, "key=value key=value", which hold the fields of tables and
- * codebooks (FORMAT.md section 9). It also knows the sizes of dtypes. It needs only these texts, not the file. */
+ * codebooks (FORMAT.md section 9). It also knows the sizes of dtypes. It reads only these lines, not the file. */
 #include "checks.h"
 #include "file.h"
 

@@ -19,7 +19,7 @@ static bool are_alike(const ibp_field *a, const ibp_field *b)
 }
 
 /* A codebook of a file before its working form is built: the numbers of its clusters in the file, the fields of the
- * first cluster, which all other clusters must be like, and the sizes of the working form. */
+ * first cluster, which the other clusters' fields must match, and the sizes of the working form. */
 typedef struct codebook_plan {
     const ibp_file *file;
     uint32_t members[IBP_MAX_CLUSTERS], num_members;
@@ -89,7 +89,7 @@ static bool plan_planes(codebook_plan *plan)
     return plan->num_members == 1 || plan->set_bytes != 0;
 }
 
-/* Writes a number in decimal digits, with a final 0, to the end of `text`. Returns the address of the first digit. */
+/* Writes a number in decimal digits, NUL-terminated, to the end of `text`. Returns the address of the first digit. */
 static const char *to_decimal(uint32_t number, char text[11])
 {
     char *at = text + 10;

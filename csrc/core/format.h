@@ -34,7 +34,7 @@
 /* IBP_LOAD_ONCE(element) reads an element of an array with exactly one load, and returns its value. The compiler may
  * repeat a plain load, so a value could change between its check and its use if another thread or another stream writes
  * the array meanwhile. In kernels IBP_LOAD_ONCE is a relaxed load with the scope of a block. If no thread of a kernel
- * writes an array, the kernel reads the array by __ldg, which is also one load. */
+ * writes an array, the kernel reads the array with __ldg, which is also one load. */
 #if defined(__CUDA_ARCH__)
 template <typename T> static __device__ __forceinline__ T ibp_load_once(const T *global)
 {
@@ -308,9 +308,9 @@ IBP_INLINE const uint8_t *ibp_template_of(const ibp_codebook *codebook)
     return has_constants ? codebook->planes.row_template : NULL;
 }
 
-/* Returns the entry of lengths of a row whose coded form has coded_bytes bytes: coded_bytes if this is less than
- * valid_bytes and than the length that marks a default row, else 0 (raw). valid_bytes: size of the row before coding,
- * which is row_bytes unless the row is a short last row. */
+/* Returns the entry of lengths of a row whose coded form has coded_bytes bytes. The entry is coded_bytes if coded_bytes
+ * is less than both valid_bytes and the length that marks a default row; otherwise it is 0 (raw). valid_bytes: size of
+ * the row before coding, which is row_bytes unless the row is a short last row. */
 IBP_INLINE uint32_t ibp_length_of_coded(size_t coded_bytes, uint32_t row_bytes, uint32_t valid_bytes)
 {
     return coded_bytes < ibp_min_u32(valid_bytes, IBP_DEFAULT_LENGTH(row_bytes)) ? (uint32_t)coded_bytes : 0u;

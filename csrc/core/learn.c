@@ -15,7 +15,7 @@
  * same way from the listed elements, and tails of plans with entries for each column from counts of some columns.
  *
  * All plans are then compared by cost: the mean size of a row in bytes, plus the row's share of the codebook. The
- * cheapest plan is not always taken: a plan that a GPU decodes fastest may cost up to 0.6 % more (choose). */
+ * cheapest plan is not always taken: a plan that a GPU decodes fastest may cost up to 0.6 % more (see `choose`). */
 #include "bits.h"
 #include "checks.h"
 #include "planes_layout.h"
@@ -88,7 +88,7 @@ static const double LEAST_SHARE = 1.0 / 256;
 /* Constant columns are left out only if at least this share of the columns are constant. A smaller share does not make
  * up for the slower decoder. */
 static const double CONSTANT_SHARE = 1.0 / 8;
-/* Largest share of the rows that may lack the invariant bits and are therefore stored raw. */
+/* Largest allowed share of rows that lack the invariant bits and are therefore stored raw. */
 static const double MOST_LACKING = 0.2;
 /* A plan of level fast is taken only if its digits save at least this share of a row. */
 static const double LEAST_FAST = 0.04;
@@ -120,8 +120,8 @@ typedef struct digit_list {
                      (csrc/cuda/decode/decode_pairs.cuh) */
 } digit_list;
 
-/* Which elements rows code: all elements; the elements that differ from a default; or the elements that differ from the
- * default in other bits than the highest. */
+/* Which elements rows code. DENSE: all elements. LISTED: the elements that differ from a default. LISTED_SIGNED: the
+ * elements that differ from the default in any bit other than the highest. */
 typedef enum listing { DENSE, LISTED, LISTED_SIGNED, NUM_LISTINGS } listing;
 
 /* Counts of the elements that rows code. */
@@ -159,21 +159,21 @@ typedef struct candidates {
 } candidates;
 
 /* The state of a search: facts about the table and its sample. Values of elements do not include the invariant bits.
- * width: number of bits of such a value. columns: number of live columns. */
+ * width: number of bits of such a value. columns: number of live columns. num_rows: number of rows of the sample.
+ * num_counted: number of rows that are counted, one in every `step` rows. num_loaded: number of counted rows that are
+ * in `elements`. num_defaults: number of default rows among the counted rows. lacking: share of the rows that are
+ * stored raw because they lack the invariant bits. */
 typedef struct search {
     const uint8_t *rows;
-    size_t num_rows, step, num_counted; /* number of rows of the sample, and of counted rows: one in every `step`
-                                           rows */
-    size_t num_loaded, num_defaults;    /* number of counted rows that are in `elements`, and of default rows among the
-                                           counted rows */
-    uint64_t default_row;               /* the value of all elements of default rows */
+    size_t num_rows, step, num_counted;
+    size_t num_loaded, num_defaults;
+    uint64_t default_row; /* the value of all elements of default rows */
     uint32_t element_bytes, width, row_bytes, columns;
     uint32_t invariant_bits;
     uint64_t invariant_value;
     const uint16_t *live_columns; /* NULL if all columns are live */
     uint32_t exponent_bits;
-    double table_rows, lacking; /* lacking: share of the rows that are stored raw because they lack the invariant
-                                   bits */
+    double table_rows, lacking;
     uint64_t default_value;
     bool is_whole; /* whether the sample has all rows of the table */
     digit_list lists[MOST_LISTS];
@@ -206,7 +206,7 @@ static bool is_tried(const search *s, uint32_t prefix, uint32_t rotate)
 }
 
 /* Makes all lists of digit widths, in the order of the number of planes. Lists 4 * i + 1 to 4 * i + 4 are list i with
- * one more digit. */
+ * one more digit width. */
 static void list_digits(digit_list *lists)
 {
     lists[0] = (digit_list){.is_fast = true};
@@ -222,8 +222,8 @@ static void list_digits(digit_list *lists)
 
 /* ---- counts ------------------------------------------------------------------------------------------------------ */
 
-/* Sorts by value: a radix sort, one byte at a time, which alternates between two arrays. Returns the array that holds
- * the result. */
+/* Sorts values with a radix sort, which takes one byte at a time and alternates between two arrays. Returns the array
+ * that holds the result. */
 static uint64_t *sort_values(uint64_t *from, uint64_t *other, size_t count, uint32_t width)
 {
     for (uint32_t shift = 0; shift < width; shift += 8) {
@@ -391,9 +391,9 @@ static void add_candidate(const search *s, const plan *made, uint32_t list, doub
     if (cost < c->least) c->least = cost;
 }
 
-/* Compares all lists of digits for a plan. made: the plan without digits. tails: the tails of its shape. extra_bytes:
- * mean number of bytes of a row besides the values. If c is not NULL, adds the plans that cost little enough to the
- * candidates. Returns the least cost. */
+/* Compares all lists of digit widths for a plan. made: the plan without digits. tails: the tails of its shape.
+ * extra_bytes: mean number of bytes of a row besides the values. If c is not NULL, adds the plans that cost little
+ * enough to the candidates. Returns the least cost. */
 static double try_digits(const search *s, const plan *made, const double *tails, double extra_bytes, candidates *c)
 {
     const uint32_t symbol_bits = made->shape.symbol_bits;
@@ -527,7 +527,7 @@ static void count_values(const uint64_t *elements, size_t count, uint32_t width,
     count_whole(elements, count, top.value << (width - bits), r, &v->whole);
 }
 
-/* Returns the share of the elements that have a value. */
+/* Returns the share of the elements that equal `value`. */
 static double share_of(const values *v, uint32_t width, uint64_t value)
 {
     const value_counts *const counts = counts_of(v, width);
@@ -762,10 +762,10 @@ static part tried_part(const search *s)
 }
 
 /* Finds the shape that costs least with entries for each column. Searches the rotated shapes if rotate is 1, otherwise
- * the others. The search begins with the shape that is best with entries for the table, and tries longer and shorter
- * symbols as long as the cost falls. table_costs[p]: the cost of the shape with a prefix of p bits and entries for the
- * table. Returns the cost of the shape; INFINITY if entries for each column do not pay for the first shape, or if the
- * first shape costs more than `most`. */
+ * the shapes that are not rotated. The search begins with the shape that is best with entries for the table, and tries
+ * longer and shorter symbols as long as the cost falls. table_costs[p]: the cost of the shape with a prefix of p bits
+ * and entries for the table. Returns the cost of the shape; INFINITY if entries for each column do not pay for the
+ * first shape, or if the first shape costs more than `most`. */
 static double find_column_shape(const search *s, const values *v, const double *table_costs, uint32_t rotate,
                                 double most, const room *r, shape *best)
 {
@@ -814,7 +814,7 @@ static bool is_sample(const ibp_sample *sample)
     return sample->exponent_bits < 8 * element_bytes && sample->num_rows <= MOST_SAMPLED_BYTES / row_bytes;
 }
 
-/* Returns the distance between two counted rows, in rows. */
+/* Returns the distance from one counted row to the next, in rows. */
 static size_t step_of(const ibp_sample *sample)
 {
     const size_t columns = sample->row_bytes / sample->element_bytes;
@@ -906,8 +906,8 @@ static void write_entries(const search *s, const values *v, shape of, bool per_c
     }
 }
 
-/* Finds the run of FAST_ENTRIES consecutive symbols that the most elements have. first_symbol: receives the first of
- * these symbols. Returns the number of elements that have one of them. */
+/* Finds the run of FAST_ENTRIES consecutive symbols that covers the largest number of elements. first_symbol: receives
+ * the first of these symbols. Returns the number of elements that have one of them. */
 static uint64_t find_run(const values *v, shape of, const room *r, uint64_t *first_symbol)
 {
     const value_counts symbols = count_symbols(v, of, r);
@@ -934,7 +934,7 @@ static bool search_fast(const search *s, const room *r, const values *v, plan *f
         for (uint32_t rotate = 0; rotate < 2; rotate++) {
             const uint32_t symbol_bits = prefix - rotate, residual_bits = s->width - symbol_bits;
             if (!is_tried(s, prefix, rotate) || symbol_bits < FAST_DIGIT_BITS || symbol_bits > 8) continue;
-            /* The residuals of 16 bytes of elements must take whole bytes. */
+            /* The residuals of 16 bytes of elements must fill a whole number of bytes. */
             if (16 / s->element_bytes * residual_bits % 8 != 0) continue;
             plan made = {{rotate, symbol_bits}, .consecutive = true, .digits = &s->lists[FAST_DIGIT_BITS]};
             const uint64_t inside = find_run(v, made.shape, r, &made.first_symbol);

@@ -1,4 +1,4 @@
-/* partition.c - sorts ids by the windows of a table, by counting. */
+/* partition.c - sorts ids by the windows of a table with a counting sort. */
 #include "../internal/ibp_gathers.h"
 #include "ids.h"
 

@@ -77,8 +77,8 @@ static inline const uint8_t *address_of(const ibp_row_source *source, uint32_t r
 }
 
 /* Returns row i of a source, cut to `valid` bytes and then extended with zeros to row_bytes bytes. The result points to
- * the source's own bytes if nothing must be changed, else to a copy in the workspace. valid: size before coding of the
- * row of the table. */
+ * the source's own bytes if nothing must be changed, else to a copy in the workspace. valid: the size in bytes, before
+ * coding, of the table's row. */
 static const uint8_t *source_row(const ibp_row_source *source, uint32_t row_bytes, int64_t i, uint32_t valid,
                                  const ibp_workspace *work)
 {

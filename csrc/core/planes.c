@@ -275,7 +275,7 @@ typedef struct value_reader {
     ibp_value_parts parts;
 } value_reader;
 
-/* Finds the parts of n values that begin at bit `start`. Returns false unless the values end exactly where src does. */
+/* Finds the parts of n values that begin at bit `start`. Returns false unless they end exactly at the end of src. */
 static bool open_values(value_reader *reader, size_t start, uint32_t n)
 {
     const ibp_planes *const planes = reader->planes;

@@ -14,8 +14,8 @@
 
 /* ---- scratch of row coders ---- */
 
-/* The unused rest of a caller's scratch. Coders take arrays from it, one after the other. All arrays of a coder
- * together must fit in IBP_SCRATCH_BYTES(row_bytes) bytes, less the two rows that functions on tables use.
+/* The unused rest of a caller's scratch. Coders take arrays from it, one after the other. The arrays of a coder must
+ * together fit in IBP_SCRATCH_BYTES(row_bytes) bytes, less the two rows that functions on tables use.
  * tests/c/test_cpu_paths.c checks this. */
 typedef struct ibp_scratch {
     uint8_t *at;

@@ -1,4 +1,4 @@
-/* stage.h - copies the slots of chosen items to a buffer that goes to a GPU as a whole. */
+/* stage.h - copies the slots of chosen items to a buffer, which is then copied to a GPU. */
 #ifndef IBP_STAGE_H
 #define IBP_STAGE_H
 

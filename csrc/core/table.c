@@ -342,7 +342,7 @@ static ibp_status open_selection(const ibp_table *table, const ibp_ids *ids, int
     return exist && can_read(table) ? IBP_OK : IBP_INVALID_ARGUMENT;
 }
 
-/* Returns row q of a selection as a row of the table; -1 if its id is out of range. */
+/* Returns the number, in the table, of row q of a selection; -1 if the id of its item is out of range. */
 static int64_t selected_row(const selection *of, int64_t q)
 {
     const int64_t position = of->rows_per_item == 1 ? q : q / of->rows_per_item, id = ibp_id_at(of->ids, position);
@@ -387,8 +387,8 @@ ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int
     return IBP_OK;
 }
 
-/* Copies rows with few instructions for each, so that the processor requests the cache lines of many rows at the same
- * time. Prefetching the rows would not make it faster. */
+/* Copies the stored rows of a selection. It uses few instructions for each row, so that the processor requests the
+ * cache lines of many rows at the same time. Prefetching the rows would not make the copy faster. */
 ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
                               uint8_t *dst, uint64_t dst_bytes, ibp_fault *fault)
 {

@@ -1,4 +1,4 @@
-/* version.c - status texts, and the versions of the library and of the format. */
+/* version.c - returns the messages for statuses, and the versions of the library and of the format. */
 #include "ibp.h"
 
 const char *ibp_status_string(ibp_status status)
@@ -15,7 +15,7 @@ const char *ibp_status_string(ibp_status status)
 #define TEXT_OF(x) #x
 #define VERSION_TEXT(major, minor, patch) TEXT_OF(major) "." TEXT_OF(minor) "." TEXT_OF(patch)
 
-/* The text is put together from the numbers, so that a test can compare it with IBP_VERSION. */
+/* The version string is built from the three numbers, so that a test can compare it with IBP_VERSION. */
 const char *ibp_version(void) { return VERSION_TEXT(IBP_VERSION_MAJOR, IBP_VERSION_MINOR, IBP_VERSION_PATCH); }
 
 int ibp_version_number(void) { return IBP_VERSION_NUMBER; }

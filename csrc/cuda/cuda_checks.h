@@ -27,8 +27,8 @@ inline bool are_ids(const ibp_ids *ids)
     return ids != nullptr && ids->count >= 0 && (ids->id_bytes == 4 || ids->id_bytes == 8) &&
            has_bytes(ids->data, ids->count);
 }
-// Returns whether ids are valid, and the dimensions of the output to which their items go are valid, too. Here id_bytes
-// may be 0, which means all items in order.
+// Returns whether ids, and the dimensions of the output that ids describes, are valid. Here id_bytes may be 0, which
+// means all items in order.
 inline bool are_placed_ids(const ibp_ids *ids)
 {
     const bool all = ids != nullptr && ids->id_bytes == 0 && ids->count >= 0 && ids->data == nullptr;

@@ -1,4 +1,4 @@
-// device.cu - devices, errors of CUDA calls, sizes of launches, and pinned memory.
+// device.cu - reads the sizes of devices, records errors of CUDA calls, plans launches, and allocates pinned memory.
 #include "../internal/ibp_coding.h"
 #include "../internal/ibp_machine.h"
 #include "launch.cuh"

@@ -1,4 +1,4 @@
-// kinds.h - functions that test which kind a codebook is of. Decoders and encoders are chosen by these tests.
+// kinds.h - tests the kind of a codebook. Decoders and encoders are chosen by these tests.
 #ifndef IBP_KINDS_H
 #define IBP_KINDS_H
 

@@ -39,9 +39,10 @@ ibp_status prepare(const void *kernel, bool *is_of_90 = nullptr);
 // block gets block_bytes bytes of shared memory, and group_bytes more for each of its groups. If there are few jobs,
 // blocks are smaller, so that the jobs are spread over all SMs.
 //
-// The launch overlaps the one before it, so the kernel must begin with await_work_before(). If max_sms leaves SMs to
-// other kernels, blocks come in clusters of two, which get neighbouring SMs. Then both SMs of a pair are free or both
-// are taken. This matters to another kernel in clusters of two, such as a matrix product, which needs free pairs.
+// The launch overlaps the one before it (programmatic dependent launch), so the kernel must begin with
+// await_work_before(). If max_sms leaves SMs to other kernels, blocks come in clusters of two, which get neighbouring
+// SMs. Then both SMs of a pair are free or both are taken. This matters to another kernel in clusters of two, such as a
+// matrix product, which needs free pairs.
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
 

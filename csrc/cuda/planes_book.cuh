@@ -98,8 +98,8 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         if (consecutive(planes)) return static_cast<T>(low_bits(planes.first_symbol + i, symbol_bits));
         return entry_at(entries, planes, i);
     }
-    // Returns entry i if entries are not consecutive. Bits above the symbol, which a wrong codebook may have, are
-    // dropped.
+    // Returns entry i of a codebook whose entries are not consecutive. Bits above the symbol, which a wrong codebook
+    // may have, are dropped.
     static __device__ __forceinline__ T entry_at(const uint8_t *entries, const ibp_planes &planes, uint32_t i)
     {
         T entry;
@@ -207,8 +207,8 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     }
 };
 
-// The constants by which a word of symbols and a word of residuals are joined to a word of elements. A symbol or
-// residual lies in the low bits of its element's field of the word.
+// The constants for combining a word of symbols and a word of residuals into a word of elements. A symbol or residual
+// lies in the low bits of its element's field of the word.
 template <typename T> struct WordJoin {
     static_assert(sizeof(T) <= 4, "elements of a word");
     static constexpr uint32_t kBits = 8u * sizeof(T), kOnes = ~0u >> (32u - kBits);
@@ -250,8 +250,8 @@ template <typename T> struct WordJoin {
     {
         return symbols * of_symbol + residuals * of_residual;
     }
-    // Puts residuals into elements that are in their final form except that their residual bits are 0. The residuals
-    // must have been multiplied by of_residual.
+    // Inserts residuals into elements that are final except that their residual bits are 0. The residuals must have
+    // been multiplied by of_residual.
     __device__ __forceinline__ uint32_t beside(uint32_t elements, uint32_t residuals) const
     {
         return elements | (residuals >> rotate & kept) | (residuals * to_top & top);
@@ -265,8 +265,9 @@ template <typename T> struct WordJoin {
     }
 };
 
-// Joins symbols and residuals to a vector of elements of two or four bytes without invariant bits. A symbol is one
-// byte, and a residual is all other bits of its element. The residuals begin `word` words after the cursor.
+// Combines symbols and residuals into a vector of elements, which have two or four bytes and no invariant bits. A
+// symbol is one byte, and a residual is all other bits of its element. The residuals begin `word` words after the
+// cursor.
 template <typename T>
 __device__ __forceinline__ void join_bytes(uint32_t rotate, uint2 symbols, const Cursor &residuals, uint32_t word,
                                            uint32_t (&words)[4])

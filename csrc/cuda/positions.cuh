@@ -1,4 +1,5 @@
-// positions.cuh - a warp's choice of the form of a row's listed positions in scheme planes (FORMAT.md section 6).
+// positions.cuh - lets a warp choose the form in which a row's listed positions are stored in scheme planes (FORMAT.md
+// section 6).
 #ifndef IBP_POSITIONS_CUH
 #define IBP_POSITIONS_CUH
 

@@ -50,9 +50,10 @@ __device__ __forceinline__ bool aligned(const void *p, uint32_t bytes)
     return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// let_next_begin() lets the stream's next kernel begin, if that kernel is launched to overlap this one.
-// await_work_before() waits until the stream's earlier work is done and its results can be read. A kernel must not read
-// the results before this wait; the clobber of "memory" keeps the compiler from moving a read before it.
+// Functions for programmatic dependent launch. let_next_begin() lets the stream's next kernel begin, if that kernel is
+// launched to overlap this one. await_work_before() waits until the stream's earlier work is done and its results can
+// be read. A kernel must not read the results before this wait; the clobber of "memory" keeps the compiler from moving
+// a read before it.
 __device__ __forceinline__ void let_next_begin()
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -135,7 +136,7 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t ones, ui
 {
     return of_three_bits<0xca>(mask, ones, zeros);
 }
-// Returns (a | b) & mask, as one instruction.
+// Returns (a | b) & mask, in one instruction.
 __device__ __forceinline__ uint32_t either_bits(uint32_t a, uint32_t b, uint32_t mask)
 {
     return of_three_bits<0xa8>(a, b, mask);
@@ -209,16 +210,15 @@ struct Window {
     uint8_t *dst;
     uint32_t low, high;
 
-    // Returns whether the whole row is wanted, and can be stored in units of unit_bytes bytes.
+    // Returns whether the window is the complete row, and can be stored in units of unit_bytes bytes.
     __device__ __forceinline__ bool is_units(uint32_t row_bytes, uint32_t unit_bytes) const
     {
         return low == 0u && high == row_bytes && row_bytes % unit_bytes == 0u && aligned(dst, unit_bytes);
     }
 };
 
-// Stores num_words words of a row, at most four, beginning with word w. Only those of their bytes that lie in the
-// window are stored. A word that lies completely in the window is stored with one instruction if its address is
-// aligned.
+// Stores num_words words of a row, at most four, beginning with word w. Bytes outside the window are left out. A word
+// that lies completely in the window is stored with one instruction if its address is aligned.
 static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32_t num_words, uint4 words)
 {
     const uint32_t values[4] = {words.x, words.y, words.z, words.w};
