@@ -11,12 +11,12 @@
 //    listed and there is no signed_default; otherwise into a bitmap.
 // 3. The warp goes through tiles of columns. It finds the ranks of a tile's listed elements; a rank is the index of an
 //    entry. In plane 0 a lane takes eight digits at a time, and the elements whose digits are escapes go to another
-//    list, the list of escaped elements. In the other planes a lane takes one element of this list at a time. Then
-//    entries and raw symbols are joined with residuals; a lane joins eight elements at a time.
-// 4. A lane makes 16 bytes of output at a time. The bits of the bitmap say which of its columns are listed, and a
-//    prefix sum over the counts of these bits says which listed elements belong to these columns. All other columns get
-//    the default. If there is an array of columns, the default is written to all columns, and then each listed element
-//    is stored in its column.
+//    list, the list of escaped elements. In the other planes a lane takes one element of this list at a time. Then each
+//    entry or raw symbol is combined with its residual (joined); a lane joins eight elements at a time. 4. A lane makes
+//    16 bytes of output at a time. The bits of the bitmap say which of its columns are listed, and a prefix sum over
+//    the counts of these bits says which listed elements belong to these columns. All other columns get the default. If
+//    there is an array of columns, the default is written to all columns, and then each listed element is stored in its
+//    column.
 //
 // Listed elements are joined in batches. A batch has room for 1,024 elements, or for 256 if rows have more than 8 KiB.
 // If all listed elements of the row fit in one batch, their ranks are found during the count, and they are joined only
@@ -32,7 +32,7 @@
 namespace ibp {
 
 // A decoder of rows as described above. FIELDS: the PlanesFields that the codebook may use. Registers are scarce, so
-// every field that the code supports makes the decoding of all rows slower.
+// every field that is supported slows down the decoding of all rows.
 template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     using Book = PlanesBook<T, FIELDS>;
     using Group = ibp::Group<kWarp, 1>;
@@ -299,7 +299,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return element_of(r < kBits ? low_bits(field(at), book.symbol_bits) << r : Word{0});
     }
     // Joins elements j to j + 7 of a batch, whose residuals begin at bit `residuals`. octet: their ranks. Elements past
-    // the batch's end are meaningless; their bits come from the stage or from the scratch that follows the stage.
+    // the batch's end are unspecified; their bits come from the stage or from the scratch that follows the stage.
     __device__ __forceinline__ void join_octet(const ResidualJoin &with, uint2 octet, uint32_t residuals,
                                                uint32_t j) const
     {
@@ -354,7 +354,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- positions ----
 
-    // Calls take(rank, position) for every position of a list of positions; here rank is the position's index in the
+    // Calls take(rank, position) for every position of a list of positions, where rank is the position's index in the
     // list. Returns whether the list is valid: it has form.num_positions positions, and these increase and are below
     // `columns`. Each 1 among the upper bits of the list stands for one position (FORMAT.md section 6). Each lane takes
     // some consecutive upper bits and decodes the positions that their ones stand for, one by one. start: the bit of
@@ -384,8 +384,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             for (uint32_t low = lows + rank * form.low_bits; G::any(ones != 0u);
                  ones &= ones - 1u, low += form.low_bits) {
                 if (ones == 0u)
-                    // Lanes that have no positions left stay in the loop, so the warp does not diverge. If it did, the
-                    // compiler would add code to the atomic in `take` that determines the active lanes.
+                    // Lanes that have no positions left stay in the loop, so the warp does not diverge. If the warp
+                    // could diverge, the compiler would add code to the atomic in `take` that determines the active
+                    // lanes.
                     continue;
                 const uint32_t bit = from + ibp_popcount(~ones & (ones - 1u)),
                                position = (bit - rank) << form.low_bits | low_bits(shared_bits(low), form.low_bits);
@@ -483,8 +484,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         // earlier: number of the row's listed elements that come before the batch.
         uint32_t earlier;
     };
-    // Advances past an element. If the element is listed, advances `next` to the shared byte of the next listed
-    // element. Otherwise, if SIGNED, shifts `signs` to the next sign.
+    // Advances past an element. If the element is listed, advances `next`, the shared byte of the next listed element.
+    // Otherwise, if SIGNED, shifts `signs`, so that the next sign becomes its lowest bit.
     template <bool SIGNED>
     static __device__ __forceinline__ void go_on(uint32_t listed, uint32_t &next, uint32_t &signs)
     {
@@ -573,7 +574,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         join_batch(book, values, n);
         values.residuals += n * cb.planes.residual_bits, values.raws += values.num_raws * book.symbol_bits;
     }
-    // Stores the default in all columns, and then the listed elements over it, one by one.
+    // Stores the default in all columns, and then overwrites the listed columns with their elements, one by one.
     __device__ __forceinline__ void store_each(const Book &book, const Listed &row, Values &values,
                                                const Window &window) const
     {

@@ -111,8 +111,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         }
     }
 
-    // The kept bits of a lane's words. keep: for each word a mask of its kept bits. flags: the words' entries of the
-    // codebook's flags. count: number of kept bits that lie in the row.
+    // The kept bits of a lane's words. keep: for each word a mask of its kept bits. flags: for each word its entry in
+    // the codebook's array `flags`. count: number of kept bits that lie in the row.
     struct Kept {
         uint32_t keep[WORDS], flags[WORDS], count;
     };
@@ -124,7 +124,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         load_entries(book.mask, w, mask);
         load_entries(book.flags, w, kept.flags);
         const uint32_t position = ibp_flag_position(kept.flags[0]), bits = stage.bits_at(start_bit + position);
-        // Bit i is the participation bit whose position is i modulo 32.
+        // Bit i is the participation bit whose position modulo 32 is i.
         const uint32_t participation = __funnelshift_l(bits, bits, position);
         kept.count = 0;
 #pragma unroll

@@ -193,7 +193,7 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
             shared_bytes()[level2() + (in_list ? listed(i) : i)] = static_cast<uint8_t>(name(i));
         __syncwarp(); // before level 2 is read
     }
-    // Writes names to level 1: those of the tile's n elements that have escapes in plane 0. chunk: the first chunk of
+    // Writes to level 1 the names of the tile's n elements that have escapes in plane 0. chunk: the first chunk of
     // their digits of plane 1. load(base, left): loads the chunk that begins with digit `base`; `left` is the number of
     // digits from there on. names(chunk, part, from): returns 16 names. from: the shared byte at which the names of the
     // lane's escaped digits begin; names() advances it past these names.

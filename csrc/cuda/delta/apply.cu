@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kSumOfVersionsThreads)
 }
 
 // Sets the verdict if something is wrong. If is_applied is false, compares the sums of the bases with those that the
-// deltas require. If it is true, does so with the sums of the results, and checks that no row was corrupt. The launch
-// has one block.
+// deltas require. If is_applied is true, compares the sums of the results with those that the deltas require, and
+// checks that no row was corrupt. The launch has one block.
 __global__ void __launch_bounds__(kJudgeThreads)
     judge_deltas(const ibp_delta_tensor *versions, const uint32_t num_versions, const bool is_applied,
                  const DeltaState state)
@@ -380,7 +380,7 @@ template <typename T> struct DeltaAdder {
     }
 
     // Adds a row of differences to its version's base. Returns in each lane a part of the change of the base's sum of
-    // words; the parts of all lanes add up to the change. *good: receives false if the row is corrupt, else true.
+    // words. The change is the sum of the parts of all lanes. *good: receives false if the row is corrupt, else true.
     __device__ __forceinline__ uint64_t add(const ibp_delta_tensor &version, const VersionRow &row, const Place &place,
                                             bool *good) const
     {

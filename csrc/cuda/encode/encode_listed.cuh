@@ -8,7 +8,7 @@
 // 1. The listed elements are stored in consecutive elements of shared memory, and a bitmap of their columns is made
 //    (gather_listed).
 // 2. The header, the positions and the highest bits of the other elements are written to the stage.
-// 3. The values of the listed elements are encoded like those of a dense row (values.cuh).
+// 3. The values of the listed elements are encoded as those of a dense row are (values.cuh).
 #ifndef IBP_ENCODE_LISTED_CUH
 #define IBP_ENCODE_LISTED_CUH
 

@@ -56,9 +56,10 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Arrives at this barrier in another block of the cluster, with release semantics. A thread of that block that has
-    // returned from await_cluster() sees all writes made before this call by this thread and by the threads that it has
-    // met at a barrier; its own writes come after their reads.
+    // Arrives at this barrier in another block of the cluster, with release semantics. Once a thread of that block has
+    // returned from await_cluster(), it sees all writes that were made before this call by this thread and by the
+    // threads that this thread has met at a barrier. All reads that these threads made before this call are complete
+    // then, so the other thread may overwrite what they read.
     __device__ __forceinline__ void arrive_in(uint32_t block) const
     {
 #ifdef __CUDACC__
