@@ -12,11 +12,11 @@
 // 3. The warp goes through tiles of columns. It finds the ranks of a tile's listed elements; a rank is the index of an
 //    entry. In plane 0 a lane takes eight digits at a time, and the elements whose digits are escapes go to another
 //    list, the list of escaped elements. In the other planes a lane takes one element of this list at a time. Then each
-//    entry or raw symbol is combined with its residual (joined); a lane joins eight elements at a time. 4. A lane makes
-//    16 bytes of output at a time. The bits of the bitmap say which of its columns are listed, and a prefix sum over
-//    the counts of these bits says which listed elements belong to these columns. All other columns get the default. If
-//    there is an array of columns, the default is written to all columns, and then each listed element is stored in its
-//    column.
+//    entry or raw symbol is combined with its residual (joined); a lane joins eight elements at a time.
+// 4. A lane makes 16 bytes of output at a time. The bits of the bitmap say which of its columns are listed, and a
+//    prefix sum over the counts of these bits says which listed elements belong to these columns. All other columns get
+//    the default. If there is an array of columns, the default is written to all columns, and then each listed element
+//    is stored in its column.
 //
 // Listed elements are joined in batches. A batch has room for 1,024 elements, or for 256 if rows have more than 8 KiB.
 // If all listed elements of the row fit in one batch, their ranks are found during the count, and they are joined only
@@ -227,12 +227,13 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- elements ----
 
-    // The shifts and masks that join residuals with entries, all elements of a word at a time. WordJoin would give the
-    // same results, but it takes 4 % more instructions here.
+    // The shifts and masks that combine residuals with entries, all elements of a word at a time. WordJoin would give
+    // the same results, but it takes 4 % more instructions here.
     struct ResidualJoin {
         static constexpr uint32_t kWordBits = kBits < 32u ? kBits : 32u, kEach = ~0u / (~0u >> (32u - kWordBits));
-        // kept: a mask of the bits of every element that come from its residual and are not rotated to the top. top: a
-        // mask of the highest bit of every element if the rotation moves a bit of the residual there, else 0.
+        // kept: a mask of the bits of every element that come from its residual and are not rotated to the top. top: if
+        // the rotation moves a bit of the residual to the highest bit of its element, a mask of the highest bit of
+        // every element; else 0.
         uint32_t num_bits, invariant, rotate, kept, top;
 
         __device__ __forceinline__ explicit ResidualJoin(const ibp_planes &planes)
@@ -639,8 +640,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return found == row.num_listed;
     }
 
-    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
-    // the row took exactly coded_bytes.
+    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
+    // Returns whether the coded row is valid and takes exactly coded_bytes bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {

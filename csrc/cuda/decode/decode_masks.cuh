@@ -253,8 +253,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         return !active || G::kWarps > 1 || (position + 7u) / 8u == coded_bytes;
     }
 
-    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
-    // the row took exactly coded_bytes.
+    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
+    // Returns whether the coded row takes exactly coded_bytes bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {

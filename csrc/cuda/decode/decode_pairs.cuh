@@ -163,9 +163,9 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     struct Entries {
         uint32_t named, then; // the names of digits 0 to 3, and of digits 4 to 7, one byte each
 
-        // For digits of two bits. escaped: bit 0 is set in every nibble that is an escape. In the selector, nibble k of
-        // an escape becomes 4 + k % 4, which selects one of the four escaped names that `order` has put in the order of
-        // the digits.
+        // For digits of two bits. escaped: bit 0 is set in every nibble that is an escape. In the selector, the nibble
+        // of digit k becomes 4 + k % 4 if the digit is an escape. This selects one of four escaped names, which `order`
+        // has put in the order of the digits.
         __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t escaped, uint32_t order, uint32_t from) const
         {
             const uint2 x = eight_bytes(from);
@@ -559,8 +559,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
             store_tile<false, false>(book, parts, tile, ranks, tile_start, n, window);
     }
 
-    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
-    // the row took exactly coded_bytes.
+    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
+    // Returns whether the coded row takes exactly coded_bytes bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {

@@ -1,5 +1,5 @@
-// tiles.cuh - decodes dense rows tile by tile, and the planes of a tile level by level. decode_dense.cuh and
-// decode_pairs.cuh share this code.
+// tiles.cuh - decodes dense rows tile by tile, and each tile plane by plane. decode_dense.cuh and decode_pairs.cuh
+// share this code.
 //
 // The values of a dense row in shared memory, each part padded to a byte:
 //
@@ -61,7 +61,8 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     }
     // Numbers the counted elements of the group in the order of steps and, within a step, of lanes. The first one gets
     // the number `first`. before: receives, for each step, the number of the lane's first counted element. columns:
-    // number of columns of a row; steps past them may be left out. Returns how many elements the group has counted.
+    // number of columns of a row; steps past them may be left out. Returns the number of elements that the group has
+    // counted.
     __device__ __forceinline__ uint32_t number(uint32_t first, uint32_t columns, uint32_t (&before)[STEPS]) const
     {
         uint32_t total = 0;

@@ -105,7 +105,7 @@ template <typename T> struct DeltaAdder {
 
     // ---- the stored bytes of a row ----
 
-    // length: the row's entry of lengths. start, stored: the byte of overflow at which the stored row begins, and its
+    // length: the row's entry in `lengths`. start, stored: the byte of overflow at which the stored row begins, and its
     // size in bytes. good: the stored row lies in overflow; if false, the row is corrupt.
     struct Place {
         uint32_t length, stored;
@@ -430,7 +430,7 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
         row.valid = __shfl_sync(kAllLanes, row.valid, 0); // tells the compiler that all lanes have the same value
         const ibp_delta_tensor &version = versions[row.version];
         const typename DeltaAdder<T>::Place place = adder.look_up(version, row);
-        if (!is_taken(place.length)) continue; // the row's entry of lengths has changed since it was first read
+        if (!is_taken(place.length)) continue; // the row's entry in `lengths` has changed since it was first read
         bool good;
         const uint64_t added = adder.add(version, row, place, &good);
         change.open(state.change(row.version));

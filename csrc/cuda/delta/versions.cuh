@@ -21,7 +21,7 @@ constexpr uint32_t kShortCoded = 2048;
 // The rows that a launch processes: coded rows of at most kShortCoded bytes; or longer coded rows, and raw rows.
 enum class Coded : uint32_t { kShort, kLong };
 
-// Returns whether a launch processes a row with this entry of lengths. The row must not be a default row.
+// Returns whether a launch processes a row with this entry in `lengths`. The row must not be a default row.
 __device__ __forceinline__ bool takes(Coded coded, uint32_t length)
 {
     return (length != 0u && length <= kShortCoded) == (coded == Coded::kShort);

@@ -46,8 +46,8 @@
 //
 //   - End the constructor with a barrier of the block if it fills the table.
 //   - Return from measure, in all lanes, the size of the coded row in bits. Rounded up to bytes, it must equal the
-//     result of ibp_coded_row_bytes. - Leave the coded row in the stage, beginning at bit start_bit, and return from
-//     encode, in all lanes, the byte at
+//     result of ibp_coded_row_bytes.
+//   - Leave the coded row in the stage, beginning at bit start_bit, and return from encode, in all lanes, the byte at
 //     which the coded row ends. If the result is more than most_bytes, or kNoCodedForm, the stage may hold anything,
 //     because the coded row is not stored then.
 //   - Write no shared memory except the group's stage and scratch, whatever the row and the codebook's arrays hold, and

@@ -113,8 +113,8 @@ __device__ __forceinline__ uint32_t task_of(const ibp_bags &bags)
                                                                                 : kPlainSums);
 }
 
-// The sums or maxima of a unit's elements, in order. A sum is a float. A maximum has the bits of an element; an element
-// of two bytes is in the upper half of the word.
+// The sums or maxima for a unit's elements, in the order of the elements. A sum is a float. A maximum has the bits of
+// an element; an element of two bytes is in the upper half of the word.
 struct Unit {
     static constexpr uint32_t kMost = kUnitBytes / 2u;
     float values[kMost];

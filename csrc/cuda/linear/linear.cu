@@ -38,10 +38,10 @@ static bool has_list(const ibp_digit_matrix &m)
            (m.escapes != nullptr || m.num_escapes == 0u) && m.num_escapes <= INT32_MAX;
 }
 
-// Launches as many blocks as the SMs hold at the same time, but at most one block for each strip. Code for compute
-// capability 9.0 or later is launched with programmatic dependent launch: the kernel may start before the stream's
-// previous kernel has ended, and waits for that kernel before it reads the vectors.
-// Other code has no such wait, so it is launched without this feature.
+// Launches as many blocks as the SMs hold at the same time, but at most one block for each strip. If the code is for
+// compute capability 9.0 or later, the launch is a programmatic dependent launch: the kernel may start before the
+// stream's previous kernel has ended, and waits for that kernel before it reads the vectors. Code for other GPUs does
+// not contain this wait, so its launches do not overlap the previous kernel.
 template <class Strips>
 static ibp_status launch_strips(const typename Strips::Job &job, uint32_t num_strips, ibp_stream stream)
 {

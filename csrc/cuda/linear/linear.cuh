@@ -11,10 +11,10 @@
 // 2. A lane holds 32 elements of row g and 32 elements of row g + 8, where g = lane / 4. An instruction of the tensor
 //    cores takes 4 elements of each row from a lane. Columns are permuted so that digits can be unpacked with few
 //    instructions; the vectors are permuted in the same way.
-// 3. Escapes, which are digits of 15, are treated as ordinary digits, as if their symbol were first_symbol + 15. 4. A
-// ninth warp, the finisher, adds up the other warps' sums. It subtracts these wrong products of escapes and adds the
-// products with the right weights, which it reads from a list that was made in advance. It stores the results while the
-// other warps multiply the next strip.
+// 3. Escapes, which are digits of 15, are treated as ordinary digits, as if their symbol were first_symbol + 15.
+// 4. A ninth warp, the finisher, adds up the other warps' sums. It subtracts these wrong products of escapes and adds
+//    the products with the right weights, which it reads from a list that was made in advance. It stores the results
+//    while the other warps multiply the next strip.
 //
 // On GPUs of compute capability 9.0 and later a launch overlaps the stream's previous kernel (programmatic dependent
 // launch): loads of the first bytes of the matrix are issued before the vectors are ready.

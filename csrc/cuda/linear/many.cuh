@@ -342,7 +342,7 @@ template <class Block> struct Finishers {
         escapes.load(job.num_columns);
     }
     // Finishes all tiles of the cluster. While a tile is multiplied, the function loads the first escapes of the next
-    // tile and, for the tile after that, the range of its escapes in the list.
+    // tile. For the tile after the next, it loads the range of escapes in the list.
     __device__ __forceinline__ void run()
     {
         uint32_t turn = 0;

@@ -189,9 +189,9 @@ struct PackedVectors {
     }
 #endif
 };
-// The same elements in another layout: each vector has a line of 128 bytes, for four operands. The line has eight units
-// of 16 bytes; unit j is stored at position j ^ (vector % 8). byte: offset of the lines in shared memory, a multiple of
-// 1,024. operand: 0 to 3.
+// The vectors' elements in another layout than that of PackedVectors: each vector has a line of 128 bytes, for four
+// operands. The line has eight units of 16 bytes; unit j is stored at position j ^ (vector % 8). byte: offset of the
+// lines in shared memory, a multiple of 1,024. operand: 0 to 3.
 struct LinedVectors {
     uint32_t byte, operand;
 
