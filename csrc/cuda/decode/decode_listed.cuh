@@ -344,8 +344,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         else
             return shared_bits(position);
     }
-    // Returns the element that has the given coded bits: its symbol and its residual, whose rotation has not been
-    // undone yet.
+    // Undoes the rotation of an element, puts in its invariant bits, and returns it. coded: the symbol and the residual
+    // of the element, still rotated.
     __device__ __forceinline__ T element_of(Word coded) const
     {
         const uint32_t invariant = Book::invariant_bits(cb.planes);

@@ -340,8 +340,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
                                                           : (k * kWarp + lane_id()) % kShared;
     }
     // The vectors of a row, in its slot and in overflow, in the order in which they are fetched. If all vectors of the
-    // row can be prefetched, this is their order in the row. Otherwise the vectors in overflow are fetched first,
-    // because they may have to come from host memory.
+    // row can be prefetched, they are fetched in the order of the row. Otherwise the vectors in overflow are fetched
+    // first, because they may lie in host memory.
     struct Pieces {
         const uint4 *first, *then;
         uint32_t num_first, skipped; // skipped: number of the row's vectors before `first`

@@ -216,8 +216,8 @@ template <class Decoder> ibp_status launch_parts(const Gather *const *gathers, u
     return launch_kernel(kernel, launch, gathers[0]->stream, parts, group_bytes);
 }
 
-// Launches a gather, or defers it (see Gather). If groups have several warps, each request is launched alone, because
-// it has enough work: its rows are long.
+// Launches a gather, or defers it (see Gather). If groups have several warps, rows are long, so a request has enough
+// work for a launch of its own, and is launched alone.
 template <class Decoder> ibp_status launch_gather(const Gather &gather)
 {
     if constexpr (Decoder::Group::kWarps == 1) {

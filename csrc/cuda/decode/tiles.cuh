@@ -104,9 +104,9 @@ struct NamedDigit {
     bool escaped;
 };
 
-// The levels of a warp's tile in shared memory. The list holds the elements that have no name yet. An element is listed
-// as its index in level 2, which has 16 bits. Once all elements of level 2 have names, the memory of the list becomes
-// level 1.
+// The levels of a warp's tile in shared memory. The list holds the elements that have no name yet. In the list an
+// element is its 16-bit index in level 2. Once all elements of level 2 have names, the memory of the list becomes level
+// 1.
 //
 //     | list, 2 * most bytes; later level 1, most bytes | 16 bytes | level 2, most bytes | 16 bytes |
 //

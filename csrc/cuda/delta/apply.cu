@@ -210,8 +210,8 @@ template <typename T> struct DeltaAdder {
         __syncwarp();
     }
     // Up to 32 consecutive listed elements, one for each lane. All listed elements of one word are in the same batch,
-    // so some batches have fewer than 32 elements. Therefore the words of the next batch can be loaded before this
-    // batch is added.
+    // so that the words of the next batch can be loaded before this batch is added. Therefore some batches have fewer
+    // than 32 elements.
     struct Batch {
         // count: number of elements. column: the column of the lane's element. joined: a bit for each lane, set if the
         // element of the next lane lies in the same word.

@@ -136,8 +136,9 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
 
     // ---- positions ----
 
-    // Writes the positions to the stage, beginning at bit `start`. The positions of a list are first collected in
-    // shared memory after the elements, so that afterwards all lanes write about the same number of positions.
+    // Writes the positions to the stage, beginning at bit `start`. If the positions are stored as a list, they are
+    // first collected in shared memory after the elements, so that all lanes then write about the same number of
+    // positions.
     __device__ __forceinline__ void put_positions(const Work &work, const ibp_position_form &form, uint32_t start) const
     {
         const BitStage &stage = work.stage;

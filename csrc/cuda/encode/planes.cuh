@@ -1,6 +1,6 @@
 // planes.cuh - encodes rows of scheme planes (FORMAT.md section 6). A group of lanes encodes a row, and in each step of
 // encoding every lane takes 16 bytes. T is the type of an element, LISTED says whether rows are listed, and FIELDS says
-// which PlanesFields a codebook may use; all other fields of a codebook are run-time values.
+// which PlanesFields a codebook may use. All other properties of a codebook are known only at run time.
 //
 //     | header | positions | highest bits of unlisted elements, with signed_default |       in listed rows only
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |

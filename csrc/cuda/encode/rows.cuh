@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
         if (r >= 0 && r < num_rows) {
             RowTarget target{};
             if (IS_MEASURED) target = target_of<G>(table, r);
-            // If rows have been measured, the row's whole slot and room are copied from the stage, including the zeros
-            // after the row. Only these bytes of the stage need be cleared.
+            // If rows have been measured, the row's complete slot and overflow part are copied from the stage,
+            // including the zeros after the row. Only these bytes of the stage need be cleared.
             if (!Encoder::kFillsStage || IS_MEASURED) {
                 if (IS_MEASURED) dirty = ibp_min_u32(target.slot_room + target.room, stage_bytes);
                 clear<G>(stage, (dirty + kVector - 1u) / kVector * kVector);

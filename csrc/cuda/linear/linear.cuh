@@ -65,7 +65,7 @@ struct LinearBlock {
         return sums[(warp * kMostVectors + vector) * kStripRows + row];
     }
     // "Written" means that the sums of a turn have been stored in shared memory. "Read" means that the finisher has
-    // read these sums, so that their memory is free for the turn after the next.
+    // read these sums, so that the sums of the turn after the next may overwrite them.
     static __device__ __forceinline__ void say_written(uint32_t turn) { Turns<1>::arrive(turn); }
     static __device__ __forceinline__ void await_written(uint32_t turn) { Turns<1>::await(turn); }
     static __device__ __forceinline__ void say_read(uint32_t turn) { Turns<3>::arrive(turn); }

@@ -66,7 +66,7 @@ template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBloc
                vector % 8u * 16u;
     }
     // Barriers of the cluster. written: all blocks have written the sums of a tile. read: all blocks have read these
-    // sums, so that their memory is free. A cluster of one block uses named barriers instead.
+    // sums, so that the sums may be overwritten. A cluster of one block uses named barriers instead.
     static __device__ __forceinline__ SharedBarrier written() { return {kBarriersStart}; }
     static __device__ __forceinline__ SharedBarrier read() { return {kBarriersStart + SharedBarrier::kBytes}; }
     static __device__ __forceinline__ uint32_t sum_at(uint32_t vector, uint32_t row)
