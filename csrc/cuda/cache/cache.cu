@@ -194,9 +194,9 @@ __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t ro
     return found;
 }
 
-// Inserts a row into the map, without an entry. Returns the index of the row's way, or -1 if the row is in the map
-// already or there is no empty way. All threads that insert the same row try the ways in the same order, and a way that
-// was taken never becomes empty again. So one of these threads gets a way, and the others find the row there.
+// Inserts a row into the map, without an entry. Returns the index of the way that the row gets, or -1 if the row is in
+// the map already or there is no empty way. All threads that insert the same row try the ways in the same order, and a
+// way that was taken never becomes empty again. So one of these threads gets a way, and the others find the row there.
 __device__ __forceinline__ int64_t take_way(const ibp_cache_map &map, int64_t row)
 {
     if (map.num_sets == 0) return -1;
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
     const uint64_t call = job.lru.clock[0] + 1u;
     const auto now = static_cast<uint32_t>(call);
     if (blockIdx.x == 0u && threadIdx.x == 0u) job.lru.clock[1] = call;
-    uint32_t found = 0; // number of rows that were found in a way that this lane has compared
+    uint32_t found = 0; // number of rows that this lane has found among the ways that it compares
     for (int64_t first = warp_number() * job.per_warp; first < rows.num_jobs;
          first += int64_t{gridDim.x} * kWarps * job.per_warp) {
         const auto number = static_cast<uint32_t>(first) + lane_id();
@@ -440,8 +440,8 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
     tally.put(job.counts);
 }
 
-// A row that was not in its set, and the entry that the row has received, which is 0 if no way could be claimed.
-// is_new: whether the row has to be copied. Each lane has one such struct, in shared memory, so that the other lanes
+// A requested row that was not in its set. entry: the row's new entry, or 0 if no way could be claimed for the row.
+// is_new: true if the row has to be copied. Each lane has one such struct, in shared memory, so that the other lanes
 // can read and write it.
 struct Missing {
     Stored stored;
@@ -498,9 +498,9 @@ __device__ __forceinline__ void claim_locked(const ibp_lru &lru, Missing *rows, 
 }
 
 // Assigns ways to the rows of all lanes. Each lane tries to lock its row's set. The rows of the lanes that succeed get
-// their ways, and these locks are released before the other lanes try again, so that no warp waits while it holds a
-// lock. The number of tries is limited, because the locks lie in memory of the caller: a lock that is not 0 before the
-// call would never become free. All lanes of the warp must call it.
+// ways. Then these locks are released, and the other lanes try again. So no warp waits while it holds a lock. The
+// number of tries is limited, because the locks lie in memory of the caller: a lock that is not 0 before the call would
+// never become free. All lanes of the warp must call it.
 __device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bool has_row, uint32_t now)
 {
     constexpr uint32_t kMostTries = 1u << 20;
@@ -519,9 +519,9 @@ __device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bo
     }
 }
 
-// Copies rows to the slots that their entries name. num_vectors: number of vectors of this lane's row; 0 if the row is
-// not copied. The vectors of all rows are numbered consecutively, so that every lane has work, whatever the sizes of
-// the rows. Several loads are issued before the first vector is stored. All lanes of the warp must call it.
+// Copies rows to the slots to which their entries point. num_vectors: number of vectors of this lane's row; 0 if the
+// row is not copied. The vectors of all rows are numbered consecutively, so that every lane has work, whatever the
+// sizes of the rows. Several loads are issued before the first vector is stored. All lanes of the warp must call it.
 __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab, const Missing *rows,
                                           uint32_t num_vectors)
 {
@@ -533,8 +533,8 @@ __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab,
 #pragma unroll
         for (uint32_t a = 0; a < kAhead; a++) {
             const uint32_t number = first + a * kWarp + lane_id();
-            // lane: the lane to whose row vector `number` belongs, which is the last lane whose first vector does not
-            // come after vector `number`.
+            // lane: the lane whose row contains vector `number`. It is the last lane whose first vector is vector
+            // `number` or an earlier one.
             int lane = 0;
             for (int step = kWarp / 2; step > 0; step /= 2)
                 if (__shfl_sync(kAllLanes, begin, lane + step) <= number) lane += step;
@@ -557,7 +557,7 @@ __device__ __forceinline__ void claim_and_copy(const ibp_table &table, const ibp
     const Missing &row = rows[lane_id()];
     const bool fits = has_row && row.stored.num_bytes <= lru.slot_bytes && lru.slab.map.num_sets != 0;
     claim_ways(lru, rows, fits, now);
-    // All slots of the cache are aligned to vectors if the first slot is.
+    // If the first slot of the cache is aligned to 16 bytes, all its slots are.
     const bool is_vectors = aligned(lru.slab.bytes, 16) && row.stored.is_vectors(table);
     copy_rows(table, lru.slab.bytes, rows, row.is_new && is_vectors ? vectors_of(row.stored.num_bytes) : 0u);
     for (uint32_t left = __ballot_sync(kAllLanes, row.is_new && !is_vectors); left != 0u; left &= left - 1u) {

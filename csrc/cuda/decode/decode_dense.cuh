@@ -8,11 +8,11 @@
 //    escapes, because their number says where the next plane begins. It keeps the nibbles of plane 0 in shared memory,
 //    and the first chunk of plane 1 in registers; further chunks are loaded again in part 2. Elements that reach plane
 //    2, plane 3 or raw symbols get their names one at a time: the names of all elements of plane 2 go to level 2, and a
-//    list holds the elements that have no name yet. 2. The warp returns to plane 1. A lane takes 16 digits at a time,
-//    whose nibbles select bytes of the plane's names (`prmt`). Escaped elements take bytes of level 2 instead; a prefix
-//    sum over the nibbles says which bytes. 3. The warp returns to plane 0, where names are found in the same way, with
-//    level 1 in place of level 2. In each step a lane makes 16 bytes of output: symbols are joined with their residuals
-//    and stored.
+//    list holds the elements that have no name yet.
+// 2. The warp returns to plane 1. A lane takes 16 digits at a time, whose nibbles select bytes of the plane's names
+//    (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says which bytes.
+// 3. The warp returns to plane 0, where names are found in the same way, with level 1 in place of level 2. In each step
+//    a lane makes 16 bytes of output: it combines symbols with their residuals, and stores the result.
 //
 // A name is a symbol if elements have less than eight bytes and all columns share entries of up to eight bits.
 // Otherwise it is a rank, which is the index of the symbol's entry, or kRaw if the symbol is raw. If names are ranks,
@@ -27,9 +27,9 @@
 
 namespace ibp {
 
-// The constants that spread eight digits of up to four bits to nibbles. A multiplication moves the upper four digits
-// up, a second one the upper two of each four digits, and a third one the upper digit of each pair. The digits of an
-// absent plane have no bits; they become nibbles of four ones, which are escapes.
+// The constants that spread eight digits of up to four bits to nibbles. The first multiplication moves the upper four
+// digits up, the second one moves the upper two digits of each group of four, and the third one moves the upper digit
+// of each pair. The digits of an absent plane have no bits; they become nibbles of four ones, which are escapes.
 struct DigitSpread {
     // width: number of bits of a digit. fours, twos, ones: masks of the bits that the three multiplications move.
     uint32_t width, fours, twos, ones;
@@ -71,7 +71,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     using Group = G;
     static constexpr uint32_t kFirstBits = 0; // digits of any width
     // If groups are parts of a warp, each thread has more registers, so that the prefetched vectors stay in registers.
-    // If these were spilled, the warp would wait for the loads.
+    // If these vectors were spilled to local memory, the warp would have to wait until they are loaded.
     static constexpr uint32_t kMostThreads = G::kAnyLength     ? 512
                                              : G::kPerWarp > 1 ? 640
                                                                : 768,
@@ -206,7 +206,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                 escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u, width % 4u == 0u ? 1u : 0u};
     }
 
-    // Loads COUNT digits of a plane, beginning with digit i, into one nibble each. Only the digits before digit n are
+    // Loads COUNT digits of a plane, beginning with digit i, each into a nibble. Only the digits before digit n are
     // loaded; the nibbles of all others are 0. start: the bit at which digit 0 begins.
     template <uint32_t COUNT>
     static __device__ __forceinline__ void load_digits(const DigitSpread &spread, uint32_t start, uint32_t i,
@@ -263,8 +263,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         if (p == 0u) {
             Counts counts;
             uint32_t escaped = 0, *const kept = kept_digits();
-            // If a warp has several groups, each of them goes through the steps of a complete row, even a group without
-            // a row.
+            // If a warp has several groups, every group goes through the steps of a complete row, even if the group has
+            // no row.
             tile.num_steps = ((G::kPerWarp > 1 ? book.columns : n) + kStep - 1u) / kStep;
 #pragma unroll 1
             for (uint32_t s = tile.num_steps; s-- > 0u;) {
@@ -304,7 +304,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 
     // ---- symbols and residuals ----
 
-    // Spreads the names of a vector, which are symbols, to four words: each name to the low bits of its element.
+    // Spreads a vector's names, which are symbols, over four words. Each name goes to the low bits of its element.
     static __device__ __forceinline__ void spread_names(const uint32_t (&names)[kNames], uint32_t (&words)[4])
     {
 #pragma unroll
@@ -313,8 +313,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                        : sizeof(T) == 2 ? permute_bytes(names[k / 2u % kNames], 0, k % 2u ? 0x4342 : 0x4140)
                                         : permute_bytes(names[0], 0, 0x4440u + k);
     }
-    // Looks up the symbols of a vector by their ranks, and returns each symbol in the low bits of its element. The
-    // symbol is unspecified if the rank means a raw symbol. entry(e, rank): returns the entry of element e with this
+    // Looks up the symbols of a vector by their ranks, and returns each symbol in the low bits of its element. If the
+    // rank stands for a raw symbol, the result is unspecified. entry(e, rank): returns the entry of element e with this
     // rank.
     template <class Entry> static __device__ __forceinline__ uint4 look_up(uint4 ranks, const Entry &entry)
     {
@@ -328,8 +328,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         }
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
-    // Does what look_up does for a vector, if every column has its own entries. column: the vector's first column. Not
-    // inlined, so that a kernel contains this code once.
+    // Does what look_up does, for a codebook in which every column has its own entries. column: the vector's first
+    // column. Not inlined, so that a kernel contains this code once.
     static __device__ __noinline__ uint4 look_up_columns(const ibp_codebook &cb, const uint8_t *entries,
                                                          uint32_t column, uint4 ranks)
     {
@@ -344,8 +344,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     }
 
     using Joined = WordJoin<std::conditional_t<sizeof(T) == 8, uint32_t, T>>; // not used for elements of 8 bytes
-    // Joins the symbols of a vector with their residuals. position: the bit at which the first residual begins.
-    // NIBBLES: elements have one byte, and residuals four bits.
+    // Combines the symbols of a vector with their residuals. position: the bit at which the first residual begins.
+    // NIBBLES: elements have one byte, and residuals have four bits.
     template <bool NIBBLES>
     __device__ __forceinline__ void join(const PlanesBook<T> &book, const Joined &with, uint32_t position,
                                          uint32_t (&words)[4]) const
@@ -469,8 +469,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
             store_vectors<kSymbols>(book, parts, tile, tile_start, n, window, units);
     }
 
-    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
-    // the row took exactly coded_bytes.
+    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
+    // Returns whether the coded row takes exactly coded_bytes bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {

@@ -7,7 +7,7 @@
 //
 // 1. A lane's part of a tile is kSteps vectors of 16 bytes. The lane loads the digits of these vectors and counts their
 //    escapes (load_tile).
-// 2. The number of escapes in the row says where the row ends, which is checked.
+// 2. The number of escapes in the row says where the row ends. The decoder checks that the row does end there.
 // 3. A symbol is first_symbol plus its digit, and residuals lie at known positions. So a lane makes 16 bytes of the row
 //    from a word or half a word of digits with arithmetic, shifts and permutes alone (store_tile).
 // 4. Escapes are rare. If a warp has any, it overwrites the escaped elements with the right values, one at a time.
@@ -78,7 +78,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
                     low_bits(shared_bits(digits + kDigitBits * i), kDigitBits * ibp_min_u32(n - i, kPerVector));
             }
         }
-        uint32_t all = 0; // bit s of each nibble: the escapes of step s
+        uint32_t all = 0; // bit s of each nibble is set if its digit of step s is an escape
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) all += escaped(tile.digits[s]) << s;
         tile.num_escaped = ibp_popcount(all);
@@ -173,8 +173,8 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
         return PlanesBook<T>::template count_escapes<G>(digits, {from, to}, kDigitBits);
     }
 
-    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
-    // the row took exactly coded_bytes.
+    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
+    // Returns whether the coded row takes exactly coded_bytes bytes.
     __device__ __forceinline__ bool decode(uint32_t, bool active, Stage, uint32_t start_bit, uint32_t coded_bytes,
                                            const Window &window) const
     {

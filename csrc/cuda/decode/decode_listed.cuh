@@ -11,8 +11,8 @@
 //    listed and there is no signed_default; otherwise into a bitmap.
 // 3. The warp goes through tiles of columns. It finds the ranks of a tile's listed elements; a rank is the index of an
 //    entry. In plane 0 a lane takes eight digits at a time, and the elements whose digits are escapes go to another
-//    list, the list of escaped elements. In the other planes a lane takes one element of this list at a time. Then
-//    entries and raw symbols are joined with residuals; a lane joins eight elements at a time.
+//    list, the list of escaped elements. In the other planes a lane takes one element of this list at a time. Then each
+//    entry or raw symbol is combined with its residual (joined); a lane joins eight elements at a time.
 // 4. A lane makes 16 bytes of output at a time. The bits of the bitmap say which of its columns are listed, and a
 //    prefix sum over the counts of these bits says which listed elements belong to these columns. All other columns get
 //    the default. If there is an array of columns, the default is written to all columns, and then each listed element
@@ -32,7 +32,7 @@
 namespace ibp {
 
 // A decoder of rows as described above. FIELDS: the PlanesFields that the codebook may use. Registers are scarce, so
-// every field that the code supports makes the decoding of all rows slower.
+// every field that is supported slows down the decoding of all rows.
 template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     using Book = PlanesBook<T, FIELDS>;
     using Group = ibp::Group<kWarp, 1>;
@@ -227,12 +227,13 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- elements ----
 
-    // The shifts and masks that join residuals with entries, all elements of a word at a time. WordJoin would give the
-    // same results, but it takes 4 % more instructions here.
+    // The shifts and masks that combine residuals with entries, all elements of a word at a time. WordJoin would give
+    // the same results, but it takes 4 % more instructions here.
     struct ResidualJoin {
         static constexpr uint32_t kWordBits = kBits < 32u ? kBits : 32u, kEach = ~0u / (~0u >> (32u - kWordBits));
-        // kept: a mask of the bits of every element that come from its residual and are not rotated to the top. top: a
-        // mask of the highest bit of every element if the rotation moves a bit of the residual there, else 0.
+        // kept: a mask of the bits of every element that come from its residual and are not rotated to the top. top: if
+        // the rotation moves a bit of the residual to the highest bit of its element, a mask of the highest bit of
+        // every element; else 0.
         uint32_t num_bits, invariant, rotate, kept, top;
 
         __device__ __forceinline__ explicit ResidualJoin(const ibp_planes &planes)
@@ -299,7 +300,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return element_of(r < kBits ? low_bits(field(at), book.symbol_bits) << r : Word{0});
     }
     // Joins elements j to j + 7 of a batch, whose residuals begin at bit `residuals`. octet: their ranks. Elements past
-    // the batch's end are meaningless; their bits come from the stage or from the scratch that follows the stage.
+    // the batch's end are unspecified; their bits come from the stage or from the scratch that follows the stage.
     __device__ __forceinline__ void join_octet(const ResidualJoin &with, uint2 octet, uint32_t residuals,
                                                uint32_t j) const
     {
@@ -343,8 +344,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         else
             return shared_bits(position);
     }
-    // Returns the element that has the given coded bits: its symbol and its residual, whose rotation has not been
-    // undone yet.
+    // Undoes the rotation of an element, puts in its invariant bits, and returns it. coded: the symbol and the residual
+    // of the element, still rotated.
     __device__ __forceinline__ T element_of(Word coded) const
     {
         const uint32_t invariant = Book::invariant_bits(cb.planes);
@@ -354,7 +355,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- positions ----
 
-    // Calls take(rank, position) for every position of a list of positions; here rank is the position's index in the
+    // Calls take(rank, position) for every position of a list of positions, where rank is the position's index in the
     // list. Returns whether the list is valid: it has form.num_positions positions, and these increase and are below
     // `columns`. Each 1 among the upper bits of the list stands for one position (FORMAT.md section 6). Each lane takes
     // some consecutive upper bits and decodes the positions that their ones stand for, one by one. start: the bit of
@@ -384,8 +385,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             for (uint32_t low = lows + rank * form.low_bits; G::any(ones != 0u);
                  ones &= ones - 1u, low += form.low_bits) {
                 if (ones == 0u)
-                    // Lanes that have no positions left stay in the loop, so the warp does not diverge. If it did, the
-                    // compiler would add code to the atomic in `take` that determines the active lanes.
+                    // Lanes that have no positions left stay in the loop, so the warp does not diverge. If the warp
+                    // could diverge, the compiler would add code to the atomic in `take` that determines the active
+                    // lanes.
                     continue;
                 const uint32_t bit = from + ibp_popcount(~ones & (ones - 1u)),
                                position = (bit - rank) << form.low_bits | low_bits(shared_bits(low), form.low_bits);
@@ -483,8 +485,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         // earlier: number of the row's listed elements that come before the batch.
         uint32_t earlier;
     };
-    // Advances past an element. If the element is listed, advances `next` to the shared byte of the next listed
-    // element. Otherwise, if SIGNED, shifts `signs` to the next sign.
+    // Advances past an element. If the element is listed, advances `next`, the shared byte of the next listed element.
+    // Otherwise, if SIGNED, shifts `signs`, so that the next sign becomes its lowest bit.
     template <bool SIGNED>
     static __device__ __forceinline__ void go_on(uint32_t listed, uint32_t &next, uint32_t &signs)
     {
@@ -573,7 +575,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         join_batch(book, values, n);
         values.residuals += n * cb.planes.residual_bits, values.raws += values.num_raws * book.symbol_bits;
     }
-    // Stores the default in all columns, and then the listed elements over it, one by one.
+    // Stores the default in all columns, and then overwrites the listed columns with their elements, one by one.
     __device__ __forceinline__ void store_each(const Book &book, const Listed &row, Values &values,
                                                const Window &window) const
     {
@@ -638,8 +640,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return found == row.num_listed;
     }
 
-    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
-    // the row took exactly coded_bytes.
+    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
+    // Returns whether the coded row is valid and takes exactly coded_bytes bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {

@@ -111,8 +111,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         }
     }
 
-    // The kept bits of a lane's words. keep: for each word a mask of its kept bits. flags: the words' entries of the
-    // codebook's flags. count: number of kept bits that lie in the row.
+    // The kept bits of a lane's words. keep: for each word a mask of its kept bits. flags: for each word its entry in
+    // the codebook's array `flags`. count: number of kept bits that lie in the row.
     struct Kept {
         uint32_t keep[WORDS], flags[WORDS], count;
     };
@@ -124,7 +124,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         load_entries(book.mask, w, mask);
         load_entries(book.flags, w, kept.flags);
         const uint32_t position = ibp_flag_position(kept.flags[0]), bits = stage.bits_at(start_bit + position);
-        // Bit i is the participation bit whose position is i modulo 32.
+        // Bit i is the participation bit whose position modulo 32 is i.
         const uint32_t participation = __funnelshift_l(bits, bits, position);
         kept.count = 0;
 #pragma unroll
@@ -253,8 +253,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         return !active || G::kWarps > 1 || (position + 7u) / 8u == coded_bytes;
     }
 
-    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
-    // the row took exactly coded_bytes.
+    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
+    // Returns whether the coded row takes exactly coded_bytes bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {

@@ -13,11 +13,11 @@
 //    the plane's entries (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says
 //    which bytes.
 // 3. The warp returns to plane 0, where names are found in the same way, with level 1 in place of level 2. In each step
-//    a lane makes 16 bytes of output: symbols are joined with their residuals and stored.
+//    a lane makes 16 bytes of output: it combines symbols with their residuals, and stores the result.
 //
 // If every column has its own entries, names are the ranks of entries, and part 3 has two loops over the tile. The
 // first loop finds the ranks of all steps. The second loop looks up the symbols of each step, puts in raw symbols, and
-// joins residuals.
+// combines symbols with residuals.
 //
 // If few SMs decode, the rate at which integer instructions are issued limits the decoder; if all SMs decode, device
 // memory does. On an H200, a warp executed 710 instructions to decode 2 KiB of BF16, which is 22 for each of a lane's
@@ -74,9 +74,9 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     const ibp_codebook &cb;
     const uint32_t scratch; // the shared byte at which the group's scratch begins
 
-    // Returns whether elements can be joined by a fixed permutation of bytes or nibbles: a residual is one byte of a
-    // rotated element of two bytes (BF16), three bytes of an element of four bytes, or four bits of an element of one
-    // byte.
+    // Returns whether a fixed permutation of bytes or nibbles can combine symbols and residuals into elements. This is
+    // so if a residual is one byte of a rotated element of two bytes (BF16), three bytes of an element of four bytes,
+    // or four bits of an element of one byte.
     static __host__ __device__ __forceinline__ bool is_simple(const ibp_planes &planes)
     {
         if (sizeof(T) != 2 && planes.invariant_bits != 0u) return false;
@@ -132,8 +132,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return (sizeof(T) == 1 ? WordJoin<T>(planes).word(symbol, 0) : symbol) & 0xffu;
     }
     // Returns whether names are symbols that have been rotated back, as they are for BF16. Then the symbols and
-    // residuals of four elements are first joined to four lower bytes and four upper bytes, which are then paired to
-    // form elements.
+    // residuals of four elements are first combined into four lower bytes and four upper bytes, which are then paired
+    // to form elements.
     static __device__ __forceinline__ bool symbols_turn(const ibp_planes &planes)
     {
         return sizeof(T) == 2 && !COLUMNS && is_simple(planes);
@@ -163,9 +163,9 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     struct Entries {
         uint32_t named, then; // the names of digits 0 to 3, and of digits 4 to 7, one byte each
 
-        // For digits of two bits. escaped: bit 0 is set in every nibble that is an escape. In the selector, nibble k of
-        // an escape becomes 4 + k % 4, which selects one of the four escaped names that `order` has put in the order of
-        // the digits.
+        // For digits of two bits. escaped: bit 0 is set in every nibble that is an escape. In the selector, the nibble
+        // of digit k becomes 4 + k % 4 if the digit is an escape. This selects one of four escaped names, which `order`
+        // has put in the order of the digits.
         __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t escaped, uint32_t order, uint32_t from) const
         {
             const uint2 x = eight_bytes(from);
@@ -394,8 +394,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return permute_bytes(permute_bytes(symbols[0], symbols[1], 0x4040),
                              permute_bytes(symbols[2], symbols[3], 0x4040), 0x5410);
     }
-    // Puts raw symbols into `symbols`, at the bytes where the byte of `ranks` has the bit kRaw. position: the bit of
-    // shared memory at which the first of these raw symbols begins; the function advances it past them.
+    // Replaces a byte of `symbols` by the next raw symbol if the same byte of `ranks` has the bit kRaw. position: the
+    // bit of shared memory at which the first of these raw symbols begins; the function advances `position` past them.
     __device__ __forceinline__ void put_raw(uint32_t ranks, uint32_t &position, uint32_t &symbols) const
     {
         for (uint32_t raw = ranks & kRaws; raw != 0u; raw &= raw - 1u, position += symbol_bits()) {
@@ -419,14 +419,14 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
 
     // ---- symbols and residuals ----
 
-    // Rotates two 16-bit elements back.
+    // Undoes the rotation of two 16-bit elements.
     static __device__ __forceinline__ uint32_t rotated_back(uint32_t pair)
     {
         return select_bits(0x7fff7fffu, pair >> 1, pair << 15);
     }
 
-    // Spreads eight residuals of r <= 4 bits, which are packed from bit 0 of `bits`, over the four bytes of the result:
-    // two residuals to the low bits of each byte.
+    // Spreads eight residuals of r <= 4 bits, which are packed from bit 0 of `bits`, over the four bytes of the result.
+    // The low bits of each byte receive two residuals.
     static __device__ __forceinline__ uint32_t twos_of(uint32_t bits, uint32_t r)
     {
         bits = select_bits(0xffffu, bits, bits << (16u - 4u * r));
@@ -438,7 +438,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     {
         return sizeof(T) == 1 ? in_register(with.beside(0, low_bits(0xffu, r) * 0x01010101u)) : 0u;
     }
-    // Joins the names and the residuals of 16 elements of one byte. Residuals have up to four bits, and there are no
+    // Combines the names and the residuals of 16 elements of one byte. Residuals have up to four bits, and there are no
     // invariant bits. nibbles: the result of nibbles_in.
     template <bool SIMPLE>
     __device__ __forceinline__ void join_nibbles(uint32_t nibbles, uint4 symbols, const Cursor &residuals,
@@ -457,8 +457,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         }
     }
 
-    // Joins symbols and residuals to 16 bytes of elements. The first element's residual begins `bits` bits after the
-    // cursor. nibbles: the result of nibbles_in, for elements of one byte. SIMPLE: the result of is_simple.
+    // Combines symbols and residuals into 16 bytes of elements. The first element's residual begins `bits` bits after
+    // the cursor. nibbles: the result of nibbles_in, for elements of one byte. SIMPLE: the result of is_simple.
     template <bool SIMPLE>
     __device__ __forceinline__ void join(const WordJoin<T> &with, uint32_t nibbles, uint4 symbols,
                                          const Cursor &residuals, uint32_t bits, uint32_t (&words)[4]) const
@@ -559,8 +559,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
             store_tile<false, false>(book, parts, tile, ranks, tile_start, n, window);
     }
 
-    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
-    // the row took exactly coded_bytes.
+    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
+    // Returns whether the coded row takes exactly coded_bytes bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {

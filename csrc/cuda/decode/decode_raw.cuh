@@ -1,5 +1,5 @@
-// decode_raw.cuh - the decoder of scheme raw. Rows of this scheme are stored as they are, and fetch.cuh copies them, so
-// there is nothing to decode.
+// decode_raw.cuh - the decoder of scheme raw. Rows of this scheme are stored uncompressed, and fetch.cuh copies them,
+// so there is nothing to decode.
 #ifndef IBP_DECODE_RAW_CUH
 #define IBP_DECODE_RAW_CUH
 

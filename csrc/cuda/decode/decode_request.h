@@ -11,7 +11,7 @@ namespace ibp {
 constexpr int64_t kMostJobs = 1ll << 31; // largest number of jobs in one launch; a job's index has 32 bits
 
 // A request for items by their ids or, if by_id is false, for the bytes [start, end) of a table. In the second case
-// every row that overlaps these bytes counts as an item, in order. A job is one row of one item.
+// each row that overlaps these bytes counts as one item. A job is one row of one item.
 struct Request {
     ibp_ids ids;
     int64_t start, end;
@@ -19,8 +19,8 @@ struct Request {
     uint32_t num_jobs;
     // whole_rows: every item begins and ends where a row does.
     bool by_id, whole_rows;
-    // Only the rows of items first_regular to first_regular + num_regular - 1 can be regular (fetch.cuh): whole rows of
-    // row_bytes bytes, whose stored bytes begin in `rows`.
+    // Only the rows of items first_regular to first_regular + num_regular - 1 can be regular (fetch.cuh). Each of these
+    // rows has row_bytes bytes, and its stored bytes begin in `rows`.
     int64_t first_regular;
     uint64_t num_regular;
     // out_items: number of positions in the output. most_stored: the largest number of bytes that a stored row can have
@@ -34,7 +34,8 @@ struct Request {
     // `stage`.
     const uint8_t *stage;
     int64_t stage_bytes;
-    int64_t first_position; // added to positions in faults, if this request is a part of a larger one
+    // Added to the positions that faults report; not 0 if this request is a part of a larger one.
+    int64_t first_position;
     bool staged;
     // packed: the table has no slots. copies_vectors: all rows go to addresses that are multiples of 16, so raw rows
     // that are stored at multiples of 16 bytes are copied in vectors of 16 bytes.
@@ -56,8 +57,8 @@ struct Part {
 };
 constexpr uint32_t kMostParts = 32; // largest number of requests in one launch
 
-// The requests of one launch. Each request has its own blocks. Their number is about proportional to the total size of
-// the request's rows.
+// The requests of one launch. Each request has its own blocks. The number of its blocks is about proportional to the
+// total size of its rows.
 struct Parts {
     Part parts[kMostParts];
     uint32_t ends[kMostParts]; // ends[k]: index of the last block of request k, plus 1
@@ -85,12 +86,13 @@ Request describe_items(const ibp_table &table, const ibp_ids &ids);
 
 // Does what ibp_cuda_gather_items does, for items of whole rows whose slots have been copied to `stage` in the order of
 // ids. The slots of regular rows are read from `stage`, and everything else from the table's own memory.
-// first_position: the position in faults of the first id, if these ids are a part of a larger call.
+// first_position: the position that a fault reports for the first id; not 0 if these ids are a part of a larger call.
 ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8_t *stage, int64_t first_position,
                          uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream);
 
 // Stores a cache in the request; slabs past the cache's last one are left empty there. Returns false if rows cannot be
-// gathered from the cache: its fields are invalid, it has no entries for the jobs, or items are not whole rows.
+// gathered from the cache, because its fields are invalid, it has no entries for the jobs, or items do not consist of
+// complete rows.
 bool use_cache(const ibp_cache *cache, Request *request);
 
 // Each of these functions launches a gather with one decoder. Every decoder has its own translation unit in this

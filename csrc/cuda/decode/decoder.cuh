@@ -31,7 +31,7 @@
 //   - All lanes of a warp, and all warps of a group, call decode together. `active` is false in groups without a row;
 //     such groups still take part in the collectives of their warp.
 //   - The coded row lies in shared memory. It has coded_bytes bytes and begins at bit start_bit, which is the first bit
-//     of a byte. Its bytes may have any values. The whole coded row lies in the group's stage, which has room for
+//     of a byte. Its bytes may have any values. The complete coded row lies in the group's stage, which has room for
 //     row_bytes bytes; coded_bytes is at most row_bytes. The 16 bytes past the coded row can be read.
 //   - cluster is the index of one of the codebook's clusters; 0 if the codebook has no clusters.
 //   - The wanted bytes of the row, which are 1 to row_bytes bytes, go to window.dst.
@@ -41,10 +41,10 @@
 // A decoder must do this:
 //
 //   - Return, in all threads of an active group, whether the row follows the format and takes exactly coded_bytes
-//     bytes. In other groups, return true. It does not matter what a decoder stores of a corrupt row, because the
-//     caller writes zeros over it.
+//     bytes. In other groups, return true. If a row is corrupt, the decoder may leave anything in the window, because
+//     the caller writes zeros over it.
 //   - Read and write no shared memory except the group's stage, the group's scratch and the block's own memory. Write
-//     no other memory except the window. This must hold whatever bytes the row and the codebook's arrays have.
+//     no other memory except the window. This must hold whatever bytes the row and the codebook's arrays contain.
 //   - Be done with the group's stage and scratch once all lanes of the group have returned and met at a barrier,
 //     because the next row overwrites them.
 //

@@ -53,8 +53,8 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
 }
 
 // Returns the byte offset at which a position of a strided output begins, as ibp_offset_of_position does, but with
-// divisions of 32 bits. Not inlined, because inlined code would take registers in the loop over rows, so that other
-// values would be spilled.
+// 32-bit divisions. Not inlined, because inlined code would take registers in the loop over rows, so that other values
+// would be spilled.
 static __device__ __noinline__ int64_t offset_in_strides(const ibp_ids &ids, uint32_t position)
 {
     int64_t offset = 0;
@@ -75,7 +75,7 @@ __device__ __forceinline__ uint8_t *memory_of_position(const ibp_ids &ids, uint8
 }
 
 // Returns the byte of overflow at which a row of a packed table begins. If the row's base lies past the end of
-// overflow, returns a number past the end.
+// overflow, the result does, too.
 __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t row)
 {
     const uint64_t base = __ldg(table.bases + ibp_base_of_row(&table, row)) - table.overflow_start;
@@ -340,8 +340,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
                                                           : (k * kWarp + lane_id()) % kShared;
     }
     // The vectors of a row, in its slot and in overflow, in the order in which they are fetched. If all vectors of the
-    // row can be prefetched, this is their order in the row. Otherwise the vectors in overflow are fetched first,
-    // because they may have to come from host memory.
+    // row can be prefetched, they are fetched in the order of the row. Otherwise the vectors in overflow are fetched
+    // first, because they may lie in host memory.
     struct Pieces {
         const uint4 *first, *then;
         uint32_t num_first, skipped; // skipped: number of the row's vectors before `first`

@@ -7,7 +7,7 @@
 
 namespace ibp {
 
-// Returns a row's entry of lengths; 0 (a raw row) if the table has no lengths.
+// Returns a row's entry in `lengths`; 0 (a raw row) if the table has no lengths.
 __device__ __forceinline__ uint32_t length_of_row(const uint16_t *lengths, int64_t row)
 {
     return lengths != nullptr ? __ldg(lengths + row) : 0u;
@@ -35,7 +35,7 @@ __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t
 }
 
 // Finds the stored parts of a row. Returns false if the row is corrupt. row: at least 0, and less than the table's
-// number of rows. length: the row's entry of lengths.
+// number of rows. length: the row's entry in `lengths`.
 __device__ __forceinline__ bool find_row(const ibp_table &table, int64_t row, uint32_t length, ibp_row_place *place)
 {
     *place = ibp_split_row(&table, row, length);

@@ -1,4 +1,4 @@
-// gather.cu - the entry points of gathers, ibp_cuda_gather_items, ibp_cuda_decode_bytes and others: they check the
+// gather.cu - the entry points of gathers: ibp_cuda_gather_items, ibp_cuda_decode_bytes and others. They check the
 // arguments, describe the jobs in a Request, and choose the decoder (the paper's sections 4.3 and 4.4). The kernels are
 // in gather.cuh.
 #include "../../internal/ibp_gathers.h"
@@ -32,8 +32,8 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
     request->rows_bytes = request->packed ? table.overflow_bytes : table.slots_bytes;
     if (request->staged) request->rows = request->stage, request->rows_bytes = request->stage_bytes;
     const int64_t pitch = row_bytes * request->rows_per_item;
-    // is_even: all items go to addresses that differ from the first item's by multiples of 16 bytes. If this is not
-    // known, raw rows are not copied in vectors.
+    // is_even: the addresses to which items go differ from the first item's address by multiples of 16 bytes. If this
+    // is not known, raw rows are not copied in vectors.
     bool is_even = pitch % 16 == 0 && request->ids.addresses == nullptr;
     for (uint32_t d = 0; d < request->ids.num_dims; d++) is_even = is_even && request->ids.strides[d] % 16 == 0;
     if (request->by_id) {

@@ -5,8 +5,8 @@
 // group of a warp.
 //
 // 1. It waits for earlier work of the stream, and the block fills the decoder's shared memory.
-// 2. It gets turns: an equal share of all turns in advance (EvenTurns), or further turns whenever it has finished those
-//    that it had (ClaimedTurns). Its lanes look up the rows of several turns at once.
+// 2. It gets turns. With EvenTurns it has an equal share of all turns from the start. With ClaimedTurns it claims
+//    further turns whenever it has finished its own. Its lanes look up the rows of several turns at once.
 // 3. For each turn it stores the row that was loaded (receive), issues the loads of the next turn's row (prefetch), and
 //    decodes the stored row while these loads are under way (finish). See fetch.cuh.
 //
@@ -117,10 +117,10 @@ template <class G> struct ClaimedTurns {
 
 // Does a block's share of a request: fetches, decodes and stores its rows.
 //
-// If rows are in pinned memory, the link to the host limits this function. If the function runs on few SMs, the rate at
-// which instructions are issued limits it. Otherwise device memory or that rate does. Address translation would limit
-// it if rows that are fetched at the same time lay far apart. Therefore different warps do consecutive jobs at the same
-// time.
+// If rows are in pinned memory, the link to the host limits this function. Otherwise, if the function runs on few SMs,
+// the rate at which instructions are issued limits it; on many SMs, either device memory or that rate does. Address
+// translation would limit it if rows that are fetched at the same time lay far apart. Therefore different warps do
+// consecutive jobs at the same time.
 template <class Decoder, template <class> class Turns>
 __device__ __forceinline__ void do_share(const ibp_table &table, const Request &request, const Share &share,
                                          uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
@@ -216,8 +216,8 @@ template <class Decoder> ibp_status launch_parts(const Gather *const *gathers, u
     return launch_kernel(kernel, launch, gathers[0]->stream, parts, group_bytes);
 }
 
-// Launches a gather, or defers it (see Gather). If groups have several warps, each request is launched alone, because
-// it has enough work: its rows are long.
+// Launches a gather, or defers it (see Gather). If groups have several warps, rows are long, so a request has enough
+// work for a launch of its own, and is launched alone.
 template <class Decoder> ibp_status launch_gather(const Gather &gather)
 {
     if constexpr (Decoder::Group::kWarps == 1) {

@@ -1,5 +1,5 @@
-// tiles.cuh - decodes dense rows tile by tile, and the planes of a tile level by level. decode_dense.cuh and
-// decode_pairs.cuh share this code.
+// tiles.cuh - decodes dense rows tile by tile, and each tile plane by plane. decode_dense.cuh and decode_pairs.cuh
+// share this code.
 //
 // The values of a dense row in shared memory, each part padded to a byte:
 //
@@ -61,7 +61,8 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     }
     // Numbers the counted elements of the group in the order of steps and, within a step, of lanes. The first one gets
     // the number `first`. before: receives, for each step, the number of the lane's first counted element. columns:
-    // number of columns of a row; steps past them may be left out. Returns how many elements the group has counted.
+    // number of columns of a row; steps past them may be left out. Returns the number of elements that the group has
+    // counted.
     __device__ __forceinline__ uint32_t number(uint32_t first, uint32_t columns, uint32_t (&before)[STEPS]) const
     {
         uint32_t total = 0;
@@ -103,9 +104,9 @@ struct NamedDigit {
     bool escaped;
 };
 
-// The levels of a warp's tile in shared memory. The list holds the elements that have no name yet. An element is listed
-// as its index in level 2, which has 16 bits. Once all elements of level 2 have names, the memory of the list becomes
-// level 1.
+// The levels of a warp's tile in shared memory. The list holds the elements that have no name yet. In the list an
+// element is its 16-bit index in level 2. Once all elements of level 2 have names, the memory of the list becomes level
+// 1.
 //
 //     | list, 2 * most bytes; later level 1, most bytes | 16 bytes | level 2, most bytes | 16 bytes |
 //
@@ -193,7 +194,7 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
             shared_bytes()[level2() + (in_list ? listed(i) : i)] = static_cast<uint8_t>(name(i));
         __syncwarp(); // before level 2 is read
     }
-    // Writes names to level 1: those of the tile's n elements that have escapes in plane 0. chunk: the first chunk of
+    // Writes to level 1 the names of the tile's n elements that have escapes in plane 0. chunk: the first chunk of
     // their digits of plane 1. load(base, left): loads the chunk that begins with digit `base`; `left` is the number of
     // digits from there on. names(chunk, part, from): returns 16 names. from: the shared byte at which the names of the
     // lane's escaped digits begin; names() advances it past these names.

@@ -99,7 +99,7 @@ struct StagedRow {
 
 using OneWarp = Group<kWarp, 1>;
 
-// Copies bytes. All lanes of the warp must call it together. Not inlined, so that a kernel contains the copy once.
+// Copies bytes. All lanes of the warp must call it together. Not inlined, so that a kernel contains this code once.
 static __device__ __noinline__ void copy_staged(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     group_copy<OneWarp>(dst, src, num_bytes);
@@ -130,7 +130,8 @@ __device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint
 // read.
 // coded: coded_bytes bytes at any address that the device can read: in device memory, mapped pinned memory or shared
 // memory. row: receives the first num_bytes bytes of the row, at any address that the device can write. num_bytes is 1
-// to cb.row_bytes. If row is a multiple of 16 and the whole row is wanted, it is stored in vectors of 16 bytes.
+// to cb.row_bytes. If the address `row` is a multiple of 16 and num_bytes is cb.row_bytes, the row is stored in vectors
+// of 16 bytes.
 // scratch: the byte of the block's dynamic shared memory at which the warp's own warp_scratch_bytes(cb) bytes begin; a
 // multiple of 16. Bytes are counted from the address at which `extern __shared__` arrays begin.
 // @return in all lanes: IBP_OK; or IBP_CORRUPT_ROW, with zeros in row, if the bytes are not a coded row, or if KINDS
@@ -153,8 +154,7 @@ __device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, 
 //
 // table: as for ibp_cuda_gather_items; preferably a __grid_constant__ parameter of the kernel. The other parameters are
 // as in warp_decode_coded.
-// row: table.codebook.row_bytes bytes. The last row of a table may be short; then only the bytes that it has are
-// written.
+// row: memory for table.codebook.row_bytes bytes. If the last row of the table is shorter, only its bytes are written.
 // @return as warp_decode_coded does; also IBP_INDEX_OUT_OF_RANGE, with row_bytes zeros in row, if the table has no such
 // row.
 template <uint32_t KINDS = kAllRows>

@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kSumOfVersionsThreads)
 }
 
 // Sets the verdict if something is wrong. If is_applied is false, compares the sums of the bases with those that the
-// deltas require. If it is true, does so with the sums of the results, and checks that no row was corrupt. The launch
-// has one block.
+// deltas require. If is_applied is true, compares the sums of the results with those that the deltas require, and
+// checks that no row was corrupt. The launch has one block.
 __global__ void __launch_bounds__(kJudgeThreads)
     judge_deltas(const ibp_delta_tensor *versions, const uint32_t num_versions, const bool is_applied,
                  const DeltaState state)
@@ -105,7 +105,7 @@ template <typename T> struct DeltaAdder {
 
     // ---- the stored bytes of a row ----
 
-    // length: the row's entry of lengths. start, stored: the byte of overflow at which the stored row begins, and its
+    // length: the row's entry in `lengths`. start, stored: the byte of overflow at which the stored row begins, and its
     // size in bytes. good: the stored row lies in overflow; if false, the row is corrupt.
     struct Place {
         uint32_t length, stored;
@@ -210,8 +210,8 @@ template <typename T> struct DeltaAdder {
         __syncwarp();
     }
     // Up to 32 consecutive listed elements, one for each lane. All listed elements of one word are in the same batch,
-    // so some batches have fewer than 32 elements. Therefore the words of the next batch can be loaded before this
-    // batch is added.
+    // so that the words of the next batch can be loaded before this batch is added. Therefore some batches have fewer
+    // than 32 elements.
     struct Batch {
         // count: number of elements. column: the column of the lane's element. joined: a bit for each lane, set if the
         // element of the next lane lies in the same word.
@@ -380,7 +380,7 @@ template <typename T> struct DeltaAdder {
     }
 
     // Adds a row of differences to its version's base. Returns in each lane a part of the change of the base's sum of
-    // words; the parts of all lanes add up to the change. *good: receives false if the row is corrupt, else true.
+    // words. The change is the sum of the parts of all lanes. *good: receives false if the row is corrupt, else true.
     __device__ __forceinline__ uint64_t add(const ibp_delta_tensor &version, const VersionRow &row, const Place &place,
                                             bool *good) const
     {
@@ -430,7 +430,7 @@ __global__ void __launch_bounds__(kApplyThreads, 4)
         row.valid = __shfl_sync(kAllLanes, row.valid, 0); // tells the compiler that all lanes have the same value
         const ibp_delta_tensor &version = versions[row.version];
         const typename DeltaAdder<T>::Place place = adder.look_up(version, row);
-        if (!is_taken(place.length)) continue; // the row's entry of lengths has changed since it was first read
+        if (!is_taken(place.length)) continue; // the row's entry in `lengths` has changed since it was first read
         bool good;
         const uint64_t added = adder.add(version, row, place, &good);
         change.open(state.change(row.version));

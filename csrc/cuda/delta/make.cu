@@ -1,11 +1,11 @@
 // make.cu - computes the differences between two versions of tensors, and measures and codes them (FORMAT.md sections 6
 // and 9). The differences are not stored: measure_deltas and encode_deltas both compute them. A warp processes one row
-// at a time. In each step a lane loads 16 bytes of both versions.
+// at a time. In each step a lane loads 16 bytes of each version.
 //
 // measure_deltas also adds up the words of both versions for their fingerprints. It writes to memory how many listed
-// elements reach each plane, that is, have a digit there. From these counts encode_deltas knows where each part of the
-// coded row begins. For each listed element, encode_deltas counts the listed elements before it; this number says where
-// the bits of the element go.
+// elements reach each plane, that is, have a digit there. These counts tell encode_deltas where each part of the coded
+// row begins. For each listed element, encode_deltas counts the listed elements before it; this number says where the
+// bits of the element go.
 //
 // The rate at which instructions are issued limits measure_deltas: in a step a lane mixes four words for the
 // fingerprints, which takes about 130 instructions.
@@ -117,8 +117,8 @@ template <typename T> struct DeltaRows {
 
     // ---- measuring ----
 
-    // Counts the listed elements of a row. Adds the mixed words of the base and of the newer version to base_sum and
-    // newer_sum; each lane adds those of the words that it loads.
+    // Counts the listed elements of a row. Adds the mixed words of the base to base_sum and those of the newer version
+    // to newer_sum. Each lane adds the words that it loads.
     __device__ __forceinline__ DeltaCounts count(const ibp_delta_tensor &version, const VersionRow &row,
                                                  uint64_t &base_sum, uint64_t &newer_sum) const
     {
@@ -189,7 +189,7 @@ template <typename T> struct DeltaRows {
     static constexpr uint32_t kRingBytes = kRing * (sizeof(T) + 2u);
 
     // The state of a row that is being coded. closed: the row has no values. lists: its positions are stored as a list
-    // of the listed columns. next: the number of elements coded so far that have a digit in each plane.
+    // of the listed columns. next: for each plane, the number of elements coded so far that have a digit in this plane.
     struct Work {
         const Parts &parts;
         const BitStage &stage;
@@ -230,9 +230,9 @@ template <typename T> struct DeltaRows {
         }
         if (held != done) put_elements(work, done, held - done);
     }
-    // Writes which of a lane's kPerLane columns hold elements that are coded: as a bitmap, or as a list of the other
-    // columns. column: the first of the lane's columns. listed: bit i is set if column + i holds a coded element. rank:
-    // number of listed elements of the row in earlier columns.
+    // Writes which of a lane's kPerLane columns hold elements that are coded, either as a part of a bitmap or by
+    // listing the other columns. column: the first of the lane's columns. listed: bit i is set if column + i holds a
+    // coded element. rank: number of listed elements of the row in earlier columns.
     __device__ __forceinline__ void put_positions(const Parts &parts, const BitStage &stage, uint32_t column,
                                                   uint32_t listed, uint32_t rank) const
     {
@@ -295,7 +295,7 @@ template <typename T> struct DeltaRows {
         else
             stage.or_bits(at, static_cast<uint32_t>(element));
     }
-    // Writes the differences of a row to the stage as they are, for a row that is stored raw.
+    // Writes the differences of a row to the stage without coding them. Used for a row that is stored raw.
     static __device__ __forceinline__ void stage_raw(const ibp_delta_tensor &version, const VersionRow &row,
                                                      bool updates_base, const BitStage &stage)
     {

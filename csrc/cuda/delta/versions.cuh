@@ -14,19 +14,19 @@
 namespace ibp {
 
 constexpr uint32_t kMostDeltaRow = 8192; // largest size of a row in bytes
-// One launch processes the coded rows of at most kShortCoded bytes, which most rows are. Another launch processes all
+// Most rows are coded in at most kShortCoded bytes, and one launch processes all of these. Another launch processes all
 // other rows. Short rows need little shared memory, so more warps can be resident.
 constexpr uint32_t kShortCoded = 2048;
 
 // The rows that a launch processes: coded rows of at most kShortCoded bytes; or longer coded rows, and raw rows.
 enum class Coded : uint32_t { kShort, kLong };
 
-// Returns whether a launch processes a row with this entry of lengths. The row must not be a default row.
+// Returns whether a launch processes a row with this entry in `lengths`. The row must not be a default row.
 __device__ __forceinline__ bool takes(Coded coded, uint32_t length)
 {
     return (length != 0u && length <= kShortCoded) == (coded == Coded::kShort);
 }
-// Returns the largest size in bytes, as stored, of the rows that a launch processes.
+// Returns the largest stored size in bytes of the rows that a launch processes.
 __host__ __device__ __forceinline__ uint32_t most_stored(Coded coded, uint32_t row_bytes)
 {
     return coded == Coded::kShort ? ibp_min_u32(kShortCoded, row_bytes) : row_bytes;
@@ -90,8 +90,8 @@ struct WarpRows {
         const int64_t run = (int64_t{k >> run_bits} * gridDim.x + blockIdx.x) * warps + warp;
         return (run << run_bits) + low_bits(k, run_bits);
     }
-    // Returns whether the warp has a k-th row. All lanes must call it together. It is a vote, although all lanes have
-    // the same value, because the vote tells the compiler that the lanes stay together.
+    // Returns whether the warp has a k-th row. All lanes must call it together. Although all lanes have the same value,
+    // the function takes a vote, which tells the compiler that the lanes stay together.
     __device__ __forceinline__ bool has(uint32_t k) const { return __any_sync(kAllLanes, row(k) < num_rows); }
 };
 

@@ -22,8 +22,8 @@ static bool has_values(const ibp_codebook &cb)
 }
 
 // An encoder and the codebooks that it takes. A codebook gets the first encoder of its scheme in the list for which
-// takes(codebook) is true and `known` has all PlanesFields that the codebook uses. Rows of scheme raw are stored as
-// they are, which the kernels do with any encoder.
+// takes(codebook) is true and `known` has all PlanesFields that the codebook uses. Rows of scheme raw are stored
+// uncompressed; the kernels do this with any encoder.
 struct Encoder {
     ibp_scheme scheme;
     bool (*takes)(const ibp_codebook &codebook);
@@ -65,8 +65,7 @@ extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const 
 extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots,
                                            uint8_t *overflow, ibp_fault *fault, ibp_stream stream)
 {
-    // This function writes to the arguments slots and overflow, and ignores the pointers of the same names in the
-    // table.
+    // This function writes to its arguments `slots` and `overflow`. It ignores the table's pointers of the same names.
     if (table == nullptr || ibp_check_table_fields(table) != IBP_OK) return IBP_INVALID_ARGUMENT;
     if (!ibp_has_arrays(table, slots, overflow)) return IBP_INVALID_ARGUMENT;
     const ibp::Encoder *const encoder = ibp::encoder_of(table->codebook);

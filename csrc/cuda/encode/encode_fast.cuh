@@ -109,7 +109,7 @@ template <typename T, uint32_t LANES> struct FastEncoder {
             *reinterpret_cast<uint16_t *>(to_digits) = static_cast<uint16_t>(digits);
         }
     }
-    // Appends the escaped ones among four symbols, and advances `to` past them.
+    // Appends those of four symbols that are escaped, and advances `to` past them.
     static __device__ __forceinline__ void append(uint8_t *&to, uint32_t symbols, uint32_t escaped)
     {
 #pragma unroll

@@ -8,7 +8,7 @@
 // 1. The listed elements are stored in consecutive elements of shared memory, and a bitmap of their columns is made
 //    (gather_listed).
 // 2. The header, the positions and the highest bits of the other elements are written to the stage.
-// 3. The values of the listed elements are encoded like those of a dense row (values.cuh).
+// 3. The values of the listed elements are encoded as those of a dense row are (values.cuh).
 #ifndef IBP_ENCODE_LISTED_CUH
 #define IBP_ENCODE_LISTED_CUH
 
@@ -136,8 +136,9 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
 
     // ---- positions ----
 
-    // Writes the positions to the stage, beginning at bit `start`. The positions of a list are first collected in
-    // shared memory after the elements, so that afterwards all lanes write about the same number of positions.
+    // Writes the positions to the stage, beginning at bit `start`. If the positions are stored as a list, they are
+    // first collected in shared memory after the elements, so that all lanes then write about the same number of
+    // positions.
     __device__ __forceinline__ void put_positions(const Work &work, const ibp_position_form &form, uint32_t start) const
     {
         const BitStage &stage = work.stage;

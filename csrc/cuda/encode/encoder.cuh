@@ -45,8 +45,8 @@
 // An encoder must do this:
 //
 //   - End the constructor with a barrier of the block if it fills the table.
-//   - Return from measure, in all lanes, the size of the coded row in bits. Rounded up to bytes, it must be the result
-//     of ibp_coded_row_bytes.
+//   - Return from measure, in all lanes, the size of the coded row in bits. Rounded up to bytes, it must equal the
+//     result of ibp_coded_row_bytes.
 //   - Leave the coded row in the stage, beginning at bit start_bit, and return from encode, in all lanes, the byte at
 //     which the coded row ends. If the result is more than most_bytes, or kNoCodedForm, the stage may hold anything,
 //     because the coded row is not stored then.
@@ -337,8 +337,8 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 #endif
 }
 
-// The value of the template parameter LIKELY for bits that are probably not zero. Then all words except the last one
-// are ORed unconditionally, because a test for zero would cost more than the atomic.
+// The value of the template parameter LIKELY if the bits are probably not zero. All words except the last one are then
+// ORed unconditionally, because a test for zero would cost more than the atomic.
 constexpr bool kLikely = true;
 
 // The stage of a row that is being coded. Its words are zero at first, and bits are ORed into them. Bits that would lie

@@ -8,8 +8,8 @@
 
 namespace ibp {
 
-// The PlanesFields that ListedEncoder supports. ListedEncoder gathers a row's listed elements in consecutive elements
-// of shared memory.
+// The PlanesFields that ListedEncoder supports. ListedEncoder copies a row's listed elements to consecutive elements of
+// shared memory.
 constexpr uint32_t kGatheredFields = kConsecutive | kSignedDefault;
 
 // The encoders for codebooks that use only PlanesFields in FIELDS.

@@ -1,6 +1,6 @@
 // planes.cuh - encodes rows of scheme planes (FORMAT.md section 6). A group of lanes encodes a row, and in each step of
 // encoding every lane takes 16 bytes. T is the type of an element, LISTED says whether rows are listed, and FIELDS says
-// which PlanesFields a codebook may use; all other fields of a codebook are run-time values.
+// which PlanesFields a codebook may use. All other properties of a codebook are known only at run time.
 //
 //     | header | positions | highest bits of unlisted elements, with signed_default |       in listed rows only
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
@@ -49,8 +49,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
     const uint32_t row_bytes, live_bytes; // live_bytes: size of the live columns in bytes
     // The block's table of codes. If has_all is true, it is indexed by symbols; if is_hashed is true, by slots of the
-    // hash table. Otherwise it is indexed by the ranks of symbols, which come from `ranks` or from a comparison with
-    // the entries.
+    // hash table. Otherwise it is indexed by the ranks of symbols. Ranks are looked up in `ranks`, or found by
+    // comparing symbols with the entries.
     const uint32_t *codes;
     uint32_t own_codes; // index of the cluster's first code
     const T *keys;      // the symbol in each slot of the hash table
@@ -305,8 +305,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         const uint32_t left = columns - ibp_min_u32(column, columns);
         return left >= kPerLane ? kAll : (1u << left) - 1u;
     }
-    // Returns whether the elements of all constant columns equal those of the row template. The function counts all
-    // elements of the row that differ from the template, and subtracts those in live columns.
+    // Returns whether all constant columns hold the elements of the row template. The function counts all elements of
+    // the row that differ from the template, and subtracts those in live columns.
     __device__ __forceinline__ bool keeps_constants(const PlainRow &row) const
     {
         const PlainRow wanted{planes.row_template, row_bytes};
@@ -429,7 +429,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return __funnelshift_r(word, word, e % kPerWord * kBits + planes.residual_bits - bit);
     }
     // Returns the word that a table has for the symbol of element e. skipped: number of bits by which the element still
-    // has to be rotated; the symbol lies this number of bits lower.
+    // has to be rotated. Before this rotation the symbol lies that number of bits lower.
     template <uint32_t WORDS>
     __device__ __forceinline__ uint32_t entry_for(const uint32_t *table, const uint32_t (&words)[WORDS], uint32_t e,
                                                   uint32_t skipped = 0) const
@@ -589,8 +589,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return {{k, sums[2], sums[3], sums[4], sums[5]}, closed, constants && (closed || sums[0] % kOpen == 0u)};
     }
 
-    // Returns what ibp_choose_position_form returns: the shortest form of the positions, and the first one if several
-    // are equally short. Each lane computes the sizes of some forms.
+    // Returns the shortest form of the positions, as ibp_choose_position_form does. If several forms are equally short,
+    // returns the first of them. Each lane computes the sizes of some forms.
     __device__ __forceinline__ ibp_position_form choose_form(uint32_t k) const
     {
         if (ibp_is_bitmap_shortest(k, columns)) return ibp_bitmap_form(k, columns);

@@ -2,7 +2,7 @@
 // once and instantiates the kernels with its encoder.
 //
 // In measure_rows a group of lanes finds, for each of its rows, the size of the coded row with the best cluster, and
-// writes the row's entry of lengths.
+// writes the row's entry in `lengths`.
 //
 // In encode_rows a group of lanes does the following for each of its rows:
 //
@@ -66,7 +66,7 @@ struct RowsJob {
     ibp_fault *fault;
 };
 
-constexpr uint32_t kAnyLength = ~0u; // more than any entry of lengths
+constexpr uint32_t kAnyLength = ~0u; // more than any entry in `lengths`
 
 template <class G>
 __device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_bytes, const BitStage &stage)
@@ -78,10 +78,10 @@ __device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_byte
     }
 }
 
-// Makes the stored form of a row of `valid` bytes in a stage. Returns the row's entry of lengths. expected: the row's
-// entry of lengths if the row has been measured, otherwise kAnyLength. The result may differ from `expected` if the row
-// has changed since it was measured. The test for a default row comes last, when the row's bytes are in a cache. Few
-// rows need this test.
+// Makes the stored form of a row of `valid` bytes in a stage. Returns the row's entry in `lengths`. expected: the row's
+// entry in `lengths` if the row has been measured, otherwise kAnyLength. The result may differ from `expected` if the
+// row has changed since it was measured. The test for a default row comes last, when the row's bytes are in a cache.
+// Few rows need this test.
 template <class Encoder>
 __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
                                              uint32_t valid, uint32_t expected, const BitStage &stage)
@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
         if (r >= 0 && r < num_rows) {
             RowTarget target{};
             if (IS_MEASURED) target = target_of<G>(table, r);
-            // If rows have been measured, the row's whole slot and room are copied from the stage, including the zeros
-            // after the row. Only these bytes of the stage need be cleared.
+            // If rows have been measured, the row's complete slot and overflow part are copied from the stage,
+            // including the zeros after the row. Only these bytes of the stage need be cleared.
             if (!Encoder::kFillsStage || IS_MEASURED) {
                 if (IS_MEASURED) dirty = ibp_min_u32(target.slot_room + target.room, stage_bytes);
                 clear<G>(stage, (dirty + kVector - 1u) / kVector * kVector);

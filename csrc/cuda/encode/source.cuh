@@ -1,5 +1,5 @@
 // source.cuh - an ibp_row_source (ibp_place.h) in the form in which kernels receive it. Its divisors have been replaced
-// by multipliers (Divider), because the address of a row takes several divisions.
+// by multipliers (Divider), because computing the address of a row takes several divisions.
 #ifndef IBP_ENCODE_SOURCE_CUH
 #define IBP_ENCODE_SOURCE_CUH
 

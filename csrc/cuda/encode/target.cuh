@@ -16,7 +16,7 @@ __device__ __forceinline__ uint32_t room_in(uint32_t room, int64_t array_bytes, 
 // ---- rows whose places are known ----
 
 // The place of a row, which is known before the row is coded. slot_room, room: sizes in bytes of the slot and of the
-// overflow part, including padding; 0 if nothing is written there. length: the row's entry of lengths. in_bounds: the
+// overflow part, including padding; 0 if nothing is written there. length: the row's entry in `lengths`. in_bounds: the
 // place lies inside the table's arrays.
 struct RowTarget {
     uint64_t slot_start, overflow_start;
@@ -89,7 +89,7 @@ __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, 
 // Allocates a part that no other row has. If there is no room, returns a part with the base IBP_NO_BASE. seen: the last
 // value of the counter place.used that this lane has read; kNotSeen at first.
 //
-// If the part would not fit at byte `seen`, the counter is read again. If the part would not fit at the counter's new
+// If the part would not fit at byte `seen`, the counter is read again. If the part does not fit at the counter's new
 // value either, nothing is added to the counter. So the counter stays near the size of overflow, however many rows find
 // no room. If the part would fit at byte `seen`, the counter is not read first, because a second access to a counter
 // that all groups use would delay the row.

@@ -5,11 +5,11 @@
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //
 // 1. In each step, a lane loads one or two octets, which are eight elements each, and writes their residuals.
-// 2. It looks up the *path* of each symbol. A path is a word that says all that planes 0 and 1 need: the symbol's
-//    digits in these planes, whether the symbol reaches plane 1, and whether it goes on to the *list* of symbols that
-//    have no entry in planes 0 and 1. A lane collects the digits of a plane in a register; one funnel shift pushes a
-//    digit into this register. The digits of plane 0 are in low bits of the paths, and the first element's digit is
-//    pushed first. The digits of plane 1 are in the highest bits, and the last element's digit is pushed first.
+// 2. It looks up the *path* of each symbol. A path is a word with all that planes 0 and 1 need: the symbol's digits in
+//    these planes, whether the symbol reaches plane 1, and whether it goes on to the *list* of symbols that have no
+//    entry in planes 0 and 1. A lane collects the digits of a plane in a register; one funnel shift pushes a digit into
+//    this register. The digits of plane 0 are in low bits of the paths, and the first element's digit is pushed first.
+//    The digits of plane 1 are in the highest bits, and the last element's digit is pushed first.
 // 3. One prefix sum says where the lane's digits of plane 1 go, and where its entries of the list go.
 // 4. Planes 2 and 3 and the raw symbols are encoded from the list (put_list).
 #ifndef IBP_ENCODE_VALUES_CUH
@@ -166,7 +166,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                            held - ibp_min_u32(held, o * kOctet), r);
         }
     }
-    // Does what put_residuals does, if each residual is the lower half of its element.
+    // Does what put_residuals does, for residuals that are the lower halves of their elements.
     static __device__ __forceinline__ void put_halves(const BitStage &stage, uint32_t position,
                                                       const uint32_t (&words)[kOctets][kWords], uint32_t held)
     {
@@ -349,7 +349,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     }
 
     // Encodes the n symbols of a list: first their digits of planes 2 and 3, beginning at bit `at`, and then, as raw
-    // symbols, the symbols that have no entry in these planes, either. A lane takes four symbols in each step. Returns
+    // symbols, the symbols that have no entry in these planes either. A lane takes four symbols in each step. Returns
     // what put_values returns.
     __device__ __forceinline__ uint32_t put_list(const BitStage &stage, uint32_t n, uint32_t at, uint32_t most_bits,
                                                  Symbol *list) const

@@ -1,4 +1,4 @@
-// bag_sums.cuh - finds where bags begin and end, and adds rows in shared memory to the sums of bags.
+// bag_sums.cuh - finds where bags begin and end, and adds rows, which lie in shared memory, to the sums of bags.
 #ifndef IBP_BAG_SUMS_CUH
 #define IBP_BAG_SUMS_CUH
 
@@ -113,8 +113,8 @@ __device__ __forceinline__ uint32_t task_of(const ibp_bags &bags)
                                                                                 : kPlainSums);
 }
 
-// The sums or maxima of a unit's elements, in order. A sum is a float. A maximum has the bits of an element; an element
-// of two bytes is in the upper half of the word.
+// The sums or maxima for a unit's elements, in the order of the elements. A sum is a float. A maximum has the bits of
+// an element; an element of two bytes is in the upper half of the word.
 struct Unit {
     static constexpr uint32_t kMost = kUnitBytes / 2u;
     float values[kMost];
@@ -207,10 +207,10 @@ struct TeamMemory {
 };
 static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
 
-// Computes the sums of a team's bags. Several threads share a bag. Their number is a power of two, at least 4: the
-// smallest one that has a thread for each unit of a row, or all threads of the team if rows have more units. Each
-// thread takes up to UNITS units of a row. The bags go round robin to the groups of threads that share a bag. No state
-// stays in registers from one round to the next, so that the decoders can use the registers.
+// Computes the sums of a team's bags. Several threads share a bag. Their number is the smallest power of two that is at
+// least 4 and at least the number of units in a row, but it is at most kTeamThreads. Each thread takes up to UNITS
+// units of a row. The groups of threads take bags in round-robin order. No state stays in registers from one round to
+// the next, so that the decoders can use the registers.
 template <uint32_t UNITS> struct Reducer {
     static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLaneBits = 2;
     // kWords: number of words of 16 bytes that each thread has in TeamMemory.

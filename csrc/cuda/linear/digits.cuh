@@ -31,10 +31,11 @@ struct Vectors {
     const uint16_t *x;
     uint32_t count, columns;
     const int64_t *order = nullptr;
-    // most: the largest valid number in `order`. sharing: how many consecutive numbers share a row of x.
+    // most: the largest valid number in `order`. sharing: number of vectors with consecutive numbers that share a row
+    // of x; used only with `order`.
     uint32_t most = 0, sharing = 1;
 
-    // Returns the number under which the result of a vector is stored.
+    // Returns the number of a vector, which says where its result is stored.
     __device__ __forceinline__ uint32_t place(uint32_t vector) const
     {
         return order == nullptr ? vector : ibp_min_u32(static_cast<uint32_t>(order[vector]), most);
@@ -73,7 +74,7 @@ struct LinearJob {
     __device__ __forceinline__ const LinearMatrix &matrix_of(uint32_t tile) const { return matrices[number_of(tile)]; }
 };
 
-// ---- what the hardware does ----
+// ---- copies, matrix products and barriers ----
 
 // Starts to copy 16 bytes to byte `shared` of shared memory. If `wanted` is false, zeros are written instead.
 __device__ __forceinline__ void copy_vector(uint32_t shared, const uint8_t *from, bool wanted)
@@ -133,8 +134,8 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[4], const uint32_t (
 #endif
 }
 
-// Named barrier ID of the block, for NUM_THREADS threads, which must be whole warps. await_barrier() arrives and waits
-// until all of them have arrived; arrive_at_barrier() only arrives.
+// The block's named barrier with this ID, for NUM_THREADS threads, a multiple of kWarp. await_barrier() arrives and
+// waits until all these threads have arrived; arrive_at_barrier() only arrives.
 template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void await_barrier()
 {
 #ifdef __CUDACC__
@@ -189,8 +190,8 @@ struct StripRows {
     uint32_t pitch;
 
     // Finds strip `number` of a tile; strip 0 is the tile's first one. strips: number of strips in a tile. The loop
-    // reads the fields of all matrices, so that no address depends on the tile. If an address did, the warp would have
-    // to wait for the load.
+    // reads the fields of all matrices, so that no address depends on the tile. If an address depended on the tile, the
+    // warp would have to wait for the load.
     __device__ __forceinline__ void find(const LinearJob &job, uint32_t tile, uint32_t strips, uint32_t number)
     {
         uint32_t first_tile = 0, last_row = 0;
@@ -304,7 +305,7 @@ struct StripStep {
 // The escapes of a row: their range in the list, and the next entries. find() loads the range, and load() loads the
 // entries. Both can be called long before the results are used.
 struct RowEscapes {
-    static constexpr uint32_t kTogether = 4; // number of entries whose loads are issued together
+    static constexpr uint32_t kTogether = 4; // number of entries that are loaded together
 
     const ibp_escape *list = nullptr;
     uint32_t first = 0, end = 0;
@@ -338,9 +339,8 @@ struct RowEscapes {
     }
 };
 
-// Sums of the products of a row's escapes with VECTORS vectors, whose indices differ by APART from one to the next.
-// taken: products with the weights that the multiplying warps used, as if escapes were ordinary digits. right: products
-// with the right weights.
+// Sums of the products of a row's escapes with VECTORS vectors, whose indices are APART apart. taken: the sums with the
+// weights that the multiplying warps used, as if escapes were ordinary digits. right: the sums with the right weights.
 template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
     static constexpr uint32_t kTogether = RowEscapes::kTogether;
 

@@ -39,8 +39,9 @@ static bool has_list(const ibp_digit_matrix &m)
 }
 
 // Launches as many blocks as the SMs hold at the same time, but at most one block for each strip. If the code is for
-// compute capability 9.0 or later, the kernel may start before the stream's previous kernel ends (programmatic
-// dependent launch), because only such code waits for that kernel.
+// compute capability 9.0 or later, the launch is a programmatic dependent launch: the kernel may start before the
+// stream's previous kernel has ended, and waits for that kernel before it reads the vectors. Code for other GPUs does
+// not contain this wait, so its launches do not overlap the previous kernel.
 template <class Strips>
 static ibp_status launch_strips(const typename Strips::Job &job, uint32_t num_strips, ibp_stream stream)
 {

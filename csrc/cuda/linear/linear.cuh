@@ -1,5 +1,5 @@
 // linear.cuh - multiplies up to 8 vectors by coded matrices of BF16. Weights are decoded in registers, as operands of
-// tensor cores, and are never written to memory. The vectors may also come in groups of up to 8. Then each group is
+// tensor cores, and are never written to memory. The vectors may also come in groups of up to 8; then each group is
 // multiplied by one matrix of a stack.
 //
 // The columns are divided into steps of 128, and step s belongs to piece s % 16 (digits.cuh). A block takes strips of
@@ -11,7 +11,7 @@
 // 2. A lane holds 32 elements of row g and 32 elements of row g + 8, where g = lane / 4. An instruction of the tensor
 //    cores takes 4 elements of each row from a lane. Columns are permuted so that digits can be unpacked with few
 //    instructions; the vectors are permuted in the same way.
-// 3. Escapes, which are digits of 15, are multiplied like other digits, as if their symbol were first_symbol + 15.
+// 3. Escapes, which are digits of 15, are treated as ordinary digits, as if their symbol were first_symbol + 15.
 // 4. A ninth warp, the finisher, adds up the other warps' sums. It subtracts these wrong products of escapes and adds
 //    the products with the right weights, which it reads from a list that was made in advance. It stores the results
 //    while the other warps multiply the next strip.
@@ -65,7 +65,7 @@ struct LinearBlock {
         return sums[(warp * kMostVectors + vector) * kStripRows + row];
     }
     // "Written" means that the sums of a turn have been stored in shared memory. "Read" means that the finisher has
-    // read these sums, so that their memory is free for the turn after the next.
+    // read these sums, so that the sums of the turn after the next may overwrite them.
     static __device__ __forceinline__ void say_written(uint32_t turn) { Turns<1>::arrive(turn); }
     static __device__ __forceinline__ void await_written(uint32_t turn) { Turns<1>::await(turn); }
     static __device__ __forceinline__ void say_read(uint32_t turn) { Turns<3>::arrive(turn); }

@@ -46,17 +46,19 @@ template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBloc
     static constexpr uint32_t kVectorsApart = kGroup / kTileRows, kFinished = VECTORS / PARTS / kVectorsApart;
 
     static constexpr uint32_t kBlockPieces = kPieces / PARTS;
-    // kWriters: number of threads that write the sums of a tile first. As many threads write them last (leave_sums).
+    // kWriters: number of threads that store the first sums of a tile. It is also the number of threads that write its
+    // sums last (leave_sums).
     static constexpr uint32_t kWriters = SHARES * kGroup;
 
-    // Returns the largest number of steps of a block in the cluster, which all blocks use for the size of their memory.
+    // Returns the largest number of steps that any block of the cluster has. All blocks have memory for this number of
+    // steps.
     static __host__ __device__ __forceinline__ uint32_t block_steps(const LinearJob &job)
     {
         return (num_steps(job) + kPieces - 1u) / kPieces * kBlockPieces;
     }
     static uint32_t shared_bytes(const LinearJob &job) { return kVectorsStart + block_steps(job) * kStepBytes; }
-    // Returns the offset in shared memory of 16 bytes of a vector's elements: columns 8 half to 8 half + 7 of operand
-    // `operand` (0 to 7) in the block's step `step`.
+    // Returns the offset in shared memory of 16 bytes of a vector's elements: columns 8 * half to 8 * half + 7 of
+    // operand `operand` (0 to 7) in the block's step `step`.
     static __device__ __forceinline__ uint32_t vector_at(uint32_t step, uint32_t operand, uint32_t vector,
                                                          uint32_t half)
     {
@@ -64,7 +66,7 @@ template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBloc
                vector % 8u * 16u;
     }
     // Barriers of the cluster. written: all blocks have written the sums of a tile. read: all blocks have read these
-    // sums, so that their memory is free. A cluster of one block uses named barriers instead.
+    // sums, so that the sums may be overwritten. A cluster of one block uses named barriers instead.
     static __device__ __forceinline__ SharedBarrier written() { return {kBarriersStart}; }
     static __device__ __forceinline__ SharedBarrier read() { return {kBarriersStart + SharedBarrier::kBytes}; }
     static __device__ __forceinline__ uint32_t sum_at(uint32_t vector, uint32_t row)
@@ -75,7 +77,7 @@ template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBloc
 
 // ---- a block ----
 
-// IDs of the named barriers, which are named for the threads that meet there. kBothGroups: both groups that multiply.
+// IDs of the named barriers. The name of each ID says which threads meet there. kBothGroups: both groups that multiply.
 // kGroupsAndFinishers: the groups that write sums last, and the finishers. kFinishers: the finishers alone.
 // kFinishersAndGroups: in a cluster of one block, the finishers and the groups that write sums first.
 constexpr uint32_t kBothGroups = 1, kGroupsAndFinishers = 2, kFinishers = 3, kFinishersAndGroups = 4;
@@ -340,7 +342,7 @@ template <class Block> struct Finishers {
         escapes.load(job.num_columns);
     }
     // Finishes all tiles of the cluster. While a tile is multiplied, the function loads the first escapes of the next
-    // tile and, for the tile after that, the range of its escapes in the list.
+    // tile. For the tile after the next, it loads the range of escapes in the list.
     __device__ __forceinline__ void run()
     {
         uint32_t turn = 0;

@@ -13,9 +13,9 @@ struct KnownClusters {
     static constexpr int kMostDevices = 64;
     std::atomic<uint32_t> known[kMostDevices]; // this number plus 1; 0 if it is not known yet
 
-    // Finds this number for the current device. parts: number of blocks in a cluster. threads: number of threads in a
-    // block. shared_bytes: size of a block's shared memory. clusters: receives the number, or 0 if the kernel has no
-    // code for the device.
+    // Finds the number of clusters for the current device. parts: number of blocks in a cluster. threads: number of
+    // threads in a block. shared_bytes: size of a block's shared memory. clusters: receives the number, or 0 if the
+    // kernel has no code for the device.
     ibp_status count(const void *kernel, uint32_t parts, uint32_t threads, uint32_t shared_bytes, uint32_t *clusters);
 };
 

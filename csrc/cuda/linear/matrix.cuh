@@ -5,10 +5,10 @@
 //
 //     | residuals: 1 byte for each column | digits: 4 bits for each column |
 //
-// 1. A warp takes a stretch of a row. A lane loads residuals and digits into registers, those of 8 elements at a time.
-// 2. The lane combines each residual and digit into a weight, and stores the weights in device memory. 3. The warp
-// overwrites the weights of escapes with the right ones from the list of escapes. Because of this list, the kernel need
-// not count escapes, stage symbols or exchange data between lanes.
+// 1. A warp takes a stretch of a row. A lane loads the residuals and digits of 8 elements at a time into registers.
+// 2. The lane combines each residual and digit into a weight, and stores the weights in device memory.
+// 3. The warp overwrites the weights of escapes with the right ones from the list of escapes. Because of this list, the
+//    kernel need not count escapes, stage symbols or exchange data between lanes.
 //
 // Device memory limits the kernel.
 #ifndef IBP_MATRIX_CUH

@@ -56,9 +56,10 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Arrives at this barrier in another block of the cluster, with release semantics. A thread of that block that has
-    // returned from await_cluster() sees all writes made before this call by this thread and by the threads that it has
-    // met at a barrier; its own writes come after their reads.
+    // Arrives at this barrier in another block of the cluster, with release semantics. Once a thread of that block has
+    // returned from await_cluster(), it sees all writes that were made before this call by this thread and by the
+    // threads that this thread has met at a barrier. All reads that these threads made before this call are complete
+    // then, so the other thread may overwrite what they read.
     __device__ __forceinline__ void arrive_in(uint32_t block) const
     {
 #ifdef __CUDACC__
@@ -188,9 +189,9 @@ struct PackedVectors {
     }
 #endif
 };
-// The same elements in another layout: each vector has a line of 128 bytes, for four operands. The line has eight units
-// of 16 bytes; unit j is stored at position j ^ (vector % 8). byte: offset of the lines in shared memory, a multiple of
-// 1,024. operand: 0 to 3.
+// The vectors' elements in another layout than that of PackedVectors: each vector has a line of 128 bytes, for four
+// operands. The line has eight units of 16 bytes; unit j is stored at position j ^ (vector % 8). byte: offset of the
+// lines in shared memory, a multiple of 1,024. operand: 0 to 3.
 struct LinedVectors {
     uint32_t byte, operand;
 
