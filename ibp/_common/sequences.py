@@ -12,7 +12,8 @@ Result = TypeVar("Result")
 
 
 def cut(items: Iterable[Item], size_of: Callable[[Item], int], most: int | None) -> list[list[Item]]:
-    """Divides items, in their order, into parts. Returns the list of parts; without items, it has one empty part.
+    """Divides items, in their order, into parts. Returns the list of parts. If there are no items, the list has one
+    empty part.
 
     Args:
         size_of: returns the size of an item in bytes.

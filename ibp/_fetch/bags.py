@@ -74,7 +74,7 @@ def embedding_bag(
         True
 
     Args:
-        source: a table [N, D] of float32, float16, bfloat16 or float64, or an `ibp.RowCache` over one.
+        source: a table [N, D] of float32, float16, bfloat16 or float64, or an `ibp.RowCache` over such a table.
         ids: int32 or int64 [K], or [B, L]: B bags of L ids each.
         offsets: integers [B] for ids [K]: the position in ids of each bag's first id, in ascending order, beginning
             with 0. If two consecutive offsets are equal, the first of the two bags has no ids, and its result is zeros.

@@ -93,9 +93,8 @@ def index_select(
             one t of a cache [B, H, T, D], they are written to it directly. With a list of tables, out must be
             contiguous.
         check: whether to wait for the result and raise faults in this call.
-        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all. The exception is path
-            "bucketed", which then uses only the number that decodes rows as fast as the link brings them (at least 16
-            on an H200).
+        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all, except on path "bucketed",
+            which uses only the number that decodes rows as fast as the link brings them (at least 16 on an H200).
         path: how items come from host memory to a GPU. All paths give the same bits. None chooses by the sizes.
             "gpu": the GPU fetches the items in the order of the ids.
             "bucketed": the table is divided into windows. The GPU first sorts the ids by window, and fetches the items

@@ -203,7 +203,7 @@ def _product(
 def _products(
     x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor] | None:
-    """Computes `linear` for several tables in one launch. Returns the results, or None if it computes nothing: if
+    """Computes `linear` for several tables in one launch. Returns the results. Returns None, and computes nothing, if
     gradients are wanted, if there is only one table, or if the kernel cannot multiply by all tables together."""
     if len(tables) == 1 or x.is_nested or any(wants_gradients(x, bias) for bias in biases):
         return None

@@ -58,7 +58,7 @@ def refused(what: str) -> Iterator[None]:
 
 
 def part_names(table: str) -> list[str]:
-    """Returns the names that the parts of a table can have."""
+    """Returns all names that parts of a table can have in a file."""
     return [f"{table}:{part}" for part in (*TABLE_PARTS, *CODEC_PARTS)]
 
 

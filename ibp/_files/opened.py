@@ -98,7 +98,7 @@ class File(Mapping[str, Value], Closing):
 
     A table or tensor is made when it is first asked for, and its bytes are read from the file when they are used.
     Tables and tensors stay valid after `close`. Changing them does not change the file: the first change of a table
-    copies its rows to new memory, and the system copies each page of a tensor that is written to.
+    copies its rows to new memory, and when a tensor is written to, the system copies the pages that change.
 
     Example:
         >>> ibp.save("model.safetensors", {"weight": ibp.compress(torch.ones(1000, 1024)), "bias": torch.ones(1000)})
@@ -257,8 +257,8 @@ class File(Mapping[str, Value], Closing):
         return name in self._names
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns the table or tensor with this name, or the default if there is none. Unlike `file[name]`, it does not
-        search for similar names if there is none."""
+        """Returns the table or tensor with this name, or `default` if the name does not exist. Unlike `file[name]`,
+        this method then does not search for similar names."""
         self._check_open()
         return self[name] if name in self else default
 
@@ -460,8 +460,8 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
     """Opens and maps a file of tables and tensors. The bytes of rows are read only when the rows are asked for.
 
     The system keeps the bytes in memory once, however many processes read them. Tables can be changed, and tensors can
-    be written to. This does not change the file: the first change of a table copies its rows to new memory, and the
-    system copies each page of a tensor that is written to.
+    be written to. This does not change the file: the first change of a table copies its rows to new memory, and when a
+    tensor is written to, the system copies the pages that change.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -474,13 +474,13 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
     Args:
         path: a file, the index of a set of files (`model.safetensors.index.json`), or a directory that has a set or
             single files. An ordinary safetensors file also works: all of its tensors are plain.
-        verify: whether to compare the header's checksum now, and a tensor's checksums when it is first asked for, which
-            reads all of its bytes. False by default, so that the CPU and GPUs read only the rows that they need from
-            the map. Comparing checksums row by row would not help: a row has a few hundred bytes, and a checksum covers
-            1 MiB.
+        verify: whether to compare the header's checksum now, and a tensor's checksums when the tensor is first asked
+            for. To compare them, all bytes of the tensor are read. False by default, so that the CPU and GPUs read only
+            the rows that they need from the map. Comparing checksums row by row would not help: a row has a few hundred
+            bytes, and a checksum covers 1 MiB.
         memory: "pinned": GPUs read rows themselves. A table's mapped bytes are pinned when the table is first asked
             for. If the system refuses, the table is copied to pinned memory, and a RuntimeWarning is given once per
-            process. "host": rows pass through the CPU. None: pinned when a GPU first fetches from a table.
+            process. "host": rows pass through the CPU. None: a table is pinned when a GPU first fetches from it.
         share: whether processes share pinned copies of tables. This has an effect only if the system cannot pin mapped
             memory. All processes of the same user on this machine that open the file with share=True then use the same
             copy of a table, instead of one copy each. A shared table cannot be changed. Its copy is freed when no

@@ -372,8 +372,8 @@ class Checks:
         self._is_right[block] = True
 
     def damaged(self) -> list[tuple[str, list[str]]]:
-        """Verifies all blocks that were not verified before. Returns (place, names) for each damaged block: place is the
-        result of `_place_of`, and names is the result of `_names_in`."""
+        """Verifies all blocks that were not verified before. Returns (place, names) for each damaged block, as
+        returned by `_place_of` and `_names_in`."""
 
         def is_right(block: int) -> bool:
             with contextlib.suppress(ChecksumError):

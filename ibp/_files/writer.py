@@ -651,8 +651,8 @@ def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None,
 
 
 def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
-    """Returns the size in bytes, without padding, of each part that codebooks have in a file. Equal codebooks count
-    once."""
+    """Returns a list of the sizes in bytes, without padding, of the parts that these codebooks have in a file. Of equal
+    codebooks, only one is counted."""
     written: dict[AnyCodebook, int] = {}
     sizes: list[int] = []
 
