@@ -89,9 +89,9 @@ def index_select(
         device: the device of the result. None: the device of out or, without out, that of the ids. With a list of
             tables, it must be the device of the ids.
         out: tensor of the table's dtype to write to. Its shape is [K, ...]; in place of K it may have several
-            dimensions, whose product is K. It may have any strides. If its items are contiguous, such as the items at
-            one t of a cache [B, H, T, D], they are written to it directly. With a list of tables, out must be
-            contiguous.
+            dimensions, whose product is K. It may have any strides. If each item of out is contiguous, as are the items
+            at one t of a cache [B, H, T, D], the results are written to out directly. With a list of tables, out must
+            be contiguous.
         check: whether to wait for the result and raise faults in this call.
         max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all, except on path "bucketed",
             which uses only the number that decodes rows as fast as the link brings them (at least 16 on an H200).

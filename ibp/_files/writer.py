@@ -113,8 +113,8 @@ def save(
     Raises:
         TypeError, ValueError: a file cannot hold one of the names or tensors, or the metadata; shard_bytes is not a
             positive number; or path has the suffix of another format (.pt, .npz, .gguf).
-        OSError: the file cannot be written; no new file exists then. The message names the file, and if the disk is
-            full it says how many bytes are needed.
+        OSError: the file cannot be written. In this case there is no new file. The message names the file, and if the
+            disk is full it says how many bytes are needed.
     """
     if isinstance(tensors, (str, os.PathLike)):
         raise TypeError(f"tensors is the path {os.fspath(tensors)!r}; wanted ibp.save(path, tensors), the path first")
