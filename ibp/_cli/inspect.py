@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_pictures(arguments: argparse.Namespace) -> int:
     """Checks --plot and --html before the work begins. If a picture will not be written, sets its option to None.
 
-    With --keep, a picture that exists is not written. Without matplotlib, the plot cannot be drawn. Then the command
-    goes on without the plot, with exit status 2, if --html is given; otherwise ImportError is raised.
+    With --keep, an existing picture is not replaced. The plot needs matplotlib. If matplotlib is missing and --html is
+    given, the command goes on without the plot and ends with exit status 2. Without --html, ImportError is raised.
 
     Returns:
         The exit status of the command: 0 or 2.

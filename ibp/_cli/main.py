@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended.code if isinstance(ended.code, int) else USAGE
     except KeyboardInterrupt:
         return _complain("ibp: interrupted", INTERRUPTED)
-    except BrokenPipeError:  # Discard all that is still buffered, including what is flushed when the process ends.
+    except BrokenPipeError:  # Discard the buffered output, including what is flushed when the process ends.
         with contextlib.suppress(OSError, ValueError):  # These are raised if stdout is not a file.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE

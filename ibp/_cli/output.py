@@ -1,5 +1,5 @@
 """Prints the results of commands to stdout: one JSON document, or sentences and tables. On a terminal, sentences and
-tables fit the width of the terminal; in pipes and files, tables have the width that their content needs. Errors and
+tables are wrapped to the width of the terminal. In pipes and files, a table is as wide as its content. Errors and
 progress bars go to stderr."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 # The width of sentences in pipes, in characters. It is also used for narrower terminals, which fold the lines.
 _WIDTH = 80
 _UNLIMITED = 1 << 20  # Width limit of tables in pipes and files: practically none.
-_GAP, _RULE = "  ", "\u2500"  # The text between columns, and the character of the line under their names.
+_GAP, _RULE = "  ", "\u2500"  # The blanks between columns, and the character of the line under their names.
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 Table = Callable[[int], Iterator[str]]  # A function that returns the lines of a table for a width in terminal cells.
@@ -60,12 +60,12 @@ def warn(arguments: argparse.Namespace, sentence: str) -> None:
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """Returns a table for `report`.
 
-    If the terminal is too narrow for the table, the texts of the first column are folded.
+    If the terminal is too narrow for the table, the entries of the first column are folded.
 
     Args:
         columns: the names of the columns. A column whose name begins with ">" is aligned to the right. If all names are
             empty, the table has no header line.
-        rows: the cells of each row.
+        rows: for each row, its entry in each column.
     """
     heads = [name.lstrip(">") for name in columns]
     cells = [heads, *([shown(str(value)) for value in row] for row in rows)]
@@ -89,15 +89,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 
 
 def _cells_of(text: str) -> int:
-    """Returns the number of terminal cells that a text takes. Wide characters take two cells, and combining characters
-    take none."""
+    """Returns the number of terminal cells that a string occupies. A wide character occupies two cells, and a combining
+    character none."""
     if text.isascii():
         return len(text)
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in text)
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """Divides a text into lines of at most `width` terminal cells."""
+    """Divides a string into lines of at most `width` terminal cells."""
     if _cells_of(text) <= width:
         return [text]
     found = [""]
@@ -109,7 +109,7 @@ def _folded(text: str, width: int) -> list[str]:
 
 
 def shown(name: str) -> str:
-    """Makes text from a file, such as a tensor's name, safe for a terminal: escapes control characters, and characters
+    """Makes a string from a file, such as a tensor's name, safe to print: escapes control characters, and characters
     that stdout cannot encode."""
     if name.isascii() and name.isprintable():
         return name
@@ -120,7 +120,7 @@ def shown(name: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Returns a text as one line, without the codes of terminal colours, and safe for a terminal."""
+    """Returns a string as one line that is safe to print, without the codes of terminal colours."""
     return shown(" ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split()))
 
 
@@ -140,8 +140,8 @@ def show_bars(arguments: argparse.Namespace) -> bool:
 
 
 def show_size(num_bytes: float) -> str:
-    """Returns a size as text, such as "1,023 bytes", "4.2 MiB" or "420 MiB". Sizes of 1 KiB or more have one digit
-    after the point if there are one or two digits before the point."""
+    """Returns a size as a string, such as "1,023 bytes", "4.2 MiB" or "420 MiB". A size of 1 KiB or more has one
+    decimal place if it has at most two digits before the decimal point."""
     if abs(num_bytes) < 1024:
         return show_count(int(num_bytes), "byte")
     unit = 0
@@ -156,7 +156,7 @@ def show_share(share: float) -> str:
 
 
 def show_saved(savings: float) -> str:
-    """Returns a text that says by how much a checkpoint got smaller or larger: "33.4 % saved", "2.1 % more"."""
+    """Returns a string that says by how much a checkpoint got smaller or larger: "33.4 % saved", "2.1 % more"."""
     return f"{show_share(savings)} saved" if savings >= 0 else f"{show_share(-savings)} more"
 
 

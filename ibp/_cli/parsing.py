@@ -1,7 +1,8 @@
 """The parser of the command line: its options, and the help of every command. It imports neither ibp nor torch, so that
 help is shown at once.
 
-After a change, run `python tools/command_line.py`, which updates the man page and the examples of docs/cli.md.
+After a change to this file, run `python tools/command_line.py`, which updates the man page and the examples of
+docs/cli.md.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
             self._action_max_length += self._indent_increment  # The list of commands is indented further than options.
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """Returns an option as the help shows it, in the form of Python 3.13: "-o, --output OUT"."""
+        """Returns an option in the form in which Python 3.13 shows it in the help: "-o, --output OUT"."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))

@@ -1,4 +1,4 @@
-"""`ibp verify`: compares files with their checksums."""
+"""`ibp verify`: compares the contents of files with their checksums."""
 
 from __future__ import annotations
 

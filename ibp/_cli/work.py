@@ -37,7 +37,7 @@ def device_of(arguments: argparse.Namespace) -> torch.device:
 
 @contextlib.contextmanager
 def threads(jobs: int | None) -> Iterator[None]:
-    """Makes torch use `jobs` threads on the CPU inside the context. None: the number of threads stays as it is."""
+    """Makes torch use `jobs` threads on the CPU inside the context. None: the number of threads is not changed."""
     before = torch.get_num_threads()
     torch.set_num_threads(jobs or before)
     try:
@@ -47,7 +47,8 @@ def threads(jobs: int | None) -> Iterator[None]:
 
 
 def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterable[T]:
-    """Returns an iterable of the items. It also shows a progress bar on stderr, if `output.show_bars` returns True."""
+    """Returns an iterable of the items. Iterating over it shows a progress bar on stderr, if `output.show_bars` returns
+    True."""
     return tqdm(items, desc=what, leave=False, disable=not output.show_bars(arguments))
 
 
@@ -56,7 +57,7 @@ def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterabl
 
 @contextlib.contextmanager
 def local(paths: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the paths. The path "-" is replaced by the path of a temporary file, into which stdin has been copied."""
+    """Yields the paths. If one of them is "-", copies stdin to a temporary file, whose path replaces the "-"."""
     if STREAM not in paths:
         yield list(paths)
         return
@@ -107,7 +108,7 @@ def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None 
         there = _model_files.already_there(
             target, _model_files.CODED_WEIGHTS if to_coded else paths.WEIGHTS, conversion
         )
-    # If an interrupted run has left files, `compress` goes on from there, or reports what exists.
+    # If an interrupted run has left files, return True: `compress` continues that run, or reports the existing output.
     if there is None or (to_coded and unfinished_files(target)):
         return True
     if arguments.keep:
@@ -146,15 +147,15 @@ def has_other_format(path: str) -> bool:
 
 
 def files_to_verify(paths: Sequence[str]) -> list[str]:
-    """Returns the paths to verify: those of the inputs. A directory that has several safetensors files or sets of
-    files, at any depth, is replaced by the paths of the files and of the indices of the sets."""
+    """Returns the paths to verify. These are the inputs, except for a directory that has several safetensors files or
+    sets of files, at any depth: it is replaced by the paths of the files and of the sets' indices."""
     found = _sources.expand(paths)
     return [file for path in found for file in (_model_files.files_to_verify(path) if os.path.isdir(path) else [path])]
 
 
 def report_files(arguments: argparse.Namespace, document: dict[str, Any], files: list[str], *more: str) -> None:
-    """Reports the files that were written, locally or at URLs, with their sizes, and further sentences. Reports nothing
-    if the output went to stdout."""
+    """Reports the written files, local ones or those at URLs, with their sizes, and then the sentences in `more`.
+    Reports nothing if the output went to stdout."""
     if arguments.output == STREAM:
         return
     sizes = [size_of(file) for file in files]

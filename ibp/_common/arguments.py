@@ -37,8 +37,8 @@ def number(name: str, value: SupportsFloat) -> float:
 
 
 def near(value: object, known: Iterable[str]) -> str:
-    """Returns a text to append to an error message about an unknown name. The text proposes known names with a similar
-    spelling. Returns "" if there are no such names."""
+    """Returns a string to append to an error message about an unknown name. The string proposes known names with a
+    similar spelling. Returns "" if there are no such names."""
     found = difflib.get_close_matches(str(value).lower(), known)
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 

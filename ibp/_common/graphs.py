@@ -17,8 +17,8 @@ _OUTSIDE = "ibp runs it outside of graphs: compile the code around it, or withou
 
 
 def cannot_record(tracer: str, operation: str = "") -> RuntimeError:
-    """Returns the error to raise under a tracer that cannot record ibp's operations. The tracer's graph would lack the
-    rows of tables, or writes to tensors that are passed to an operation.
+    """Returns the error to raise under a tracer that cannot record ibp's operations. If the tracer went on, its graph
+    would leave out the rows of tables, or an operation's writes to its arguments.
 
     Args:
         tracer: the name under which users know the tracer.

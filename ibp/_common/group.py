@@ -156,7 +156,7 @@ def all_taking_part() -> Iterator[None]:
 
 
 def machine() -> str:
-    """Returns a text that identifies this machine. It changes when the machine reboots."""
+    """Returns a string that identifies this machine. The string changes when the machine reboots."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -174,8 +174,8 @@ def check_one_machine(what: str, machines: list[str]) -> None:
 
 
 def same_on_all(what: str, given: list[dict[str, Any]]) -> None:
-    """Raises ValueError, which names the argument, if an argument has different values on different ranks. given: for
-    each rank, a dict of its arguments by name."""
+    """Raises ValueError if an argument has different values on different ranks. The message names the argument. given:
+    for each rank, a dict of its arguments by name."""
     for name, first in given[0].items():
         for rank, other in enumerate(given):
             if other[name] != first:

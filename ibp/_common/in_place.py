@@ -36,8 +36,8 @@ class NotTheModel:
 
 
 def check_model(model: Any, hint: str = "") -> None:
-    """Raises TypeError unless `model` is a torch.nn.Module. hint: a text for the error that says which models are
-    accepted."""
+    """Raises TypeError unless `model` is a torch.nn.Module. hint: a string for the error message that says which models
+    are accepted."""
     if isinstance(model, NotTheModel):
         raise TypeError(model._sentence("is no torch.nn.Module"))
     if not isinstance(model, torch.nn.Module):

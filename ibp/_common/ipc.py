@@ -24,11 +24,11 @@ def opened(how: Any, device: int | None = None) -> torch.Tensor:
     """Opens a tensor that another process has lent.
 
     Args:
-        how: what `lent` has returned in that process.
+        how: the values that `lent` has returned in that process.
         device: the index of the tensor's GPU in this process. None: the same index as in the other process.
 
     Raises:
-        ValueError: how is not what `lent` returns.
+        ValueError: `how` does not have the form of a result of `lent`.
     """
     arguments = list(how) if isinstance(how, tuple) else []
     for place, kind in zip((_CLASS, _STORAGE), _CLASSES):

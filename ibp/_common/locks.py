@@ -2,11 +2,11 @@
 
 A child process has only the thread that forked it. A lock that another thread held at the fork would stay held in the
 child for good. A new lock would not help, because the data that the lock guards may be half changed: the child could
-read a row whose slot another thread was filling. Therefore the thread that forks first takes all locks. Then no other
-thread is in the middle of a call on such an object.
+read a row whose slot another thread was filling. Therefore the forking thread takes all locks before the fork. Then no
+other thread is in the middle of a call on such an object.
 
-The thread waits at most `PATIENCE_S` seconds for the locks, because the thread that holds a lock may itself wait for
-the thread that forks. Then it forks anyway, and a lock that is still held raises RuntimeError in the child.
+The forking thread waits at most `PATIENCE_S` seconds for the locks, because the holder of a lock may itself be waiting
+for the forking thread. After that time it forks anyway, and a lock that is still held raises RuntimeError in the child.
 """
 
 from __future__ import annotations

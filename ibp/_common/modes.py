@@ -1,5 +1,5 @@
-"""`outside_of_modes`, a context in which the library makes the tensors that it keeps. They are then plain tensors,
-whatever mode of torch the caller is in."""
+"""`outside_of_modes`, a context in which the library makes the tensors that it keeps. In this context they are plain
+tensors, even if the caller has activated a mode of torch."""
 
 from __future__ import annotations
 

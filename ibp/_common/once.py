@@ -12,7 +12,7 @@ def warn_once(message: str, *, key: str | None = None, stacklevel: int = 2) -> N
 
     Args:
         message: the message of the warning.
-        key: a text. Of all warnings with the same key, only the first is given. None: the message is the key.
+        key: a string. Of all warnings with the same key, only the first is given. None: the message is the key.
         stacklevel: as in `warnings.warn`. 1: the warning names the line that calls `warn_once`.
     """
     key = message if key is None else key

@@ -31,9 +31,9 @@ _ON_THE_CPU = {"table", "cache", "host_bases", "host_slots", "host_ids"}  # Argu
 def _define(schema, shaped=lambda *args, **options: None):
     """Declares an operation with its fake implementation, and makes it raise under tracers that cannot record it.
 
-    torch.jit.trace is refused because its graph leaves out writes to given memory. Operations that read `table` are
-    tagged, so that inductor keeps them out of its CUDA graphs; a replay would use the handle that was current at the
-    capture.
+    torch.jit.trace is refused because its graph leaves out an operation's writes to its arguments. Operations that read
+    `table` are tagged, so that inductor keeps them out of its CUDA graphs, because a replay would use the handle that
+    was current at the capture.
 
     Args:
         schema: the operation's name, arguments and results.
@@ -272,8 +272,12 @@ _define("set_cached(Tensor rows, Tensor lengths, int ways, bool dirty, Tensor(a!
 def _times_matrix(table, x, columns, dtype, worker):
     """Returns x [vectors, rows] times the matrix [rows, columns] in `table`. The result has the dtype and device of x.
 
-    The matrix has the given dtype. It is decoded on the device `worker` for the duration of the call. Faults are not
-    reported: this computes gradients of products whose forward pass has read the same rows.
+    Faults are not reported, because this operation computes gradients of a product whose forward pass has already read
+    the same rows.
+
+    Args:
+        dtype: the dtype of the matrix.
+        worker: the device on which the matrix is decoded for the duration of the call.
     """
     matrix = torch.empty((x.shape[1], columns), dtype=dtype, device=worker)
     fault = torch.zeros(4, dtype=torch.int64, device=worker)

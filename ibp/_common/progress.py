@@ -1,4 +1,4 @@
-"""Progress bars."""
+"""`tqdm`, which makes a progress bar whose lock is not shared with other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the public names of a package appear as the package's own, whichever of its files defines them."""
+"""Makes the public names of a package appear to be defined in the package itself and not in its modules."""
 
 from __future__ import annotations
 

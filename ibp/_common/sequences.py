@@ -12,7 +12,8 @@ Result = TypeVar("Result")
 
 
 def cut(items: Iterable[Item], size_of: Callable[[Item], int], most: int | None) -> list[list[Item]]:
-    """Divides items, in their order, into parts. Returns the list of parts; without items, it has one empty part.
+    """Divides items, in their order, into parts. Returns the list of parts. If there are no items, the list has one
+    empty part.
 
     Args:
         size_of: returns the size of an item in bytes.
@@ -44,11 +45,11 @@ def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
 def ahead(
     threads: Executor, work: Callable[[Item], Result], items: Iterable[Item], num_ahead: int
 ) -> Generator[Result, None, None]:
-    """Calls `work` for each item on threads, and yields the results in the order of the items. If the generator is
-    closed early, no more calls begin.
+    """Calls work(item) for each item on the executor `threads`, and yields the results in the order of the items. If
+    the generator is closed early, no more calls begin.
 
     Args:
-        num_ahead: the number of further items that are submitted before a result is yielded.
+        num_ahead: before the result of an item is yielded, this number of later items are submitted.
     """
     coming: deque[Future[Result]] = deque()
     try:

@@ -1,5 +1,5 @@
-"""`SavedTensor`, a cache with which a state_dict() makes a tensor only once if several names in the state stand for
-it."""
+"""`SavedTensor`, a cache with which `state_dict()` makes a tensor only once, even if several names in the state dict
+refer to it."""
 
 from __future__ import annotations
 

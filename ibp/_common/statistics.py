@@ -19,8 +19,8 @@ def share_saved(num_bytes: int, stored_bytes: int) -> float:
 
 
 def shown_memory(nbytes: int, original_bytes: int) -> str:
-    """Returns a text for the `repr` of coded objects: the size of all memory that coded tensors take, and the ratio of
-    this size to the size of the plain tensors. The memory includes the index and codebooks, so the ratio cannot be
+    """Returns a string for the `repr` of coded objects: the size of all memory that coded tensors take, and the ratio
+    of this size to the size of the plain tensors. The memory includes the index and codebooks, so the ratio cannot be
     computed from `savings`, for which only coded rows and codebooks count.
 
     Example:

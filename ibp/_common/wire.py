@@ -40,8 +40,8 @@ def sent(kind: _Class) -> _Class:
 
 
 def written(value: Any) -> bytes:
-    """Converts a value to bytes. The value may be None, a number, text, bytes, a dtype, a device, a dense tensor, an
-    object of a registered class, or a list, tuple or dict of such values. Raises TypeError for any other value."""
+    """Converts a value to bytes. The value may be None, a number, a string, bytes, a dtype, a device, a dense tensor,
+    an object of a registered class, or a list, tuple or dict of such values. Raises TypeError for any other value."""
     parts: list[bytes] = []
     text = json.dumps(_form_of(value, parts)).encode()
     return b"".join((_LENGTH.pack(len(text)), text, *parts))

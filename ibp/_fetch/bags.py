@@ -19,7 +19,7 @@ from .ids import check_range, checked_ids, list_of_ids
 MODES = ("sum", "mean", "max")  # The operation receives the position of the mode in this tuple.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _KINDS = _DTYPES[:3]  # The dtypes that the kernel sums. The position of a dtype is its ibp_float_kind.
-_PLANES = 2  # The first number of a codec of scheme "planes".
+_PLANES = 2  # The first number of the argument `codec` for scheme "planes" (csrc/bindings/torch_tables.h).
 _MOST_ROW_BYTES = 8192  # The kernel sums rows of at most this many bytes.
 # Coded rows of at most 128 bytes in device memory are gathered and then reduced by torch's function, because this is
 # faster for bags of several rows. With rows of 128 bytes in bags of 10 and of 50 rows, the kernel sums 167 and 177 GB/s
@@ -74,7 +74,7 @@ def embedding_bag(
         True
 
     Args:
-        source: a table [N, D] of float32, float16, bfloat16 or float64, or an `ibp.RowCache` over one.
+        source: a table [N, D] of float32, float16, bfloat16 or float64, or an `ibp.RowCache` over such a table.
         ids: int32 or int64 [K], or [B, L]: B bags of L ids each.
         offsets: integers [B] for ids [K]: the position in ids of each bag's first id, in ascending order, beginning
             with 0. If two consecutive offsets are equal, the first of the two bags has no ids, and its result is zeros.

@@ -56,8 +56,8 @@ def _check_unusual(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
 
 
 def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Returns whether a shape equals the wanted shape, except that several dimensions with the same product stand in
-    place of the first one."""
+    """Returns whether a shape has several dimensions with the product wanted[0], followed by the dimensions
+    wanted[1:]."""
     num_outer = len(shape) - len(wanted) + 1
     if num_outer < 2 or not wanted or tuple(shape[num_outer:]) != tuple(wanted[1:]):
         return False
@@ -66,7 +66,7 @@ def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 def refusal(error: RuntimeError) -> RuntimeError:
     """Converts the error of an operation to the class that torch's own functions raise: torch.OutOfMemoryError if a GPU
-    ran out of memory. Other errors are returned as they are."""
+    ran out of memory. Other errors are returned unchanged."""
     is_memory = "out of memory" in str(error) and torch.cuda.is_initialized()
     return torch.OutOfMemoryError(str(error)) if is_memory else error
 

@@ -22,7 +22,7 @@ _LEAST_ROWS = 16  # The kernel supports matrices of at least this many rows.
 COLUMN_UNIT = 32  # The kernel supports rows whose number of columns is a multiple of this.
 # An element of BF16 is coded as a residual, which is its sign and mantissa, and a digit of four bits for its exponent.
 _RESIDUAL_BITS, _EXPONENT_BITS = 8, 8
-_NUM_SYMBOLS = 15  # A digit of four bits stands for one of 15 exponents; digit 15 is an escape.
+_NUM_SYMBOLS = 15  # Digits 0 to 14 stand for exponents; digit 15 marks an escape.
 LEAST_REGULAR = 31 / 32  # If a smaller fraction of the rows is regular, the whole matrix is decoded in every call.
 # Number of elements that are searched for escapes at once. The search takes about seven bytes of memory per element.
 _CHUNK_ELEMENTS = 1 << 24

@@ -52,15 +52,16 @@ def index_select(
     If the table is in pinned host memory or on a GPU, the GPU itself fetches and decodes the rows in one kernel on the
     current stream. If the table is in pageable memory, the CPU gathers the rows and they are copied. If ids and out are
     on the GPU, and the table is pinned or on that GPU, the call does not synchronise, and it allocates nothing except
-    what path "bucketed" needs. After one call outside a CUDA graph, such a call can be captured in one.
+    what path "bucketed" needs. Such a call can be captured in a CUDA graph after one call has been made outside of the
+    graph.
 
     CPU ids that are out of range raise IndexError at once. CUDA ids are checked by the kernel, without synchronising:
     the item of a bad id is zeros, and the error for the first bad id is raised by the next call on the table, by
     `table.check()`, or by this call if check=True.
 
-    Inside torch.compile, also with fullgraph=True, the call works once one call has been made outside. There, check has
-    no effect, path="cpu" raises ValueError, and CPU ids are checked in the same way as CUDA ids. A call with a list of
-    tables ends the graph.
+    The call works inside torch.compile, also with fullgraph=True, after one call has been made outside. Inside
+    torch.compile, check has no effect, path="cpu" raises ValueError, and CPU ids are checked in the same way as CUDA
+    ids. A call with a list of tables ends the graph.
 
     One call can fetch items of several tables, such as a model's embeddings: item ids[k] of table[table_numbers[k]],
     for every k. The call sorts the ids by table, and takes the tables in groups of up to 32. In a group, tables with
@@ -88,13 +89,12 @@ def index_select(
         device: the device of the result. None: the device of out or, without out, that of the ids. With a list of
             tables, it must be the device of the ids.
         out: tensor of the table's dtype to write to. Its shape is [K, ...]; in place of K it may have several
-            dimensions, whose product is K. It may have any strides. If its items are contiguous, such as the items at
-            one t of a cache [B, H, T, D], they are written to it directly. With a list of tables, out must be
-            contiguous.
+            dimensions, whose product is K. It may have any strides. If each item of out is contiguous, as are the items
+            at one t of a cache [B, H, T, D], the results are written to out directly. With a list of tables, out must
+            be contiguous.
         check: whether to wait for the result and raise faults in this call.
-        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all. The exception is path
-            "bucketed", which then uses only the number that decodes rows as fast as the link brings them (at least 16
-            on an H200).
+        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all, except on path "bucketed",
+            which uses only the number that decodes rows as fast as the link brings them (at least 16 on an H200).
         path: how items come from host memory to a GPU. All paths give the same bits. None chooses by the sizes.
             "gpu": the GPU fetches the items in the order of the ids.
             "bucketed": the table is divided into windows. The GPU first sorts the ids by window, and fetches the items
@@ -253,8 +253,8 @@ def _way_from_cpu(
 
 
 def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
-    """Returns whether the CPU should gather the items of many CPU ids for a GPU. It should if it can, and if this is
-    expected to be faster than if the GPU fetched them."""
+    """Returns whether the CPU should gather the items of these CPU ids for a GPU: it must be able to, and if the GPU
+    could fetch the items itself, gathering must be expected to be faster."""
     if table.slots.is_cuda or (worker.type == "cuda" and not _stages(table, handle, ids.shape[0])):
         return False
     can_gather = host_gather.rows_at_once(table) > 0 and not is_capturing(target)

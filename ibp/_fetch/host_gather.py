@@ -155,8 +155,8 @@ def _ring_of(device: torch.device) -> tuple[Ring, ForkLock]:
 
 
 def has_buffers(table: Table, device: torch.device) -> bool:
-    """Makes the buffers for gathering a table for a device, if they do not exist yet. Returns False if the system
-    refuses to pin them."""
+    """Makes the buffers through which the rows of a table are gathered for a device, unless they exist already. Returns
+    False if the system refuses to pin them."""
     if device not in _refused:
         try:
             _stage_of(device) if _gathers_slots(table) else _ring_of(device)

@@ -70,8 +70,8 @@ def linear(
 
     The kernel adds products in float. For up to 64 vectors (32 if K is above 14,336), the order of the additions
     depends only on K, so a vector's result has the same bits regardless of the number of vectors. The results of rows
-    that torch multiplies (see below) are an exception. The bits differ from those of torch's function, which also
-    differ between shapes and GPUs.
+    that torch multiplies (see below) are an exception. The bits differ from those of torch's function, whose bits also
+    differ between shapes and between GPUs.
 
     With several tables, such as the query, key and value matrices of a model, one launch of the kernel multiplies by up
     to 4 of them, if no gradients are wanted. Together, short matrices then take as long as one matrix that has all
@@ -79,8 +79,8 @@ def linear(
 
     Gradients reach x and bias, also under autocast. The decoded W is not kept for backward. Instead, backward decodes W
     again for the duration of its product, so rows of the table must not change before that. There are two exceptions:
-    if transforms of torch.func are active, or if the source is not a table, autograd keeps the decoded W until
-    backward.
+    if transforms of torch.func are active, or if `table` is another object than a table, autograd keeps the decoded W
+    until backward.
 
     The kernel needs a list of the few escaped weights, which the table's digits do not represent. Modules of `ibp.nn`
     make this list when they are given a table; call `table.prepare_linear()` to make it for a table of your own. With
@@ -88,8 +88,8 @@ def linear(
     above 14,336), a workspace. They can be captured in a CUDA graph, or compiled with fullgraph=True and
     mode="reduce-overhead", from the first call on. Without the list, the first call makes it. If a graph is captured,
     or code is compiled, before the list is made, the graph or the code decodes W in every call, and a warning says so
-    once. The table's `nbytes` includes the list. After the table has changed, the list is made again; then also compile
-    and capture again.
+    once. The table's `nbytes` includes the list. If the table changes, the list is made again. Then compile the code
+    and capture the graphs again, too.
 
     Some rows are kept decoded next to the list, and torch multiplies by them: rows that are stored raw, default rows,
     and rows with more than max(64, K / 128) escaped weights. If more than one row in 32 is such a row, all of W is
@@ -203,7 +203,7 @@ def _product(
 def _products(
     x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor] | None:
-    """Computes `linear` for several tables in one launch. Returns the results, or None if it computes nothing: if
+    """Computes `linear` for several tables in one launch. Returns the results. Returns None, and computes nothing, if
     gradients are wanted, if there is only one table, or if the kernel cannot multiply by all tables together."""
     if len(tables) == 1 or x.is_nested or any(wants_gradients(x, bias) for bias in biases):
         return None

@@ -100,9 +100,9 @@ def decompress(
         out: tensor of the shape and dtype of x, with any strides, to which the result is written. For several tables: a
             list with a tensor or None for each table.
         check: whether to wait for the result and raise faults at once, as in `index_select`.
-        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all. The exception is path "copy",
-            which then uses only the number that keeps up with the link (32, or more if decoding is slow), so that other
-            work can use the rest. Give a number, such as 16, if other kernels keep all multiprocessors busy.
+        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all, except on path "copy", which
+            uses only the number that keeps up with the link (32, or more if decoding is slow), so that other work can
+            use the rest. Give a number, such as 16, if other kernels keep all multiprocessors busy.
         path: how rows come from pinned host memory to a GPU. Both paths give the same bits. None chooses "gpu" if
             max_sms is given, and otherwise chooses by the size.
             "copy": the copy engine moves the rows into the ring. This is the fastest path if the GPU has free

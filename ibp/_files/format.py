@@ -31,7 +31,8 @@ PADDING = "ibp.padding."  # the beginning of the names of the tensors of zeros t
 # Beginnings of keys. The name of a table, the number of a codebook or the name of a removed tensor follows.
 TABLE_KEY, CODEBOOK_KEY, REMOVED_KEY = "ibp.table.", "ibp.codebook.", "ibp.removed."
 
-# The names of the parts of a table and of a tensor that an external codec has coded, each with the name of its dtype.
+# The parts of a table, and the parts of a tensor that an external codec has coded. Each dictionary maps the name of a
+# part to the name of its dtype.
 TABLE_PARTS = {"slots": "U8", "overflow": "U8", "lengths": "U16", "bases": "U64"}
 CODEC_PARTS = {"blocks": "U8", "offsets": "U64"}
 
@@ -46,8 +47,8 @@ class ChecksumError(FileFormatError):
 
 @contextlib.contextmanager
 def refused(what: str) -> Iterator[None]:
-    """Converts a ValueError or TypeError that is raised inside to a FileFormatError. what: what is being read; the
-    message begins with it."""
+    """A context that converts a ValueError or TypeError of its block to a FileFormatError. what: the name of what is
+    being read, with which the message begins."""
     try:
         yield
     except FileFormatError:
@@ -57,7 +58,7 @@ def refused(what: str) -> Iterator[None]:
 
 
 def part_names(table: str) -> list[str]:
-    """Returns the names that the parts of a table can have."""
+    """Returns all names that parts of a table can have in a file."""
     return [f"{table}:{part}" for part in (*TABLE_PARTS, *CODEC_PARTS)]
 
 
@@ -147,7 +148,7 @@ def form_of(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[torch.d
 
 
 def write_fields(fields: Mapping[str, object]) -> str:
-    """Returns fields as text: `key=value` pairs with spaces between them. Fields that are None are left out."""
+    """Returns fields as a string: `key=value` pairs with spaces between them. Fields that are None are left out."""
     return " ".join(f"{key}={_written(value)}" for key, value in fields.items() if value is not None)
 
 
@@ -191,7 +192,7 @@ class TableFields:
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """The dtypes of the table's parts, by the names of the parts."""
+        """A mapping from the names of the table's parts to the names of their dtypes."""
         return TABLE_PARTS if self.codec is None else CODEC_PARTS
 
     def text(self) -> str:
@@ -225,7 +226,7 @@ def table_fields(what: str, text: str) -> TableFields:
 
 
 def _in_json(text: str) -> str:
-    """Returns a text as a JSON string, without the quotes around it."""
+    """Returns a string in the form that it has in JSON, without the quotes around it."""
     return json.dumps(text)[1:-1]
 
 
@@ -286,7 +287,8 @@ def read_codebook(
         number: the number of the codebook in the file.
         part: a function of (number, part, name of the dtype, number of entries) that returns the entries of a
             codebook's part.
-        is_cluster: whether the codebook belongs to a cluster of another codebook, so that it must have no clusters.
+        is_cluster: whether the codebook belongs to a cluster of another codebook, so that it must not have clusters
+            itself.
 
     Raises:
         FileFormatError: the fields are missing or wrong, or a part does not match them.
@@ -419,7 +421,7 @@ class Entry(NamedTuple):
     """A tensor in a file."""
 
     dtype: str  # the dtype's name in the header
-    shape: tuple[int, ...]  # the tensor's shape; a part of a table has one dimension, which counts the padding
+    shape: tuple[int, ...]  # the tensor's shape; a part of a table has one dimension, which includes the padding
     # start, end: offsets in the file at which its bytes begin and end.
     start: int
     end: int
@@ -435,7 +437,7 @@ class Header:
 
     num_bytes: int  # size in bytes, including the 8 bytes that hold the size of the JSON; the data begin at this offset
     tensors: Mapping[str, Entry]  # by name, in the order of their bytes in the file
-    metadata: Mapping[str, str]  # a mapping from keys to texts, with the user's entries and ibp's
+    metadata: Mapping[str, str]  # a mapping from strings to strings, with the user's entries and ibp's
     # (size in bytes of a block that has a checksum, number of these blocks); or the reason why the checksums are
     # invalid; or None for an ordinary safetensors file.
     checks: tuple[int, int] | str | None
@@ -498,6 +500,6 @@ HASH = "xxh3_64"  # the name of the hash function in the fields of the checksums
 
 
 def checksum_bytes(data_bytes: int) -> int:
-    """Returns the size in bytes of the checksums for data_bytes bytes of data: 8 bytes for each block, for the header,
-    and for the checksums themselves."""
+    """Returns the size in bytes of the checksums for data_bytes bytes of data: one checksum of 8 bytes for each block,
+    one for the header, and one for all preceding checksums."""
     return 8 * (-(-data_bytes // BLOCK_BYTES) + 2)

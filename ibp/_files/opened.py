@@ -67,16 +67,16 @@ class TensorInfo:
 
     Attributes:
         name: name of the tensor.
-        dtype: dtype of the original tensor. If this torch lacks that dtype, it is None for a table. A plain tensor is
-            then read as bytes, and this is the dtype of the tensor of bytes.
+        dtype: dtype of the original tensor. If this torch lacks that dtype, the attribute is None for a table, and
+            uint8 for a plain tensor, which is then read as bytes.
         shape: shape of the original tensor, or of the tensor of bytes.
-        scheme: "ibp", "planes" or "raw" for a table; None for a tensor that is kept as it is or is coded by `codec`.
+        scheme: "ibp", "planes" or "raw" for a table; None for a tensor that is uncompressed or is coded by `codec`.
         codebook: codebook of a table, or None.
         codec: name of the external codec of a table, or None.
         num_bytes: size in bytes of the original tensor. None if dtype is None.
         stored_bytes: size in bytes of the tensor in the file, including the index and padding, but not the codebook. 0
             for a tensor that is stored as a view of another tensor.
-        fields: the fields of a table, a mapping from keys to texts; empty for other tensors.
+        fields: the fields of a table, a mapping from strings to strings; empty for other tensors.
         files: names of the files that hold the tensor's bytes.
     """
 
@@ -98,7 +98,7 @@ class File(Mapping[str, Value], Closing):
 
     A table or tensor is made when it is first asked for, and its bytes are read from the file when they are used.
     Tables and tensors stay valid after `close`. Changing them does not change the file: the first change of a table
-    copies its rows to new memory, and the system copies each page of a tensor that is written to.
+    copies its rows to new memory, and when a tensor is written to, the system copies the pages that change.
 
     Example:
         >>> ibp.save("model.safetensors", {"weight": ibp.compress(torch.ones(1000, 1024)), "bias": torch.ones(1000)})
@@ -110,7 +110,7 @@ class File(Mapping[str, Value], Closing):
 
     Attributes:
         path: the path that was opened.
-        metadata: the user's metadata, a mapping from keys to texts.
+        metadata: the user's metadata, a mapping from strings to strings.
         tables: names of the compressed tensors.
         removed: for the delta of a checkpoint, names of tensors that no longer exist.
     """
@@ -120,7 +120,7 @@ class File(Mapping[str, Value], Closing):
         found = find_files(path)
         self._files = {name: OpenFile(file, verify=verify) for name, file in found.files.items()}
         self._places = _places_of(self._files, found)
-        self._owners: dict[str, OpenFile] = {}  # for each table, the file that has its fields
+        self._owners: dict[str, OpenFile] = {}  # for each table, the file whose metadata has its fields
         for file in self._files.values():
             for name in file.tables:
                 if name in self._owners:
@@ -257,8 +257,8 @@ class File(Mapping[str, Value], Closing):
         return name in self._names
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns the table or tensor with this name, or the default if there is none. Unlike `file[name]`, it does not
-        search for similar names if there is none."""
+        """Returns the table or tensor with this name, or `default` if the name does not exist. Unlike `file[name]`,
+        this method then does not search for similar names."""
         self._check_open()
         return self[name] if name in self else default
 
@@ -457,11 +457,11 @@ def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, Tenso
 
 
 def open(path: PathLike, *, verify: bool = False, memory: str | None = None, share: bool = False) -> File:
-    """Opens a file of tables and tensors. Its bytes are mapped, and read when rows are asked for.
+    """Opens and maps a file of tables and tensors. The bytes of rows are read only when the rows are asked for.
 
     The system keeps the bytes in memory once, however many processes read them. Tables can be changed, and tensors can
-    be written to. This does not change the file: the first change of a table copies its rows to new memory, and the
-    system copies each page of a tensor that is written to.
+    be written to. This does not change the file: the first change of a table copies its rows to new memory, and when a
+    tensor is written to, the system copies the pages that change.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -474,13 +474,13 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
     Args:
         path: a file, the index of a set of files (`model.safetensors.index.json`), or a directory that has a set or
             single files. An ordinary safetensors file also works: all of its tensors are plain.
-        verify: whether to compare the header's checksum now, and a tensor's checksums when it is first asked for, which
-            reads all of its bytes. False by default, so that the CPU and GPUs read only the rows that they need from
-            the map. Comparing checksums row by row would not help: a row has a few hundred bytes, and a checksum covers
-            1 MiB.
+        verify: whether to compare the header's checksum now, and a tensor's checksums when the tensor is first asked
+            for. To compare them, all bytes of the tensor are read. False by default, so that the CPU and GPUs read only
+            the rows that they need from the map. Comparing checksums row by row would not help: a row has a few hundred
+            bytes, and a checksum covers 1 MiB.
         memory: "pinned": GPUs read rows themselves. A table's mapped bytes are pinned when the table is first asked
             for. If the system refuses, the table is copied to pinned memory, and a RuntimeWarning is given once per
-            process. "host": rows pass through the CPU. None: pinned when a GPU first fetches from a table.
+            process. "host": rows pass through the CPU. None: a table is pinned when a GPU first fetches from it.
         share: whether processes share pinned copies of tables. This has an effect only if the system cannot pin mapped
             memory. All processes of the same user on this machine that open the file with share=True then use the same
             copy of a table, instead of one copy each. A shared table cannot be changed. Its copy is freed when no
@@ -545,7 +545,7 @@ class DamagedBlock(NamedTuple):
     """A block of a file whose bytes do not match its checksum.
 
     Attributes:
-        place: the file, the block's number and the range of its bytes in the file, as text.
+        place: a string with the file, the block's number and the range of its bytes in the file.
         tensors: names of the tensors that have bytes in the block. A table's codebook does not count as its bytes.
         codebooks: for each codebook that has bytes in the block, the names of the tables that are coded with it.
     """
@@ -559,7 +559,7 @@ def damaged_blocks(file: File) -> list[DamagedBlock]:
     """Compares all checksums of a file, or of a set of files. Returns the damaged blocks. Raises ChecksumError if a
     header is damaged, or if the checksums themselves are."""
     table_of = {part: name for name in file._owners for part in part_names(name)}
-    books: dict[tuple[OpenFile, str], list[str]] = {}  # by part of a codebook: the tables coded with this codebook
+    books: dict[tuple[OpenFile, str], list[str]] = {}  # for each part of a codebook, the tables that use the codebook
     for name, owner in file._owners.items():
         with contextlib.suppress(FileFormatError):  # if this ibp cannot read a table, its codebook is not known
             for part in owner.codebook_parts(file.fields(name).codebook):
@@ -575,7 +575,7 @@ def damaged_blocks(file: File) -> list[DamagedBlock]:
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Adds the name of the tensor that is read inside the context to the message of a ChecksumError."""
+    """A context that adds the name of a tensor to the message of a ChecksumError of its block."""
     try:
         yield
     except ChecksumError as error:
@@ -618,8 +618,8 @@ def load(
             a temporary file for the duration of the call.
         device: where tables and tensors go. None: host memory, or with memory="device" the current CUDA device.
         names: names of the tensors to read. None: all.
-        verify: whether to compare the checksums of the header, and those of the bytes as they are read. A file without
-            checksums, such as one of another library, is read without comparing any.
+        verify: whether to compare the checksums of the header, and those of all bytes that are read. A file without
+            checksums, such as one that another library wrote, is read without this check.
         memory: where tables and tensors live: "device", on the device; "pinned", in host memory that GPUs read; "host",
             in pageable memory. None: on the device if one is given; otherwise tables in pinned memory and tensors in
             pageable memory.
@@ -650,6 +650,6 @@ def load(
 
 
 def _check_names(names: Iterable[str] | None) -> None:
-    """Raises TypeError if names is a single string instead of a list."""
+    """Raises TypeError if `names` is a single string."""
     if isinstance(names, str):
         raise TypeError(f"names is the text {names!r}; wanted a list of names")

@@ -13,11 +13,11 @@ These rules hold for the outputs of `ibp.save`, `ibp.checkpoints` and the comman
 - An output is a directory if its name ends in a slash or is that of an existing directory. If the input is a directory,
   an output whose name has no suffix of a format is a directory, too. The directory is made if it does not exist; its
   parent must exist.
-- The content of a file agrees with the suffix of its name: safetensors are not written under a name like "model.pt".
+- The format of a file agrees with the suffix of its name: a safetensors file does not get a name like "model.pt".
 - `ibp.save` replaces what is at its path, as torch.save does; `ibp.checkpoints` and the command line do so only with
   `force`.
-- An output is replaced as a whole: if a single file replaces a set of files, the set and its index are removed, and
-  vice versa.
+- Nothing of a replaced output remains: if a single file replaces a set of files, the set and its index are removed; if
+  a set replaces a single file, that file is removed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _HERE = ("file", "local")  # protocols of fsspec for files of this machine
 
 
 def path_text(path: PathLike) -> str:
-    """Returns a path or URL as text. For a URL of a file on this machine ("file://..."), returns the path of the file.
-    Raises TypeError if `path` is neither text nor an os.PathLike."""
+    """Returns a path or URL as a string. For a URL of a file on this machine ("file://..."), returns the path of the
+    file. Raises TypeError if `path` is neither a string nor an os.PathLike."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"path is a {type(text).__name__}; wanted text or a path")
@@ -68,7 +68,7 @@ def path_text(path: PathLike) -> str:
 
 
 def is_url(path: str) -> bool:
-    """Returns whether fsspec has to read a path: it has a protocol other than that of local files."""
+    """Returns whether a path is a URL that fsspec has to read, because its protocol is not that of local files."""
     return "://" in path and path.partition("://")[0] not in _HERE
 
 
@@ -88,8 +88,8 @@ def format_of_name(path: PathLike) -> str | None:
 
 
 def coded_name(name: str) -> str:
-    """Returns the name of the coded form of a file of tensors. The name of a coded file is returned as it is.
-    Frameworks that do not know ibp do not look for such names.
+    """Returns the name of the coded form of a file of tensors. The name of a file that is already coded is returned
+    unchanged. Frameworks that do not know ibp do not look for such names.
 
     Example:
         >>> ibp.checkpoints.coded_name("model.safetensors"), ibp.checkpoints.coded_name("optimizer.pt")
@@ -102,7 +102,8 @@ def coded_name(name: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Returns the name of the file that a coded file was made from. The name of any other file is returned as it is."""
+    """Returns the name of the file that a coded file was made from. The name of any other file is returned
+    unchanged."""
     if not name.endswith(_CODED_SUFFIX):
         return name
     stem = name.removesuffix(_CODED_SUFFIX)
@@ -216,7 +217,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FileSet:
-    """The files that are opened as one.
+    """The files that a path stands for (see `find_files`).
 
     Attributes:
         files: their paths, by name.
@@ -266,8 +267,8 @@ def _of_weights(paths: Iterable[Path]) -> list[Path]:
 
 @contextlib.contextmanager
 def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Yields the path on this machine of a file, a set of files or a directory. If `url` is a path, it is yielded as it
-    is. What a URL names is copied to a temporary directory, which is removed when the context is left.
+    """Yields the path on this machine of a file, a set of files or a directory. If `url` is a path, it is yielded
+    unchanged. If it is a URL, the files are copied to a temporary directory, which is removed when the context is left.
 
     suffixes: if the URL is a directory, only files whose names end with one of these are copied.
 
@@ -330,8 +331,8 @@ def names_directory(output: PathLike) -> bool:
 
 
 def output_of(inputs: PathLike | Iterable[PathLike], output: PathLike) -> str:
-    """Returns an output as text. If the only input is a directory, and the output does not have the suffix of a format,
-    a slash is added to it, because the output is then a directory, too."""
+    """Returns the path or URL of an output as a string. If the only input is a directory, and the output does not have
+    the suffix of a format, a slash is added to it, because the output is then a directory, too."""
     text = path_text(output)
     given = [inputs] if isinstance(inputs, (str, os.PathLike)) else inputs
     if names_directory(text) or format_of_name(text) or not isinstance(given, (list, tuple)) or len(given) != 1:
@@ -478,8 +479,8 @@ def outputs_of(path: Path, count: int) -> list[str]:
 @contextlib.contextmanager
 def replacing(path: Path, names: Collection[str]) -> Iterator[None]:
     """When the context ends without an exception, removes what remains of the earlier output of `path`: a file, or the
-    index of a set and the files that it names. Otherwise readers of the directory would find the old tensors. names:
-    the files of the new output, which stay."""
+    index of a set and the files that it names. If the earlier files remained, readers of the directory would find the
+    old tensors. names: the files of the new output, which stay."""
     earlier = [index_of(path), path, *shards_of_index(path)]
     yield
     for file in earlier:  # the index goes first: a set without an index is not read as a set

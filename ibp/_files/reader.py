@@ -91,7 +91,7 @@ def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
 
 
 def shown_names(names: Collection[str]) -> str:
-    """Returns a text for a message: the first names, and the number of the others."""
+    """Returns a string for a message: the first names, and the number of the others."""
     shown = ", ".join(map(repr, itertools.islice(names, _SHOWN_NAMES)))
     return f"{shown} and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else shown
 
@@ -120,7 +120,7 @@ class OpenFile:
             self.header = header_of(file, str(path))
         self._checks = Checks(self) if verify and not self.header.is_plain else None
         metadata = {} if self.header.is_plain else self.header.metadata
-        # The fields of each table as text, by the table's name.
+        # The fields of each table as a string, by the table's name.
         self.tables = {key[len(TABLE_KEY) :]: text for key, text in metadata.items() if key.startswith(TABLE_KEY)}
         # Names of the tensors that no longer exist, if the file is the delta of a checkpoint.
         self.removed = [key[len(REMOVED_KEY) :] for key in metadata if key.startswith(REMOVED_KEY)]
@@ -230,7 +230,7 @@ class OpenFile:
 
     @property
     def identity(self) -> str:
-        """A text that identifies the file and its content: it is the same for every process that opens the file, until
+        """A string that identifies the file and its content. It is the same in every process that opens the file, until
         the file changes."""
         found = os.fstat(self.fileno())
         return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
@@ -299,7 +299,7 @@ def _part_of(pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> 
 
 
 class Checks:
-    """The checksums of a file. The constructor verifies the checksums themselves, and the header. `check` and
+    """The checksums of a file. The constructor verifies the header, and that the checksums are undamaged. `check` and
     `read_into` verify blocks of data, and remember which blocks they have verified.
 
     Raises:
@@ -372,8 +372,8 @@ class Checks:
         self._is_right[block] = True
 
     def damaged(self) -> list[tuple[str, list[str]]]:
-        """Verifies all blocks that were not verified before. Returns (place of the block in the file as text, names of
-        the header's entries that have bytes in the block, without padding) for each damaged block."""
+        """Verifies all blocks that were not verified before. Returns (place, names) for each damaged block, as
+        returned by `_place_of` and `_names_in`."""
 
         def is_right(block: int) -> bool:
             with contextlib.suppress(ChecksumError):
@@ -385,12 +385,12 @@ class Checks:
         return [(self._place_of(block), self._names_in(block)) for block in wrong]
 
     def _place_of(self, block: int) -> str:
-        """Returns the place of a block as text: the file, the block's number and its bytes."""
+        """Returns a string with the place of a block: the file, the block's number and the range of its bytes."""
         start, end = self._bounds(block)
         return f"{self._file.path}: block {block}, bytes {start} to {end - 1} of the file"
 
     def _names_in(self, block: int) -> list[str]:
-        """Returns the names of the header's entries that have bytes in a block, without padding."""
+        """Returns the names of the header's entries that have bytes in a block, without entries of padding."""
         start, end = self._bounds(block)
         entries = self._file.header.tensors.items()
         inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
@@ -408,7 +408,7 @@ class Checks:
 
 def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, num_bytes: int) -> int:
     """Returns the offset in the file at which a part begins. Raises FileFormatError unless the part exists, has this
-    dtype, is aligned, and has the size that num_bytes bytes have with padding. entry: the part's entry in the header.
+    dtype, is aligned, and has the size of num_bytes bytes plus padding. entry: the part's entry in the header.
     None: the part does not exist."""
     padded = rounded_up(num_bytes)
     if entry is None:
@@ -610,7 +610,7 @@ def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, 
     ends.
 
     Args:
-        key: a text that is the same in all processes for the same tensors, and different for others.
+        key: a string that is the same in all processes for the same tensors, and differs between different tensors.
         tensors: the tensors of a table, by the names of the parts.
 
     Raises:

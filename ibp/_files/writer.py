@@ -1,6 +1,6 @@
-"""`ibp.save`, and the writer of one file of tables and tensors. The data are written first, one piece after the other,
-past a space at the front of the file. The header is written into this space last. The file gets its name when it is
-complete."""
+"""`ibp.save`, and the writer of one file of tables and tensors. Space for the header is left at the front of the file.
+The data are written after this space, one piece after the other, and the header is written last. The file gets its name
+when it is complete."""
 
 from __future__ import annotations
 
@@ -96,25 +96,25 @@ def save(
         {'step': '500'}
 
     Args:
-        path: path of the file; a directory, for "model.safetensors" in it; or a URL that fsspec knows ("s3://...",
-            "memory://..."). A directory is made if its name ends in a slash and it does not exist.
-        tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.deltas.make`) by name; a single one
-            without a name gets the name "tensor". Tensors are kept as they are, and may have any dtype that safetensors
-            has. Arrays are stored as tensors. For an `ibp.deltas.CheckpointDelta` the file also keeps the names of
-            tensors that no longer exist (`File.removed`).
-        metadata: a mapping from keys to texts, which is stored in the file. No key may begin with "ibp.".
+        path: path of the file; a directory, in which the file gets the name "model.safetensors"; or a URL that fsspec
+            knows ("s3://...", "memory://..."). A directory is made if its name ends in a slash and it does not exist.
+        tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.deltas.make`) by name. A single
+            table or tensor may be given without a name, and gets the name "tensor". Tensors are stored uncompressed,
+            and may have any dtype that safetensors has. Arrays are stored as tensors. For an
+            `ibp.deltas.CheckpointDelta` the file also keeps the names of tensors that no longer exist (`File.removed`).
+        metadata: a mapping from strings to strings, which is stored in the file. No key may begin with "ibp.".
         shard_bytes: the largest size in bytes of the data of a file, unless a single table or tensor is larger. Larger
             data become a set of files, `<stem>-00001-of-00003.safetensors` and so on, with the index
             `<stem>.safetensors.index.json`. None: one file.
-        content: whether to store the fingerprint of each table's original tensor, too. To compute it, each table is
-            decoded once. `File.verify` compares it.
+        content: whether to store the fingerprint of each table's original tensor, too. To compute the fingerprint, each
+            table is decoded once. `File.verify` with content=True compares it.
         progress: whether to show a progress bar.
 
     Raises:
         TypeError, ValueError: a file cannot hold one of the names or tensors, or the metadata; shard_bytes is not a
             positive number; or path has the suffix of another format (.pt, .npz, .gguf).
-        OSError: the file cannot be written; no new file exists then. The message names the file, and if the disk is
-            full it says how many bytes are needed.
+        OSError: the file cannot be written. In this case there is no new file. The message names the file, and if the
+            disk is full it says how many bytes are needed.
     """
     if isinstance(tensors, (str, os.PathLike)):
         raise TypeError(f"tensors is the path {os.fspath(tensors)!r}; wanted ibp.save(path, tensors), the path first")
@@ -231,10 +231,10 @@ class FileWriter:
 
     Args:
         path: path of the file.
-        metadata: the user's metadata, a mapping from keys to texts; no key may begin with "ibp.".
+        metadata: the user's metadata, a mapping from strings to strings; no key may begin with "ibp.".
         header_bytes: size in bytes of the space for the header, see `header_room`.
-        data_bytes: the expected size of the data in bytes, which may be too small; 0 if it is not known. The message
-            about a full disk states it.
+        data_bytes: the expected size of the data in bytes, which may be too small; 0 if it is not known. The error
+            message for a full disk gives this size.
         on_write: a function that is called after each write of data, with the number of bytes that were written.
         like, alone, replace: as in `NewFile`: the files that permissions are taken from, whether to refuse if another
             call is writing the same path, and whether to replace an existing file.
@@ -275,8 +275,8 @@ class FileWriter:
     # ---- the file's contents ----
 
     def plain(self, name: str, dtype: str, shape: tuple[int, ...]) -> Sink:
-        """Begins a tensor that is stored as it is. Returns the sink for its bytes. dtype: the dtype's name in the
-        header; torch need not have the dtype."""
+        """Begins an uncompressed tensor. Returns the sink for its bytes. dtype: the dtype's name in the header; torch
+        need not have the dtype."""
         self._check_name(name, self._plain)
         self._plain.add(name)
         self._claim_header(repr(name), _json_bytes(name) + 2 * _ENTRY_BYTES + len(shape) * _SIZE_BYTES)
@@ -408,7 +408,8 @@ class FileWriter:
         self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
 
     def _header(self, check_bytes: int) -> bytes:
-        """Adds the entry of the checksums. Returns the bytes of the file before the data: the header with its size.
+        """Adds the entry of the checksums. Returns the bytes of the file before the data, which are the size of the
+        header and the header.
         check_bytes: size in bytes of the checksums, which are still to be written."""
         assert self._output is not None
         hashed = write_fields({"block_bytes": BLOCK_BYTES, "hash": HASH})
@@ -614,8 +615,8 @@ def write_table(
 
 
 def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
-    """Writes a tensor as it is. It may be on any device, and is copied from there block by block. Raises ValueError if
-    safetensors does not have its dtype."""
+    """Writes a tensor uncompressed. It may be on any device, and is copied from there block by block. Raises ValueError
+    if safetensors does not have its dtype."""
     check_tensor(tensor, repr(name), KEPT_DTYPES)
     entry = entry_of(tensor.dtype, tuple(tensor.shape))
     if entry is None:
@@ -650,8 +651,8 @@ def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None,
 
 
 def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
-    """Returns the size in bytes, without padding, of each part that codebooks have in a file. Equal codebooks count
-    once."""
+    """Returns a list of the sizes in bytes, without padding, of the parts that these codebooks have in a file. Of equal
+    codebooks, only one is counted."""
     written: dict[AnyCodebook, int] = {}
     sizes: list[int] = []
 
@@ -666,8 +667,8 @@ def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
 
 
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """Returns a copy of the user's metadata. Raises TypeError unless keys and values are texts, and ValueError for keys
-    that are reserved for ibp."""
+    """Returns a copy of the user's metadata. Raises TypeError unless keys and values are strings, and ValueError for
+    keys that are reserved for ibp."""
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise TypeError(f"metadata has {key!r}: {type(text).__name__}; wanted text for text")
@@ -682,7 +683,7 @@ def _metadata_bytes(metadata: Mapping[str, str]) -> int:
 
 
 def _json_bytes(text: str) -> int:
-    """Returns the size in bytes of a text in the header. Raises ValueError if it is not valid Unicode."""
+    """Returns the size in bytes of a string in the header. Raises ValueError if it is not valid Unicode."""
     try:
         return len(json.dumps(text, ensure_ascii=False).encode())
     except UnicodeEncodeError:

@@ -262,7 +262,7 @@ def _inline(data: Any) -> str:
 
 
 def _data(files: Sequence[FileReport]) -> dict[str, Any]:
-    """Returns the data that page.js draws. Each different description of a codebook is stored once, in the list
+    """Returns the data that page.js draws. Each distinct description of a codebook is stored once, in the list
     "codebooks", and tensors refer to it by its position there."""
     codebooks: dict[str, int] = {}
     return {

@@ -51,7 +51,7 @@ def scaled(parts: Counter[str], total: int) -> dict[str, int]:
 
 
 def split_rows(rows: np.ndarray, codebook: AnyCodebook, element_bytes: int) -> Split:
-    """Computes the parts of rows that are coded with a codebook.
+    """Computes the `Split` of rows that are coded with a codebook.
 
     Args:
         rows: uint8 [n, row_bytes], n > 0: the decoded rows, without raw rows and default rows.
@@ -138,7 +138,7 @@ def _split_planes(rows: np.ndarray, codebook: PlanesCodebook) -> Split:
 
 
 def _split_listed(elements: np.ndarray, codebook: PlanesCodebook, parts: Counter[str]) -> np.ndarray:
-    """Adds the sizes of headers, positions and signs of listed rows to parts. Returns bool [n, columns]: True if the
+    """Adds the sizes of headers, positions and signs of listed rows to `parts`. Returns bool [n, columns]: True if the
     coded row has a value for the element. It has no value if the element is not listed, or if the row is closed, which
     means that all its listed elements equal `codebook.closed`."""
     columns = elements.shape[1]
@@ -199,7 +199,7 @@ def _ranks(symbols: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
 
 
 def _split_values(ranks: np.ndarray, coded: np.ndarray, codebook: PlanesCodebook, parts: Counter[str]) -> None:
-    """Adds the sizes of residuals, digits and raw symbols to parts.
+    """Adds the sizes of residuals, digits and raw symbols to `parts`.
 
     Args:
         ranks: the result of `_ranks`.
@@ -306,8 +306,8 @@ def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
 
 
 def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split | None:
-    """Computes the parts of the coded rows among given rows of a table. Returns None if all given rows are raw rows or
-    default rows.
+    """Computes the `Split` of the coded rows among given rows of a table. Returns None if all given rows are raw rows
+    or default rows.
 
     Args:
         rows: uint8 [n, row_bytes], the decoded rows.

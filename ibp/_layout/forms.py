@@ -3,8 +3,8 @@
 A piece has the following parts, in this order. Some of them may be empty.
 
     head      int64 [8]: counters and a fault record, see `PieceHead`
-    bases     int64: the offsets in overflow at which the rows' parts begin (FORMAT.md, section 2)
-    rooms     uint16 [rows]: the size of the part of overflow that each row owns, in units of 32 bytes; only if rows can
+    bases     int64: the offsets in overflow at which the bytes of rows begin (FORMAT.md, section 2)
+    rooms     uint16 [rows]: the size of the space that each row has in overflow, in units of 32 bytes; only if rows can
               be encoded more than once (ibp_place.h)
     lengths   uint16 [rows]: the lengths of the stored rows (FORMAT.md, section 2)
     slots     uint8
@@ -41,7 +41,7 @@ class PieceHead(NamedTuple):
     Attributes:
         used: int64 [1]: number of bytes of overflow that have been allocated to rows. If rows were lost because
             overflow was too small, it may be more than the size of overflow.
-        counts: int64 [2]: number of rows with a part in overflow, and number of lost rows.
+        counts: int64 [2]: number of rows that have bytes in overflow, and number of lost rows.
         fault: int64 [4]: a fault record.
         note: int64 [1]: a number that the sender of the piece can set. `encode_into` does not write to it.
     """
@@ -105,7 +105,7 @@ def laid_out(
     overflow: int = 0,
     alignment: int = ALIGNMENT,
 ) -> PieceForm:
-    """Returns the form of a piece from the sizes of its parts, in bytes.
+    """Computes the form of a piece from the sizes of its parts.
 
     Args:
         start: the offset of the bases in bytes, a multiple of 8.
