@@ -32,7 +32,7 @@ _FEW_BYTES = 1 << 20
 _SURVEYED_BYTES, _LEAST_TIMES = 1 << 20, 32
 # If rows are encoded while they are measured, memory for the overflow is allocated before its size is known. Its size
 # is _MORE_OVERFLOW times the size that the sample predicts, plus the fraction _LEAST_SHARE of the tensor's bytes. The
-# additional memory is needed because the sample has few rows.
+# additional memory is needed because a prediction from so small a sample is inexact.
 _MORE_OVERFLOW, _LEAST_SHARE = 1.25, 1 / 512
 # A codebook may leave out bits that are equal in all sampled rows; rows in which these bits differ are stored raw. If
 # the savings on all rows are lower than expected by at least this fraction of the original bytes, a codebook that can
@@ -52,8 +52,8 @@ class Coding(NamedTuple):
         lengths: uint16 [num_rows], the lengths of all rows (FORMAT.md section 2), on the device that measured the rows
             and encodes them.
         survey: the survey of the lengths.
-        place: slots and overflow that already hold the encoded rows. The rows' parts in the overflow are in no
-            particular order. None: the rows were only measured.
+        place: the slots and the overflow, if the rows have already been encoded. The order of the rows' parts in the
+            overflow is arbitrary. None: the rows have only been measured.
     """
 
     codebook: AnyCodebook
@@ -117,7 +117,7 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
                     bases = geometry.index_rows(coding.lengths, slot_bytes)
                     torch.ops.ibp.move_parts.default(place.table, bases, overflow)
             else:  # No rows are encoded yet, or the survey of all rows chooses another slot size than the sample did.
-                place, coding = None, coding._replace(place=None)  # frees the memory of the place
+                place, coding = None, coding._replace(place=None)  # frees the first slots and overflow
                 (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
                 bases = encode(request, coding, slot_bytes, slots, overflow, not is_pinned)
             table = kind.of_parts(geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
@@ -230,8 +230,8 @@ def coded_in_slots(request: Request) -> Coding:
 
 def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], torch.Tensor] | None) -> Coding:
     """Measures all rows with a codebook and returns the results. The same pass also encodes the rows (see
-    `_encoded_ahead`) if `room` is given, the table has slots, the rows are on the device that encodes, and the survey
-    of a sample is known or the tensor is large enough for making one."""
+    `_encoded_ahead`) if all of these conditions hold: `room` is given; the table has slots; the rows are on the device
+    that encodes; and a sample has been surveyed, or the tensor is large enough to survey a sample."""
     data, device = request.data, request.device
     known = None if codebook is request.options.codebook else request.known(codebook)
     is_free = request.options.device is None and not data.is_cuda  # The caller has not named a device.
@@ -261,7 +261,7 @@ def _encoded_ahead(
 
     Args:
         some: the survey of a sample of the rows, from which the sizes of slots and overflow are chosen.
-        room: a function that allocates a number of bytes for slots.
+        room: a function that takes a size in bytes and allocates memory of this size for slots.
     """
     data, geometry = request.data, request.geometry
     slot_bytes = request.slot_bytes or some.table_slot_bytes
@@ -370,7 +370,7 @@ def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options)
 
     try:
         return _core.call_keeping_table(kept, work)
-    except BaseException as interruption:  # Python may also handle a signal while that function returns.
+    except BaseException as interruption:  # Python may handle a signal as call_keeping_table returns.
         if kept:
             interruption.table = table  # type: ignore[attr-defined]
         raise

@@ -33,8 +33,8 @@ class CompressedTensor(Movable, CodedManners, Table):
     `ibp.compress` and by unpickling; the constructor is internal.
 
     A table supports much of the interface of a tensor (`shape`, `size()`, `to()`, `table[key]`, iteration,
-    `torch.index_select`, `F.embedding`, `F.embedding_bag`, `F.linear`) and decodes the rows that are needed. It is not
-    a torch.Tensor, does not support arithmetic and has no gradient. `==` and `hash` compare identity, not contents.
+    `torch.index_select`, `F.embedding`, `F.embedding_bag`, `F.linear`) and decodes the rows that are needed. A table is
+    not a torch.Tensor, does not support arithmetic and has no gradient. `==` and `hash` compare identity, not contents.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -160,8 +160,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         forked, and processes that open the handle of `share`. Returns self. Nothing happens if the table is on a GPU or
         is already shared.
 
-        All processes read the same copy of the bytes. The memory is freed with the last table that uses it. If the
-        table was pinned, each process pins the shared memory for itself.
+        All processes read the same copy of the bytes. The memory is freed when the last table that uses it is freed. If
+        the table was pinned, each process pins the shared memory for itself.
 
         Args:
             numa: the NUMA node whose memory is preferred, or a device, which stands for the node nearest to it. None:
@@ -197,13 +197,14 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Moves the table to shared memory (see `share_memory_`) and returns a handle. Other processes pass the handle
         to `ibp.distributed.open_shared` to open the table without a copy.
 
-        Tables that are put in queues of `multiprocessing`, or passed as arguments to its processes, are sent in this
-        way.
+        `multiprocessing` also sends tables in this way, when they are put in its queues or passed as arguments to its
+        processes.
 
         The handle is plain data and can be sent by any means, such as `torch.distributed.broadcast_object_list`, a
         store or a socket. Any number of processes may open it, as long as the process that called `share` lives and
         holds the table. For a table on a GPU, however, the handle contains CUDA's own handles, which torch makes. Only
-        one process may open it. Until then, the process that called `share` keeps the memory alive.
+        one process may open such a handle, and the process that called `share` keeps the memory alive until the handle
+        is opened.
 
         Raises:
             RuntimeError: as for `share_memory_`.
@@ -417,7 +418,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Starts copying items, or the whole tensor, to a GPU on another stream, while the current stream continues.
 
         The prefetch begins after the work that is queued on the current stream at the time of the call, so this work
-        may still write the ids and use out. If the result goes to the CPU, the call returns when the prefetch is
+        may still write `ids` and use `out`. If the result goes to the CPU, the call returns when the prefetch is
         complete.
 
         Args:
@@ -459,7 +460,7 @@ class CompressedTensor(Movable, CodedManners, Table):
 
     @property
     def fits_linear(self) -> bool:
-        """Whether the kernel of `ibp.linear` can multiply by the coded rows directly, if they are in the memory of the
+        """Whether the kernel of `ibp.linear` can multiply by the coded rows directly once they are in the memory of a
         GPU. This holds for a BF16 matrix that was coded at level "fast" with large enough slots."""
         return escapes.takes(self)
 

@@ -109,8 +109,8 @@ class ModelLoading:
         return ModelPlan(self._model, **{name: getattr(self._options, name) for name in _FIELDS})
 
     def leave(self, names: Iterable[str]) -> None:
-        """Keeps the weights of the modules with these names, and of all modules inside them, plain. Call it before the
-        first weight is read."""
+        """Keeps weights plain: those of the modules with these names, and of all modules inside them. Call this method
+        before the first weight is read."""
         self._away = frozenset(names)
 
     def has(self, key: str) -> bool:
@@ -126,8 +126,8 @@ class ModelLoading:
         return any(key.startswith(f"{name}.") for name in self._away)
 
     def takes(self, key: str, table: CompressedTensor, dtype: torch.dtype | None) -> bool:
-        """Returns whether the model can hold a table of a checkpoint as it is. dtype: the dtype of the parameter in the
-        model. None: the table's dtype."""
+        """Returns whether the model can hold a table of a checkpoint without converting it. dtype: the dtype of the
+        parameter in the model. None: the table's dtype."""
         return self.codes(key) and dtype in (None, table.dtype) and self._plan.takes(key, table)
 
     def value_of(
@@ -205,7 +205,8 @@ class ModelLoading:
         weights that are coded, and of the reasons why others stay plain.
 
         Raises:
-            ValueError: a weight that is to be coded has no values: the checkpoint lacks it, or has another shape.
+            ValueError: a weight that is to be coded has no values, because the checkpoint lacks the weight or has it
+                with another shape.
         """
         rest = self._new_plan()
         rest.code_all(self._tables, but=self._is_away)

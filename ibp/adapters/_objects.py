@@ -51,7 +51,7 @@ class ModelChange(OfThisProcess, Closing, NotTheModel):
 
     Args:
         model: the model.
-        hint: which models are accepted, for the error if `model` is not one.
+        hint: a string that says which models are accepted, for the error if `model` is not a module.
 
     Attributes:
         model: as given.

@@ -120,7 +120,7 @@ def _put(
         if isinstance(error, Exception) and before is not None:
             slots.index_copy_(0, places, before)  # the operation was refused, so the map still has the old lengths
         else:
-            put()  # do both steps again, so that bytes and lengths belong together
+            put()  # do both steps again, so that the bytes match the lengths
         raise
 
 

@@ -3,9 +3,9 @@ others.
 
 Each rank fills its own slab and lends it to the others: GPU memory by CUDA IPC, as torch sends tensors between
 processes, and host memory as shared segments. A loan has the data that another rank needs to open the slab. Each rank
-opens loans on its own device: its kernels then read the slab over NVLink, and no context on the lender's GPU is needed.
-Lent memory is freed when all borrowers have closed it, or when the lender ends. Borrowers close it when the cache is
-refilled or freed.
+opens loans on its own device. The rank's kernels then read the slab over NVLink, and the rank needs no CUDA context on
+the lender's GPU. Lent memory is freed when all borrowers have closed it, or when the lender ends. Borrowers close the
+memory when the cache is refilled or freed.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class _Lender:
         self._rank, self._size = rank, size
 
     def lend(self, slab: Slab) -> list[_Loan | None]:
-        """Returns a loan for each other rank. Each loan of GPU memory must be opened once, because the memory cannot be
-        freed before it has been opened."""
+        """Returns a loan for each other rank. Each loan of GPU memory must be opened exactly once, because the memory
+        cannot be freed before it has been opened."""
         if slab.device.type == "cuda":
             self.slab = slab
             return [

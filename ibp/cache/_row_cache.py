@@ -66,9 +66,9 @@ class CacheStats(Statistics):
     units of coding; an item of the table consists of one or more rows.
 
     Attributes:
-        own_hits: number of rows that were found in the slab of the device that asked.
+        own_hits: number of rows that were found in the slab of the requesting device.
         peer_hits: number of rows that were found in the slab of another device.
-        hits_of_slabs: for each slab, the number of rows that were found in it, whichever device asked.
+        hits_of_slabs: for each slab, the number of rows that were found in it, whichever device requested them.
         misses: number of rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
         link_bytes: total size of the missed rows in bytes, each row rounded up to whole 32-byte sectors.
         capacity: number of rows for which the cache has room.
@@ -107,8 +107,8 @@ class RowCache(OfThisProcess, TensorManners):
 
     A cache can be used wherever a table is read; the adapters in `ibp.integrations` accept it as a table. The cache
     keeps the table alive. A device without a slab gets all rows from the table. The exception is a cache that is
-    writable, or whose table is an `ibp.CodedRows`: its first device looks the rows up, and they are copied from there.
-    If a GPU cannot read the slab that holds a row, it gets the row from the table.
+    writable, or whose table is an `ibp.CodedRows`: the cache's first device looks the rows up, and the rows are copied
+    from that device. If a GPU cannot read the slab that holds a row, it gets the row from the table.
 
     Several threads may use a cache at the same time. The work of calls that change the cache (`update_`, `invalidate`,
     and lookups in a cache that replaces rows) is ordered with the cache's other work on all streams, except work in
@@ -127,7 +127,7 @@ class RowCache(OfThisProcess, TensorManners):
             rows there, call `invalidate` for them.
         budget_bytes: size in bytes of the device memory of each slab, including its map and everything else that the
             cache keeps there; 0 or more. The index that the table keeps on a GPU is not counted. During `refill` the
-            old and the new slabs exist at the same time, and take up to twice this size.
+            old and the new slabs exist at the same time, and together take up to twice this size.
         hotness: the items to cache: a number for each item, [num_items], larger for hotter items (such as degrees of
             nodes, or the result of `ibp.cache.count_accesses`); or a list of ids, the hottest first. None: nothing is
             cached until `refill` (a RuntimeWarning says so) or, with "lru", until rows are requested. An empty list:
@@ -403,7 +403,7 @@ class RowCache(OfThisProcess, TensorManners):
 
         Yields (handle of the table, map entries, bytes of each slab). Map entries are int64 [K * number of rows of an
         item]: the entry of each row, 0 if the row is not cached. Only work that is launched within the `with` block may
-        use them.
+        use these values.
 
         Args:
             ids: int32 or int64 [K], contiguous, on one of `devices`.
@@ -440,7 +440,7 @@ class RowCache(OfThisProcess, TensorManners):
         """Looks items up in a cache of policy "lru", and claims slots for rows that are not cached. entries: receives
         the map entries of the items' rows."""
         slab = generation.slabs[0]
-        fault = new_record(ids.device)  # nobody reads this record: a later gather of a corrupt row reports it
+        fault = new_record(ids.device)  # never read: the gather that later decodes a corrupt row reports it
         torch.ops.ibp.claim_cached.default(
             handle.table,
             ids,
@@ -483,8 +483,8 @@ class RowCache(OfThisProcess, TensorManners):
 
         The new rows are copied to new memory, on a separate stream. Readers use the old rows until all new rows have
         been copied. Then the new rows replace the old ones, and the call returns. CUDA graphs that were captured before
-        still read the old rows, whose memory is kept for them: capture these graphs again. A writable cache is flushed
-        first.
+        still read the old rows, whose memory is kept for these graphs. Capture the graphs again to use the new rows. A
+        writable cache is flushed first.
 
         Args:
             hotness: as in the constructor.
@@ -495,7 +495,8 @@ class RowCache(OfThisProcess, TensorManners):
         Raises:
             TypeError, ValueError, IndexError: hotness does not fit the table, or is not the same on all ranks.
             RuntimeError: another rank of the group has failed, or does not take part.
-            torch.OutOfMemoryError: there is no memory for the old and the new rows. The cache is unchanged.
+            torch.OutOfMemoryError: there is not enough memory for the old and the new rows together. The cache
+                is unchanged.
         """
         with self._state.change_lock:
             self.flush()

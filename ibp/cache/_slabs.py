@@ -54,7 +54,7 @@ class Slab:
     """One device's part of a cache."""
 
     device: torch.device
-    bytes: torch.Tensor  # uint8: rows as they are stored, followed by READ_AHEAD_BYTES bytes of padding
+    bytes: torch.Tensor  # uint8: the stored bytes of the rows, followed by READ_AHEAD_BYTES bytes of padding
     map: torch.Tensor  # int64 [number of ways of all sets, 2]: row number (-1: no row, -2: removed) and entry
     # Only in a cache that replaces rows. stamps: int32 [number of sets * (LRU_WAYS + 1)]: the time at which each way
     # was last used, followed by a lock for each set. clock: int64 [2]: the present time.
@@ -90,8 +90,8 @@ class Generation:
     described: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # see `describe`
 
     def view_of(self, device: torch.device) -> View:
-        """Returns (maps, bytes), two lists that each have one tensor for each slab. The device looks rows up in the
-        maps, and reads them from the bytes. For a slab that the device cannot read, both tensors are empty."""
+        """Returns (maps, bytes), two lists that each have one tensor for each slab. The device looks rows up in `maps`,
+        and reads them from `bytes`. For a slab that the device cannot read, both tensors are empty."""
         if device not in self.views:
             near = self.near_maps.get(device, {})
             readable = [can_read(device, slab) for slab in self.slabs]
@@ -235,8 +235,8 @@ def plan_slabs(
     """Returns (a plan for each slab, whether maps are copied to other GPUs). rows: row numbers, the hottest first, on a
     device of the cache.
 
-    Default rows are left out: they have no bytes, and the table's index alone says what they are. Rows that do not fit
-    in a slot are also left out.
+    Default rows are left out: they have no bytes, because the table's index alone determines their values. Rows that do
+    not fit in a slot are also left out.
     """
     sizes = stored_bytes(table, rows)
     fits = sizes > 0 if slot_bytes == 0 else (sizes > 0) & (sizes <= slot_bytes)

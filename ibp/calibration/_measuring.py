@@ -1,5 +1,5 @@
-"""Measures the rates of a calibration. Each rate is measured with the calls whose speed it describes, on synthetic
-data."""
+"""Measures the rates that make up a calibration. Each rate is measured with the calls whose speed it describes, on
+synthetic data."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def calibrate(
     if found.type != "cuda":
         raise ValueError(f"device is {str(device)!r}; wanted a CUDA device")
     known = H200 if refresh else in_force(found)
-    if known is H200:  # there is no calibration yet, or a new one is wanted
+    if known is H200:  # there is no calibration yet, or the caller wants a new one
         known = measure(found, seconds)
         keep(found, known)
     return known
@@ -215,7 +215,7 @@ def _bucketed_sms(clock: Clock, table: CompressedTensor) -> int:
 
 
 def _gather_gbps(clock: Clock, host: torch.Tensor) -> float:
-    """Returns the rate, in GB/s, at which each of torch's threads gathers rows of 512 bytes from host memory."""
+    """Gathers rows of 512 bytes from host memory on all of torch's threads. Returns the rate per thread, in GB/s."""
     table = _raw_table(host, 512)
     ids = torch.randint(table.num_rows, (host_gather.rows_at_once(table),), device="cpu")
     parts = host_gather.parts_of(_memory.empty(host_gather.CHUNK_BYTES, _CPU, pin=True), ids.numel())
@@ -304,7 +304,7 @@ def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...],
 
 def _masks(floats: torch.Tensor) -> _Family:
     """Returns a family of scheme ibp. 26 of the 32 bits of every chunk are equal in all rows, so coded rows are short,
-    and the link is less likely to limit the decoder."""
+    and the bottleneck is more likely to be the decoder than the link."""
     fixed, chunk_bytes = 0x7FFFFFC1, 4
     rows = (floats.view(torch.int32) & ~fixed) | (fixed & 0x3F800001)
 

@@ -93,9 +93,9 @@ def decompress(
         FileExistsError: the output exists, and force is not set.
         ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged. With `verify`, damaged bytes
             raise ibp.ChecksumError, a FileFormatError, which names the file and the tensor.
-        ValueError: the format does not exist, is not that of the suffix, or does not have a tensor's dtype; a format is
-            given although a directory is decompressed to a directory; a pattern of include matches no name; or there
-            are no tensors to write.
+        ValueError: the format does not exist, differs from that of the suffix, or does not support a tensor's dtype; a
+            format is given although a directory is decompressed to a directory; a pattern of include matches no name;
+            or there are no tensors to write.
         OSError: a file cannot be read or written, or another call is writing the same output.
     """
     output = output_of(inputs, output)
@@ -151,7 +151,7 @@ def write_source(
         source, output, format, progress: as in `decompress`.
         what: the description that the progress bar shows.
         begin: called for each file, see `Begin`.
-        as_set: whether a set of files stays a set in formats other than safetensors, too.
+        as_set: whether a set of files is written as a set even in formats other than safetensors.
     """
     shown = file_of(output)
     kind = format_of_output(Path(shown), format)
@@ -165,7 +165,7 @@ def write_source(
         ):
             pieces = functools.partial(_pieces, threads=pool, on_bytes=bar.update)
             weight_map: dict[str, str] = {}
-            with contextlib.ExitStack() as files:  # when it is left, all files get their names
+            with contextlib.ExitStack() as files:  # when this block ends, all files get their names
                 for name, part in zip(names, parts):
                     file = files.enter_context(begin(target.with_name(name), part.num_bytes))
                     FORMATS[kind].write(file, part, pieces)
