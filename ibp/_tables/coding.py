@@ -1,7 +1,7 @@
 """Makes tables from the rows of a tensor. A `Request` has the tensor and the options. `compressed` works in three
-steps: `coded` finds a codebook and measures all rows with it; then the memory of the table is allocated; then `encode`
-writes the rows. `placed` makes tables whose overflow is in host memory, and `compressed_in_place` makes tables in the
-tensor's own memory."""
+steps. First, `coded` finds a codebook and measures the coded length of every row. Second, the memory of the table is
+allocated. Third, `encode` writes the rows. `placed` makes tables whose overflow is in host memory, and
+`compressed_in_place` makes tables in the tensor's own memory."""
 
 from __future__ import annotations
 
@@ -153,9 +153,9 @@ def code_anew(table: Table, options: Options, level: str | None) -> Table:
 
 
 def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding], int]) -> AnyTable:
-    """Compresses the rows of a request. Returns a table with slots on the device that encodes the rows, and with the
-    overflow in host memory, which is pinned if the device is a GPU. If a slot has the size of a row, and encoding would
-    not make the table smaller, the rows stay raw.
+    """Compresses the rows of a request. Returns a table whose slots are on the device that encodes the rows. The
+    table's overflow is in host memory, which is pinned if that device is a GPU. The rows stay raw if a slot has the
+    size of a row and encoding would not make the table smaller.
 
     Args:
         kind: the class of the table.
@@ -390,9 +390,9 @@ def _check_owns_memory(x: torch.Tensor) -> None:
 
 
 def _encode_in_place(table: Table, data: torch.Tensor, coding: Coding, progress: bool) -> None:
-    """Encodes the rows of a table in place. All rows must still be raw. One operation of torch changes the bytes of a
-    block together with the lengths of the block's rows. The table can be decoded before and after each such operation,
-    so an interrupt does no harm."""
+    """Encodes the rows of a table in place. All rows must still be raw. A single torch operation changes the bytes of a
+    block of rows together with the lengths of these rows. The table can be decoded before and after each such
+    operation, so an interrupt does no harm."""
     codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
     row_bytes, words, entries = table.row_bytes, codebook.words(worker), table.lengths.view(torch.uint8)
     no_bases = torch.empty(0, dtype=torch.int64, device=worker)

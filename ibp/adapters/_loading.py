@@ -1,4 +1,5 @@
-"""`ModelLoading` codes the weights of a model while they are read. `ModelOptions` says which weights, and how."""
+"""`ModelLoading` codes the weights of a model while a checkpoint is read. `ModelOptions` says which weights are coded,
+and how."""
 
 from __future__ import annotations
 
@@ -162,8 +163,8 @@ class ModelLoading:
         tensor's shape differs from the parameter's, it returns the plain tensor instead, and the caller must make it a
         parameter.
 
-        A weight that several modules share may be put under each of their names, if the values are the same. The first
-        call codes it for all of these modules; later ones return its table.
+        A weight that several modules share may be put under each of its names, if the values are the same. The first
+        call codes the weight for all of these modules; later calls return its table.
 
         Raises:
             ValueError: the weight has been put before, with other values.

@@ -62,7 +62,7 @@ def mark_current(state: CacheState) -> None:
 
 def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
     """Changes items of a writable cache. If a row is cached and its new bytes fit in its slot, the row is changed in
-    the slot. All other rows are changed in the table; if they are cached, they are removed from the cache. items: ids
+    the slot. All other rows are changed in the table, and those that are cached are removed from the cache. items: ids
     on the cache's first device, all different."""
     view, worker = state.view, items.device
     numbers = rows_of(items, state.rows_per_item)

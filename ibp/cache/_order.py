@@ -42,7 +42,7 @@ class StreamOrder:
         return current
 
     def is_settled(self, key: Key, writes: bool) -> bool:
-        """Returns whether a stream may read, or write if `writes` is set, without waiting for other streams."""
+        """Returns whether a stream may read (or write, if `writes` is set) without waiting for other streams."""
         return key == ON_CPU or (key in self._users and (not writes or len(self._users) == 1))
 
 

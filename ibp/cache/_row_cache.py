@@ -146,8 +146,8 @@ class RowCache(OfThisProcess, TensorManners):
             caches that are not writable.
         slot_bytes: size in bytes of a row's slot in a cache that is writable or replaces rows, rounded up to a multiple
             of 32. Rows that do not fit in a slot are not cached. None: a size in which 99.9 % of the table's rows fit,
-            plus a sixteenth if the cache is writable. If no row of the table has bytes yet, it is the size of a raw
-            row.
+            plus a sixteenth if the cache is writable. If no row of the table has bytes yet, a slot has the size of a
+            raw row.
 
     Raises:
         TypeError: table, budget_bytes or hotness has a wrong type.
@@ -291,8 +291,8 @@ class RowCache(OfThisProcess, TensorManners):
         Args:
             ids: integers [K] in [0, N), on the CPU or a GPU.
             device: the device of the result. None: out's device, else that of ids.
-            out: tensor of the table's dtype to write to. For a cache of an `ibp.CodedRows`, it may have any dtype with
-                the same number of bytes.
+            out: tensor of the table's dtype to write to. For a cache of an `ibp.CodedRows`, out may have any dtype, but
+                must have the same size in bytes.
             check: whether to wait for the result and raise errors here. Otherwise, if ids on a GPU are out of range or
                 rows are corrupt, the next call raises the error.
             max_sms: keep at most this many of the GPU's multiprocessors busy. None: all.
@@ -353,8 +353,8 @@ class RowCache(OfThisProcess, TensorManners):
         return prefetching.prefetch(cached, ids, device=device, out=out, stream=stream, max_sms=max_sms)
 
     def _take(self, ids: torch.Tensor, sms: int, in_order: bool, out: torch.Tensor | None) -> torch.Tensor:
-        """Returns the items at `ids`, which must be on a device of the cache. If `out` is given, the items are written
-        to it, and it is returned."""
+        """Returns the items at `ids`, which must be on a device of the cache. If `out` is given, writes the items to
+        `out` and returns `out`."""
         worker, state, view = ids.device, self._state, self.view
         handle, way = view._handles.get(worker), IN_ORDER if in_order else PLANNED
         if handle is None:
@@ -472,14 +472,14 @@ class RowCache(OfThisProcess, TensorManners):
         return self.view[key]
 
     def check(self) -> None:
-        """Waits for the table's work on all GPUs, and raises IndexError or CorruptTableError if one of them has
-        recorded an error."""
+        """Waits for the table's work on all GPUs, and raises IndexError or CorruptTableError if a GPU has recorded an
+        error."""
         self.view.check()
 
     # ---- contents ----
 
     def refill(self, hotness: Hotness) -> RowCache:
-        """Fills the cache again with the hottest rows. Returns the cache.
+        """Refills the cache with the hottest rows. Returns the cache.
 
         The new rows are copied to new memory, on a separate stream. Readers use the old rows until all new rows have
         been copied. Then the new rows replace the old ones, and the call returns. CUDA graphs that were captured before
@@ -513,8 +513,8 @@ class RowCache(OfThisProcess, TensorManners):
         return self.devices if self._peers is None else self.devices * self._peers.size
 
     def _made(self, items: torch.Tensor | None) -> Generation:
-        """Returns a new generation that holds the rows of the hottest items, up to the budget. Waits until it is
-        filled. items: ids, the hottest first. None: the generation is empty."""
+        """Returns a new generation that holds the rows of the hottest items, up to the budget. Waits until the
+        generation is filled. items: ids, the hottest first. None: the generation is empty."""
         if items is None or self.view.geometry.item_bytes == 0:
             items = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._state.is_idle:
@@ -610,7 +610,7 @@ class RowCache(OfThisProcess, TensorManners):
         the call waits for them.
 
         Args:
-            ids: items to change, int32 or int64 [K]. If an id occurs several times, its last row counts.
+            ids: items to change, int32 or int64 [K]. If an id occurs several times, its last row is used.
             rows: [K, ...] tensor of the table's dtype, on any device.
 
         Raises:

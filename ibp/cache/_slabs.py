@@ -1,9 +1,9 @@
 """Slabs: copies of stored rows in device memory, limited by a budget (the paper's section 5).
 
-A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries. The map
-is a hash table, divided into *sets* of *ways*; a way holds one row number and the entry of this row. Rows that never
-change lie back to back. If rows change or replace each other, every row has a slot of fixed size. If there are several
-slabs, the hash of a row's number determines the slab that may hold the row.
+A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries, which say
+where the rows are. The map is a hash table, divided into *sets* of *ways*; a way holds one row number and the entry of
+this row. Rows that never change lie back to back. If rows change or replace each other, every row has a slot of fixed
+size. If there are several slabs, the hash of a row's number determines the slab that may hold the row.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DIRTY = 1 << 61
 
 @dataclass
 class Slab:
-    """One device's part of a cache."""
+    """The rows that a cache holds on one device, with their map."""
 
     device: torch.device
     bytes: torch.Tensor  # uint8: the stored bytes of the rows, followed by READ_AHEAD_BYTES bytes of padding
@@ -63,7 +63,7 @@ class Slab:
     is_lent: bool = False  # whether another process owns the slab, and this process only reads it (see `_peers.py`)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns the slab's tensors, or no tensors if they are in another process's memory."""
+        """Returns the slab's tensors, or an empty list if the slab is in another process's memory."""
         held = (self.bytes, self.map, self.stamps, self.clock)
         return [tensor for tensor in held if tensor is not None and not self.is_lent]
 
@@ -79,7 +79,7 @@ class Generation:
     ways: int  # number of ways of a set
     slot_bytes: int  # size in bytes of a row's slot; 0 if rows lie back to back
     codebook: AnyCodebook | None  # the codebook of the rows; None: the rows are raw
-    version: int  # the version of the table's rows when they were copied
+    version: int  # the table's version when its rows were copied
     capacity: int  # number of rows for which there is room
     # Copies of slabs' maps on other devices: {device: {number of the slab: map}}.
     near_maps: dict[torch.device, dict[int, torch.Tensor]] = field(default_factory=dict)
@@ -217,7 +217,7 @@ def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_b
         rows: int64: the row numbers, the hottest first.
         sizes: int64: the stored size of each row in bytes, at least 1.
         slot_bytes: size in bytes of a row's slot. 0: rows lie back to back.
-        budget_bytes: size in bytes of everything that the device holds for the cache.
+        budget_bytes: limit in bytes on all memory that the device holds for the cache.
         num_maps: number of maps that the device holds: the slab's own map, and copies of other slabs' maps. They are
             counted as equally large.
     """
@@ -248,7 +248,7 @@ def plan_slabs(
     map_bytes = WAY_BYTES / STATIC_LOAD
     copies = may_copy_maps and num_slabs > 1 and (num_slabs - 1) * map_bytes * held <= NEAR_MAP_SHARE * total
     if copies:
-        # Assume that all maps are as large as the largest. Then no device's copies exceed its budget.
+        # All maps are counted as large as the largest one, so that no device's copies exceed its budget.
         most = max(
             plan_rows(rows[part], sizes[part], slot_bytes, budget_bytes, num_slabs).rows.numel() for part in parts
         )

@@ -41,8 +41,8 @@ class CacheState:
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
-        """Keeps the allocator from reusing the memory of the generation and of the counters until the stream is done
-        with it, even if that memory is freed earlier. worker: the device of the stream. If stream is None, does
+        """Keeps the allocator from reusing the memory of the generation and of the counters until the stream's work is
+        done, even if that memory is freed earlier. worker: the device of the stream. If stream is None, does
         nothing."""
         if stream is not None and key_of(stream) not in generation.streams:
             generation.hold_for(stream)

@@ -29,7 +29,7 @@ from .._tables.compressed_tensor import CompressedTensor, compress_rows
 _NEAR_BYTES = 128 << 20  # Size in bytes of pinned memory for which address translation is fast on every GPU.
 _STREAMED_BYTES = 32 << 20  # Size in bytes of the tensor with which stream_start_us is measured.
 _ROW_BYTES, _SHORT_ROW_BYTES, _MEDIUM_ROW_BYTES, _SECTOR_BYTES = 2048, 128, 256, _core.SECTOR_BYTES
-_ID_SETS = 16  # Number of different sets of random ids that repeated calls use.
+_ID_SETS = 16  # Number of different sets of random ids that repeated calls use in turn.
 _BUCKETED_SMS = (8, 16, 32)  # The numbers of multiprocessors that are tried for bucketed_sms.
 # A rate counts as lower than another if it is below _SMALLER times the other. A time counts as equal to the best time
 # if it is at most _AS_FAST times as long.
@@ -37,8 +37,8 @@ _SMALLER, _AS_FAST = 0.8, 1.03
 # The measured time of a short row is multiplied by this factor, because codebooks of a family differ in speed, and
 # "auto" must not choose a codebook that is slower than raw rows.
 _SPREAD = 1.08
-# If rows take at most this many times as long as the link alone needs, the link is taken to be their limit, not the
-# decoder.
+# If fetching and decoding rows takes at most this many times as long as the link alone needs, the link is taken to be
+# the bottleneck, not the decoder.
 _LINK_BOUND = 1.1
 _NUM_MEASUREMENTS = 60  # Approximate number of measurements, which share the time that the caller allows.
 _CPU = torch.device("cpu")

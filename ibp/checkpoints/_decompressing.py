@@ -53,14 +53,14 @@ def decompress(
     progress: bool = False,
     force: bool = False,
 ) -> list[str]:
-    """Writes the tensors of a checkpoint as they were before compression, with their names, shapes, dtypes, bytes and
-    metadata.
+    """Restores a checkpoint: writes its tensors with the names, shapes, dtypes and bytes that they had before
+    compression, and its metadata.
 
     Tensors are decoded and written block by block. A file gets its name only when it is complete. If the input is a set
-    of files and the output is safetensors, the output is a set of the same number of files, with an index; the files of
-    a set appear when all of them are complete. In other formats the output is one file. If a directory is decompressed
-    to a directory, each coded file or set gets the name and format from which it was compressed, all other files are
-    copied, and the original config.json is restored.
+    of files and the output is safetensors, the output is a set of the same number of files, with an index; all files of
+    a set get their names once the last of them is complete. In other formats the output is one file. If a directory is
+    decompressed to a directory, each coded file or set gets the name and format from which it was compressed, all other
+    files are copied, and the original config.json is restored.
 
     Example:
         >>> torch.save({"w": torch.arange(100_000.0)}, "model.pt")

@@ -166,7 +166,7 @@ class Journal:
         otherwise the directory is emptied. No other call can use the directory until `release` is called.
 
         Raises:
-            OSError: another call is using it, or it is not a directory.
+            OSError: another call is using the directory, or its path is not a directory.
         """
         self._lock = self._locked()
         try:
@@ -307,7 +307,7 @@ class Journal:
             self.directory.rmdir()
 
 
-# ---- what is reported ----
+# ---- the report ----
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ class TensorReport:
         dtype, shape: dtype and shape of the tensor.
         scheme: "ibp" or "planes". None if the tensor is stored uncompressed.
         num_bytes: size in bytes of the tensor.
-        stored_bytes: size in bytes of the tensor in the file, index and padding included, without the codebook.
+        stored_bytes: size in bytes of the tensor in the file, with its index and its padding, but without its codebook.
         file: path of its file, within the directory of the output.
     """
 
@@ -355,7 +355,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What `compress` has written.
+    """A report of the files and tensors that `compress` has written.
 
     Example:
         >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")

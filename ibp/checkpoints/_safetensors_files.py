@@ -126,8 +126,7 @@ def open_ibp(path: str | os.PathLike[str], verify: bool = False) -> Source:
 
 def _verified(tensor: SourceTensor, file: File, value: CompressedTensor | torch.Tensor) -> SourceTensor:
     """Returns the tensor with another `read`, which first verifies the blocks of the file that it will read. value: the
-    tensor or table in the file. If it is a table, it is verified as a whole when `SourceTensor.table` is first asked
-    for."""
+    tensor or table in the file. A table is verified as a whole when `SourceTensor.table` is first read."""
     verify = range_verifier(file, tensor.name, value)
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:

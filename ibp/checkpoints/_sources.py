@@ -117,8 +117,8 @@ def format_of(path: str) -> str:
     ".ibp", also returns "safetensors".
 
     Raises:
-        SourceFormatError: it has none of these formats.
-        OSError: it cannot be read, or is not a regular file.
+        SourceFormatError: the file has none of these formats.
+        OSError: the file cannot be read, or is not a regular file.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         start = file.read(_START_BYTES)

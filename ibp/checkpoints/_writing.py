@@ -30,7 +30,7 @@ from .._files import (
 )
 from .._tables.compressed_tensor import CompressedTensor
 
-_AHEAD = 1  # number of tensors that wait while another one is written; each takes memory
+_AHEAD = 1  # number of tensors that wait in memory while another tensor is written
 # Bytes that are reserved in the header for each dimension; `header_room` alone suffices for at most 8 dimensions.
 _DIMENSION_BYTES = 32
 # Matches names that the format reserves, and the form of names that the format gives to parts of a table or of a
@@ -43,7 +43,7 @@ class CheckpointWriter(Closing):
     other. For tensors that are in memory already, `ibp.save` is simpler. `ibp.open` reads the file.
 
     It is a context manager. When the `with` block ends normally, the file appears under its name, complete and on disk.
-    When it ends with an exception, an earlier file of that name stays as it was.
+    When the block ends with an exception, an earlier file of that name stays unchanged.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()

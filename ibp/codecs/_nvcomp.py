@@ -199,8 +199,8 @@ class Coder:
         self._configuration = functools.lru_cache(64)(self._configured)
 
     def _configured(self, num_bytes: int) -> tuple[Any, Any]:
-        """Returns (configuration for coding, configuration for decoding) for data of num_bytes bytes. It is made
-        without reading coded bytes."""
+        """Returns (configuration for coding, configuration for decoding) for data of num_bytes bytes. Neither
+        configuration depends on the coded bytes."""
         coding = self._codec.compression_config(num_bytes)
         return coding, self._codec.decompression_config(coding)
 
@@ -231,7 +231,7 @@ class Coder:
 
 def _sample(data: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
     """Returns a sample of at most _SAMPLE_BYTES of the data, in whole chunks at equal distances, but at least one
-    chunk. Returns all data if they are no larger."""
+    chunk. If the data are no larger than this, returns all of them."""
     if data.numel() <= max(_SAMPLE_BYTES, chunk_bytes):
         return data
     chunks = data[: data.numel() // chunk_bytes * chunk_bytes].view(-1, chunk_bytes)

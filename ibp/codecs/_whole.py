@@ -32,7 +32,7 @@ class WholeTensor(Movable, CodedManners, Saves):
     internal.
 
     It has no rows that decode alone. `ibp.decompress` returns the whole tensor; `index_select`, `update_`, `prefetch`
-    and caches refuse it. Objects are compared and hashed by identity.
+    and caches refuse it. `==` and `hash` compare identity, not contents.
 
     Example:
         >>> # needs the package zstandard
@@ -95,7 +95,7 @@ class WholeTensor(Movable, CodedManners, Saves):
             raise ValueError(f"offsets do not rise from 0 to the {self.blocks.numel()} bytes of the blocks")
         return self.offsets.tolist()
 
-    # ---- what it is ----
+    # ---- properties ----
 
     @property
     def scheme(self) -> str:
@@ -142,7 +142,7 @@ class WholeTensor(Movable, CodedManners, Saves):
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {"blocks": self.blocks, "offsets": self.offsets}
 
-    # ---- where it is ----
+    # ---- moving ----
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> WholeTensor:
         """Returns the tensor with its coded bytes on a device. If they are already there, returns self; otherwise
@@ -169,7 +169,7 @@ class WholeTensor(Movable, CodedManners, Saves):
             self.blocks = _memory.to_pinned(self.blocks)
         return self
 
-    # ---- what can be asked of it ----
+    # ---- decoding ----
 
     def decompress(
         self, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None
@@ -237,7 +237,7 @@ class WholeTensor(Movable, CodedManners, Saves):
 torch.serialization.add_safe_globals([WholeTensor, (WholeTensor, "ibp.WholeTensor")])
 
 
-# ---- making ----
+# ---- making a WholeTensor ----
 
 
 def is_general(scheme: object) -> bool:

@@ -24,7 +24,7 @@ from ._on_pieces import InPieces, Pieces, in_one_piece
 if TYPE_CHECKING:
     from ._tensors import Delta
 
-    Job = tuple[str, Delta, "Base"]  # name for messages, delta, base
+    Job = tuple[str, Delta, "Base"]  # name of the base for messages, delta, base
 
 Base = torch.Tensor | Pieces
 
