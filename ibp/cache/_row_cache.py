@@ -54,8 +54,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 POLICIES = ("static", "lru")
-# The items that an lru cache holds at the beginning get their slots in at least this many calls of `_claim` (fewer if
-# there are fewer items), because rows that get slots in the same call do not replace each other.
+# The items with which an lru cache is first filled get their slots in at least this many calls of `_claim`, or in one
+# call for each item if there are fewer items. One call would not do, because rows that get slots in the same call do
+# not replace each other.
 _LEAST_PARTS = 16
 Device = torch.device | str | int
 
@@ -549,7 +550,7 @@ class RowCache(OfThisProcess, TensorManners):
 
     def _replacing(self, slot_bytes: int, items: torch.Tensor) -> Generation:
         """Returns a generation of an lru cache that already holds the hottest items. The items get their slots in the
-        order of increasing hotness, so that the hottest item counts as the most recently used. items: ids, the hottest
+        order of increasing hotness, so that the hottest item is the most recently used one. items: ids, the hottest
         first."""
         slab = replacing_slab(slot_bytes, self.budget_bytes, self.view.num_rows, self.devices[0])
         made = self._state.generation_of((slab,), LRU_WAYS, slot_bytes, slab.map.shape[0])

@@ -121,7 +121,7 @@ def compress(
         device: the device that codes the rows. None: the current GPU if there is one, else the CPU.
         jobs: the number of threads. None: one for each core.
         restart: whether to use the files that an interrupted call has finished.
-        verify: whether to compare the checksums of inputs that are files of ibp, as their bytes are read. Inputs of
+        verify: whether to check the checksums of inputs that are files of ibp, while their bytes are read. Inputs of
             other formats have no checksums.
         progress: whether to show a progress bar.
         force: whether to replace an existing output, which may be one file or a set.

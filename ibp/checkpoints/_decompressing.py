@@ -80,7 +80,7 @@ def decompress(
             decompressed to a directory, each file gets the format from which it was compressed.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
             and no pattern of exclude, are written.
-        verify: whether to compare the checksums of inputs that are files of ibp, as their bytes are read. Inputs of
+        verify: whether to check the checksums of inputs that are files of ibp, while their bytes are read. Inputs of
             other formats have no checksums.
         progress: whether to show a progress bar.
         force: whether to replace an existing output.

@@ -89,7 +89,7 @@ def _with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> Sou
 
 
 def open_ibp(path: str | os.PathLike[str], verify: bool = False) -> Source:
-    """Opens a file of ibp, or a set of them. verify: whether to compare the checksums of headers and codebooks now, and
+    """Opens a file of ibp, or a set of them. verify: whether to check the checksums of headers and codebooks now, and
     those of other bytes when `SourceTensor.read` first reads them.
 
     Raises:

@@ -81,7 +81,7 @@ def open_source(path: PathLike, *, verify: bool = False) -> Source:
 
     Args:
         path: path or URL of the file.
-        verify: whether to compare the checksums of a file of ibp: those of headers and codebooks now, those of other
+        verify: whether to check the checksums of a file of ibp: those of headers and codebooks now, those of other
             bytes when `SourceTensor.read` or `SourceTensor.tensor` reads them, and those of a whole table when
             `SourceTensor.table` is first read. False by default, as in `ibp.open`.
 

@@ -266,10 +266,10 @@ def _sample(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _tried(candidates: list[tuple[str, str]], sample: torch.Tensor, num_bytes: int, rows: bool) -> list[CodingCost]:
-    """Measures candidates on a sample. Returns the cost, for the whole tensor, of each candidate that saves bytes. Its
-    bytes and times are those of the sample, multiplied by (size of the tensor / size of the sample). A candidate whose
-    scheme codes rows is left out if no codebook can be learned for it, or if its codebook equals that of an earlier
-    candidate.
+    """Measures candidates on a sample. Returns the cost, for the whole tensor, of each candidate that saves bytes. The
+    bytes and times in a cost are those of the sample, multiplied by (size of the tensor / size of the sample). A
+    candidate whose scheme codes rows is left out if no codebook can be learned for it, or if its codebook equals that
+    of an earlier candidate.
 
     Args:
         candidates: (scheme, level) of each candidate.
