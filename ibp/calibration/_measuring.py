@@ -124,9 +124,9 @@ def _of_link(clock: Clock) -> dict[str, Any]:
 
 
 def _stream_start_us(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Returns the fixed cost of the copy engine, in us. A whole tensor of n bytes is decompressed in the time C with
-    the copy engine, and in the time K with a kernel that reads host memory. The result is max(1, C - K - (n /
-    copy_in_gbps - n / read_gbps)), with all times in us."""
+    """Returns the fixed cost of the copy engine, in us. A whole table, whose slots and overflow take n bytes, is
+    decompressed in the time C with the copy engine, and in the time K with a kernel that reads host memory. The result
+    is max(1, C - K - (n / copy_in_gbps - n / read_gbps)), with all times in us."""
     table = family.table(_ROW_BYTES, min(_STREAMED_BYTES, clock.table_bytes), _CPU)
     out = torch.empty(table.shape, dtype=table.dtype, device=clock.device)
 
