@@ -1,7 +1,7 @@
 """Makes tables from the rows of a tensor. A `Request` has the tensor and the options. `compressed` works in three
-steps: `coded` finds a codebook and measures all rows with it; then the memory of the table is allocated; then `encode`
-writes the rows. `placed` makes tables whose overflow is in host memory, and `compressed_in_place` makes tables in the
-tensor's own memory."""
+steps. First, `coded` finds a codebook and measures the coded length of every row. Second, the memory of the table is
+allocated. Third, `encode` writes the rows. `placed` makes tables whose overflow is in host memory, and
+`compressed_in_place` makes tables in the tensor's own memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FEW_BYTES = 1 << 20
 _SURVEYED_BYTES, _LEAST_TIMES = 1 << 20, 32
 # If rows are encoded while they are measured, memory for the overflow is allocated before its size is known. Its size
 # is _MORE_OVERFLOW times the size that the sample predicts, plus the fraction _LEAST_SHARE of the tensor's bytes. The
-# additional memory is needed because the sample has few rows.
+# additional memory is needed because a prediction from so small a sample is inexact.
 _MORE_OVERFLOW, _LEAST_SHARE = 1.25, 1 / 512
 # A codebook may leave out bits that are equal in all sampled rows; rows in which these bits differ are stored raw. If
 # the savings on all rows are lower than expected by at least this fraction of the original bytes, a codebook that can
@@ -52,8 +52,8 @@ class Coding(NamedTuple):
         lengths: uint16 [num_rows], the lengths of all rows (FORMAT.md section 2), on the device that measured the rows
             and encodes them.
         survey: the survey of the lengths.
-        place: slots and overflow that already hold the encoded rows. The rows' parts in the overflow are in no
-            particular order. None: the rows were only measured.
+        place: the slots and the overflow, if the rows have already been encoded. The order of the rows' parts in the
+            overflow is arbitrary. None: the rows have only been measured.
     """
 
     codebook: AnyCodebook
@@ -117,7 +117,7 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
                     bases = geometry.index_rows(coding.lengths, slot_bytes)
                     torch.ops.ibp.move_parts.default(place.table, bases, overflow)
             else:  # No rows are encoded yet, or the survey of all rows chooses another slot size than the sample did.
-                place, coding = None, coding._replace(place=None)  # frees the memory of the place
+                place, coding = None, coding._replace(place=None)  # frees the first slots and overflow
                 (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
                 bases = encode(request, coding, slot_bytes, slots, overflow, not is_pinned)
             table = kind.of_parts(geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
@@ -153,9 +153,9 @@ def code_anew(table: Table, options: Options, level: str | None) -> Table:
 
 
 def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding], int]) -> AnyTable:
-    """Compresses the rows of a request. Returns a table with slots on the device that encodes the rows, and with the
-    overflow in host memory, which is pinned if the device is a GPU. If a slot has the size of a row, and encoding would
-    not make the table smaller, the rows stay raw.
+    """Compresses the rows of a request. Returns a table whose slots are on the device that encodes the rows. The
+    table's overflow is in host memory, which is pinned if that device is a GPU. The rows stay raw if a slot has the
+    size of a row and encoding would not make the table smaller.
 
     Args:
         kind: the class of the table.
@@ -230,8 +230,8 @@ def coded_in_slots(request: Request) -> Coding:
 
 def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], torch.Tensor] | None) -> Coding:
     """Measures all rows with a codebook and returns the results. The same pass also encodes the rows (see
-    `_encoded_ahead`) if `room` is given, the table has slots, the rows are on the device that encodes, and the survey
-    of a sample is known or the tensor is large enough for making one."""
+    `_encoded_ahead`) if all of these conditions hold: `room` is given; the table has slots; the rows are on the device
+    that encodes; and a sample has been surveyed, or the tensor is large enough to survey a sample."""
     data, device = request.data, request.device
     known = None if codebook is request.options.codebook else request.known(codebook)
     is_free = request.options.device is None and not data.is_cuda  # The caller has not named a device.
@@ -261,7 +261,7 @@ def _encoded_ahead(
 
     Args:
         some: the survey of a sample of the rows, from which the sizes of slots and overflow are chosen.
-        room: a function that allocates a number of bytes for slots.
+        room: a function that takes a size in bytes and allocates memory of this size for slots.
     """
     data, geometry = request.data, request.geometry
     slot_bytes = request.slot_bytes or some.table_slot_bytes
@@ -370,7 +370,7 @@ def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options)
 
     try:
         return _core.call_keeping_table(kept, work)
-    except BaseException as interruption:  # Python may also handle a signal while that function returns.
+    except BaseException as interruption:  # Python may handle a signal as call_keeping_table returns.
         if kept:
             interruption.table = table  # type: ignore[attr-defined]
         raise
@@ -390,9 +390,9 @@ def _check_owns_memory(x: torch.Tensor) -> None:
 
 
 def _encode_in_place(table: Table, data: torch.Tensor, coding: Coding, progress: bool) -> None:
-    """Encodes the rows of a table in place. All rows must still be raw. One operation of torch changes the bytes of a
-    block together with the lengths of the block's rows. The table can be decoded before and after each such operation,
-    so an interrupt does no harm."""
+    """Encodes the rows of a table in place. All rows must still be raw. A single torch operation changes the bytes of a
+    block of rows together with the lengths of these rows. The table can be decoded before and after each such
+    operation, so an interrupt does no harm."""
     codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
     row_bytes, words, entries = table.row_bytes, codebook.words(worker), table.lengths.view(torch.uint8)
     no_bases = torch.empty(0, dtype=torch.int64, device=worker)

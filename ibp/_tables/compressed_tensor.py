@@ -33,8 +33,8 @@ class CompressedTensor(Movable, CodedManners, Table):
     `ibp.compress` and by unpickling; the constructor is internal.
 
     A table supports much of the interface of a tensor (`shape`, `size()`, `to()`, `table[key]`, iteration,
-    `torch.index_select`, `F.embedding`, `F.embedding_bag`, `F.linear`) and decodes the rows that are needed. It is not
-    a torch.Tensor, does not support arithmetic and has no gradient. `==` and `hash` compare identity, not contents.
+    `torch.index_select`, `F.embedding`, `F.embedding_bag`, `F.linear`) and decodes the rows that are needed. A table is
+    not a torch.Tensor, does not support arithmetic and has no gradient. `==` and `hash` compare identity, not contents.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -50,7 +50,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         nbytes: size in bytes of all memory that the table takes.
         stored_bytes: size in bytes of the coded rows and the codebook, from which `savings` is computed. `nbytes` is
             larger, because it also counts the index, unused bytes in slots, and unused parts of the overflow.
-        scheme: "ibp" or "planes"; or "raw" if compression would not have saved anything.
+        scheme: "ibp" or "planes"; or "raw" if compression would have saved nothing.
         codebook: the `ibp.codecs.Codebook`, `ibp.codecs.PlanesCodebook` or `ibp.codecs.ClusteredCodebook`; None for
             scheme "raw".
         row_bytes: size in bytes of a row. By default a row is an item x[i]. If items are longer than 64 KiB, or x has
@@ -58,8 +58,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         num_rows: number of rows.
         slot_bytes: size in bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
         slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3). They must not be changed.
-        version: the number of in-place changes so far. A copy of rows is stale if `version` has grown since the copy
-            was made.
+        version: the number of in-place changes so far. A copy of the table's rows is out of date if `version` has grown
+            since the copy was made.
 
     Pickling and `torch.save` keep everything except the pinning of memory: call `pin_memory` after loading. Import ibp
     before loading.
@@ -160,8 +160,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         forked, and processes that open the handle of `share`. Returns self. Nothing happens if the table is on a GPU or
         is already shared.
 
-        All processes read the same copy of the bytes. The memory is freed with the last table that uses it. If the
-        table was pinned, each process pins the shared memory for itself.
+        All processes read the same copy of the bytes. The memory is freed when the last table that uses it is freed. If
+        the table was pinned, each process pins the shared memory for itself.
 
         Args:
             numa: the NUMA node whose memory is preferred, or a device, which stands for the node nearest to it. None:
@@ -197,13 +197,14 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Moves the table to shared memory (see `share_memory_`) and returns a handle. Other processes pass the handle
         to `ibp.distributed.open_shared` to open the table without a copy.
 
-        Tables that are put in queues of `multiprocessing`, or passed as arguments to its processes, are sent in this
-        way.
+        `multiprocessing` also sends tables in this way, when they are put in its queues or passed as arguments to its
+        processes.
 
         The handle is plain data and can be sent by any means, such as `torch.distributed.broadcast_object_list`, a
-        store or a socket. Any number of processes may open it, as long as the process that called `share` lives and
-        holds the table. For a table on a GPU, however, the handle contains CUDA's own handles, which torch makes. Only
-        one process may open it. Until then, the process that called `share` keeps the memory alive.
+        store or a socket. Any number of processes may open the handle, as long as the process that called `share` lives
+        and holds the table. For a table on a GPU, however, the handle contains CUDA's own handles, which torch makes.
+        Only one process may open such a handle, and the process that called `share` keeps the memory alive until the
+        handle is opened.
 
         Raises:
             RuntimeError: as for `share_memory_`.
@@ -269,12 +270,12 @@ class CompressedTensor(Movable, CodedManners, Table):
         that change. If several items share a row, the whole row is decoded and encoded again.
 
         If the table is on a GPU, this GPU encodes the rows on its current stream, in order with reads on that stream.
-        Before another stream reads, it must wait for an event of the current stream; before the next change, the
-        current stream must wait for an event of every other stream that reads. If the table is pinned, the GPU that
-        holds the new rows or the ids encodes them. If neither is on a GPU, a GPU that has used the table encodes them,
-        or the CPU if there is no such GPU. Reads by the CPU wait for the GPU that encodes. If the ids are on a GPU, the
-        call waits for this GPU. CUDA graphs that read the table have to be captured again after the overflow has grown,
-        and after `append` and `refit`.
+        Before another stream reads, that stream must wait for an event of the current stream. Before the next change,
+        the current stream must wait for an event of every other stream that has read. If the table is pinned, the GPU
+        that holds the new rows or the ids encodes the rows. If neither the rows nor the ids are on a GPU, a GPU that
+        has used the table encodes the rows, or the CPU if there is no such GPU. Reads by the CPU wait for the GPU that
+        encodes. If the ids are on a GPU, the call waits for this GPU. CUDA graphs that read the table have to be
+        captured again after the overflow has grown, and after `append` and `refit`.
 
         If the call is interrupted or refused, the table holds either all old rows or all new ones.
 
@@ -417,7 +418,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Starts copying items, or the whole tensor, to a GPU on another stream, while the current stream continues.
 
         The prefetch begins after the work that is queued on the current stream at the time of the call, so this work
-        may still write the ids and use out. If the result goes to the CPU, the call returns when the prefetch is
+        may still write `ids` and use `out`. If the result goes to the CPU, the call returns when the prefetch is
         complete.
 
         Args:
@@ -437,13 +438,13 @@ class CompressedTensor(Movable, CodedManners, Table):
         return prefetching.prefetch(self, ids, device=device, out=out, stream=stream, max_sms=max_sms, path=path)
 
     def prepare_linear(self) -> CompressedTensor:
-        """Prepares the table for `ibp.linear` on the device that it is on. Returns self.
+        """Prepares the table for `ibp.linear` on the table's device. Returns self.
 
-        On a GPU, the call decodes the table once, block by block, lists the escapes (the weights that the coded digits
-        do not represent), and waits until the list is complete. If `prepare_linear` was not called, the first call of
-        `ibp.linear` prepares the table, unless that call is compiled or captured in a CUDA graph. `nbytes` includes the
-        list. Call `prepare_linear` again after rows have changed. Modules of `ibp.nn` call it whenever they are given a
-        table.
+        On a GPU, the call decodes the table once, block by block, makes a list of the escapes (the weights that the
+        coded digits do not represent), and waits until the list is complete. If `prepare_linear` was not called, the
+        first call of `ibp.linear` prepares the table, unless that call is compiled or captured in a CUDA graph.
+        `nbytes` includes the list. Call `prepare_linear` again after rows have changed. Modules of `ibp.nn` call
+        `prepare_linear` whenever they are given a table.
 
         Example:
             >>> table = ibp.compress(torch.randn(512, 1024).bfloat16(), level="fast").prepare_linear()
@@ -459,7 +460,7 @@ class CompressedTensor(Movable, CodedManners, Table):
 
     @property
     def fits_linear(self) -> bool:
-        """Whether the kernel of `ibp.linear` can multiply by the coded rows directly, if they are in the memory of the
+        """Whether the kernel of `ibp.linear` can multiply by the coded rows directly once they are in the memory of a
         GPU. This holds for a BF16 matrix that was coded at level "fast" with large enough slots."""
         return escapes.takes(self)
 

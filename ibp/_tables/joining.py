@@ -63,6 +63,6 @@ def _form(table: CompressedTensor) -> Hashable | None:
 
 
 def _overflow_before(table: CompressedTensor, item: int) -> int:
-    """Returns the size in bytes of the overflow of all items before `item`."""
+    """Returns the total size in bytes of the overflow of all items before `item`."""
     geometry = Geometry(torch.Size((item, *table.shape[1:])), table.dtype, table.row_bytes)
     return geometry.survey(table.lengths[:item]).overflow_bytes(table.slot_bytes)

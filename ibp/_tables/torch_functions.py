@@ -20,7 +20,7 @@ def call(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Calls a function of torch and returns its result. At least one argument must be a table. Raises TypeError if the
     function does not support tables."""
     handler = _HANDLERS.get(function)
-    # PyTorch Geometric replaces torch.index_select, so the function is looked up at each call.
+    # PyTorch Geometric replaces torch.index_select, so this attribute is looked up at each call.
     if function is torch.index_select:
         handler = _index_select
     if handler is None:

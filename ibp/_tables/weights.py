@@ -1,5 +1,5 @@
-"""Compresses the weights of models into packed tables. A weight is coded with its dimensions in the order that they
-have in memory. Weights of one kind share a codebook."""
+"""Compresses the weights of models into packed tables. A weight is coded with its dimensions in their order in memory.
+Weights of one kind share a codebook."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .._schemes import AnyCodebook, Options
 from .._schemes.learning import LEAST_BYTES, ROW_BYTES, Kind, Learner, kind_of
 from .compressed_tensor import CompressedTensor, compress_rows
 
-# Options that say how a codebook is learned. They are left out when a weight is compressed with an existing codebook.
+# Options that say how a codebook is learned. These options are left out when a weight is compressed with an existing
+# codebook.
 _OF_LEARNING = {"scheme", "chunk_bytes", "tau", "sample", "clusters"}
 _OF_A_MODEL = {field.name for field in fields(Options)} - {"codebook"}
 
@@ -63,8 +64,8 @@ class WeightCompressor:
     Weights of one kind share a codebook, which is learned from the first of them. Weights are of one kind if they have
     the same shape and dtype, and if their names differ only in numbers; examples are the same weight in all layers. If
     raw rows are best for the first weight, all weights of its kind are kept raw. If the codebook saves clearly less for
-    a later weight (by more than 1 % of its bytes), a codebook is learned for this weight alone, and is used if the
-    weight then takes fewer bytes.
+    a later weight (by more than 1 % of its bytes), another codebook is learned for this weight alone. That codebook is
+    used if the weight then takes fewer bytes.
 
     Example:
         >>> compressor = ibp.adapters.WeightCompressor({"device": "cpu", "memory": "host"})

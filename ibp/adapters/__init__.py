@@ -10,7 +10,7 @@ parameters in tables, and multiply by coded experts.
         loading.put(name, tensor)                                           # codes it, and puts the table into modules
     report = loading.finish()
 
-With these tools, an adapter has only the code that is specific to its framework. Other tools are in `ibp.kv`
+With these tools, an adapter needs only the code that is specific to its framework. Other tools are in `ibp.kv`
 (`BlockStore`, `KeyedPages`, `TokenCoder`), `ibp.checkpoints` (`open`, `CheckpointWriter`) and `ibp.deltas` (`Receiver`,
 `PlacedReceiver`). docs/adapters.md shows two complete adapters, and `ibp.integrations` has adapters of known
 frameworks.

@@ -1,4 +1,5 @@
-"""`ModelLoading` codes the weights of a model while they are read. `ModelOptions` says which weights, and how."""
+"""`ModelLoading` codes the weights of a model while a checkpoint is read. `ModelOptions` says which weights are coded,
+and how."""
 
 from __future__ import annotations
 
@@ -109,8 +110,8 @@ class ModelLoading:
         return ModelPlan(self._model, **{name: getattr(self._options, name) for name in _FIELDS})
 
     def leave(self, names: Iterable[str]) -> None:
-        """Keeps the weights of the modules with these names, and of all modules inside them, plain. Call it before the
-        first weight is read."""
+        """Keeps weights plain: those of the modules with these names, and of all modules inside them. Call this method
+        before the first weight is read."""
         self._away = frozenset(names)
 
     def has(self, key: str) -> bool:
@@ -126,8 +127,8 @@ class ModelLoading:
         return any(key.startswith(f"{name}.") for name in self._away)
 
     def takes(self, key: str, table: CompressedTensor, dtype: torch.dtype | None) -> bool:
-        """Returns whether the model can hold a table of a checkpoint as it is. dtype: the dtype of the parameter in the
-        model. None: the table's dtype."""
+        """Returns whether the model can hold a table of a checkpoint without converting it. dtype: the dtype of the
+        parameter in the model. None: the table's dtype."""
         return self.codes(key) and dtype in (None, table.dtype) and self._plan.takes(key, table)
 
     def value_of(
@@ -162,8 +163,8 @@ class ModelLoading:
         tensor's shape differs from the parameter's, it returns the plain tensor instead, and the caller must make it a
         parameter.
 
-        A weight that several modules share may be put under each of their names, if the values are the same. The first
-        call codes it for all of these modules; later ones return its table.
+        A weight that several modules share may be put under each of its names, if the values are the same. The first
+        call codes the weight for all of these modules; later calls return its table.
 
         Raises:
             ValueError: the weight has been put before, with other values.
@@ -205,7 +206,8 @@ class ModelLoading:
         weights that are coded, and of the reasons why others stay plain.
 
         Raises:
-            ValueError: a weight that is to be coded has no values: the checkpoint lacks it, or has another shape.
+            ValueError: a weight that is to be coded has no values, because the checkpoint lacks the weight or has it
+                with another shape.
         """
         rest = self._new_plan()
         rest.code_all(self._tables, but=self._is_away)

@@ -34,8 +34,9 @@ class CodedStatistics(Statistics, Saves):
 class ModelChange(OfThisProcess, Closing, NotTheModel):
     """The base class of objects that represent a change to a model. A function that changes a model in place returns
     such an object. A subclass has a `close()` that undoes the change; leaving a `with` block calls it. If a caller uses
-    the object as if it were the model, the error says where the model is. Subclasses set two strings for errors:
-    `_instead` says what to do in place of pickling the object, and `changed_by` is the call that made the object.
+    the object as if it were the model, for example by calling it, the error says where the model is. Subclasses set two
+    strings for errors: `_instead` says what to do in place of pickling the object, and `changed_by` is the call that
+    made the object.
 
     Example:
         >>> class Plain(ibp.adapters.ModelChange):
@@ -51,7 +52,7 @@ class ModelChange(OfThisProcess, Closing, NotTheModel):
 
     Args:
         model: the model.
-        hint: which models are accepted, for the error if `model` is not one.
+        hint: a string that says which models are accepted, for the error if `model` is not a module.
 
     Attributes:
         model: as given.

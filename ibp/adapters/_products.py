@@ -1,5 +1,5 @@
-"""For engines that multiply by tables: makes tables of matrices, joins the tables of shards, and multiplies by experts
-whose matrices are stacked."""
+"""Functions for engines that multiply by tables: they make tables of matrices, join the tables of shards, and multiply
+by the stacked matrices of experts."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class ExpertTables:
             activate: a function that takes the products by the first matrix, [n, rows of up], and returns the vectors
                 that the second matrix multiplies, [n, columns of down].
             biases: the biases of both matrices, [num_experts, rows] or None.
-            absent: the value that products with the second matrix get if an id is not in [0, num_experts), such as -1
-                for an expert on another rank.
+            absent: the value that stands for the products with the second matrix if an id is not in [0, num_experts).
+                For example, an id may be -1 if the expert is on another rank.
 
         Raises:
             ValueError: the kernel does not support these arguments.

@@ -25,7 +25,7 @@ class RestingWeight:
         >>> weight.release(layer.weight)                              # an ordinary parameter for good
 
     Args:
-        name: the name that errors give the parameter.
+        name: the name of the parameter in error messages.
         coded: the weight.
         device: the device of the parameter while it rests.
 

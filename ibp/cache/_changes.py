@@ -62,7 +62,7 @@ def mark_current(state: CacheState) -> None:
 
 def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
     """Changes items of a writable cache. If a row is cached and its new bytes fit in its slot, the row is changed in
-    the slot. All other rows are changed in the table; if they are cached, they are removed from the cache. items: ids
+    the slot. All other rows are changed in the table, and those that are cached are removed from the cache. items: ids
     on the cache's first device, all different."""
     view, worker = state.view, items.device
     numbers = rows_of(items, state.rows_per_item)
@@ -120,7 +120,7 @@ def _put(
         if isinstance(error, Exception) and before is not None:
             slots.index_copy_(0, places, before)  # the operation was refused, so the map still has the old lengths
         else:
-            put()  # do both steps again, so that bytes and lengths belong together
+            put()  # do both steps again, so that the bytes match the lengths
         raise
 
 

@@ -18,8 +18,8 @@ Hotness = torch.Tensor | np.ndarray | Sequence[int]
 def count_accesses(
     batches: Iterable[Ids], num_items: int, *, device: torch.device | str | int | None = None
 ) -> torch.Tensor:
-    """Counts how often batches of ids contain each item. `ibp.RowCache` takes the result as hotness. Legion counts the
-    accesses of a first epoch in this way (the paper's sections 5 and 6.2).
+    """Counts how often batches of ids contain each item. `ibp.RowCache` takes the result as hotness. Legion, too,
+    counts the accesses of a first epoch (the paper's sections 5 and 6.2).
 
     Example:
         >>> ibp.cache.count_accesses([torch.tensor([0, 2, 2]), torch.tensor([2, 4])], num_items=5)
@@ -49,7 +49,7 @@ def count_accesses(
 
 def hottest_first(hotness: Hotness, num_items: int) -> torch.Tensor:
     """Returns the ids of items, int64, the hottest first. If hotness is a number for each item, the result has all ids,
-    and equally hot items are in increasing order. If hotness is a list of ids, the result is this list without
+    and equally hot items are ordered by increasing id. If hotness is a list of ids, the result is this list without
     repetitions.
 
     Raises:

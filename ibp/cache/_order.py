@@ -11,8 +11,8 @@ ON_CPU: Key = (-1, 0)
 
 
 class StreamOrder:
-    """The order of work on several streams: a reader waits for the last write, and a writer waits for everything before
-    it. The host does not wait, and streams that capture CUDA graphs are left out."""
+    """Orders work on several streams: a reader waits for the last write, and a writer waits for all earlier reads and
+    writes. The host does not wait, and streams that capture CUDA graphs are left out."""
 
     def __init__(self) -> None:
         self._users: dict[Key, torch.cuda.Stream] = {}  # streams used since the last write, including the writer's
@@ -42,7 +42,7 @@ class StreamOrder:
         return current
 
     def is_settled(self, key: Key, writes: bool) -> bool:
-        """Returns whether a stream may read, or write if `writes` is set, without waiting for other streams."""
+        """Returns whether a stream may read (or write, if `writes` is set) without waiting for other streams."""
         return key == ON_CPU or (key in self._users and (not writes or len(self._users) == 1))
 
 

@@ -1,11 +1,11 @@
 """Shares a cache among the ranks of a process group on one machine. Each rank has one slab and reads the slabs of the
 others.
 
-Each rank fills its own slab and lends it to the others: GPU memory by CUDA IPC, as torch sends tensors between
-processes, and host memory as shared segments. A loan has the data that another rank needs to open the slab. Each rank
-opens loans on its own device: its kernels then read the slab over NVLink, and no context on the lender's GPU is needed.
-Lent memory is freed when all borrowers have closed it, or when the lender ends. Borrowers close it when the cache is
-refilled or freed.
+Each rank fills its own slab and lends it to the others: GPU memory through CUDA IPC, which torch also uses to send
+tensors between processes, and host memory as shared segments. A loan has the data that another rank needs to open the
+slab. Each rank opens loans on its own device. The rank's kernels then read the slab over NVLink, and the rank needs no
+CUDA context on the lender's GPU. Lent memory is freed when all borrowers have closed it, or when the lender ends.
+Borrowers close the memory when the cache is refilled or freed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Peers:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        """Raises RuntimeError or ValueError if there is no such group, or if it is too large."""
+        """Raises RuntimeError or ValueError if there is no such group, or if the group is too large."""
         self._group = RankGroup(group)
         self.rank, self.size = self._group.rank, self._group.size
         if self.size > MAX_SLABS:
@@ -178,8 +178,8 @@ class _Lender:
         self._rank, self._size = rank, size
 
     def lend(self, slab: Slab) -> list[_Loan | None]:
-        """Returns a loan for each other rank. Each loan of GPU memory must be opened once, because the memory cannot be
-        freed before it has been opened."""
+        """Returns a loan for each other rank. Each loan of GPU memory must be opened exactly once, because the memory
+        cannot be freed before it has been opened."""
         if slab.device.type == "cuda":
             self.slab = slab
             return [

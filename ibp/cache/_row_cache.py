@@ -54,8 +54,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 POLICIES = ("static", "lru")
-# The items that an lru cache holds at the beginning get their slots in at least this many calls of `_claim` (fewer if
-# there are fewer items), because rows that get slots in the same call do not replace each other.
+# The items with which an lru cache is first filled get their slots in at least this many calls of `_claim`, or in one
+# call for each item if there are fewer items. One call would not do, because rows that get slots in the same call do
+# not replace each other.
 _LEAST_PARTS = 16
 Device = torch.device | str | int
 
@@ -66,9 +67,9 @@ class CacheStats(Statistics):
     units of coding; an item of the table consists of one or more rows.
 
     Attributes:
-        own_hits: number of rows that were found in the slab of the device that asked.
+        own_hits: number of rows that were found in the slab of the requesting device.
         peer_hits: number of rows that were found in the slab of another device.
-        hits_of_slabs: for each slab, the number of rows that were found in it, whichever device asked.
+        hits_of_slabs: for each slab, the number of rows that were found in it, whichever device requested them.
         misses: number of rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
         link_bytes: total size of the missed rows in bytes, each row rounded up to whole 32-byte sectors.
         capacity: number of rows for which the cache has room.
@@ -107,8 +108,8 @@ class RowCache(OfThisProcess, TensorManners):
 
     A cache can be used wherever a table is read; the adapters in `ibp.integrations` accept it as a table. The cache
     keeps the table alive. A device without a slab gets all rows from the table. The exception is a cache that is
-    writable, or whose table is an `ibp.CodedRows`: its first device looks the rows up, and they are copied from there.
-    If a GPU cannot read the slab that holds a row, it gets the row from the table.
+    writable, or whose table is an `ibp.CodedRows`: the cache's first device looks the rows up, and the rows are copied
+    from that device. If a GPU cannot read the slab that holds a row, it gets the row from the table.
 
     Several threads may use a cache at the same time. The work of calls that change the cache (`update_`, `invalidate`,
     and lookups in a cache that replaces rows) is ordered with the cache's other work on all streams, except work in
@@ -127,7 +128,7 @@ class RowCache(OfThisProcess, TensorManners):
             rows there, call `invalidate` for them.
         budget_bytes: size in bytes of the device memory of each slab, including its map and everything else that the
             cache keeps there; 0 or more. The index that the table keeps on a GPU is not counted. During `refill` the
-            old and the new slabs exist at the same time, and take up to twice this size.
+            old and the new slabs exist at the same time, and together take up to twice this size.
         hotness: the items to cache: a number for each item, [num_items], larger for hotter items (such as degrees of
             nodes, or the result of `ibp.cache.count_accesses`); or a list of ids, the hottest first. None: nothing is
             cached until `refill` (a RuntimeWarning says so) or, with "lru", until rows are requested. An empty list:
@@ -146,8 +147,8 @@ class RowCache(OfThisProcess, TensorManners):
             caches that are not writable.
         slot_bytes: size in bytes of a row's slot in a cache that is writable or replaces rows, rounded up to a multiple
             of 32. Rows that do not fit in a slot are not cached. None: a size in which 99.9 % of the table's rows fit,
-            plus a sixteenth if the cache is writable. If no row of the table has bytes yet, it is the size of a raw
-            row.
+            plus a sixteenth if the cache is writable. If no row of the table has bytes yet, a slot has the size of a
+            raw row.
 
     Raises:
         TypeError: table, budget_bytes or hotness has a wrong type.
@@ -291,8 +292,8 @@ class RowCache(OfThisProcess, TensorManners):
         Args:
             ids: integers [K] in [0, N), on the CPU or a GPU.
             device: the device of the result. None: out's device, else that of ids.
-            out: tensor of the table's dtype to write to. For a cache of an `ibp.CodedRows`, it may have any dtype with
-                the same number of bytes.
+            out: tensor of the table's dtype to write to. For a cache of an `ibp.CodedRows`, out may have any dtype, but
+                must have the same size in bytes.
             check: whether to wait for the result and raise errors here. Otherwise, if ids on a GPU are out of range or
                 rows are corrupt, the next call raises the error.
             max_sms: keep at most this many of the GPU's multiprocessors busy. None: all.
@@ -353,8 +354,8 @@ class RowCache(OfThisProcess, TensorManners):
         return prefetching.prefetch(cached, ids, device=device, out=out, stream=stream, max_sms=max_sms)
 
     def _take(self, ids: torch.Tensor, sms: int, in_order: bool, out: torch.Tensor | None) -> torch.Tensor:
-        """Returns the items at `ids`, which must be on a device of the cache. If `out` is given, the items are written
-        to it, and it is returned."""
+        """Returns the items at `ids`, which must be on a device of the cache. If `out` is given, writes the items to
+        `out` and returns `out`."""
         worker, state, view = ids.device, self._state, self.view
         handle, way = view._handles.get(worker), IN_ORDER if in_order else PLANNED
         if handle is None:
@@ -403,7 +404,7 @@ class RowCache(OfThisProcess, TensorManners):
 
         Yields (handle of the table, map entries, bytes of each slab). Map entries are int64 [K * number of rows of an
         item]: the entry of each row, 0 if the row is not cached. Only work that is launched within the `with` block may
-        use them.
+        use these values.
 
         Args:
             ids: int32 or int64 [K], contiguous, on one of `devices`.
@@ -440,7 +441,7 @@ class RowCache(OfThisProcess, TensorManners):
         """Looks items up in a cache of policy "lru", and claims slots for rows that are not cached. entries: receives
         the map entries of the items' rows."""
         slab = generation.slabs[0]
-        fault = new_record(ids.device)  # nobody reads this record: a later gather of a corrupt row reports it
+        fault = new_record(ids.device)  # never read: the gather that later decodes a corrupt row reports it
         torch.ops.ibp.claim_cached.default(
             handle.table,
             ids,
@@ -472,19 +473,19 @@ class RowCache(OfThisProcess, TensorManners):
         return self.view[key]
 
     def check(self) -> None:
-        """Waits for the table's work on all GPUs, and raises IndexError or CorruptTableError if one of them has
-        recorded an error."""
+        """Waits for the table's work on all GPUs, and raises IndexError or CorruptTableError if a GPU has recorded an
+        error."""
         self.view.check()
 
     # ---- contents ----
 
     def refill(self, hotness: Hotness) -> RowCache:
-        """Fills the cache again with the hottest rows. Returns the cache.
+        """Refills the cache with the hottest rows. Returns the cache.
 
         The new rows are copied to new memory, on a separate stream. Readers use the old rows until all new rows have
         been copied. Then the new rows replace the old ones, and the call returns. CUDA graphs that were captured before
-        still read the old rows, whose memory is kept for them: capture these graphs again. A writable cache is flushed
-        first.
+        still read the old rows, whose memory is kept for these graphs. Capture the graphs again to use the new rows. A
+        writable cache is flushed first.
 
         Args:
             hotness: as in the constructor.
@@ -495,7 +496,8 @@ class RowCache(OfThisProcess, TensorManners):
         Raises:
             TypeError, ValueError, IndexError: hotness does not fit the table, or is not the same on all ranks.
             RuntimeError: another rank of the group has failed, or does not take part.
-            torch.OutOfMemoryError: there is no memory for the old and the new rows. The cache is unchanged.
+            torch.OutOfMemoryError: there is not enough memory for the old and the new rows together. The cache
+                is unchanged.
         """
         with self._state.change_lock:
             self.flush()
@@ -512,8 +514,8 @@ class RowCache(OfThisProcess, TensorManners):
         return self.devices if self._peers is None else self.devices * self._peers.size
 
     def _made(self, items: torch.Tensor | None) -> Generation:
-        """Returns a new generation that holds the rows of the hottest items, up to the budget. Waits until it is
-        filled. items: ids, the hottest first. None: the generation is empty."""
+        """Returns a new generation that holds the rows of the hottest items, up to the budget. Waits until the
+        generation is filled. items: ids, the hottest first. None: the generation is empty."""
         if items is None or self.view.geometry.item_bytes == 0:
             items = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._state.is_idle:
@@ -548,7 +550,7 @@ class RowCache(OfThisProcess, TensorManners):
 
     def _replacing(self, slot_bytes: int, items: torch.Tensor) -> Generation:
         """Returns a generation of an lru cache that already holds the hottest items. The items get their slots in the
-        order of increasing hotness, so that the hottest item counts as the most recently used. items: ids, the hottest
+        order of increasing hotness, so that the hottest item is the most recently used one. items: ids, the hottest
         first."""
         slab = replacing_slab(slot_bytes, self.budget_bytes, self.view.num_rows, self.devices[0])
         made = self._state.generation_of((slab,), LRU_WAYS, slot_bytes, slab.map.shape[0])
@@ -609,7 +611,7 @@ class RowCache(OfThisProcess, TensorManners):
         the call waits for them.
 
         Args:
-            ids: items to change, int32 or int64 [K]. If an id occurs several times, its last row counts.
+            ids: items to change, int32 or int64 [K]. If an id occurs several times, its last row is used.
             rows: [K, ...] tensor of the table's dtype, on any device.
 
         Raises:

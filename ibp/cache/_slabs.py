@@ -1,9 +1,9 @@
 """Slabs: copies of stored rows in device memory, limited by a budget (the paper's section 5).
 
-A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries. The map
-is a hash table, divided into *sets* of *ways*; a way holds one row number and the entry of this row. Rows that never
-change lie back to back. If rows change or replace each other, every row has a slot of fixed size. If there are several
-slabs, the hash of a row's number determines the slab that may hold the row.
+A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries, which say
+where the rows are. The map is a hash table, divided into *sets* of *ways*; a way holds one row number and the entry of
+this row. Rows that never change lie back to back. If rows change or replace each other, every row has a slot of fixed
+size. If there are several slabs, the hash of a row's number determines the slab that may hold the row.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ DIRTY = 1 << 61
 
 @dataclass
 class Slab:
-    """One device's part of a cache."""
+    """The rows that a cache holds on one device, with their map."""
 
     device: torch.device
-    bytes: torch.Tensor  # uint8: rows as they are stored, followed by READ_AHEAD_BYTES bytes of padding
+    bytes: torch.Tensor  # uint8: the stored bytes of the rows, followed by READ_AHEAD_BYTES bytes of padding
     map: torch.Tensor  # int64 [number of ways of all sets, 2]: row number (-1: no row, -2: removed) and entry
     # Only in a cache that replaces rows. stamps: int32 [number of sets * (LRU_WAYS + 1)]: the time at which each way
     # was last used, followed by a lock for each set. clock: int64 [2]: the present time.
@@ -63,7 +63,7 @@ class Slab:
     is_lent: bool = False  # whether another process owns the slab, and this process only reads it (see `_peers.py`)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Returns the slab's tensors, or no tensors if they are in another process's memory."""
+        """Returns the slab's tensors, or an empty list if the slab is in another process's memory."""
         held = (self.bytes, self.map, self.stamps, self.clock)
         return [tensor for tensor in held if tensor is not None and not self.is_lent]
 
@@ -79,7 +79,7 @@ class Generation:
     ways: int  # number of ways of a set
     slot_bytes: int  # size in bytes of a row's slot; 0 if rows lie back to back
     codebook: AnyCodebook | None  # the codebook of the rows; None: the rows are raw
-    version: int  # the version of the table's rows when they were copied
+    version: int  # the table's version when its rows were copied
     capacity: int  # number of rows for which there is room
     # Copies of slabs' maps on other devices: {device: {number of the slab: map}}.
     near_maps: dict[torch.device, dict[int, torch.Tensor]] = field(default_factory=dict)
@@ -90,8 +90,8 @@ class Generation:
     described: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # see `describe`
 
     def view_of(self, device: torch.device) -> View:
-        """Returns (maps, bytes), two lists that each have one tensor for each slab. The device looks rows up in the
-        maps, and reads them from the bytes. For a slab that the device cannot read, both tensors are empty."""
+        """Returns (maps, bytes), two lists that each have one tensor for each slab. The device looks rows up in `maps`,
+        and reads them from `bytes`. For a slab that the device cannot read, both tensors are empty."""
         if device not in self.views:
             near = self.near_maps.get(device, {})
             readable = [can_read(device, slab) for slab in self.slabs]
@@ -217,7 +217,7 @@ def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_b
         rows: int64: the row numbers, the hottest first.
         sizes: int64: the stored size of each row in bytes, at least 1.
         slot_bytes: size in bytes of a row's slot. 0: rows lie back to back.
-        budget_bytes: size in bytes of everything that the device holds for the cache.
+        budget_bytes: limit in bytes on all memory that the device holds for the cache.
         num_maps: number of maps that the device holds: the slab's own map, and copies of other slabs' maps. They are
             counted as equally large.
     """
@@ -235,8 +235,8 @@ def plan_slabs(
     """Returns (a plan for each slab, whether maps are copied to other GPUs). rows: row numbers, the hottest first, on a
     device of the cache.
 
-    Default rows are left out: they have no bytes, and the table's index alone says what they are. Rows that do not fit
-    in a slot are also left out.
+    Default rows are left out: they have no bytes, because the table's index alone determines their values. Rows that do
+    not fit in a slot are also left out.
     """
     sizes = stored_bytes(table, rows)
     fits = sizes > 0 if slot_bytes == 0 else (sizes > 0) & (sizes <= slot_bytes)
@@ -248,7 +248,7 @@ def plan_slabs(
     map_bytes = WAY_BYTES / STATIC_LOAD
     copies = may_copy_maps and num_slabs > 1 and (num_slabs - 1) * map_bytes * held <= NEAR_MAP_SHARE * total
     if copies:
-        # Assume that all maps are as large as the largest. Then no device's copies exceed its budget.
+        # All maps are counted as large as the largest one, so that no device's copies exceed its budget.
         most = max(
             plan_rows(rows[part], sizes[part], slot_bytes, budget_bytes, num_slabs).rows.numel() for part in parts
         )

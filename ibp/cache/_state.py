@@ -41,8 +41,8 @@ class CacheState:
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
-        """Keeps the allocator from reusing the memory of the generation and of the counters until the stream is done
-        with it, even if that memory is freed earlier. worker: the device of the stream. If stream is None, does
+        """Keeps the allocator from reusing the memory of the generation and of the counters until the stream's work is
+        done, even if that memory is freed earlier. worker: the device of the stream. If stream is None, does
         nothing."""
         if stream is not None and key_of(stream) not in generation.streams:
             generation.hold_for(stream)
@@ -59,13 +59,14 @@ class CacheState:
             )
 
     def generation_of(self, slabs: tuple[Slab, ...], ways: int, slot_bytes: int, capacity: int) -> Generation:
-        """Returns a generation of slabs whose rows were copied from the table as it is now."""
+        """Returns a generation of slabs whose rows were copied from the present version of the table."""
         return Generation(slabs, ways, slot_bytes, self.view.codebook, self.view.version, capacity)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Makes the cache's own streams the current streams inside the context. They first wait for the work that is
-        already queued on the streams that were current before. At the end the host waits for the cache's streams."""
+        """Makes the cache's own streams the current streams inside the context. The cache's streams first wait for the
+        work that is already queued on the previously current streams. At the end the host waits for the cache's
+        streams."""
         with ExitStack() as stack:
             for device in self.workers:
                 if device.type != "cuda":

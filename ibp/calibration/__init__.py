@@ -1,4 +1,4 @@
-"""Measures the rates of a machine.
+"""Measures how fast a machine moves and decodes data.
 
     calibration = ibp.calibration.calibrate()    # a few seconds, once for each GPU and driver
     print(calibration)

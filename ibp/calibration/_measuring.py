@@ -1,5 +1,5 @@
-"""Measures the rates of a calibration. Each rate is measured with the calls whose speed it describes, on synthetic
-data."""
+"""Measures the rates that make up a calibration. Each rate is measured with the calls whose speed it describes, on
+synthetic data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .._tables.compressed_tensor import CompressedTensor, compress_rows
 _NEAR_BYTES = 128 << 20  # Size in bytes of pinned memory for which address translation is fast on every GPU.
 _STREAMED_BYTES = 32 << 20  # Size in bytes of the tensor with which stream_start_us is measured.
 _ROW_BYTES, _SHORT_ROW_BYTES, _MEDIUM_ROW_BYTES, _SECTOR_BYTES = 2048, 128, 256, _core.SECTOR_BYTES
-_ID_SETS = 16  # Number of different sets of random ids that repeated calls use.
+_ID_SETS = 16  # Number of different sets of random ids that repeated calls use in turn.
 _BUCKETED_SMS = (8, 16, 32)  # The numbers of multiprocessors that are tried for bucketed_sms.
 # A rate counts as lower than another if it is below _SMALLER times the other. A time counts as equal to the best time
 # if it is at most _AS_FAST times as long.
@@ -37,8 +37,8 @@ _SMALLER, _AS_FAST = 0.8, 1.03
 # The measured time of a short row is multiplied by this factor, because codebooks of a family differ in speed, and
 # "auto" must not choose a codebook that is slower than raw rows.
 _SPREAD = 1.08
-# If rows take at most this many times as long as the link alone needs, the link is taken to be their limit, not the
-# decoder.
+# If fetching and decoding rows takes at most this many times as long as the link alone needs, the link is taken to be
+# the bottleneck, not the decoder.
 _LINK_BOUND = 1.1
 _NUM_MEASUREMENTS = 60  # Approximate number of measurements, which share the time that the caller allows.
 _CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def calibrate(
     if found.type != "cuda":
         raise ValueError(f"device is {str(device)!r}; wanted a CUDA device")
     known = H200 if refresh else in_force(found)
-    if known is H200:  # there is no calibration yet, or a new one is wanted
+    if known is H200:  # there is no calibration yet, or the caller wants a new one
         known = measure(found, seconds)
         keep(found, known)
     return known
@@ -124,9 +124,9 @@ def _of_link(clock: Clock) -> dict[str, Any]:
 
 
 def _stream_start_us(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Returns the fixed cost of the copy engine, in us. This is the time to decompress a whole tensor with the copy
-    engine, minus the time with a kernel that reads host memory, minus the part of this difference that copy_in_gbps and
-    read_gbps explain. The result is at least 1."""
+    """Returns the fixed cost of the copy engine, in us. A whole table, whose slots and overflow take n bytes, is
+    decompressed in the time C with the copy engine, and in the time K with a kernel that reads host memory. The result
+    is max(1, C - K - (n / copy_in_gbps - n / read_gbps)), with all times in us."""
     table = family.table(_ROW_BYTES, min(_STREAMED_BYTES, clock.table_bytes), _CPU)
     out = torch.empty(table.shape, dtype=table.dtype, device=clock.device)
 
@@ -215,7 +215,7 @@ def _bucketed_sms(clock: Clock, table: CompressedTensor) -> int:
 
 
 def _gather_gbps(clock: Clock, host: torch.Tensor) -> float:
-    """Returns the rate, in GB/s, at which each of torch's threads gathers rows of 512 bytes from host memory."""
+    """Gathers rows of 512 bytes from host memory on all of torch's threads. Returns the rate per thread, in GB/s."""
     table = _raw_table(host, 512)
     ids = torch.randint(table.num_rows, (host_gather.rows_at_once(table),), device="cpu")
     parts = host_gather.parts_of(_memory.empty(host_gather.CHUNK_BYTES, _CPU, pin=True), ids.numel())
@@ -304,7 +304,7 @@ def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...],
 
 def _masks(floats: torch.Tensor) -> _Family:
     """Returns a family of scheme ibp. 26 of the 32 bits of every chunk are equal in all rows, so coded rows are short,
-    and the link is less likely to limit the decoder."""
+    and the bottleneck is more likely to be the decoder than the link."""
     fixed, chunk_bytes = 0x7FFFFFC1, 4
     rows = (floats.view(torch.int32) & ~fixed) | (fixed & 0x3F800001)
 

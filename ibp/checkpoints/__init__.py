@@ -4,7 +4,7 @@
     report = ibp.checkpoints.compress("model.safetensors", "model.ibp.safetensors")
     ibp.checkpoints.decompress("model.ibp.safetensors", "again.safetensors")    # the same tensors and metadata
 
-Loaders of frameworks read and write such files themselves:
+Loaders of frameworks read such files with `open`, and write them with `CheckpointWriter`:
 
     with ibp.checkpoints.open("model.ibp.safetensors") as source:               # a file of any format
         tables = {name: tensor.table for name, tensor in source.tensors.items()}

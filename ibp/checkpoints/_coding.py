@@ -29,9 +29,9 @@ _CPU = torch.device("cpu")
 
 
 class Block(NamedTuple):
-    """Bytes [start, end) of a tensor, which are read and coded together. Except for the last block of a tensor, a block
-    holds whole groups of 32 rows. codebook: the codebook that codes the rows. None: the bytes are stored as they
-    are."""
+    """Bytes [start, end) of a tensor, which are read and coded together. Every block of a tensor except the last one
+    holds whole groups of 32 rows. codebook: the codebook that codes the rows. None: the bytes are stored
+    uncompressed."""
 
     tensor: SourceTensor
     start: int
@@ -58,7 +58,7 @@ def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: i
 
 
 def _kept(block: Block, data: np.ndarray) -> CodedBlock:
-    """Returns the stored form of a block without a codebook: its bytes as they are."""
+    """Returns the stored form of a block without a codebook, which is its original bytes."""
     return CodedBlock(block, data, np.empty(0, np.uint16), 0, lambda: None)
 
 
@@ -68,7 +68,7 @@ def _kept(block: Block, data: np.ndarray) -> CodedBlock:
 class CpuCoder:
     """Codes blocks on threads. Each thread reads, codes and fingerprints one block at a time."""
 
-    # Size of a block in bytes. With smaller blocks, Python takes more of the time; larger blocks do not fit a core's
+    # Size of a block in bytes. With smaller blocks, Python takes more of the time; larger blocks do not fit in a core's
     # caches.
     block_bytes = 4 << 20
 
@@ -131,7 +131,7 @@ class CudaCoder:
     earlier block."""
 
     block_bytes = 16 << 20  # size of a block in bytes; the copy engines reach their full rate at 4 MiB
-    _DEPTH = 2  # largest number of blocks in each of two queues: for coding, and for the copy to the host
+    _DEPTH = 2  # largest number of blocks in the queue for coding, and in the queue for copying to the host
 
     def __init__(self, device: torch.device, jobs: int) -> None:
         self._device = device

@@ -80,20 +80,20 @@ def compress(
 ) -> CheckpointReport:
     """Compresses a checkpoint of any size to a file, or a set of files, that `ibp.open` and `ibp.load` read.
 
-    Tensors are read, coded and written block by block, in bounded memory: about 100 MB plus 2 bytes per row, whatever
-    their size. Names, shapes, dtypes, bytes and metadata are kept. Weights whose names differ only in numbers, and
-    whose shapes and dtypes are equal, share a codebook. Tensors that would not get smaller, or that are smaller than
-    4 KiB, are stored as they are. The file also has the fingerprint of each compressed tensor.
+    Tensors of any size are read, coded and written block by block. The call needs about 100 MB of memory, plus 2 bytes
+    per row. Names, shapes, dtypes, bytes and metadata are kept. Weights whose names differ only in numbers, and whose
+    shapes and dtypes are equal, share a codebook. Tensors that would not get smaller, or that are smaller than 4 KiB,
+    are stored uncompressed. The file also has the fingerprint of each compressed tensor.
 
     If a directory is compressed to a directory, each file of tensors is compressed to a separate file, and each set of
     files to a set (see shard_bytes): "model.safetensors" becomes "model.ibp.safetensors", and "optimizer.pt" becomes
     "optimizer.pt.ibp.safetensors". All other files, including files that hold objects of Python, are copied. A
-    config.json beside weights is changed, so that it says that the weights are coded. If ibp is imported,
-    `from_pretrained` of transformers and diffusers loads such weights; without ibp it finds no weights.
+    config.json beside weights gets an entry that says that the weights are coded. `from_pretrained` of transformers and
+    diffusers loads such weights if ibp is imported; otherwise it finds no weights.
 
-    The output appears under its name when it is complete. Until then, finished files of a set are kept in a directory
-    beside it, `.<name>.ibp-work`. If the call is interrupted, the next call with the same arguments uses these files,
-    unless the inputs have changed.
+    The output gets its name only when it is complete. Until then, finished files of a set are kept in the directory
+    `.<name>.ibp-work` beside the output. If the call is interrupted, the next call with the same arguments uses these
+    files, unless the inputs have changed.
 
     Example:
         >>> torch.save({"w": torch.arange(1000.0).repeat(100, 1)}, "model.pt")
@@ -109,19 +109,19 @@ def compress(
         output: path of the file; or a directory, in which the file is "model.ibp.safetensors" unless the input is a
             directory, too; or a URL of fsspec, to which the files are copied when they are complete. If the input is a
             directory, and the output has no suffix of a format, the output is a directory.
-        scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
+        scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" stores all tensors uncompressed.
         row_bytes: size in bytes of a row of the flat tensor. None: 4,096; for an array of numpy, the size of an item,
             if that is 512 bytes to 64 KiB.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
-            and no pattern of exclude, are compressed. Other tensors are stored as they are.
-        metadata: a mapping from keys to texts, which are added to the metadata of the inputs.
+            and no pattern of exclude, are compressed. Other tensors are stored uncompressed.
+        metadata: a mapping from strings to strings, which is added to the metadata of the inputs.
         shard_bytes: the largest total size in bytes, before coding, of the tensors in a file. A tensor that is larger
             is alone in its file. None: there is no limit. The files of a sharded model (ordinary safetensors files or
             checkpoints of torch) are not joined, even if they are smaller. Files of other formats are joined.
         device: the device that codes the rows. None: the current GPU if there is one, else the CPU.
         jobs: the number of threads. None: one for each core.
         restart: whether to use the files that an interrupted call has finished.
-        verify: whether to compare the checksums of inputs that are files of ibp, as their bytes are read. Inputs of
+        verify: whether to check the checksums of inputs that are files of ibp, while their bytes are read. Inputs of
             other formats have no checksums.
         progress: whether to show a progress bar.
         force: whether to replace an existing output, which may be one file or a set.
@@ -231,7 +231,7 @@ class _Writing:
     Args:
         learning: how codebooks are learned, and on which device blocks are coded.
         shards: all files of the output.
-        kept: names of the tensors that are stored as they are, because the caller's patterns do not choose them.
+        kept: names of the tensors that are stored uncompressed, because the caller's patterns do not choose them.
         jobs: the number of threads.
         progress: whether to show a progress bar.
 
@@ -249,7 +249,7 @@ class _Writing:
         self.peak = PeakMemory()
 
     def bar(self, shards: Iterable[Shard]) -> Bar:
-        """Makes and returns the progress bar for the files that `write` will write next. It is a context manager."""
+        """Makes and returns the progress bar, a context manager, for the files that `write` will write next."""
         total = sum(shard.num_bytes for shard in shards)
         self._bar = tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not self._progress)
         return self._bar
@@ -289,7 +289,7 @@ class _BlockWriter:
 
     def __init__(self, writer: FileWriter, file: str) -> None:
         self._writer, self._file = writer, file
-        self._start, self._words = 0, 0  # of the current tensor: its offset in the data, and its sum of words so far
+        self._start, self._words = 0, 0  # the current tensor's offset in the data, and its sum of words so far
         self._lengths: list[np.ndarray] = []  # lengths of the current tensor's rows so far, an array for each block
         self.reports: list[TensorReport] = []
 

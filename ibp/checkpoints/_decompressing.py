@@ -53,14 +53,14 @@ def decompress(
     progress: bool = False,
     force: bool = False,
 ) -> list[str]:
-    """Writes the tensors of a checkpoint as they were before compression, with their names, shapes, dtypes, bytes and
-    metadata.
+    """Restores a checkpoint: writes its tensors with the names, shapes, dtypes and bytes that they had before
+    compression, and its metadata.
 
     Tensors are decoded and written block by block. A file gets its name only when it is complete. If the input is a set
-    of files and the output is safetensors, the output is a set of the same number of files, with an index; the files of
-    a set appear when all of them are complete. In other formats the output is one file. If a directory is decompressed
-    to a directory, each coded file or set gets the name and format from which it was compressed, all other files are
-    copied, and the original config.json is restored.
+    of files and the output is safetensors, the output is a set of the same number of files, with an index; all files of
+    a set get their names once the last of them is complete. In other formats the output is one file. If a directory is
+    decompressed to a directory, each coded file or set gets the name and format from which it was compressed, all other
+    files are copied, and the original config.json is restored.
 
     Example:
         >>> torch.save({"w": torch.arange(100_000.0)}, "model.pt")
@@ -80,7 +80,7 @@ def decompress(
             decompressed to a directory, each file gets the format from which it was compressed.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
             and no pattern of exclude, are written.
-        verify: whether to compare the checksums of inputs that are files of ibp, as their bytes are read. Inputs of
+        verify: whether to check the checksums of inputs that are files of ibp, while their bytes are read. Inputs of
             other formats have no checksums.
         progress: whether to show a progress bar.
         force: whether to replace an existing output.
@@ -93,9 +93,9 @@ def decompress(
         FileExistsError: the output exists, and force is not set.
         ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged. With `verify`, damaged bytes
             raise ibp.ChecksumError, a FileFormatError, which names the file and the tensor.
-        ValueError: the format does not exist, is not that of the suffix, or does not have a tensor's dtype; a format is
-            given although a directory is decompressed to a directory; a pattern of include matches no name; or there
-            are no tensors to write.
+        ValueError: the format does not exist, differs from that of the suffix, or does not support a tensor's dtype; a
+            format is given although a directory is decompressed to a directory; a pattern of include matches no name;
+            or there are no tensors to write.
         OSError: a file cannot be read or written, or another call is writing the same output.
     """
     output = output_of(inputs, output)
@@ -151,7 +151,7 @@ def write_source(
         source, output, format, progress: as in `decompress`.
         what: the description that the progress bar shows.
         begin: called for each file, see `Begin`.
-        as_set: whether a set of files stays a set in formats other than safetensors, too.
+        as_set: whether a set of files is written as a set even in formats other than safetensors.
     """
     shown = file_of(output)
     kind = format_of_output(Path(shown), format)
@@ -165,7 +165,7 @@ def write_source(
         ):
             pieces = functools.partial(_pieces, threads=pool, on_bytes=bar.update)
             weight_map: dict[str, str] = {}
-            with contextlib.ExitStack() as files:  # when it is left, all files get their names
+            with contextlib.ExitStack() as files:  # when this block ends, all files get their names
                 for name, part in zip(names, parts):
                     file = files.enter_context(begin(target.with_name(name), part.num_bytes))
                     FORMATS[kind].write(file, part, pieces)

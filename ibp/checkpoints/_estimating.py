@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class TensorEstimate:
-    """What `compress` would make of a tensor.
+    """An estimate of how `compress` would store a tensor.
 
     Example:
         >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
@@ -40,10 +40,10 @@ class TensorEstimate:
         name, dtype, shape, num_bytes: name, dtype, shape and size in bytes of the tensor.
         savings: for each scheme, the share of the tensor's bytes that a table would save in a file. The size of the
             table includes its index and its padding, but not its codebook. The share is approximate for schemes that
-            `compress` would not choose. The mapping is empty for a tensor that is never coded: a tensor of less than
-            4 KiB, one with a dtype that tables do not have, or one that the patterns do not choose.
-        best: the scheme that `compress` chooses. None if it would store the tensor as it is, for example because no
-            scheme saves more than 1 %.
+            `compress` would not choose. The mapping is empty for a tensor that is never coded, because it is smaller
+            than 4 KiB, because tables do not support its dtype, or because the patterns do not choose it.
+        best: the scheme that `compress` chooses. None if `compress` would store the tensor uncompressed, for example
+            because no scheme saves more than 1 %.
     """
 
     name: str
@@ -61,7 +61,7 @@ class TensorEstimate:
 
 @dataclass(frozen=True)
 class CheckpointEstimate:
-    """What `compress` would make of a checkpoint.
+    """An estimate of the files that `compress` would write for a checkpoint.
 
     Example:
         >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
@@ -108,8 +108,8 @@ def estimate(
     exclude: Iterable[str] = (),
     progress: bool = False,
 ) -> CheckpointEstimate:
-    """Estimates what `compress` would make of a checkpoint, or of the state of a model, from a sample of its rows.
-    Nothing is written.
+    """Estimates, from a sample of rows, how `compress` would store a checkpoint or the state of a model. Nothing is
+    written.
 
     Example:
         >>> torch.save({"w": torch.randn(1000, 256)}, "model.pt")
@@ -128,8 +128,8 @@ def estimate(
 
     Raises:
         FileNotFoundError, SourceFormatError, ibp.FileFormatError: as in `compress`.
-        TypeError, ValueError: level or row_bytes is not as described, a pattern of include matches no name, or a tensor
-            of a model is of a kind that cannot be compressed.
+        TypeError, ValueError: level or row_bytes is invalid, a pattern of include matches no name, or a tensor of a
+            model is of a kind that cannot be compressed.
     """
     learning = CheckpointLearning.of(Options(level=level, row_bytes=row_bytes, device="cpu"))
     if isinstance(inputs, torch.nn.Module):

@@ -20,14 +20,14 @@ from .._schemes.clusters import check_clusters
 from .._schemes.learning import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, kind_of
 from ._source import SourceTensor
 
-# Each item of an array becomes a row if items have at least this size in bytes. The index of shorter rows takes as many
-# bytes as coding saves.
+# Each item of an array becomes a row if items have at least this size in bytes. For shorter rows, the index would take
+# about as many bytes as coding saves.
 _LEAST_ITEM_BYTES = 512
 SAMPLE_ELEMENTS = 1 << 19  # number of elements from which a codebook is learned, as in `ibp.compress`
-# Size in bytes of the sample of a tensor on which the codebook of its kind is tried, if that codebook does not have a
-# coded form for every row.
+# The codebook of a kind is tried on a sample of each tensor. This is the sample's size in bytes for a codebook that
+# cannot code every row.
 _CHECK_BYTES = 16 << 20
-TRIED_BYTES = 1 << 18  # size in bytes of that sample for other codebooks
+TRIED_BYTES = 1 << 18  # the same size for codebooks that can code every row
 _SAMPLED_TENSORS = 8  # largest number of tensors of a kind from which the kind's sample is taken
 _LEAST_ROWS = 16  # smallest number of rows that are sampled from a tensor, unless it has fewer rows
 _LEAST_SAVED_BYTES = 1024  # A table must save more than this, which is about the size of its entries in the header.
@@ -125,7 +125,7 @@ class Codebooks:
                 pass
 
     def of(self, tensor: SourceTensor) -> AnyCodebook | None:
-        """Returns the codebook of a tensor that has been prepared, or None if the tensor is kept as it is."""
+        """Returns the codebook of a tensor that has been prepared, or None if the tensor is stored uncompressed."""
         return self._found(tensor)[0] if self.is_coded(tensor) else None
 
     def savings(self, tensor: SourceTensor) -> float | None:
@@ -156,9 +156,9 @@ class Codebooks:
         self, tensor: SourceTensor, kind: tuple, codebook: AnyCodebook
     ) -> tuple[AnyCodebook | None, float | None]:
         """Tries the codebook of a kind on a sample of one tensor. If it saves less there than in the kind's sample, by
-        more than one percentage point, learns a codebook for this tensor alone, and takes the better of the two.
-        Returns (codebook, share of the sample's bytes that it saves), or (None, None) if that share is too small for a
-        table."""
+        more than one percentage point, learns a codebook for this tensor alone, and uses the better of the two. Returns
+        (the codebook, the share of the sample's bytes that the codebook saves), or (None, None) if that share is too
+        small for a table."""
         geometry = self._geometry(kind)
         sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else TRIED_BYTES)
         savings = savings_of(sample, codebook)
@@ -182,7 +182,7 @@ class Codebooks:
 def sample_of(tensors: Sequence[SourceTensor], geometry: _rows.Geometry, num_bytes: int | None = None) -> torch.Tensor:
     """Returns a sample of whole rows from up to 8 tensors that have the same geometry, uint8 [n * row_bytes]. If the
     tensors are shorter than a row, returns the first tensor, padded with zeros to a row. num_bytes: approximate size of
-    the sample in bytes. None: the size of 2^19 elements."""
+    the sample in bytes. None: as many rows as hold 2^19 elements."""
     row_bytes = geometry.row_bytes
     wanted_bytes = SAMPLE_ELEMENTS * geometry.dtype.itemsize if num_bytes is None else num_bytes
     chosen = [

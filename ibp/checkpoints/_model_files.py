@@ -1,9 +1,9 @@
-"""Directories of models and of trainers: finds their files of tensors, copies their other files, and changes their
-config.json.
+"""Converts the directories of models and of trainers: finds their files of tensors, copies their other files, and
+changes their config.json.
 
-If a directory is compressed or decompressed to a directory, each file of tensors is converted to a separate file
-(`_files/paths.py` describes the names), and each set of files to a set. All other files are copied. After compression,
-a config.json beside weights says that they are coded; decompression removes this entry.
+If a directory is compressed or decompressed to a directory, each file of tensors is converted to a separate file, and
+each set of files is converted to a set. `_files/paths.py` describes the names of the new files. All other files are
+copied. After compression, a config.json beside weights says that they are coded; decompression removes this entry.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class Conversion:
         check_other_sets(self.target, [*indices, *itertools.chain(*self._replaced.values())])
 
     def keep(self, path: Path) -> None:
-        """Turns a source into files that are copied as they are, like the other files. path: a key of `sources`."""
+        """Removes a source from `sources`, so that its files are copied unchanged, as the other files are. path: a key
+        of `sources`."""
         files = self.sources.pop(path).files
         home = self.target / path.parent
         names = [os.path.basename(file) for file in files]
@@ -132,7 +133,7 @@ class Conversion:
         """Writes the other files, such as config.json, and then removes the files of tensors that the new ones
         supersede. The caller must call it after the new files of tensors are in place. Each file is written as a new
         file, which gets its name when it is complete. If a symbolic link has that name, the link is replaced, and the
-        file that it leads to does not change."""
+        file to which it points does not change."""
         for path, content in self._beside.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):
@@ -280,8 +281,8 @@ def _shown_files(folder: Path, target: Path | None) -> list[Path]:
 def _told(path: Path, is_coded: bool) -> bytes | None:
     """Changes the text of a config.json. If `is_coded` is set, adds ibp's entry, which tells transformers and diffusers
     that the weights are coded; otherwise removes this entry. Returns the new text, or None if nothing changes. All
-    other text stays the same, byte for byte. The exception: if the entry is to be removed, but no longer has the text
-    that was inserted, all of the JSON is formatted anew."""
+    other text stays the same, byte for byte. The exception is an entry that is to be removed, but whose text has
+    changed since it was inserted: then all of the JSON is formatted anew."""
     try:
         text = path.read_bytes().decode()
         config = json.loads(text)

@@ -24,7 +24,7 @@ from ._source import Pieces, Source, SourceFormatError, SourceTensor
 # of the name and of the extra field, which follow the header.
 _LOCAL_HEADER_BYTES, _LENGTHS_AT = 30, 26
 # The errors that numpy, zipfile and the libraries below them raise for bytes that are not an array or a member. A
-# RuntimeError stands for a member that is encrypted, or compressed by an unknown method.
+# RuntimeError is raised for a member that is encrypted, or compressed by an unknown method.
 _UNREADABLE = (
     ValueError,
     TypeError,
@@ -151,8 +151,8 @@ def _tensor(
 
 
 def write_npy(file: IO[bytes], source: Source, pieces: Pieces) -> None:
-    """Writes an .npy file of one tensor. Raises ValueError unless the source has exactly one tensor, or if numpy does
-    not have the dtype."""
+    """Writes an .npy file of one tensor. Raises ValueError unless the source has exactly one tensor, of a dtype that
+    numpy has."""
     if len(source.tensors) != 1:
         count = len(source.tensors)
         raise ValueError(f"an .npy file holds one array, and there are {count} tensors; wanted a name with .npz")

@@ -2,7 +2,7 @@
 
 While a set is being made, its finished files wait in a directory beside the output, `.<name>.ibp-work`, so that an
 interrupted call can be repeated. The directory also has a record of each finished file, and a plan of the whole set.
-When all files are finished, they are moved to their final places, and the directory is removed. Only one call at a time
+When all files are finished, they are moved to their final paths, and the directory is removed. Only one call at a time
 uses the directory: it locks a file there. When the call's process ends, for whatever reason, the system releases the
 lock.
 """
@@ -48,7 +48,8 @@ SHARD_BYTES = 5 << 30  # default limit in bytes of the total size, before coding
 RECORD = ".done.json"  # the end of the name of a finished file's record
 _PLAN, _LOCK = "plan.json", "lock"
 _OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # options on which coded bytes depend
-_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats whose files are not joined; the format of ibp's files is "ibp"
+# Formats of input whose files are not joined; files of ibp have the format "ibp".
+_FILES_OF_THEIR_OWN = ("safetensors", "torch")
 
 
 # ---- which tensors a file holds ----
@@ -101,7 +102,7 @@ def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: M
 def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mapping[str, AnyCodebook | None]) -> int:
     """Returns the total size in bytes of the files that `compress` writes for a source, with headers, codebooks and
     checksums. stored: size in bytes of each tensor in its file, by name. codebooks: the codebook of each tensor, by
-    name; None if the tensor is stored as it is."""
+    name; None if the tensor is stored uncompressed."""
     total = 0
     for shard in shards_of(source, Path(f"model{SUFFIX}"), SHARD_BYTES, {}):
         books = {book for tensor in shard.tensors if (book := codebooks[tensor.name]) is not None}
@@ -126,7 +127,7 @@ def table_bytes(stored_bytes: int, num_rows: int) -> int:
 def plan_of(shards: Sequence[Shard], options: Options, kept: Iterable[str]) -> dict[str, Any]:
     """Returns a description of a set of files, as a dict that JSON can hold: the inputs, the options, and the tensors
     of each file. An input is described by its path, its size and the time of its last change. kept: names of the
-    tensors that are stored as they are, because the caller's patterns do not choose them."""
+    tensors that are stored uncompressed, because the caller's patterns do not choose them."""
     inputs = dict.fromkeys(os.path.abspath(path) for shard in shards for path in shard.inputs)
     found = {path: os.stat(path) for path in inputs}
     return {
@@ -139,7 +140,8 @@ def plan_of(shards: Sequence[Shard], options: Options, kept: Iterable[str]) -> d
 
 
 def work_directory(target: Path) -> Path:
-    """Returns the directory where files of a set wait until all of them are there. target: the output's path."""
+    """Returns the directory where the finished files of a set wait until all files of the set are finished. target: the
+    output's path."""
     return target.with_name(f".{target.name}.ibp-work")
 
 
@@ -159,13 +161,12 @@ class Journal:
         self._target, self._home, self._plan = target, target.parent, plan
 
     def open(self, restart: bool) -> bool:
-        """Makes the directory, if it does not exist, and locks it. Returns whether it existed with the same plan, that
-        is, whether an interrupted call with this plan has left it. If so, and if `restart` is set, the finished files
-        in the directory are kept; otherwise the directory is emptied. No other call can use the directory until
-        `release` is called.
+        """Makes the directory, if it does not exist, and locks it. Returns whether an interrupted call with the same
+        plan has left the directory. If so, and if `restart` is set, the finished files in the directory are kept;
+        otherwise the directory is emptied. No other call can use the directory until `release` is called.
 
         Raises:
-            OSError: another call is using it, or it is not a directory.
+            OSError: another call is using the directory, or its path is not a directory.
         """
         self._lock = self._locked()
         try:
@@ -243,8 +244,8 @@ class Journal:
             return None
 
     def path_of(self, file: str) -> Path:
-        """Returns the path, in this directory, to which a file of the output is first written. Makes the directory of
-        that path. file: the file's path within the output's directory."""
+        """Returns the path, in the journal's directory, to which a file of the output is first written. Makes the
+        parent directory of that path. file: the file's path within the output's directory."""
         path = self.directory / file
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -258,8 +259,8 @@ class Journal:
         return record
 
     def _place(self, file: str, record: dict[str, Any]) -> Path | None:
-        """Returns the path of a record's file: in the directory or, if an earlier call has already moved it, in its
-        final place. Returns None if there is no such file, or if it has changed."""
+        """Returns the path of a record's file: in the directory, or its final path if an earlier call has already moved
+        it. Returns None if there is no such file, or if it has changed."""
         for path in (self.directory / file, self._home / file):
             with contextlib.suppress(FileNotFoundError):
                 found = path.lstat()
@@ -268,8 +269,8 @@ class Journal:
         return None
 
     def move(self, record: dict[str, Any]) -> None:
-        """Moves the finished file of a record to its final place, unless it is there already. Raises OSError if the
-        file does not exist in either place, or was replaced by another file."""
+        """Moves the finished file of a record from the directory to its final path, unless it is there already. Raises
+        OSError if the file exists at neither path, or was replaced by another file."""
         file = record["file"]
         place = self._place(file, record)
         if place is None:
@@ -281,7 +282,7 @@ class Journal:
         os.replace(place, self._home / file)
 
     def publish(self, sets: Mapping[Path, Sequence[Shard]], records: Mapping[str, dict[str, Any]]) -> None:
-        """Moves finished files to their final places, writes the index of each set, and removes the directory.
+        """Moves finished files to their final paths, writes the index of each set, and removes the directory.
 
         sets: for each set, its files. The key is the path, within the directory of the output, that the set is named
             after. A set of one file has no index.
@@ -306,7 +307,7 @@ class Journal:
             self.directory.rmdir()
 
 
-# ---- what is reported ----
+# ---- the report ----
 
 
 @dataclass(frozen=True)
@@ -323,9 +324,9 @@ class TensorReport:
     Attributes:
         name: name in the checkpoint.
         dtype, shape: dtype and shape of the tensor.
-        scheme: "ibp" or "planes". None if the tensor is kept as it is.
+        scheme: "ibp" or "planes". None if the tensor is stored uncompressed.
         num_bytes: size in bytes of the tensor.
-        stored_bytes: size in bytes of the tensor in the file, index and padding included, without the codebook.
+        stored_bytes: size in bytes of the tensor in the file, with its index and its padding, but without its codebook.
         file: path of its file, within the directory of the output.
     """
 
@@ -354,7 +355,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What `compress` has written.
+    """A report of the files and tensors that `compress` has written.
 
     Example:
         >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
@@ -387,7 +388,7 @@ class CheckpointReport:
     @property
     def savings(self) -> float:
         """The share of the tensors' bytes that is saved: 1 - file_bytes / num_bytes. It is negative if headers take
-        more than coding saves."""
+        more bytes than coding saves."""
         return share_saved(self.num_bytes, self.file_bytes)
 
     def as_dict(self) -> dict[str, Any]:

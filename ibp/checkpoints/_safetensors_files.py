@@ -1,5 +1,5 @@
-"""Reads safetensors files, those of ibp included, and writes plain ones. Plain tensors are read from the memory map of
-the file. Tables are decoded block by block when they are read."""
+"""Reads safetensors files, both plain ones and those of ibp, and writes plain ones. Plain tensors are read from the
+memory map of the file. Tables are decoded block by block when they are read."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from ..codecs._whole import WholeTensor
 from ._source import Pieces, Source, SourceFormatError, SourceTensor, loaded_tensor
 
 # The items of a tensor may be divided among several tables. The metadata then has a key for each of these tables: this
-# text, followed by the table's name. Its value has the fields first, last (the table holds items [first, last) of the
-# tensor) and items (number of items of the tensor).
+# string, followed by the table's name. The key's value has three fields: first and last (the table holds items [first,
+# last) of the tensor), and items (the number of items of the tensor).
 ROWS_KEY = "ibp_rows."
 _ALIGNMENT = 8  # bytes: the alignment of data in a safetensors file
 _METADATA = "__metadata__"
@@ -79,8 +79,8 @@ def _mapped_tensor(name: str, entry: Entry, data: np.ndarray) -> SourceTensor:
 
 
 def _with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
-    """Returns a tensor that was read from a header's entry with this dtype and shape. If torch does not have the dtype,
-    the entry is added to the tensor, so that the tensor can be stored again with the same entry."""
+    """Returns a tensor whose entry in a file's header has this dtype and shape. If torch does not have the dtype, the
+    returned tensor also has the entry, so that the tensor can be stored again with the same entry."""
     entry = dtype, shape
     return tensor if entry_of(tensor.dtype, tensor.shape) == entry else replace(tensor, entry=entry)
 
@@ -89,7 +89,7 @@ def _with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> Sou
 
 
 def open_ibp(path: str | os.PathLike[str], verify: bool = False) -> Source:
-    """Opens a file of ibp, or a set of them. verify: whether to compare the checksums of headers and codebooks now, and
+    """Opens a file of ibp, or a set of them. verify: whether to check the checksums of headers and codebooks now, and
     those of other bytes when `SourceTensor.read` first reads them.
 
     Raises:
@@ -126,8 +126,7 @@ def open_ibp(path: str | os.PathLike[str], verify: bool = False) -> Source:
 
 def _verified(tensor: SourceTensor, file: File, value: CompressedTensor | torch.Tensor) -> SourceTensor:
     """Returns the tensor with another `read`, which first verifies the blocks of the file that it will read. value: the
-    tensor or table in the file. If it is a table, it is verified as a whole when `SourceTensor.table` is first asked
-    for."""
+    tensor or table in the file. A table is verified as a whole when `SourceTensor.table` is first read."""
     verify = range_verifier(file, tensor.name, value)
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:
@@ -137,7 +136,7 @@ def _verified(tensor: SourceTensor, file: File, value: CompressedTensor | torch.
     if not isinstance(value, CompressedTensor):
         return replace(tensor, read=read)
 
-    @functools.cache  # so that the table can be asked for again after the file has been closed
+    @functools.cache  # so that the table can be requested again after the file has been closed
     def make_table() -> CompressedTensor:
         file.verify([tensor.name])
         return value
@@ -237,8 +236,8 @@ def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], p
 
 
 def write_safetensors(file: IO[bytes], source: Source, pieces: Pieces) -> None:
-    """Writes an ordinary safetensors file. Raises ValueError if a tensor has a name that safetensors reserves or a
-    dtype that it lacks, or if the header is too large."""
+    """Writes an ordinary safetensors file. Raises ValueError if safetensors reserves a tensor's name, if it does not
+    support a tensor's dtype, or if the header is too large."""
     header: dict[str, Any] = {_METADATA: dict(source.metadata)} if source.metadata else {}
     end = 0
     for tensor in source.tensors.values():

@@ -62,7 +62,8 @@ class SourceTensor:
     # it may be the file's map. Several threads may call the function at once. It raises OSError or ValueError if the
     # file cannot be read, or is damaged.
     read: Callable[[int, int], np.ndarray]
-    # Whether users look up single items of the tensor, as in an array of numpy. A weight is used as a whole.
+    # Whether users look up single items of the tensor, as in an array of numpy. False for a weight, which is used as a
+    # whole.
     has_items: bool = False
     # A function that returns `table`. None: there is no table.
     make_table: Callable[[], CompressedTensor] | None = None
@@ -132,7 +133,7 @@ def loaded_tensor(name: str, tensor: torch.Tensor, path: object) -> SourceTensor
 
 def _elements(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
     """Returns elements first to last - 1 of a tensor in order, as a 1-D tensor. Copies only the items that hold these
-    elements. If a single item holds all of them, only the part of the item that holds them is copied."""
+    elements. If a single item holds all these elements, copies only the part of the item that contains them."""
     if tensor.dim() == 0:
         return tensor.reshape(1)
     each = tensor[0].numel()
@@ -154,12 +155,12 @@ class Source(Closing):
     Attributes:
         path: the path as it was given.
         format: "safetensors", "npy", "npz", "torch" or "ibp"; "several" for files of different formats.
-        metadata: a mapping from keys to texts, which the file holds in addition to its tensors.
+        metadata: a mapping from strings to strings, which the file holds in addition to its tensors.
         tensors: mapping from name to `SourceTensor`, in the file's order.
         parts: for several files, such as those of a set, a source for each file, in order. For one file, the source
             itself.
         files: paths, on this machine, of the files that are read.
-        closing: the contexts that are left when the source is closed.
+        closing: context managers that are exited when the source is closed.
     """
 
     def __init__(

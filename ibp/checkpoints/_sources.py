@@ -1,4 +1,4 @@
-"""Opens files of tensors of any supported format, one or several, local or through fsspec.
+"""Opens one or several files of tensors, of any supported format, local or through fsspec.
 
 `FORMATS` lists the formats, which `_safetensors_files.py`, `_numpy_files.py` and `_torch_files.py` read and write. A
 source may be one file, several files, the set of files that an index names, or the model in a directory.
@@ -58,7 +58,7 @@ FORMATS: Mapping[str, Format] = {
     "npz": Format(open_npz, write_npz),
     "torch": Format(open_torch, write_torch),
 }
-_OF_ANY_BYTES = ".bin"  # a suffix of torch's checkpoints that other files have, too, such as those of tokenizers
+_OF_ANY_BYTES = ".bin"  # a suffix of torch's checkpoints, and also of other files, such as those of tokenizers
 _READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"
 _START_BYTES = 16  # number of bytes that are read to recognise the format of a file
 
@@ -81,12 +81,12 @@ def open_source(path: PathLike, *, verify: bool = False) -> Source:
 
     Args:
         path: path or URL of the file.
-        verify: whether to compare the checksums of a file of ibp: those of headers and codebooks now, those of other
+        verify: whether to check the checksums of a file of ibp: those of headers and codebooks now, those of other
             bytes when `SourceTensor.read` or `SourceTensor.tensor` reads them, and those of a whole table when
-            `SourceTensor.table` is first asked for. False by default, as in `ibp.open`.
+            `SourceTensor.table` is first read. False by default, as in `ibp.open`.
 
     Returns:
-        A `Source`, whose `tensors` are read when they are asked for.
+        A `Source`. The bytes of its `tensors` are read when they are requested.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -117,8 +117,8 @@ def format_of(path: str) -> str:
     ".ibp", also returns "safetensors".
 
     Raises:
-        SourceFormatError: it has none of these formats.
-        OSError: it cannot be read, or is not a regular file.
+        SourceFormatError: the file has none of these formats.
+        OSError: the file cannot be read, or is not a regular file.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         start = file.read(_START_BYTES)
@@ -195,7 +195,7 @@ def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None
                 tensors[name], owners[name] = tensor, part.path
         formats = {part.format for part in parts}
         texts: dict[str, str] = {}
-        for part in reversed(parts):  # if several parts have a key, the first part's text counts
+        for part in reversed(parts):  # if several parts have a key, the first part's value is used
             texts.update(part.metadata)
         whole = Source(path, formats.pop() if len(formats) == 1 else "several", tensors, texts)
         whole.parts = tuple(inner for part in parts for inner in part.parts)

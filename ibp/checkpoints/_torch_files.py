@@ -1,15 +1,15 @@
 """Reads checkpoints that torch.save wrote, with weights_only, and writes such checkpoints.
 
 The tensor at ["model"]["w"] has the name "model.w". A number or string at ["epoch"] is stored as JSON in the metadata,
-under the key "torch.epoch". The names do not tell what the containers are. The metadata has a text "torch_structure",
-which describes them. It is JSON that consists of nodes:
+under the key "torch.epoch". The names do not tell what the containers are. The entry "torch_structure" of the metadata
+describes the containers, as JSON that consists of nodes:
 
     null                  is the tensor or the value whose name is the path of the node.
     [kind, children]      is a container of one of `_KINDS`. Its children are [key, node] pairs for a mapping, and nodes
                           for a list. For a mapping at the root, children may be null: then its keys are the names in
                           the file, in order, the names of tensors before those of values.
-    [kind, children, x]   is a container that also has an attribute _metadata, like the state_dict of a module. x is the
-                          node of the attribute.
+    [kind, children, x]   is a container that also has an attribute _metadata, as the state_dict of a module has. x is
+                          the node of the attribute.
 
 Keys and the attribute _metadata are nodes, too. In these nodes, values are written in place of null.
 """
@@ -31,7 +31,7 @@ import torch
 from .._files import MAX_HEADER_BYTES, MOST_TIMES, STORAGE, View, open_regular
 from ._source import NotTensorsError, Pieces, Source, SourceFormatError, SourceTensor, loaded_tensor
 
-PREFIX = "torch."  # the beginning of the keys of metadata whose texts are values of the checkpoint as JSON
+PREFIX = "torch."  # the prefix of the metadata keys under which values of the checkpoint are stored as JSON
 STRUCTURE = "torch_structure"
 
 _KINDS: dict[str, Any] = {
@@ -56,7 +56,7 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
     "model.w".
 
     Raises:
-        NotTensorsError: it holds values other than tensors, numbers, texts, and dicts and lists of them.
+        NotTensorsError: it holds values other than tensors, numbers and strings, and dicts and lists of these.
         SourceFormatError: it is not a checkpoint, or the total size of its tensors is more than 1,000 times the size of
             the file.
     """
@@ -105,9 +105,9 @@ def _load(path: str) -> Any:
 
 
 def write_torch(file: IO[bytes], source: Source, pieces: Pieces) -> None:
-    """Writes a checkpoint with torch.save. The metadata says how the tensors are nested; if it does not, the checkpoint
-    is a dict from names to tensors. Tensors that shared memory share it again. All tensors are in memory at the same
-    time."""
+    """Writes a checkpoint with torch.save. The tensors are nested as the metadata says. If the metadata says nothing
+    about this, the checkpoint is a dict from names to tensors. Tensors that shared memory in the original checkpoint
+    share it again. All tensors are in memory at the same time."""
     held: dict[SourceTensor, torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
     for tensor in source.tensors.values():
@@ -176,11 +176,11 @@ def _overlapping(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list
 
 
 def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns the tensors of a checkpoint by name, and its other values as texts of metadata. most_bytes: largest size
-    in bytes of all names and texts together.
+    """Returns (tensors of a checkpoint by name, metadata with its other values as strings). most_bytes: largest total
+    size in bytes of all names and strings.
 
     Raises:
-        NotTensorsError: it holds a value that is not a tensor, a number, a text or a container of these.
+        NotTensorsError: it holds a value that is not a tensor, a number, a string or a container of these.
         SourceFormatError: two values have one name, containers are nested too deeply, or there are too many values.
     """
     made = _Flattening(most_bytes)
@@ -207,11 +207,12 @@ class _Flattening:
         self.tensors: dict[str, torch.Tensor] = {}
         self.texts: dict[str, str] = {}
         self._most = self._room = most_bytes
-        self._json_bytes: dict[int, int | None] = {}  # by the container's id; see `_bytes_as_json`
+        self._json_bytes: dict[int, int | None] = {}  # the key is the container's id; see `_bytes_as_json`
 
     def node(self, value: Any, path: str | None, level: int = 0) -> Any:
-        """Returns the node of a value. Adds the tensors, numbers and texts in the value to `tensors` and `texts`, under
-        their paths. path: the path of the value. None: nothing is added, and the node itself holds the values."""
+        """Returns the node of a value. Adds the tensors in the value to `tensors`, and the numbers and strings in it to
+        `texts`, under their paths. path: the path of the value. None: nothing is added, and the node itself holds the
+        values."""
         self._take(_VALUE_BYTES + len(path or ""))
         if level > _MOST_LEVELS:
             raise SourceFormatError(f"lists and dicts are nested more than {_MOST_LEVELS} levels deep")
@@ -263,8 +264,8 @@ class _Flattening:
             )
 
     def _bytes_as_json(self, value: Any, level: int) -> int | None:
-        """Returns the approximate size in bytes of a value as JSON, or None if JSON would not give it back unchanged,
-        as for a container that contains itself. Each container is visited once."""
+        """Returns the approximate size in bytes of a value as JSON, or None if JSON cannot represent the value exactly,
+        for example a container that contains itself. Each container is visited once."""
         if isinstance(value, str):
             return len(value)
         if type(value) in _SCALARS:

@@ -30,10 +30,11 @@ from .._files import (
 )
 from .._tables.compressed_tensor import CompressedTensor
 
-_AHEAD = 1  # number of tensors that wait while another one is written; each takes memory
+_AHEAD = 1  # number of tensors that wait in memory while another tensor is written
 # Bytes that are reserved in the header for each dimension; `header_room` alone suffices for at most 8 dimensions.
 _DIMENSION_BYTES = 32
-# Names that the format reserves, or that a part of a table or of a tensor can have.
+# Matches names that the format reserves, and the form of names that the format gives to parts of a table or of a
+# tensor.
 _UNUSUAL_NAME = re.compile(r"ibp\.|__metadata__|.*[:\[]", re.DOTALL)
 
 
@@ -42,7 +43,7 @@ class CheckpointWriter(Closing):
     other. For tensors that are in memory already, `ibp.save` is simpler. `ibp.open` reads the file.
 
     It is a context manager. When the `with` block ends normally, the file appears under its name, complete and on disk.
-    When it ends with an exception, an earlier file of that name stays as it was.
+    When the block ends with an exception, an earlier file of that name stays unchanged.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -53,13 +54,14 @@ class CheckpointWriter(Closing):
         (True, True)
 
     Args:
-        output: path of the file; a directory, for "model.safetensors" in it; or a URL that fsspec knows.
+        output: path of the file; or a directory, in which the file is "model.safetensors"; or a URL that fsspec
+            supports.
         shapes: the shapes, by name, of all tables and tensors that will be written, so that enough space is reserved
             for the header.
         metadata: a dict of strings, which is stored in the file. No key may begin with "ibp.".
 
     Raises:
-        TypeError, ValueError: metadata is not as described, or output has the suffix of another format.
+        TypeError, ValueError: metadata is invalid, or output has the suffix of another format.
         OSError: (on entering, writing and leaving) the file cannot be written.
     """
 
@@ -94,7 +96,8 @@ class CheckpointWriter(Closing):
         return is_plain and entry_of(tensor.dtype, tuple(tensor.shape)) is not None and not tensor.is_meta
 
     def write(self, name: str, value: CompressedTensor | torch.Tensor) -> int:
-        """Writes a table or tensor, which may be on any device, block by block. Returns its size in bytes in the file.
+        """Writes a table or tensor, block by block. The value may be on any device. Returns the number of bytes that
+        the value takes in the file.
 
         Raises:
             ValueError: the file is not open, already has a value of this name, or cannot have such a name; or

@@ -35,7 +35,7 @@ _LONG_S = 1.0  # A call that takes longer than this, in seconds, is timed only o
 # A candidate that takes longer than this, in seconds, is measured in the first round only, because other work on the
 # machine changes its time little.
 _STEADY_S = 20e-3
-_POISON = 0xA5  # Fills the output before decoding, so that bytes that the decoder does not write differ from x's.
+_POISON = 0xA5  # Fills the output before decoding, so that any byte that the decoder fails to write differs from x.
 _LEVELS = {"planes": ("default", "fast"), "ibp": ("default",)}  # the levels that are tried for schemes with codebooks
 _Result = TypeVar("_Result")
 
@@ -46,12 +46,12 @@ class CodingCost:
     the other.
 
     Attributes:
-        scheme: the scheme, as an argument of `ibp.compress`. "raw": the tensor is moved as it is.
+        scheme: the scheme, as an argument of `ibp.compress`. "raw": the tensor is moved uncompressed.
         level: the level of scheme planes.
         codebook: the codebook of a scheme of rows, learned from a sample of the tensor. None for other schemes.
         stored_bytes: number of bytes that are moved over the link.
         encode_s, transfer_s, decode_s: times in seconds. Learning a codebook is not counted.
-        total_s: the sum of these times, without encode_s if the time for coding does not count.
+        total_s: the sum of these times. encode_s is left out if the choice was made with encode=False.
     """
 
     scheme: str
@@ -76,7 +76,7 @@ class Choice:
     Attributes:
         num_bytes: size in bytes of the tensor.
         link_gbps: rate of the link in 10^9 bytes per second.
-        encode: whether the time for coding counts.
+        encode: whether the total times include the time for coding.
         rows: whether rows must be decodable alone.
         table: the `ibp.codecs.CodingCost` of every candidate, the fastest first. The first candidate is chosen.
     """
@@ -109,7 +109,7 @@ class Choice:
 
     @property
     def stored_bytes(self) -> int:
-        """Number of bytes that cross the link if the chosen scheme is used."""
+        """Number of bytes that are moved over the link if the chosen scheme is used."""
         return self.best.stored_bytes
 
     @property
@@ -119,7 +119,7 @@ class Choice:
 
     @property
     def total_s(self) -> float:
-        """Expected time of the choice in seconds."""
+        """Expected total time of the chosen candidate in seconds."""
         return self.best.total_s
 
     def at(self, link_gbps: float, encode: bool | None = None) -> Choice:
@@ -127,7 +127,7 @@ class Choice:
 
         Args:
             link_gbps: rate of that link in 10^9 bytes per second.
-            encode: whether the time for coding counts. None: as before.
+            encode: whether to include the time for coding in the total time. None: as in this choice.
         """
         counts = self.encode if encode is None else encode
         return replace(self, link_gbps=link_gbps, encode=counts, table=ranked(self.table, link_gbps, counts))
@@ -181,12 +181,13 @@ def choose(
         link_gbps: rate of the link in 10^9 bytes per second. None: the rate of the link from the host to the GPU, as in
             the calibration in force (see `ibp.calibration.calibrate`).
         device: the device that codes and decodes tensors like x. None: the device of x.
-        encode: whether the time for coding counts. False: for tensors that are coded once and fetched often.
-        rows: whether rows must be decodable alone. If so, general codecs are left out, tables have slots, and the
-            bytes that count are those that are moved if every row is fetched once.
-        schemes: the candidates in addition to "raw": some of "planes", "ibp" and the general codecs, such as "zstd:9".
-            None: all that are available, general codecs at their default levels. nvCOMP's ANS and Cascaded are tried
-            in several variants, such as "nvcomp:ans:bytes" and "nvcomp:cascaded:r1d0b1" (see `ibp.compress`).
+        encode: whether to include the time for coding in the total time. False: for tensors that are coded once and
+            fetched often.
+        rows: whether rows must be decodable alone. If so, general codecs are left out, tables have slots, and
+            stored_bytes is the number of bytes that are moved if every row is fetched once.
+        schemes: the candidates in addition to "raw": any of "planes", "ibp" and the general codecs, such as "zstd:9".
+            None: all available schemes, with general codecs at their default levels. nvCOMP's ANS and Cascaded are
+            tried in several variants, such as "nvcomp:ans:bytes" and "nvcomp:cascaded:r1d0b1" (see `ibp.compress`).
 
     Returns:
         `ibp.codecs.Choice`: the scheme, level and codebook, with times and bytes of every candidate. To code a tensor
@@ -265,10 +266,10 @@ def _sample(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _tried(candidates: list[tuple[str, str]], sample: torch.Tensor, num_bytes: int, rows: bool) -> list[CodingCost]:
-    """Measures candidates on a sample. Returns the cost, for the whole tensor, of each candidate that saves bytes. Its
-    bytes and times are those of the sample, multiplied by (size of the tensor / size of the sample). A candidate whose
-    scheme codes rows is left out if no codebook can be learned for it, or if its codebook equals that of an earlier
-    candidate.
+    """Measures candidates on a sample. Returns the cost, for the whole tensor, of each candidate that saves bytes. The
+    bytes and times in a cost are those of the sample, multiplied by (size of the tensor / size of the sample). A
+    candidate whose scheme codes rows is left out if no codebook can be learned for it, or if its codebook equals that
+    of an earlier candidate.
 
     Args:
         candidates: (scheme, level) of each candidate.
@@ -323,9 +324,10 @@ def measured(cost: CodingCost, x: torch.Tensor, rows: bool) -> CodingCost:
 
 
 def _timed(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:
-    """Calls a function repeatedly for about _BUDGET_S. Returns (its result, the shortest time in seconds until its work
-    was done). The shortest is taken because other work can only add to the time. The first call also prepares what
-    later calls reuse. It counts only if it takes longer than _LONG_S; then it is the only call."""
+    """Calls a function repeatedly for about _BUDGET_S. Returns (the function's result, the shortest time in seconds
+    until the function's work was done). The shortest is taken because other work can only add to the time. The first
+    call also prepares what later calls reuse, so its time is ignored. The exception is a first call that takes longer
+    than _LONG_S: then it is the only call, and its time is returned."""
     result, first = timed_once(call, device)
     if first > _LONG_S:
         return result, first

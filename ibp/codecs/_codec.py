@@ -26,23 +26,23 @@ class GeneralCodec(ABC):
 
     @abstractmethod
     def require(self) -> object:
-        """Imports the codec's package, and returns the module or object that the codec uses. Raises ImportError, which
-        names the package, if it is not installed."""
+        """Imports the codec's package, and returns the module or object that the codec uses. If the package is not
+        installed, raises ImportError with the package's name."""
 
     @abstractmethod
     def variant(self, text: str) -> GeneralCodec | None:
-        """Returns the variant of the codec that a scheme asks for by a text after the codec's name, such as a level.
-        Variants differ in how they code; the codec decodes the blocks of all of them. Returns None if the text names no
-        variant. Raises ValueError for a level that the codec does not have."""
+        """Returns the variant of the codec for which a scheme asks. `text` is the part of the scheme after the codec's
+        name, such as a level. Variants differ in how they code; the codec decodes the blocks of all variants. Returns
+        None if `text` names no variant. Raises ValueError for a level that the codec does not have."""
 
     def tried_variants(self, dtype: torch.dtype) -> Sequence[str]:
-        """Returns the texts of the variants that `ibp.codecs.choose` tries for tensors of a dtype. "" stands for the
+        """Returns the names of the variants that `ibp.codecs.choose` tries for tensors of a dtype. "" stands for the
         codec itself."""
         return [""]
 
     @abstractmethod
     def plan(self, dtype: torch.dtype, chunk_bytes: int | None) -> tuple[int, dict[str, str]]:
-        """Returns (size in bytes of a block before coding, options that decoding needs, as texts) for tensors of a
+        """Returns (size in bytes of a block before coding, options that decoding needs, as strings) for tensors of a
         dtype. Raises ValueError if the codec does not support chunk_bytes. chunk_bytes: the argument of `ibp.compress`.
         None: the codec's default."""
 
@@ -65,7 +65,7 @@ class GeneralCodec(ABC):
         self, data: torch.Tensor, worker: torch.device, block_bytes: int, options: Mapping[str, str], on_bytes: OnBytes
     ) -> list[torch.Tensor]:
         """Codes bytes, and returns the coded blocks, on the device that codes. A block that coding would not shrink is
-        returned as it is. data: uint8 [bytes], not empty, on any device; worker: the device that codes; options: as
+        returned uncompressed. data: uint8 [bytes], not empty, on any device; worker: the device that codes; options: as
         returned by `suited`."""
 
     @abstractmethod

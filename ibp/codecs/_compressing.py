@@ -81,18 +81,19 @@ def compress(
 ) -> CompressedTensor | WholeTensor:
     """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
 
-    The table is where x is: on its GPU, or in host memory, pinned unless `memory` says otherwise. If rows would not
-    become smaller, all rows are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` is the share
-    of the rows' bytes that is saved, `table.nbytes` the size of the table in memory, and `table.link_bytes` the number
-    of bytes that go over the link if every row is fetched once. `estimate` gives these numbers beforehand.
+    The table is where x is, unless `memory` says otherwise: on the GPU of x, or in host memory, pinned if there is a
+    CUDA device. If rows would not become smaller, all rows are left raw, and `table.scheme` is "raw". `table.savings`
+    is the share of the rows' bytes that is saved, `table.nbytes` the size of the table in memory, and
+    `table.link_bytes` the number of bytes that go over the link if every row is fetched once. `estimate` gives these
+    numbers beforehand.
 
     With inplace=True x is compressed within its own memory (the paper's section 5), so that a tensor that fills memory
     can be compressed. Every row keeps its address and then uses only the first bytes there: fetches read less, but no
-    memory is freed. x's values are gone afterwards, because its memory belongs to the table. In addition to x the call
-    needs 2.25 bytes per row and about 128 MiB. Scheme "auto" is then the scheme with the fewest bytes. All analysis is
-    done before the first write. If the call is interrupted after the first write, or if the memory cannot be pinned,
-    the exception has an attribute `table`, a table that decompresses to x. If the exception has no such attribute, x is
-    unchanged.
+    memory is freed. Afterwards the memory of x belongs to the table, and the values of x can be read only through the
+    table. In addition to x the call needs 2.25 bytes per row and about 128 MiB. With inplace=True, "auto" chooses the
+    scheme with the fewest bytes. All analysis is done before the first write. If the call is interrupted after the
+    first write, or if the memory cannot be pinned, the exception has an attribute `table`, a table that decompresses to
+    x. If the exception has no such attribute, x is unchanged.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -103,23 +104,23 @@ def compress(
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. If it
             requires grad, `x.detach()` is compressed: no gradient flows through a table, and a RuntimeWarning says so,
-            once per process. A numpy array, also of ml_dtypes' bfloat16 and float8, is taken as the tensor of the same
-            bytes.
+            once per process. A numpy array is treated as the tensor with the same bytes; it may also have ml_dtypes'
+            bfloat16 and float8 dtypes.
         scheme: how x is coded. "auto" takes the best scheme for the layout, judged by a sample of rows. In layout
             "slots" it is the scheme whose rows need the fewest bytes to be fetched, among the schemes whose rows a GPU
-            fetches and decodes faster than raw rows; for packed rows it is the scheme with the fewest bytes. "ibp"
-            leaves out invariant bits (the paper's scheme), "planes" codes ranked symbols, and "raw" keeps rows as they
-            are, so that the same kernels gather them. General codecs are for tensors that are only used as a whole;
-            each needs its optional package. On the CPU there are "zstd" and "lz4", also with a level ("zstd:9"). On a
-            GPU there are nvCOMP's "nvcomp:ans", "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate",
+            fetches and decodes faster than raw rows; in layout "packed" it is the scheme with the fewest bytes. "ibp"
+            leaves out invariant bits (the paper's scheme), "planes" codes ranked symbols, and "raw" stores rows
+            uncompressed, so that the same kernels can gather them. General codecs are for tensors that are only used as
+            a whole; each needs its optional package. On the CPU there are "zstd" and "lz4", also with a level
+            ("zstd:9"). On a GPU there are nvCOMP's "nvcomp:ans", "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate",
             "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and "nvcomp:zstd". "nvcomp:ans" codes floats as floats or
-            as bytes, whichever takes fewer bytes for a sample; "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose one.
-            "nvcomp:cascaded" has two run-length encodings, one delta encoding and packed bits; "nvcomp:cascaded:r1d0b1"
-            asks for one run-length encoding, no delta encoding and packed bits. With a general codec the result is an
-            `ibp.codecs.WholeTensor`, and the arguments for rows are refused. An `ibp.codecs.Choice` (see
-            `ibp.codecs.choose`) stands for its scheme and codebook. Its tables are packed, or have slots if `choose`
-            was called with rows=True.
-        chunk_bytes, tau: as in `analyze`; they imply scheme "ibp", and are used if no codebook is given. A general
+            as bytes, whichever takes fewer bytes for a sample; "nvcomp:ans:floats" and "nvcomp:ans:bytes" select one of
+            the two. "nvcomp:cascaded" has two run-length encodings, one delta encoding and packed bits;
+            "nvcomp:cascaded:r1d0b1" asks for one run-length encoding, no delta encoding and packed bits. With a general
+            codec the result is an `ibp.codecs.WholeTensor`, and the arguments for rows are refused. An
+            `ibp.codecs.Choice` (see `ibp.codecs.choose`) stands for its scheme and codebook. Its tables are packed, or
+            have slots if `choose` was called with rows=True.
+        chunk_bytes, tau: as in `analyze`. They imply scheme "ibp", and are ignored if a codebook is given. A general
             codec codes each block of chunk_bytes alone: by default 64 KiB with nvCOMP, else 2 MiB.
         codebook: a codebook from `analyze`, `Codebook.from_masks` or another table; rows then have codebook.row_bytes.
         sample: fraction of the rows from which the codebook is learned. None: as many rows as hold 2^19 elements or,
@@ -127,11 +128,11 @@ def compress(
         clusters: number of codebooks, 1 to 256. Rows are divided among them by k-means over their bits and then by
             coded size (the paper's section 6.5). "auto": the number is doubled for as long as the net saving grows.
             None: one.
-        level: "default" takes the fewest bytes, or nearly so if that decodes faster. "fast" implies scheme "planes". It
-            codes an exponent as one digit of 4 bits, which counts up from the smallest frequent exponent; a GPU codes
-            and decodes such digits at the rate of its memory. It saves 25 % of BF16 weights (33 % at level "default")
-            and 12 % of FP32 weights. If such digits save less than 4 % of a row, as with data that are half zeros, or
-            if elements have 1 or 8 bytes, the codebook is that of "default".
+        level: "default" takes the fewest bytes, or slightly more if the rows then decode faster. "fast" implies scheme
+            "planes". It codes an exponent as one digit of 4 bits, which counts up from the smallest frequent exponent;
+            a GPU codes and decodes such digits at the rate of its memory. It saves 25 % of BF16 weights (33 % at level
+            "default") and 12 % of FP32 weights. If such digits save less than 4 % of a row, as with data that are half
+            zeros, or if elements have 1 or 8 bytes, the codebook is that of "default".
         layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and
             files.
         slot_bytes: size in bytes of a slot: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place
@@ -141,10 +142,10 @@ def compress(
         device: the device of analysis and compression. None: x's GPU, else the current GPU if there is one, else the
             CPU. The CPU also codes host tensors of at most 1 MiB. A pinned tensor of at most a quarter of the GPU's
             free memory is copied to the GPU as a whole for the call; other tensors are copied block by block.
-        memory: where the table is stored: "device", on the device that codes; "pinned", in host memory that GPUs read;
-            "host", in pageable memory. None: where x is; if that is the host and there is a CUDA device, in pinned
-            memory. If the system then refuses to pin, the table is pageable, and a RuntimeWarning says so, once per
-            process.
+        memory: the memory that holds the table: "device", on the device that codes; "pinned", in host memory that GPUs
+            read; "host", in pageable memory. None: where x is; if that is the host and there is a CUDA device, in
+            pinned memory. If the system then refuses to pin, the table is pageable, and a RuntimeWarning says so, once
+            per process.
         numa: the NUMA node whose memory is preferred for a pinned table, or a device, which stands for the node nearest
             to it. None: the calling thread's node.
         inplace: whether to compress x within its own memory. x must be contiguous, own all of its storage and not
@@ -195,7 +196,8 @@ def _coded_otherwise(
         raise ValueError(
             f"scheme is {scheme!r}{hint}; wanted one of {_SCHEMES_OF_ROWS}, or a general codec of {sorted(CODECS)}"
         )
-    return compressed(CompressedTensor, Request.of(x, options))  # raises ValueError, because the scheme is unknown
+    # Always raises ValueError here, because the scheme is unknown.
+    return compressed(CompressedTensor, Request.of(x, options))
 
 
 def _refuse(why: str, options: Options, *names: str, inplace: bool = False) -> None:

@@ -1,5 +1,5 @@
-"""zstd and lz4 on the CPU. Several threads code and decode blocks, because the packages let them run at the same
-time."""
+"""zstd and lz4 on the CPU. Several threads code and decode blocks at the same time, which is possible because the
+packages release Python's global interpreter lock."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class Zstd(HostCodec):
 
 
 class Lz4(HostCodec):
-    """Blocks of LZ4, without a frame. A level makes the search for matches longer, but the format of the blocks is
-    the same."""
+    """Blocks of LZ4, without a frame. A higher level makes the search for matches longer, but the format of the blocks
+    is the same."""
 
     name, package, module, error = "lz4", "lz4", "lz4.block", "LZ4BlockError"
     levels = range(1, 13)

@@ -27,10 +27,10 @@ _ALGORITHMS = {  # nvCOMP's names of the codecs, by their names in schemes
     "zstd": "Zstd",
 }
 _TYPED = ("bitcomp", "cascaded")  # codecs that work on whole elements, not on bytes
-# The texts that can follow the name of a codec in a scheme, to say how it codes. ANS codes floats as floats or as
-# bytes. Cascaded applies a number of run-length encodings (r) and of delta encodings (d), and packs bits (b1) or does
-# not (b0); its default is r2d1b1. Its chunks record how they were coded, so one decoder decodes the chunks of all
-# variants.
+# The variants of codecs: the strings that can follow the name of a codec in a scheme, to say how the codec codes. ANS
+# codes floats as floats or as bytes. Cascaded applies a number of run-length encodings (r) and of delta encodings (d),
+# and packs bits (b1) or does not (b0); its default is r2d1b1. Its chunks record how they were coded, so one decoder
+# decodes the chunks of all variants.
 _VARIANTS = {
     "ans": ("floats", "bytes"),
     "cascaded": ("r0d0b1", "r0d1b1", "r1d0b0", "r1d0b1", "r1d1b1", "r2d0b1", "r2d1b0"),
@@ -51,8 +51,8 @@ _TYPES = ("|u1", "<u2", "<u4", "<u8", "<f2", "<f4")
 
 
 class NvComp(GeneralCodec):
-    """One of nvCOMP's codecs. A block is a buffer in nvCOMP's native format, with many chunks. Zeros follow it up to
-    a multiple of 16 bytes."""
+    """One of nvCOMP's codecs. A block is a buffer in nvCOMP's native format, with many chunks. The buffer is padded
+    with zeros to a multiple of 16 bytes."""
 
     device_type = "cuda"
     package = "nvidia-nvcomp-cu13"
@@ -60,8 +60,8 @@ class NvComp(GeneralCodec):
     option_names = (_CHUNK, _TYPE)
 
     def __init__(self, kind: str, variant: str = "") -> None:
-        """Makes a codec. kind: a key of `_ALGORITHMS`. variant: one of the kind's texts in `_VARIANTS`, or "" for the
-        default."""
+        """Makes a codec. kind: a key of `_ALGORITHMS`. variant: one of the kind's variants in `_VARIANTS`, or "" for
+        the default."""
         self.kind, self.name, self._variant = kind, f"nvcomp:{kind}", variant
 
     def require(self) -> ModuleType:
@@ -91,7 +91,8 @@ class NvComp(GeneralCodec):
         return most // chunk_bytes * chunk_bytes, options
 
     def fields(self, dtype: torch.dtype, chunk_bytes: int) -> dict[str, str]:
-        """Returns the options for chunks of a size, which is not checked."""
+        """Returns the options for elements of a dtype and for chunks of chunk_bytes bytes. chunk_bytes is not
+        checked."""
         return {_CHUNK: str(chunk_bytes), _TYPE: self.types(dtype)[0]}
 
     def suited(
@@ -124,7 +125,7 @@ class NvComp(GeneralCodec):
             raise ValueError(f"the type is {options[_TYPE]!r}; {self.name!r} takes one of {list(_TYPES)}")
 
     def types(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """Returns the data types that nvCOMP can be told for elements of a dtype, as array-protocol type strings. The
+        """Returns the data types as which nvCOMP can code elements of a dtype, as array-protocol type strings. The
         first one is the default. ANS codes floats of two and four bytes as floats, whose exponents it splits off, or as
         bytes, which suits floats with many equal values. Other codecs code elements as bytes, or as integers of the
         elements' size."""
@@ -198,8 +199,8 @@ class Coder:
         self._configuration = functools.lru_cache(64)(self._configured)
 
     def _configured(self, num_bytes: int) -> tuple[Any, Any]:
-        """Returns (configuration for coding, configuration for decoding) for data of num_bytes bytes. It is made
-        without reading coded bytes."""
+        """Returns (configuration for coding, configuration for decoding) for data of num_bytes bytes. Neither
+        configuration depends on the coded bytes."""
         coding = self._codec.compression_config(num_bytes)
         return coding, self._codec.decompression_config(coding)
 
@@ -213,13 +214,13 @@ class Coder:
         """Codes data. Returns the coded bytes, a view of the beginning of `room`. Waits until their size is known."""
         with self._lock:
             coding, _ = self._configuration(data.numel())
-            out = self._array(room)  # nvCOMP sets the size of its own arrays, but not of tensors
+            out = self._array(room)  # nvCOMP changes the size of its own arrays, but not of tensors
             self._codec.encode(self._array(data.view(self._words)), out=out, compression_config=coding)
             return room[: out.buffer_size]
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> None:
-        """Decodes bytes into `out`. They must have been coded by a coder with the same options. Does not wait for the
-        GPU."""
+        """Decodes bytes into `out`. The bytes must have been coded by a coder with the same options. Does not wait for
+        the GPU."""
         with self._lock:
             _, decoding = self._configuration(out.numel())
             self._codec.decode(self._array(coded), out=out, decompression_config=decoding)
@@ -230,7 +231,7 @@ class Coder:
 
 def _sample(data: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
     """Returns a sample of at most _SAMPLE_BYTES of the data, in whole chunks at equal distances, but at least one
-    chunk. Returns all data if they are no larger."""
+    chunk. If the data are no larger than this, returns all of them."""
     if data.numel() <= max(_SAMPLE_BYTES, chunk_bytes):
         return data
     chunks = data[: data.numel() // chunk_bytes * chunk_bytes].view(-1, chunk_bytes)
@@ -238,7 +239,7 @@ def _sample(data: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
 
 
 def aligned(data: torch.Tensor) -> torch.Tensor:
-    """Returns the data, or a copy of them if nvCOMP does not accept their address."""
+    """Returns `data`, or a copy of it if nvCOMP does not accept the alignment of its address."""
     return data if data.data_ptr() % _ALIGNMENT == 0 else data.clone()
 
 
@@ -249,7 +250,8 @@ def _padded(coded: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(_MOST_CODERS)
 def _coder(kind: str, data_type: str, chunk_bytes: int, device_index: int, stream: int, cascade: str) -> Coder:
-    """Returns a coder, one of the _MOST_CODERS last used or a new one. cascade: a variant of Cascaded, or ""."""
+    """Returns one of the _MOST_CODERS most recently used coders, or a new coder. cascade: a variant of Cascaded, or
+    ""."""
     policies = {}
     if cascade:  # such as "r1d0b1"
         policies = {"num_rles": int(cascade[1]), "num_deltas": int(cascade[3]), "use_bitpack": cascade[5] == "1"}

@@ -32,7 +32,7 @@ class WholeTensor(Movable, CodedManners, Saves):
     internal.
 
     It has no rows that decode alone. `ibp.decompress` returns the whole tensor; `index_select`, `update_`, `prefetch`
-    and caches refuse it. Objects are compared and hashed by identity.
+    and caches refuse it. `==` and `hash` compare identity, not contents.
 
     Example:
         >>> # needs the package zstandard
@@ -46,7 +46,7 @@ class WholeTensor(Movable, CodedManners, Saves):
         codec: the name of the codec; `scheme` is the same.
         device: the device of the coded bytes.
         block_bytes: size in bytes of a block before coding; the last block may be shorter.
-        options: options of the codec, as text.
+        options: options of the codec, a dict of strings.
         blocks: uint8, the coded blocks one after the other.
         offsets: int64 [number of blocks + 1] in host memory: the offset in `blocks` at which each block begins, and the
             offset at which the last one ends.
@@ -95,7 +95,7 @@ class WholeTensor(Movable, CodedManners, Saves):
             raise ValueError(f"offsets do not rise from 0 to the {self.blocks.numel()} bytes of the blocks")
         return self.offsets.tolist()
 
-    # ---- what it is ----
+    # ---- properties ----
 
     @property
     def scheme(self) -> str:
@@ -142,7 +142,7 @@ class WholeTensor(Movable, CodedManners, Saves):
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {"blocks": self.blocks, "offsets": self.offsets}
 
-    # ---- where it is ----
+    # ---- moving ----
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> WholeTensor:
         """Returns the tensor with its coded bytes on a device. If they are already there, returns self; otherwise
@@ -169,7 +169,7 @@ class WholeTensor(Movable, CodedManners, Saves):
             self.blocks = _memory.to_pinned(self.blocks)
         return self
 
-    # ---- what can be asked of it ----
+    # ---- decoding ----
 
     def decompress(
         self, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None
@@ -177,8 +177,9 @@ class WholeTensor(Movable, CodedManners, Saves):
         """Returns the original tensor.
 
         A codec of the CPU decodes on several threads of the CPU. A codec of a GPU decodes on the current stream of the
-        GPU that the result or the coded bytes are on, and the call does not wait for it. Coded bytes and results are
-        copied if they are on another device.
+        GPU that the result or the coded bytes are on, and the call does not wait for it. If the coded bytes are on
+        another device, they are first copied to the device that decodes. If the result is to be on another device, it
+        is copied there afterwards.
 
         Args:
             device: the device of the result. None: out's device, else that of the coded bytes.
@@ -236,12 +237,12 @@ class WholeTensor(Movable, CodedManners, Saves):
 torch.serialization.add_safe_globals([WholeTensor, (WholeTensor, "ibp.WholeTensor")])
 
 
-# ---- making ----
+# ---- making a WholeTensor ----
 
 
 def is_general(scheme: object) -> bool:
-    """Returns whether a scheme asks for a general codec. The codec, or the variant that the scheme names, need not
-    exist."""
+    """Returns whether a scheme asks for a general codec. Returns True even if the codec, or the variant that the scheme
+    names, does not exist."""
     return isinstance(scheme, str) and scheme.partition(":")[0] in ("zstd", "lz4", "nvcomp")
 
 
@@ -301,9 +302,9 @@ def compress_whole(
 def _joined(
     pieces: list[torch.Tensor], home: torch.device, pin: bool | None, node: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Joins coded blocks into one tensor on the device `home`. Returns (that tensor, the offsets of the blocks in it,
-    with the end of the last one). Each piece is removed from the list as soon as it is copied, so that its memory is
-    freed."""
+    """Joins coded blocks into one tensor on the device `home`. Returns (that tensor, the offset in it at which each
+    block begins, followed by the offset at which the last block ends). Each piece is removed from the list as soon as
+    it is copied, so that its memory is freed."""
     sizes = torch.tensor([0, *(piece.numel() for piece in pieces)], dtype=torch.int64, device="cpu")
     offsets = sizes.cumsum(0)
     if len(pieces) == 1 and pieces[0].device == home and home.type == "cuda":

@@ -24,7 +24,7 @@ from ._on_pieces import InPieces, Pieces, in_one_piece
 if TYPE_CHECKING:
     from ._tensors import Delta
 
-    Job = tuple[str, Delta, "Base"]  # name for messages, delta, base
+    Job = tuple[str, Delta, "Base"]  # name of the base for messages, delta, base
 
 Base = torch.Tensor | Pieces
 
@@ -46,8 +46,8 @@ class InPlace:
         """Does nothing, because `apply` does all the work."""
 
     def apply(self) -> int | None:
-        """Applies the delta and returns None. If the base is not the one that the delta was made for, or the delta is
-        damaged, leaves the base as it is and returns the index of the job."""
+        """Applies the delta and returns None. If the base is not the one that the delta was made for, or if the delta
+        is damaged, leaves the base unchanged and returns the index of the job."""
         before = fingerprint(self._base)
         if before != self._delta.base:
             return self.indices[0]

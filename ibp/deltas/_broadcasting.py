@@ -14,15 +14,16 @@ from . import _packing
 from ._checkpoints import CheckpointDelta, Version
 from ._tensors import Delta
 
-# Largest size of one broadcast in bytes. Larger deltas take several, because gloo counts bytes in an int.
+# Largest size of one broadcast in bytes. A larger delta takes several broadcasts, because gloo counts bytes in a 32-bit
+# int.
 _MOST_BYTES = 1 << 30
 
 
 @wire.sent
 class _Offer(NamedTuple):
     """What rank src sends to the other ranks before the coded bytes. names: the names of the changed tensors; None if
-    the delta is that of one tensor. removed: the names of the tensors that are removed. heads: a head for each changed
-    tensor."""
+    the delta is a `Delta`, that is, of a single tensor. removed: the names of the tensors that are removed. heads: a
+    head for each changed tensor."""
 
     names: tuple[str, ...] | None
     removed: tuple[str, ...]
@@ -53,8 +54,9 @@ def broadcast_delta(
         delta: the delta, on rank src. Other ranks pass None.
         src: the rank in the group that has the delta.
         group: a process group of torch.distributed. None: the default group.
-        device: the device of the delta that is returned. None: rank src returns its delta as it is; on other ranks the
-            delta is on the device that receives the bytes: the current CUDA device with NCCL, else the CPU.
+        device: the device of the delta that is returned. None: rank src returns its own delta. Other ranks return a
+            delta on the device that receives the bytes, which is the current CUDA device with NCCL, and otherwise the
+            CPU.
 
     Returns:
         The delta of rank src.
