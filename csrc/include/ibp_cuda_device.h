@@ -60,8 +60,8 @@ IBP_API ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes);
 /* Unpins memory that ibp_cuda_register_pinned has pinned. Call it before the memory is freed. */
 IBP_API ibp_status ibp_cuda_unregister_pinned(void *host);
 
-/* Finds the address of pinned host memory for the current device. Devices may have different addresses for the same
- * memory. Call the function again when another device is current.
+/* Finds the address at which kernels of the current device access pinned host memory. Devices may have different
+ * addresses for the same memory. Call the function again when another device is current.
  *
  * host: the address that ibp_cuda_alloc_pinned returned or that ibp_cuda_register_pinned was called with.
  * device: receives the address for kernels. */

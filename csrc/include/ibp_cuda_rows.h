@@ -39,12 +39,13 @@ IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uin
 IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                        uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
                                        ibp_stream stream);
-/* Counts the sizes of rows on a stream, as ibp_survey_rows does. The counts are added to `survey`.
+/* Counts the bytes and the sectors that rows take, on a stream, as ibp_survey_rows does. The counts are added to
+ * `survey`.
  *
  * lengths, survey: memory that the device can use. */
 IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                         uint64_t *survey, ibp_stream stream);
-/* Codes all rows of a tensor on a stream, and writes the bytes that ibp_encode_rows writes.
+/* Codes all rows of a tensor on a stream. Writes the same bytes as ibp_encode_rows.
  *
  * table: sizes, codebook, lengths and bases; the struct is read before the function returns.
  * data, slots, overflow: memory that the device can use, such as mapped pinned host memory.

@@ -48,15 +48,15 @@ typedef struct ibp_text {
     size_t num_bytes;
 } ibp_text;
 
-/* Returns whether a text equals a string in UTF-8 that ends with a 0. Escapes of the text are resolved. */
+/* Returns whether a text, after its escapes are resolved, equals a NUL-terminated UTF-8 string. */
 IBP_API bool ibp_is_text(ibp_text text, const char *utf8);
 
-/* Copies a text as UTF-8 with a final 0, and cuts it as snprintf does.
+/* Copies a text, after its escapes are resolved, as a NUL-terminated UTF-8 string. A string that is too long is cut
+ * before the first character that does not fit.
  *
- * utf8, room: receives at most `room` bytes, the 0 included; bytes that do not fit are left out. If room is 0, utf8 may
- *   be NULL.
- * @return the number of bytes of the whole text in UTF-8, without the 0. The copy is complete if this number is below
- * room. */
+ * utf8, room: utf8 receives at most `room` bytes, including the NUL. If room is 0, utf8 may be NULL.
+ * @return the number of bytes of the complete text in UTF-8, without the NUL. The copy is complete if this number is
+ * below room. */
 IBP_API size_t ibp_copy_text(ibp_text text, char *utf8, size_t room);
 
 /* Says why a file or a table was refused. */
@@ -66,7 +66,7 @@ typedef struct ibp_refusal {
     const char *key;    /* the key of the field whose value is wrong; NULL if something else is wrong */
 } ibp_refusal;
 
-/* ---- a file ------------------------------------------------------------------------------------------------------ */
+/* ---- opening a file ---------------------------------------------------------------------------------------------- */
 
 /* An open file: a value that points into the caller's bytes and needs no closing. */
 typedef struct ibp_file {
@@ -87,10 +87,11 @@ typedef struct ibp_file {
  * bytes, num_bytes: the whole file, aligned to 16 bytes, as a mapping or in memory. Keep it at its address as long as
  *   *file, its tensors and its tables are used.
  * file: receives the open file; if the file is refused, file->refusal says why.
- * @return IBP_BAD_FILE if the bytes are not a safetensors file, if the header is inconsistent or does not agree with
- * the size of the file, or if the metadata has a key that begins with "ibp." but the key "ibp.format", the key
- * "ibp.checks" or the tensor "ibp.checks" is missing or occurs twice; IBP_NEWER_FILE if the file has a newer format.
- * Then file->release is the release of the library that wrote the file. That release can read it. */
+ * @return IBP_BAD_FILE if the bytes are not a safetensors file, or if the header is inconsistent or does not agree with
+ * the size of the file. Also returns IBP_BAD_FILE if the metadata has a key that begins with "ibp.", but the key
+ * "ibp.format", the key "ibp.checks" or the tensor "ibp.checks" is missing or occurs twice. Returns IBP_NEWER_FILE if
+ * the file has a newer format. Then file->release is the release of the library that wrote the file. That release can
+ * read it. */
 IBP_API ibp_status ibp_open_file(const uint8_t *bytes, size_t num_bytes, ibp_file *file);
 
 /* Finds the name of the next table of a file, in the order of the header.
@@ -103,7 +104,7 @@ IBP_API ibp_status ibp_next_table(const ibp_file *file, size_t *cursor, ibp_text
 /* A tensor as it is stored: a plain tensor, or a part of a table, of a codebook or of the checksums. */
 typedef struct ibp_file_tensor {
     ibp_text name;
-    ibp_text dtype; /* as safetensors names it: "BF16" */
+    ibp_text dtype; /* as safetensors names it, such as "BF16" */
     uint32_t num_dims;
     int64_t shape[IBP_MAX_FILE_DIMS];
     const uint8_t *data; /* at any alignment; NULL if only the header was given */
@@ -141,11 +142,12 @@ typedef uint64_t (*ibp_hash_function)(const void *bytes, size_t num_bytes);
  * checksums, like ordinary safetensors files; IBP_BAD_FILE if what the file says about its checksums is wrong. */
 IBP_API ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t *block);
 
-/* ---- its tables -------------------------------------------------------------------------------------------------- */
+/* ---- the tables of a file ---------------------------------------------------------------------------------------- */
 
 /* The fields of a table, as a file gives them. */
 typedef struct ibp_file_table {
-    ibp_text dtype; /* of the original tensor: "BF16"; torch's name in capitals if safetensors has none */
+    ibp_text dtype; /* the dtype of the original tensor, as safetensors names it, such as "BF16"; torch's name in
+                       capitals if safetensors has none */
     uint32_t num_dims;
     int64_t shape[IBP_MAX_FILE_DIMS];
     int64_t num_items;  /* the size of the first dimension; 1 if there are no dimensions */

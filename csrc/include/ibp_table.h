@@ -66,7 +66,7 @@ typedef struct ibp_table {
  * and bases are not read, because calls that decode rows check them row by row.
  *
  * table: all its pointers are host pointers.
- * @return IBP_OK if the table is right, else IBP_INVALID_ARGUMENT. */
+ * @return IBP_OK if the table is valid, else IBP_INVALID_ARGUMENT. */
 IBP_API ibp_status ibp_check_table(const ibp_table *table);
 
 /* Returns the number of rows of a table: num_items * item_bytes / row_bytes, rounded up; 0 if these fields are out of
@@ -118,7 +118,7 @@ IBP_API ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, u
  * slots, overflow: receive the rows; table->slots_bytes and table->overflow_bytes bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
  * fault: if *fault is still zero, it receives the first row that cannot be coded. The call stops at this row.
- * @return IBP_OK; IBP_CORRUPT_ROW if an entry of lengths is wrong for its row in data; IBP_BUFFER_TOO_SMALL if a part
+ * @return IBP_OK; IBP_CORRUPT_ROW if an entry of lengths does not match its row in data; IBP_BUFFER_TOO_SMALL if a part
  * of a row would not lie inside slots or overflow. */
 IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
                                    uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes,
@@ -156,7 +156,7 @@ typedef struct ibp_ids {
  * of range, its item becomes zeros. A corrupt row of an item becomes zeros, too. All other rows are right.
  *
  * table: its arrays are in host memory.
- * ids: which items, and where they go.
+ * ids: the items, and their positions in the output.
  * first, last: this call gathers the items ids[first] to ids[last - 1]; 0 and ids->count gather everything. Several
  *   threads may share one gather, each with its own range and its own scratch.
  * out: position 0 of the output, item_bytes bytes for each position.
@@ -174,8 +174,8 @@ IBP_API ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, 
  * out: receives end - start bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
  * fault: receives the first fault if *fault is still zero; its position and id are the number of the row.
- * @return IBP_OK, or the status of this call's first fault; IBP_INVALID_ARGUMENT also unless 0 <= start <= end <=
- * num_items * item_bytes. */
+ * @return IBP_OK, or the status of this call's first fault; IBP_INVALID_ARGUMENT also if start > end, or
+ * if start or end is outside [0, num_items * item_bytes]. */
 IBP_API ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, void *scratch,
                                     size_t scratch_bytes, ibp_fault *fault);
 

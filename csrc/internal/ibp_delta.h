@@ -119,8 +119,8 @@ IBP_API ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ib
 /* The outcome of a call of ibp_cuda_apply_deltas. */
 typedef enum ibp_delta_verdict {
     IBP_DELTA_APPLIED = 0,
-    IBP_DELTA_OTHER_BASE = 1, /* the sum of a base is not its base_sum; nothing was written */
-    IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or the sum of a result is not its result_sum; all changes were
+    IBP_DELTA_OTHER_BASE = 1, /* the sum of a base differs from its base_sum; nothing was written */
+    IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or the sum of a result differs from its result_sum; all changes were
                                  undone */
 } ibp_delta_verdict;
 

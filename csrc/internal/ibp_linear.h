@@ -198,7 +198,7 @@ IBP_API ibp_status ibp_cuda_list_matrices(const ibp_ids *ids, int64_t num_matric
  *   or whose numbers are out of range, ends the list. No vector may be in two groups.
  * order: [num_vectors] in device memory, as ibp_cuda_group_vectors makes it: vector v of the groups is vector order[v].
  *   Numbers out of range give unspecified results. NULL: the identity.
- * sharing: number of consecutive vectors that share one row of x [num_vectors / sharing, columns]; 1 if order is NULL.
+ * sharing: number of consecutive vectors that share one row of x [num_vectors / sharing, K]; 1 if order is NULL.
  * num_vectors: up to INT32_MAX.
  * y: [num_vectors, num_rows]. Results of vectors that are in no group stay as they are. */
 IBP_API ibp_status ibp_cuda_linear_groups(const ibp_digit_matrix *stack, int64_t num_rows,

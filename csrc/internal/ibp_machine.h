@@ -1,5 +1,5 @@
-/* ibp_machine.h - features of the processor, architectures of kernels, GPUs that read each other's memory, and memory
- * that a GPU only reads. */
+/* ibp_machine.h - finds and chooses features of the processor, lists the architectures of the kernels, lets GPUs read
+ * each other's memory, and pins memory that GPUs only read. */
 #ifndef IBP_MACHINE_H
 #define IBP_MACHINE_H
 

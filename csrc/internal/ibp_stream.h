@@ -36,7 +36,7 @@ typedef struct ibp_stager ibp_stager;
 /* Creates a stager.
  *
  * pinned, near: ring_bytes bytes of pinned host memory, and ring_bytes bytes of device memory, aligned to 16 bytes.
- *   They belong to the stager until it is destroyed and the work queued by then is completed.
+ *   The stager uses them until it has been destroyed and all work that it queued is completed.
  * ring_bytes: size of each of the two rings in bytes. 24 MiB keep a PCIe 5 link busy. */
 IBP_API ibp_status ibp_cuda_create_stager(uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager);
 /* Destroys a stager, whichever device is current. NULL is allowed. */

@@ -81,7 +81,7 @@ typedef struct ibp_bit_writer {
     uint32_t filled; /* number of bits in `bits`, less than 64 */
 } ibp_bit_writer;
 
-/* Stores the appended bits that are still in `bits`, and zeros after them. */
+/* Stores the appended bits that are still in `bits`, followed by zeros. */
 IBP_AVX2_INLINE void ibp_flush_bits(const ibp_bit_writer *w)
 {
     if (w->at + 8 <= w->dst_bytes)

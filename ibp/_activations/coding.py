@@ -106,8 +106,8 @@ def _most_overflow(num_bytes: int) -> int:
 
 @functools.lru_cache(1024)
 def index_bytes(num_bytes: int) -> int:
-    """Returns the size in bytes of the parts of a piece before its overflow: the head, and a base and a length for each
-    row."""
+    """Returns the offset in bytes of a piece's overflow, which is the size of what precedes it: the head, and a base
+    and a length for each row."""
     return forms.packed(_num_rows(num_bytes)).overflow.start
 
 

@@ -34,7 +34,8 @@ class SavedPiece:
         # encoded piece.
         self.buffer: torch.Tensor | None = None
         self.sent: torch.Event | None = None  # recorded after the copy to buffer
-        # coming, arrived: the copy of `host` that is being made on the device, and the event after it.
+        # coming: the copy of `host` that is being made on the device. arrived: the event that is recorded after that
+        # copy.
         self.coming: torch.Tensor | None = None
         self.arrived: torch.Event | None = None
 
@@ -151,10 +152,10 @@ class SavedRegion:
     # ---- coming back ----
 
     def data(self) -> torch.Tensor:
-        """Returns the bytes, uint8 [num_bytes], on the device, for the current stream. The decoded bytes are kept until
-        every operation that saved them has read them, so that they are decoded once. If the encoded bytes exist only on
-        the device, they are freed at the last read, and the decoded bytes are kept instead, because autograd's graph
-        may be retained and read again."""
+        """Returns the region's bytes, uint8 [num_bytes], in memory of the device, for use on the current stream. The
+        decoded bytes are kept until every operation that saved them has read them, so that they are decoded once. If
+        the encoded bytes exist only on the device, they are freed at the last read, and the decoded bytes are kept
+        instead, because autograd's graph may be retained and read again."""
         self._check()
         self.of.note_use(self)
         self.uses += 1
@@ -167,7 +168,7 @@ class SavedRegion:
         return data
 
     def _drop_codes(self) -> None:
-        """Frees encoded bytes that exist only on the device, after every save has been read."""
+        """Frees the encoded bytes if they exist only on the device and every save has been read."""
         if self.uses < self.saves or self.recipe is None or self.memory is not None:
             return
         if any(piece.host is not None or piece.memory is piece.kept is None for piece in self.pieces):

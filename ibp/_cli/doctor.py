@@ -127,8 +127,8 @@ def why_no_gpu(device: torch.device) -> str | None:
 
 
 def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
-    """Finds out what is installed and built, and how busy the machine is. Returns (a dict of the facts, as texts by
-    name; a list with a sentence for each sign that other work uses the machine)."""
+    """Finds out what is installed and built, and how busy the machine is. Returns (a dict from the name of each fact to
+    its text; a list with a sentence for each sign that other work uses the machine)."""
     load, cores, busy = os.getloadavg()[0], os.cpu_count() or 1, []
     facts = {"Python": f"{platform.python_version()}, {platform.platform()}", **config(device)}
     facts["load"] = f"{load:.1f} on {output.show_count(cores, 'core')}"
@@ -155,8 +155,8 @@ def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
 
 
 def _ask(device: torch.device, of: str, *columns: str) -> list[list[str]]:
-    """Queries nvidia-smi about a GPU. Returns the lines of its answer, each as a list of one text for each column.
-    Returns no lines if nvidia-smi cannot be run or fails."""
+    """Queries nvidia-smi about a GPU. Returns a list with the lines of its answer. A line is a list of strings, one for
+    each column. Returns an empty list if nvidia-smi cannot be run or fails."""
     found: Any = torch.cuda.get_device_properties(device)
     query = f"--query-{of}={','.join(columns)}"
     command = ["nvidia-smi", f"--id=GPU-{found.uuid}", query, "--format=csv,noheader,nounits"]
@@ -387,8 +387,8 @@ def verdict(found: Sequence[Measured], threads: int, no_gpu: str | None) -> str:
 
 
 def _sizes_that_pay(rows: dict[int, float]) -> str:
-    """Returns a text in brackets with the row sizes at which compressed rows come faster than raw rows. Returns "" if
-    they come faster at all sizes."""
+    """Returns a text in parentheses that lists the row sizes at which compressed rows come faster than raw rows.
+    Returns "" if they come faster at all sizes."""
     pay = [f"{row_bytes:,}" for row_bytes, speed in rows.items() if speed > PAYS]
     return "" if len(pay) == len(rows) else f" (of {' or '.join(pay)} bytes)"
 

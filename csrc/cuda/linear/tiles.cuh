@@ -6,7 +6,7 @@
 // `wgmma`. A block of the second kernel then takes tiles of 128 or 192 rows, one after the other; the blocks of a
 // cluster divide the columns among themselves. One warp copies the weights of the following steps to shared memory, and
 // another warp copies the image. Groups of four warps multiply 64 rows each: tensor cores multiply half a step while
-// the warps decode the next half. A warp finds escapes in about one step of three. It puts their true weights into the
+// the warps decode the next half. A warp finds escapes in about one of three steps. It puts their true weights into the
 // operands, so the sums need no correction. The blocks of a cluster add up their sums through shared memory. Tensor
 // cores and decoding limit the speed of the kernel.
 #ifndef IBP_LINEAR_TILES_CUH
@@ -431,8 +431,8 @@ struct RowPair {
     }
 };
 
-// Stores a block's sums directly from registers. The block must have all columns. Lanes with neighbouring rows exchange
-// sums, so that each lane stores two rows of one vector.
+// Stores a block's sums directly from registers. The block must have multiplied all columns. Lanes with neighbouring
+// rows exchange sums, so that each lane stores two rows of one vector.
 template <class Block>
 __device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
                                            const float (&sums)[Block::kVectors / 2u])
