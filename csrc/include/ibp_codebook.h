@@ -114,14 +114,14 @@ IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
  *   have one.
  * words: 3 * ibp_codebook_words(row_bytes) entries, aligned to 16 bytes. The function fills them with mask, bitval and
  *   flags. Keep them as long as the codebook, whose pointers point to them.
- * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range, or if a bit is set in bitval but not in
- * mask. */
+ * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range, or if a bit is 1 in bitval but 0
+ * in mask. */
 IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes,
                                       uint32_t chunk_bytes, bool flag_all, uint32_t *words, ibp_codebook *out);
 
 /* Builds a codebook of scheme planes (section 6). Computes num_entries and symbol_bytes from the other fields of
- * `planes`, and num_clusters and cluster_stride from entries_bytes. It reads no array, so the arrays may be in device
- * memory.
+ * `planes`, and num_clusters and cluster_stride from entries_bytes. The function reads no array, so the arrays may be
+ * in device memory.
  *
  * planes: copied into *out. Its num_entries and symbol_bytes are not read. Keep its arrays as long as the codebook.
  * row_bytes: 1 to IBP_MAX_ROW_BYTES, a multiple of planes->element_bytes.
@@ -132,8 +132,8 @@ IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval
 IBP_API ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t row_bytes, size_t entries_bytes,
                                              ibp_codebook *out);
 
-/* Checks the fields of a codebook and the contents of its arrays. Call it for a codebook that comes from elsewhere. It
- * reads all arrays, which must be in host memory. It requires that
+/* Checks the fields of a codebook and the contents of its arrays, which must be in host memory. Call it for a codebook
+ * that comes from elsewhere. The function requires that
  *
  *   - in every cluster, flags match the mask, mask is 0 past the end of the row, and bitval is 0 where mask is 0;
  *   - entries have no more bits than symbols;

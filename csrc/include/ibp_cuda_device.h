@@ -29,7 +29,8 @@ IBP_API bool ibp_cuda_is_built(void);
  * driver. */
 IBP_API int ibp_cuda_device_count(void);
 
-/* Returns CUDA's text for the last error that this thread has met in this library; "" if there was none. */
+/* Returns CUDA's description of the last CUDA error that a function of this library has met in the calling thread; ""
+ * if there was none. */
 IBP_API const char *ibp_cuda_last_error(void);
 
 /* ---- pinned memory ----------------------------------------------------------------------------------------------- */

@@ -49,8 +49,8 @@ IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_byt
  *
  * table: sizes, codebook, lengths and bases; the struct is read before the function returns.
  * data, slots, overflow: memory that the device can use, such as mapped pinned host memory.
- * fault: memory that the device can write, zero before the call; or NULL. If entries of lengths are wrong for their
- *   rows in data, *fault receives one of these rows. */
+ * fault: memory that the device can write, zero before the call; or NULL. If entries of lengths do not match their rows
+ *   in data, *fault receives one of these rows. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
 /* Copies, on a stream, the overflow parts of new rows to the offsets that the index of a table gives them, as

@@ -6,9 +6,8 @@
  *   N bytes   the header: JSON with the metadata and the name, dtype, shape and position of each tensor
  *   the rest  the data of all tensors, one after the other
  *
- * The functions return pointers into the caller's bytes. Only codebooks are copied, into memory that the caller
- * provides. The rules of ibp.h hold: no function allocates memory, threads may share a file, and pointers must not be
- * NULL.
+ * The functions return pointers into the caller's bytes. They copy only codebooks, to memory that the caller provides.
+ * The rules of ibp.h hold: no function allocates memory, threads may share a file, and pointers must not be NULL.
  *
  *     // Reads item `number` of the table "embedding" from the bytes of a file.
  *     ibp_status read_item(const uint8_t *bytes, size_t num_bytes, int64_t number, void *workspace,
@@ -139,7 +138,8 @@ typedef uint64_t (*ibp_hash_function)(const void *bytes, size_t num_bytes);
  * block: if a checksum does not match, receives its index in "ibp.checks". That array holds a checksum for each block
  *   of the data, then one for the header, and last one for all the checksums before it.
  * @return IBP_OK if all checksums are right; IBP_WRONG_CHECKSUM if one is not; IBP_NOT_IN_FILE if the file has no
- * checksums, like ordinary safetensors files; IBP_BAD_FILE if what the file says about its checksums is wrong. */
+ * checksums, as is the case for ordinary safetensors files; IBP_BAD_FILE if what the file says about its checksums is
+ * wrong. */
 IBP_API ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t *block);
 
 /* ---- the tables of a file ---------------------------------------------------------------------------------------- */
@@ -156,8 +156,8 @@ typedef struct ibp_file_table {
     uint32_t row_bytes, slot_bytes, rows_per_base;
     uint32_t codebook; /* the number of the table's codebook in the file; 0 in scheme raw */
     bool has_content;  /* whether `content` is known: the fingerprint of the original bytes (section 10) */
-    bool is_delta;     /* whether the table holds differences. Added to a tensor with the fingerprint `base`, they give
-                          a tensor with the fingerprint `result` */
+    bool is_delta;     /* whether the table holds differences. If they are added to a tensor with the fingerprint
+                          `base`, the sum is a tensor with the fingerprint `result` */
     uint64_t content, base, result;
     ibp_text codec;         /* the name of the external codec, if one is used in place of a scheme; otherwise empty */
     size_t workspace_bytes; /* size in bytes of the workspace that ibp_open_table needs */

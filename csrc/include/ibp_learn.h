@@ -97,8 +97,8 @@ IBP_API size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes);
 /* Learns the best codebook of scheme planes (section 6) for sample->level. It compares choices of invariant bits,
  * constant columns, symbol widths, rotation, digit widths, dense or listed rows, and entries for the table or for each
  * column. It compares them by the mean size of a row, which it computes from counts of the symbols. Unless the sample
- * is the whole table, the cost of entries for each column is measured on the odd rows of the sample, with entries
- * learned from the even rows.
+ * is the complete table, the function learns entries for each column from the even rows of the sample, and measures
+ * their cost on the odd rows.
  *
  * scratch, scratch_bytes: at least ibp_learn_scratch_bytes(sample) bytes, aligned to 16 bytes.
  * arrays, arrays_bytes: at least ibp_max_planes_bytes bytes, aligned to 16 bytes; the pointers of *planes point into

@@ -25,7 +25,7 @@ extern "C" {
 /* Counts of the rows that were coded into a place. Each call adds to them. */
 typedef struct ibp_place_counts {
     uint64_t spilled; /* number of rows with an overflow part */
-    uint64_t lost;    /* number of rows that were not stored, because overflow had no room for their part */
+    uint64_t lost;    /* number of rows that were not stored, because overflow had no room for a part */
 } ibp_place_counts;
 
 /* The memory of a table whose rows are coded one by one, in any order, and again whenever they change. Every row has
@@ -38,9 +38,9 @@ typedef struct ibp_place_counts {
  *
  * A row keeps its part of overflow as long as its bytes fit in that part. Otherwise it gets a new part, at a multiple
  * of IBP_OVERFLOW_ALIGN, and the old part is not used again. If the place has `rooms`, the size of a row's part is
- * remembered while the row needs less. A row that outgrows its part then gets a part that can hold its raw bytes, if
- * overflow has enough bytes left. So the row never needs a third part. Without `rooms` the size of a row's part follows
- * from the row's length.
+ * remembered even while the row needs fewer bytes. A row that outgrows its part then gets a part that can hold its raw
+ * bytes, if overflow has enough bytes left. So the row never needs a third part. Without `rooms` the size of a row's
+ * part follows from the row's length.
  *
  * is_new: 1 if none of the rows that a call codes has been coded before. Then `bases` need not be filled in before the
  *   call, and only the bases of rows that need a part are written. Whole slots are written, with zeros after a row's

@@ -97,8 +97,8 @@ IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t 
 IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
                                   uint64_t *bases, int64_t *overflow_bytes);
 
-/* Counts the bytes and the sectors that rows take when they are stored, so that the caller can choose the size of
- * slots.
+/* Counts the bytes and the sectors that rows take when they are stored. From these counts the caller can choose the
+ * size of slots.
  *
  * lengths: an entry for each row, as ibp_measure_rows makes them. If an entry is wrong because it is above row_bytes,
  *   its row is counted among the rows that take the most sectors.
@@ -126,7 +126,7 @@ IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, 
 
 #define IBP_MAX_OUT_DIMS 4u
 
-/* The items of a gather, and where they go in its output. Set the struct to zero, then set data, count and
+/* The items of a gather, and their positions in its output. Set the struct to zero, then set data, count and
  * id_bytes: item k of the gather is item ids[k] of the table and goes to position k of the output, where items lie back
  * to back. The other fields are for other outputs:
  *

@@ -86,7 +86,7 @@ typedef struct ibp_slab {
     int64_t num_bytes;
 } ibp_slab;
 
-/* A cache as a gather uses it: its slabs, and the entries of the rows that are gathered. The entry of row r of item
+/* What a gather needs of a cache: its slabs, and the entries of the rows that are gathered. The entry of row r of item
  * ids[k] is entries[k * rows_per_item + r], where rows_per_item is item_bytes / row_bytes. */
 typedef struct ibp_cache {
     const uint64_t *entries; /* ids->count * rows_per_item */

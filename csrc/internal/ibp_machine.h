@@ -15,7 +15,7 @@ typedef enum ibp_cpu_feature {
     IBP_CPU_AVX512 = 2 /* AVX-512 F, BW, DQ, VL, VBMI, VBMI2 and VPOPCNTDQ; never in use without IBP_CPU_AVX2_BMI2 */
 } ibp_cpu_feature;
 
-/* Returns the features in use, as a sum of values of ibp_cpu_feature. These are all features that the processor has,
+/* Returns the features in use, as a sum of values of ibp_cpu_feature. All features that the processor has are in use,
  * unless ibp_set_cpu_features has chosen others. */
 IBP_API uint32_t ibp_cpu_features(void);
 

@@ -138,8 +138,8 @@ IBP_AVX512_INLINE __m512i rotate(const rotation *r, __m512i x)
 
 /* ---- decoding ---- */
 
-/* Unpacks a level of n digits of `bits` bits. level is padded. Returns the number of escapes, which are the digits
- * whose bits are all 1. */
+/* Unpacks the n digits of a level, of `bits` bits each. level is padded. Returns the number of escapes, which are the
+ * digits whose bits are all 1. */
 IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint32_t n, uint32_t bits, uint8_t *level)
 {
     const unpacking digits = unpacking_of(bits, 1);
@@ -262,7 +262,7 @@ IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *elem
 {
     const uint32_t lane_bytes = planes->element_bytes, per_word = 8 / lane_bytes, symbol_bits = ibp_symbol_bits(planes);
     const rotation to_coded = rotation_of(planes->rotate, lane_bytes);
-    /* The bits of each word at which the symbols in it begin. */
+    /* For each 64-bit word, the bit positions at which its symbols begin. */
     const __m512i starts = all_words(byte_numbers * 8 * lane_bytes + byte_ones * planes->residual_bits);
     const __m512i mask = all_words(byte_ones * ibp_low_bits(255, symbol_bits)),
                   ninth = all_words(ibp_lane_fields(lane_bytes, 1) << (planes->residual_bits + 8) % 64);

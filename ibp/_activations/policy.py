@@ -17,7 +17,7 @@ from .spans import SpanView
 
 # The modes of a region, in this order: not moved; encoded, on the device; raw, on the host; encoded, on the host.
 KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"
-_LEAST_SAVED = 0.05  # least fraction of the bytes that encoding must save to be worth its time
+_LEAST_SAVED = 0.05  # least fraction of the bytes that encoding must save to be worth the time that it takes
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ class SavedPiece:
         return data if self.num_bytes == data.numel() else data[self.start : self.end]
 
     def note_used(self, recipe: coding.ActivationRecipe, counters: torch.Tensor) -> int:
-        """Records in the recipe how much overflow the piece uses. Returns the size in bytes of the used part of the
-        encoded memory, from its first byte. counters: the encoded memory, or a copy of its head. The caller must wait
-        for `sent` before it passes a copy."""
+        """Records in the recipe how many bytes of overflow the piece uses. Returns the size in bytes of the used part
+        of the encoded memory, from its first byte. counters: the encoded memory, or a copy of its head. The caller must
+        wait for `sent` before it passes a copy."""
         used = forms.used_bytes(counters)
         recipe.note(self.num_bytes, used)
         return coding.index_bytes(self.num_bytes) + used
@@ -84,8 +84,9 @@ class SavedRegion:
         self.memory: torch.Tensor | None = None
         self.source: UnchangedTensor | None = None  # the saved tensor whose bytes `memory` has
         self.coming: torch.Tensor | None = None  # the memory to which raw pieces are copied back
-        self.misfits: torch.Tensor | None = None  # on the device: whether narrowing lost anything
-        self.saves = self.uses = 0  # how often tensors of the region have been saved, and how often read
+        self.misfits: torch.Tensor | None = None  # a bool tensor [] on the device: True if narrowing lost anything
+        # Saves: how often tensors of the region have been saved; uses: how often they have been read.
+        self.saves = self.uses = 0
         # The error to raise at the next read, if the source was changed before its copy had ended.
         self._changed: RuntimeError | None = None
         self._decoded: UnchangedTensor | None = None
@@ -204,7 +205,7 @@ class SavedRegion:
         return self._received(current) if self.recipe is None else self._decode(self.recipe, current)
 
     def _received(self, current: torch.Stream | None) -> torch.Tensor:
-        """Returns bytes that were sent raw."""
+        """Receives the pieces of a region that was sent raw, and returns its bytes."""
         assert self.transfers is not None and current is not None
         for k, piece in enumerate(self.pieces):
             self.of.prefetch(self, k)

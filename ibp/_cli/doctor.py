@@ -41,8 +41,8 @@ _BUSY_PERCENT = 10
 _MOST_SHOWN = 8  # Largest number of failed tests that are printed. --json has all of them.
 # Row sizes in bytes for which speed-ups are measured. The rates of rows in GB/s are printed for the last size only.
 _ROW_BYTES = (128, 512, 2048)
-# Number of parts into which the time for a kind of data is divided, on the CPU and with a GPU. Each measurement takes
-# one part. There are fewer measurements than parts; the rest of the time goes to making tables.
+# Number of equal parts into which the time for one kind of data is divided: on the CPU, and with a GPU. Each
+# measurement takes one part. There are fewer measurements than parts; the rest of the time goes to making tables.
 _CPU_PARTS, _GPU_PARTS = 6, 40
 _KINDS = {
     "BF16 weights": torch.bfloat16,
@@ -194,7 +194,8 @@ def self_test(device: torch.device, seconds: float) -> tuple[int, list[str]]:
 
 
 def _test_table(device: torch.device, kind: str, scheme: str, layout: str, seed: int) -> Iterator[str]:
-    """Tests a table of one kind of data. Yields a sentence for each call whose result differs from the tensor."""
+    """Tests a table made of one kind of data. Yields a sentence for each call whose result differs from the original
+    tensor."""
     whole = made(kind, _TEST_BYTES, seed).view(-1)
     width = (256, 33, 1000)[seed % 3]
     x = whole[: len(whole) // width * width].view(-1, width)
@@ -220,8 +221,8 @@ def _test_table(device: torch.device, kind: str, scheme: str, layout: str, seed:
 
 
 def _test_file(device: torch.device, seed: int) -> Iterator[str]:
-    """Tests a file. Yields a sentence if its tensor comes back with other bits, and another if damage to the file is
-    not noticed."""
+    """Tests a file. Yields a sentence if the file's tensor is read with other bits, and another sentence if damage to
+    the file is not noticed."""
     x = made("BF16 weights", _TEST_BYTES, seed)
     with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
         path = Path(folder) / "x.safetensors"
