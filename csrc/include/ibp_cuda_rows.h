@@ -74,8 +74,8 @@ IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *
  * fault: memory that the device can write, zero before the call; or NULL.
  * max_sms: largest number of SMs that the kernel may keep busy; 0: all.
  * stream: the work is queued here; the function does not wait for it.
- * @return IBP_OK if the arguments are right and the work is queued. Faults of rows are reported in *fault and
- * place->counts. */
+ * @return IBP_OK if the arguments are right and the work is queued. Faults of rows are reported in *fault, and lost
+ * rows are counted in place->counts. */
 IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                         int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream);
 

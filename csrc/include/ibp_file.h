@@ -60,7 +60,7 @@ IBP_API size_t ibp_copy_text(ibp_text text, char *utf8, size_t room);
 
 /* Says why a file or a table was refused. */
 typedef struct ibp_refusal {
-    ibp_text found;     /* the part of the header that is wrong; its data is NULL if something is missing */
+    ibp_text found;     /* the wrong part of the header; its data is NULL if something is missing */
     const char *wanted; /* says in English what should stand there; NULL if nothing was refused */
     const char *key;    /* the key of the field whose value is wrong; NULL if something else is wrong */
 } ibp_refusal;

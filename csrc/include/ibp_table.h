@@ -22,9 +22,9 @@
 extern "C" {
 #endif
 
-/* A table: where the bytes of a coded tensor are, and how they are coded. The tensor is num_items items of item_bytes
- * bytes, back to back. Its bytes are cut into rows of codebook.row_bytes bytes, which are coded one by one. Row r has
- * slot_bytes bytes of `slots` for itself, and a part in `overflow` if it needs more:
+/* A table: the addresses of the bytes of a coded tensor, and how the bytes are coded. The tensor is num_items items of
+ * item_bytes bytes, back to back. Its bytes are cut into rows of codebook.row_bytes bytes, which are coded one by one.
+ * Row r has slot_bytes bytes of `slots` for itself, and a part in `overflow` if it needs more:
  *
  *     lengths    a number for each row: its size as coded; 0 if it is stored raw; a special value for a default row,
  *                which equals the codebook's default row and is not stored

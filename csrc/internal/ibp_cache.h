@@ -157,9 +157,9 @@ typedef struct ibp_cache_slab {
 IBP_API ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t first,
                                  int64_t last, const ibp_cache_slab *slab, ibp_fault *fault);
 
-/* A cache that replaces the least recently used rows with the rows that are requested. Its sets have IBP_SEARCHED_WAYS
- * ways, and a row is always in its home set. Way i of the map owns the slot_bytes bytes of the slab that begin at byte
- * i * slot_bytes. */
+/* A cache that replaces its least recently used rows with requested rows. Its sets have IBP_SEARCHED_WAYS ways, and a
+ * row is always in its home set. Way i of the map owns the slot_bytes bytes of the slab that begin at byte i *
+ * slot_bytes. */
 typedef struct ibp_lru {
     ibp_cache_slab slab;
     uint32_t slot_bytes; /* a multiple of IBP_OVERFLOW_ALIGN; longer rows are not cached */

@@ -204,8 +204,9 @@ IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, siz
 }
 
 /* For each p from 1 to num_planes - 1, sets reaching[p] to the number of elements with a digit in plane p. Sets
- * reaching[num_planes] to the number of elements with a raw symbol. Finds where the parts of the values begin. Returns
- * false unless the parts end exactly where src does. */
+ * reaching[num_planes] to the number of elements with a raw symbol. Finds where the parts of the values begin, which
+ * are the residuals, the digits of each plane, and the raw symbols. Returns false unless the parts end exactly where
+ * src does. */
 IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start,
                                 uint32_t *reaching, ibp_value_parts *parts)
 {
@@ -242,7 +243,7 @@ IBP_AVX2 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, 
     FOR_BITS(b, build_level_of, digits, n, bytes, next, level);
 }
 
-/* The addresses of the parts of the values. */
+/* The addresses of the parts of the values. digits[num_planes]: the raw symbols. */
 typedef struct value_bytes {
     const uint8_t *residuals, *digits[IBP_MAX_PLANES + 1];
 } value_bytes;

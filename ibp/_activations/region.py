@@ -85,7 +85,7 @@ class SavedRegion:
         self.source: UnchangedTensor | None = None  # the saved tensor whose bytes `memory` has
         self.coming: torch.Tensor | None = None  # the memory to which raw pieces are copied back
         self.misfits: torch.Tensor | None = None  # a bool tensor [] on the device: True if narrowing lost anything
-        # Saves: how often tensors of the region have been saved; uses: how often they have been read.
+        # saves: how often tensors of the region have been saved. uses: how often they have been read.
         self.saves = self.uses = 0
         # The error to raise at the next read, if the source was changed before its copy had ended.
         self._changed: RuntimeError | None = None

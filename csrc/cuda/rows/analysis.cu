@@ -191,8 +191,8 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
     }
 }
 
-// Launches a kernel that counts. what: the kernel's first argument. num_units: number of columns. The number of blocks
-// is a multiple of the number of tiles of 256 columns. There are enough blocks to fill the device, unless threads would
+// Launches a counting kernel. what: the kernel's first argument. num_units: number of columns. The number of blocks is
+// a multiple of the number of tiles of 256 columns. There are enough blocks to fill the device, unless threads would
 // then have fewer than about eight rows each.
 template <class What>
 static ibp_status count(void (*kernel)(What, const uint8_t *, int64_t, unsigned long long *), const What &what,

@@ -1,10 +1,11 @@
 // stage.cu - gathers items of a table. The table and the ids are in host memory. CPU threads gather slots, the copy
 // engine copies them to the GPU, and the GPU decodes them.
 //
-// The CPU's memory or the link to the GPU limits the speed. The items are divided into chunks, and the chunks into
-// blocks. Threads take one block after the other. There are two rings of kPlaces places each, one in pinned memory and
-// one on the GPU. Consecutive chunks use consecutive places of both rings; the next call begins with the place after
-// the last place that this call used. Overflow is not staged: the decoder reads it from host memory. A place holds
+// The CPU's memory or the link to the GPU limits the speed. The items of a call are divided into chunks, and the chunks
+// into blocks. Threads take one block after the other. There are two rings of kPlaces places each, one in pinned memory
+// and one on the GPU. Consecutive chunks use consecutive places of both rings; the next call begins with the place
+// after the last place that this call used. Overflow is not staged: the decoder reads it from host memory. A place
+// holds
 //
 //     | slots of the chunk's items | padding to a multiple of 16 bytes | ids of the items |
 //
