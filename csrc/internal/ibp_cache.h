@@ -171,11 +171,11 @@ typedef struct ibp_lru {
 /* Looks up the rows of all ids, and copies missing rows into the cache in place of the least recently used rows.
  * entries[k * rows_per_item + r] receives the entry of row r of item ids[k].
  *
- * Rows that the cache holds when the call begins keep their ways. Each missing row, in the order of the ids, takes an
- * unused way of its set. If every way of the set has a row, it takes the way that was used longest ago, among the ways
- * that this call does not use and that are not dirty. The row's bytes are copied there. If there is no such way either,
- * or if the row is longer than a slot, the row is not cached and its entry is 0. If an id occurs several times, each
- * occurrence gets the same entry, and all occurrences except the first count as hits.
+ * Rows that the cache holds when the call begins keep their ways. Each missing row, in the order of the ids, takes a
+ * way without a row in its home set. If every way of the set has a row, it takes the way that was used longest ago,
+ * among the ways that this call does not use and that are not dirty. The row's bytes are copied there. If there is no
+ * such way either, or if the row is longer than a slot, the row is not cached and its entry is 0. If an id occurs
+ * several times, each occurrence gets the same entry, and all occurrences except the first count as hits.
  *
  * counts: this call's counts are added to it. May be NULL.
  * @return the status of the first fault, which is noted in *fault if *fault is still zero: an id out of range, or a row
