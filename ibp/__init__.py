@@ -1,4 +1,4 @@
-"""Lossless compression of tensors that makes moving them faster.
+"""Lossless tensor compression that makes moving tensors faster.
 
     import torch, ibp
     table = ibp.compress(x)                                # x: [N, ...] tensor on the CPU or a GPU

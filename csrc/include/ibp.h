@@ -22,16 +22,16 @@
  * inputs. The library has a single piece of state, an atomic that says which features of the processor it uses.
  *
  * Arguments. Pointers must not be NULL unless NULL is mentioned. Sizes are exact. Every function checks its numeric
- * arguments and the fields of its codebook or table. This takes a few nanoseconds. It returns IBP_INVALID_ARGUMENT if
+ * arguments and the fields of its codebook or table, which takes a few nanoseconds. It returns IBP_INVALID_ARGUMENT if
  * the scheme is unknown, if a value is out of range, or if values are inconsistent. It does not check the contents of
  * arrays: call ibp_check_codebook and ibp_check_table once for codebooks and tables that come from elsewhere.
  *
  * Safety. Coded bytes, lengths and bases may be hostile: they are refused or give wrong data, and nothing outside the
  * buffers is read or written. The same holds for a codebook whose fields are in range, whatever its arrays contain. It
  * also holds if another thread writes rows, ids, positions, offsets, lengths, bases or the arrays of codebooks during
- * the call, because a function reads each value that it checks only once. Addresses that are stored in arrays, such as
- * ibp_ids.addresses, are trusted. During a call no other thread may write these addresses, the structs that arguments
- * point to, scratch, or workspaces.
+ * the call, because a function that checks a value reads the value from memory only once. Addresses that are stored in
+ * arrays, such as ibp_ids.addresses, are trusted. During a call no other thread may write these addresses, the structs
+ * that arguments point to, scratch, or workspaces.
  *
  * ABI. While the major version is 0, a minor version may change anything in these headers; a patch version changes no
  * declaration. Beginning with version 1, a minor version only adds functions, enumerators, and fields at the end of
@@ -65,7 +65,8 @@ extern "C" {
 /* The macros above describe the header that you compile with. The following functions describe the library that you
  * link or load. */
 
-/* Returns the version of the library as text, such as "0.2.0". The text lives as long as the library is loaded. */
+/* Returns the version of the library as a string, such as "0.2.0". The string stays valid as long as the library is
+ * loaded. */
 IBP_API const char *ibp_version(void);
 
 /* Returns the version of the library as a number, which can be compared with IBP_VERSION_NUMBER of the header. */

@@ -37,8 +37,9 @@ typedef struct ibp_planes {
     const void *entries;    /* symbols [N][num_entries] of symbol_bytes bytes each, aligned to symbol_bytes, where N is
                                the number of live columns if per_column is true, else 1; NULL if num_entries is 0; not
                                read if `consecutive` is true */
-    uint64_t default_value; /* the element that a default row repeats, and that a listed row leaves out */
-    uint64_t closed_value;  /* the value of all listed elements of a closed row, which does not store them */
+    uint64_t default_value; /* the value of every live element of a default row; a listed row leaves out the elements
+                               that have this value */
+    uint64_t closed_value;  /* a closed row does not store its listed elements, because all of them have this value */
     uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
     uint32_t residual_bits; /* number of bits of the residual: the lowest coded bits after the rotation, which are
                                stored as they are; 0 to 8 * element_bytes - invariant_bits */
@@ -52,8 +53,8 @@ typedef struct ibp_planes {
     bool per_column, listed;  /* per_column: each live column has its own entries. listed: rows are listed rows, which
                                  store only the elements that differ from default_value. At most one of the two fields
                                  may be true */
-    bool consecutive;         /* entry i is first_symbol + i, cut to the bits of a symbol; not allowed with per_column
-                                 or with clusters */
+    bool consecutive;         /* entry i is first_symbol + i, truncated to the width of a symbol; not allowed with
+                                 per_column or with clusters */
     bool signed_default;      /* elements that differ from default_value only in the highest bit are not listed, and
                                  their highest bits are stored; only allowed with `listed` */
     uint32_t invariant_bits;  /* number of lowest bits that are the same in every element: 0 to 8 * element_bytes - 1 */
@@ -81,7 +82,7 @@ typedef struct ibp_codebook {
     const uint32_t *bitval; /* the values of invariant bits; the other bits are 0 */
     const uint32_t *flags;  /* bits 0-16: position, in the coded row, of the word's first participation bit; bits
                                17-20: which of the chunks that start in the word have a participation bit; bits 21-31:
-                               where in the word runs of invariant bits begin (format.h) */
+                               the bits of the word at which runs of invariant bits begin (format.h) */
     uint32_t chunk_bytes;   /* 1, 2, 4 or 8 */
     uint32_t num_flags;     /* number of participation bits of a row */
     ibp_planes planes;      /* scheme planes */
@@ -113,14 +114,14 @@ IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
  *   have one.
  * words: 3 * ibp_codebook_words(row_bytes) entries, aligned to 16 bytes. The function fills them with mask, bitval and
  *   flags. Keep them as long as the codebook, whose pointers point to them.
- * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range, or if a bit is set in bitval but not in
- * mask. */
+ * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range, or if a bit is 1 in bitval but 0
+ * in mask. */
 IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes,
                                       uint32_t chunk_bytes, bool flag_all, uint32_t *words, ibp_codebook *out);
 
 /* Builds a codebook of scheme planes (section 6). Computes num_entries and symbol_bytes from the other fields of
- * `planes`, and num_clusters and cluster_stride from entries_bytes. It reads no array, so the arrays may be in device
- * memory.
+ * `planes`, and num_clusters and cluster_stride from entries_bytes. The function reads no array, so the arrays may be
+ * in device memory.
  *
  * planes: copied into *out. Its num_entries and symbol_bytes are not read. Keep its arrays as long as the codebook.
  * row_bytes: 1 to IBP_MAX_ROW_BYTES, a multiple of planes->element_bytes.
@@ -131,8 +132,8 @@ IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval
 IBP_API ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t row_bytes, size_t entries_bytes,
                                              ibp_codebook *out);
 
-/* Checks the fields of a codebook and the contents of its arrays. Call it for a codebook that comes from elsewhere. It
- * reads all arrays, which must be in host memory. It requires that
+/* Checks the fields of a codebook and the contents of its arrays, which must be in host memory. Call it for a codebook
+ * that comes from elsewhere. The function requires that
  *
  *   - in every cluster, flags match the mask, mask is 0 past the end of the row, and bitval is 0 where mask is 0;
  *   - entries have no more bits than symbols;
@@ -140,7 +141,7 @@ IBP_API ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t 
  *
  * If only the arrays of a codebook are wrong, other calls with it are safe, but may return wrong rows.
  *
- * @return IBP_OK if the codebook is right, else IBP_INVALID_ARGUMENT. */
+ * @return IBP_OK if the codebook is valid, else IBP_INVALID_ARGUMENT. */
 IBP_API ibp_status ibp_check_codebook(const ibp_codebook *codebook);
 
 #ifdef __cplusplus

@@ -29,7 +29,8 @@ IBP_API bool ibp_cuda_is_built(void);
  * driver. */
 IBP_API int ibp_cuda_device_count(void);
 
-/* Returns CUDA's text for the last error that this thread has met in this library; "" if there was none. */
+/* Returns CUDA's description of the last CUDA error that a function of this library has met in the calling thread; ""
+ * if there was none. */
 IBP_API const char *ibp_cuda_last_error(void);
 
 /* ---- pinned memory ----------------------------------------------------------------------------------------------- */
@@ -60,8 +61,8 @@ IBP_API ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes);
 /* Unpins memory that ibp_cuda_register_pinned has pinned. Call it before the memory is freed. */
 IBP_API ibp_status ibp_cuda_unregister_pinned(void *host);
 
-/* Finds the address of pinned host memory for the current device. Devices may have different addresses for the same
- * memory. Call the function again when another device is current.
+/* Finds the address at which kernels of the current device access pinned host memory. Devices may have different
+ * addresses for the same memory. Call the function again when another device is current.
  *
  * host: the address that ibp_cuda_alloc_pinned returned or that ibp_cuda_register_pinned was called with.
  * device: receives the address for kernels. */

@@ -39,17 +39,18 @@ IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uin
 IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                        uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
                                        ibp_stream stream);
-/* Counts the sizes of rows on a stream, as ibp_survey_rows does. The counts are added to `survey`.
+/* Counts the bytes and the sectors that rows take, on a stream, as ibp_survey_rows does. The counts are added to
+ * `survey`.
  *
  * lengths, survey: memory that the device can use. */
 IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                         uint64_t *survey, ibp_stream stream);
-/* Codes all rows of a tensor on a stream, and writes the bytes that ibp_encode_rows writes.
+/* Codes all rows of a tensor on a stream. Writes the same bytes as ibp_encode_rows.
  *
  * table: sizes, codebook, lengths and bases; the struct is read before the function returns.
  * data, slots, overflow: memory that the device can use, such as mapped pinned host memory.
- * fault: memory that the device can write, zero before the call; or NULL. If entries of lengths are wrong for their
- *   rows in data, *fault receives one of these rows. */
+ * fault: memory that the device can write, zero before the call; or NULL. If entries of lengths do not match their rows
+ *   in data, *fault receives one of these rows. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
 /* Copies, on a stream, the overflow parts of new rows to the offsets that the index of a table gives them, as
@@ -73,8 +74,8 @@ IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *
  * fault: memory that the device can write, zero before the call; or NULL.
  * max_sms: largest number of SMs that the kernel may keep busy; 0: all.
  * stream: the work is queued here; the function does not wait for it.
- * @return IBP_OK if the arguments are right and the work is queued. Faults of rows are reported in *fault and
- * place->counts. */
+ * @return IBP_OK if the arguments are right and the work is queued. Faults of rows are reported in *fault, and lost
+ * rows are counted in place->counts. */
 IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                         int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream);
 

@@ -14,8 +14,8 @@
 // With these functions a warp decodes a row of any scheme, from a table or from coded bytes. A warp can code only rows
 // of scheme ibp. Rows and coded bytes may be in any memory that the device can use. warp_rows.cuh and warp_encode.cuh,
 // which this file includes, document the arguments and guarantees of each function. Other names in namespace ibp are
-// not part of the interface and change from version to version. Kernels need not be linked with the library. The
-// functions of ibp.h and ibp_cuda.h, which make tables, are in libibp.
+// not part of the interface and change from version to version. Kernels that use only this file need not be linked with
+// libibp. The library has the functions of ibp.h and ibp_cuda.h, which make tables.
 //
 //     __global__ void kernel(const __grid_constant__ ibp_table table, uint32_t warp_bytes, ...)
 //     {

@@ -6,9 +6,8 @@
  *   N bytes   the header: JSON with the metadata and the name, dtype, shape and position of each tensor
  *   the rest  the data of all tensors, one after the other
  *
- * The functions return pointers into the caller's bytes. Only codebooks are copied, into memory that the caller
- * provides. The rules of ibp.h hold: no function allocates memory, threads may share a file, and pointers must not be
- * NULL.
+ * The functions return pointers into the caller's bytes. They copy only codebooks, to memory that the caller provides.
+ * The rules of ibp.h hold: no function allocates memory, threads may share a file, and pointers must not be NULL.
  *
  *     // Reads item `number` of the table "embedding" from the bytes of a file.
  *     ibp_status read_item(const uint8_t *bytes, size_t num_bytes, int64_t number, void *workspace,
@@ -48,25 +47,25 @@ typedef struct ibp_text {
     size_t num_bytes;
 } ibp_text;
 
-/* Returns whether a text equals a string in UTF-8 that ends with a 0. Escapes of the text are resolved. */
+/* Returns whether a text, after its escapes are resolved, equals a NUL-terminated UTF-8 string. */
 IBP_API bool ibp_is_text(ibp_text text, const char *utf8);
 
-/* Copies a text as UTF-8 with a final 0, and cuts it as snprintf does.
+/* Copies a text, after its escapes are resolved, as a NUL-terminated UTF-8 string. A string that is too long is cut
+ * before the first character that does not fit.
  *
- * utf8, room: receives at most `room` bytes, the 0 included; bytes that do not fit are left out. If room is 0, utf8 may
- *   be NULL.
- * @return the number of bytes of the whole text in UTF-8, without the 0. The copy is complete if this number is below
- * room. */
+ * utf8, room: utf8 receives at most `room` bytes, including the NUL. If room is 0, utf8 may be NULL.
+ * @return the number of bytes of the complete text in UTF-8, without the NUL. The copy is complete if this number is
+ * below room. */
 IBP_API size_t ibp_copy_text(ibp_text text, char *utf8, size_t room);
 
 /* Says why a file or a table was refused. */
 typedef struct ibp_refusal {
-    ibp_text found;     /* the part of the header that is wrong; its data is NULL if something is missing */
+    ibp_text found;     /* the wrong part of the header; its data is NULL if something is missing */
     const char *wanted; /* says in English what should stand there; NULL if nothing was refused */
     const char *key;    /* the key of the field whose value is wrong; NULL if something else is wrong */
 } ibp_refusal;
 
-/* ---- a file ------------------------------------------------------------------------------------------------------ */
+/* ---- opening a file ---------------------------------------------------------------------------------------------- */
 
 /* An open file: a value that points into the caller's bytes and needs no closing. */
 typedef struct ibp_file {
@@ -87,10 +86,11 @@ typedef struct ibp_file {
  * bytes, num_bytes: the whole file, aligned to 16 bytes, as a mapping or in memory. Keep it at its address as long as
  *   *file, its tensors and its tables are used.
  * file: receives the open file; if the file is refused, file->refusal says why.
- * @return IBP_BAD_FILE if the bytes are not a safetensors file, if the header is inconsistent or does not agree with
- * the size of the file, or if the metadata has a key that begins with "ibp." but the key "ibp.format", the key
- * "ibp.checks" or the tensor "ibp.checks" is missing or occurs twice; IBP_NEWER_FILE if the file has a newer format.
- * Then file->release is the release of the library that wrote the file. That release can read it. */
+ * @return IBP_BAD_FILE if the bytes are not a safetensors file, or if the header is inconsistent or does not agree with
+ * the size of the file. Also returns IBP_BAD_FILE if the metadata has a key that begins with "ibp.", but the key
+ * "ibp.format", the key "ibp.checks" or the tensor "ibp.checks" is missing or occurs twice. Returns IBP_NEWER_FILE if
+ * the file has a newer format. Then file->release is the release of the library that wrote the file. That release can
+ * read it. */
 IBP_API ibp_status ibp_open_file(const uint8_t *bytes, size_t num_bytes, ibp_file *file);
 
 /* Finds the name of the next table of a file, in the order of the header.
@@ -103,7 +103,7 @@ IBP_API ibp_status ibp_next_table(const ibp_file *file, size_t *cursor, ibp_text
 /* A tensor as it is stored: a plain tensor, or a part of a table, of a codebook or of the checksums. */
 typedef struct ibp_file_tensor {
     ibp_text name;
-    ibp_text dtype; /* as safetensors names it: "BF16" */
+    ibp_text dtype; /* as safetensors names it, such as "BF16" */
     uint32_t num_dims;
     int64_t shape[IBP_MAX_FILE_DIMS];
     const uint8_t *data; /* at any alignment; NULL if only the header was given */
@@ -138,14 +138,16 @@ typedef uint64_t (*ibp_hash_function)(const void *bytes, size_t num_bytes);
  * block: if a checksum does not match, receives its index in "ibp.checks". That array holds a checksum for each block
  *   of the data, then one for the header, and last one for all the checksums before it.
  * @return IBP_OK if all checksums are right; IBP_WRONG_CHECKSUM if one is not; IBP_NOT_IN_FILE if the file has no
- * checksums, like ordinary safetensors files; IBP_BAD_FILE if what the file says about its checksums is wrong. */
+ * checksums, as is the case for ordinary safetensors files; IBP_BAD_FILE if what the file says about its checksums is
+ * wrong. */
 IBP_API ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t *block);
 
-/* ---- its tables -------------------------------------------------------------------------------------------------- */
+/* ---- the tables of a file ---------------------------------------------------------------------------------------- */
 
 /* The fields of a table, as a file gives them. */
 typedef struct ibp_file_table {
-    ibp_text dtype; /* of the original tensor: "BF16"; torch's name in capitals if safetensors has none */
+    ibp_text dtype; /* the dtype of the original tensor, as safetensors names it, such as "BF16"; torch's name in
+                       capitals if safetensors has none */
     uint32_t num_dims;
     int64_t shape[IBP_MAX_FILE_DIMS];
     int64_t num_items;  /* the size of the first dimension; 1 if there are no dimensions */
@@ -154,8 +156,8 @@ typedef struct ibp_file_table {
     uint32_t row_bytes, slot_bytes, rows_per_base;
     uint32_t codebook; /* the number of the table's codebook in the file; 0 in scheme raw */
     bool has_content;  /* whether `content` is known: the fingerprint of the original bytes (section 10) */
-    bool is_delta;     /* whether the table holds differences. Added to a tensor with the fingerprint `base`, they give
-                          a tensor with the fingerprint `result` */
+    bool is_delta;     /* whether the table holds differences. If they are added to a tensor with the fingerprint
+                          `base`, the sum is a tensor with the fingerprint `result` */
     uint64_t content, base, result;
     ibp_text codec;         /* the name of the external codec, if one is used in place of a scheme; otherwise empty */
     size_t workspace_bytes; /* size in bytes of the workspace that ibp_open_table needs */

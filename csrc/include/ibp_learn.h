@@ -43,8 +43,8 @@ IBP_API ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows,
 /* For each of the chunks first_chunk to last_chunk - 1 of a row, finds a mask that saves many bits in the given rows.
  * The search is greedy: it begins with an empty mask. In each step it considers the rows that match the mask so far,
  * and adds the bit on which most of these rows agree. Of the masks of all steps, the one that saves the most bits is
- * taken. A chunk gets an empty mask if no mask saves more bits than participation bits cost. This goes beyond the
- * paper, which compares each bit alone with a threshold.
+ * taken. A chunk gets an empty mask if no mask saves more bits than the chunk's participation bits cost. This goes
+ * beyond the paper, which compares each bit alone with a threshold.
  *
  * mask, bitval: row_bytes bytes each; only the bytes of these chunks are written. */
 IBP_API ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes,
@@ -97,8 +97,8 @@ IBP_API size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes);
 /* Learns the best codebook of scheme planes (section 6) for sample->level. It compares choices of invariant bits,
  * constant columns, symbol widths, rotation, digit widths, dense or listed rows, and entries for the table or for each
  * column. It compares them by the mean size of a row, which it computes from counts of the symbols. Unless the sample
- * is the whole table, the cost of entries for each column is measured on the odd rows of the sample, with entries
- * learned from the even rows.
+ * is the complete table, the function learns entries for each column from the even rows of the sample, and measures
+ * their cost on the odd rows.
  *
  * scratch, scratch_bytes: at least ibp_learn_scratch_bytes(sample) bytes, aligned to 16 bytes.
  * arrays, arrays_bytes: at least ibp_max_planes_bytes bytes, aligned to 16 bytes; the pointers of *planes point into
@@ -113,7 +113,7 @@ IBP_API ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, siz
  * the sample.
  *
  * planes: has one cluster and entries that are not consecutive; the old entries are not read.
- * scratch, scratch_bytes: as ibp_learn_planes needs them for the same sample.
+ * scratch, scratch_bytes: at least ibp_learn_scratch_bytes(sample) bytes, aligned to 16 bytes.
  * entries, entries_bytes: receives the entries, exactly entries_bytes bytes. */
 IBP_API ibp_status ibp_learn_entries(const ibp_sample *sample, const ibp_planes *planes, void *scratch,
                                      size_t scratch_bytes, uint8_t *entries, size_t entries_bytes);

@@ -19,13 +19,13 @@
 extern "C" {
 #endif
 
-#define IBP_NO_BASE UINT64_MAX /* entry of bases of a row without an overflow part */
+#define IBP_NO_BASE UINT64_MAX /* the entry of `bases` for a row without an overflow part */
 #define IBP_MAX_SOURCE_DIMS 4u
 
 /* Counts of the rows that were coded into a place. Each call adds to them. */
 typedef struct ibp_place_counts {
     uint64_t spilled; /* number of rows with an overflow part */
-    uint64_t lost;    /* number of rows that were not stored, because overflow had no room for their part */
+    uint64_t lost;    /* number of rows that were not stored, because overflow had no room for a part */
 } ibp_place_counts;
 
 /* The memory of a table whose rows are coded one by one, in any order, and again whenever they change. Every row has
@@ -36,22 +36,23 @@ typedef struct ibp_place_counts {
  * IBP_NO_BASE before the first row is coded. Then reading a row that has not been coded is a fault, unless slot_bytes
  * is row_bytes.
  *
- * A row keeps its part of overflow as long as its bytes fit. Otherwise it gets a new part, at a multiple of
- * IBP_OVERFLOW_ALIGN, and the old part is not used again. If the place has `rooms`, the size of a row's part is
- * remembered while the row needs less. A row that outgrows its part then gets a part that can hold its raw bytes, if
- * overflow has enough bytes left. So the row never needs a third part. Without `rooms` the size of a row's part follows
- * from the row's length.
+ * A row keeps its part of overflow as long as its bytes fit in that part. Otherwise it gets a new part, at a multiple
+ * of IBP_OVERFLOW_ALIGN, and the old part is not used again. If the place has `rooms`, the size of a row's part is
+ * remembered even while the row needs fewer bytes. A row that outgrows its part then gets a part that can hold its raw
+ * bytes, if overflow has enough bytes left. So the row never needs a third part. Without `rooms` the size of a row's
+ * part follows from the row's length.
  *
- * is_new: 1 if none of the rows that a call codes has been coded before. Then bases need no values before the call, and
- *   only the bases of rows that need a part are written. Whole slots are written, with zeros after a row's bytes. If
- *   overflow has no room for a row's part, the row's base becomes IBP_NO_BASE, but its length and slot are right, so
- *   that ibp_survey_rows can count the sizes of all rows. If overflow had room for all parts, ibp_move_parts copies
- *   them in the order of a table's index. Slots, lengths and overflow are then the same as ibp_encode_rows would write,
- *   but the data was read only once.
+ * is_new: 1 if none of the rows that a call codes has been coded before. Then `bases` need not be filled in before the
+ *   call, and only the bases of rows that need a part are written. Whole slots are written, with zeros after a row's
+ *   bytes. If overflow has no room for a row's part, the row's base becomes IBP_NO_BASE, but its length and slot are
+ *   right, so that ibp_survey_rows can count the sizes of all rows. If overflow had room for all parts, ibp_move_parts
+ *   can copy them to the offsets that a table's index gives them. Slots, lengths and overflow are then the same as
+ *   ibp_encode_rows would write, but the data was read only once.
  *
- * If bases is NULL and slot_bytes is 0, rows are packed: each row begins in overflow where the row before it ends, and
- * the next row begins at byte *used. One thread codes the rows in their order, in host memory, and the result is a
- * table in packed layout. A row is lost if overflow has no room for its raw bytes, even if the coded row would fit. */
+ * If bases is NULL and slot_bytes is 0, rows are packed: each row begins in overflow where the row before it ends. The
+ * next row that is coded begins at byte *used. One thread codes the rows in their order, in host memory, and the result
+ * is a table in packed layout. A row is lost if overflow has no room for its raw bytes, even if the coded row would
+ * fit. */
 typedef struct ibp_place {
     /* Sizes and codebook; its pointers are not read. rows_per_base is 1; slots_start and overflow_start are 0. */
     ibp_table table;
@@ -100,7 +101,7 @@ typedef struct ibp_row_source {
  *   be NULL if is_new is 1 or if rows are packed. Ids must differ. If two ids are equal and the table has bases, the
  *   table's row becomes one of the two rows, and the other row may be noted as IBP_INVALID_ARGUMENT.
  * first, last: the rows first to last - 1 of the source are coded. Several threads may each code rows of one source,
- *   unless rows are packed. The order in which they run changes only where parts of overflow lie.
+ *   unless rows are packed. The order in which the threads run affects only the offsets of overflow parts.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
  * fault: receives the first fault if *fault is still zero. An id outside the table is noted as IBP_INDEX_OUT_OF_RANGE,
  *   and its row is left out.

@@ -26,7 +26,7 @@ extern "C" {
  * row: codebook->row_bytes bytes.
  * dst, dst_bytes: receives the coded row; nothing past dst_bytes bytes is written. ibp_max_coded_row_bytes(row_bytes)
  *   bytes are always enough.
- * coded_bytes: receives the exact size of the coded row, even if the coded row does not fit into dst or is larger than
+ * coded_bytes: receives the exact size of the coded row, even if the coded row does not fit in dst or is larger than
  *   the row; IBP_NO_CODED_FORM if the codebook cannot code the row; 0 for an invalid argument.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(codebook->row_bytes) bytes.
  * @return IBP_BUFFER_TOO_SMALL if the coded row needs more than dst_bytes bytes, or if the codebook cannot code the

@@ -42,15 +42,15 @@ extern "C" {
     X(IBP_UNSUPPORTED_TABLE, 10, "the table has fields or a codec that are not known here") \
     X(IBP_WRONG_CHECKSUM, 11, "bytes of the file do not have the checksum that it names")
 
-/* The statuses that functions return; IBP_STATUS_LIST has their texts. */
+/* The statuses that functions return; IBP_STATUS_LIST has a description of each. */
 typedef enum ibp_status {
 #define IBP_STATUS_ENUM(name, value, text) name = value,
     IBP_STATUS_LIST(IBP_STATUS_ENUM)
 #undef IBP_STATUS_ENUM
 } ibp_status;
 
-/* Returns a text that says in English what a status means. The text is never NULL, even if `status` is not an
- * ibp_status, and lives as long as the library is loaded. */
+/* Returns an English description of a status as a NUL-terminated string. The result is never NULL, even if `status` is
+ * not an ibp_status, and stays valid as long as the library is loaded. */
 IBP_API const char *ibp_status_string(ibp_status status);
 
 /* ---- bounds ----------------------------------------------------------------------------------------------------- */

@@ -22,9 +22,9 @@
 extern "C" {
 #endif
 
-/* A table: where the bytes of a coded tensor are, and how they are coded. The tensor is num_items items of item_bytes
- * bytes, back to back. Its bytes are cut into rows of codebook.row_bytes bytes, which are coded one by one. Row r has
- * slot_bytes bytes of `slots` for itself, and a part in `overflow` if it needs more:
+/* A table: the addresses of the bytes of a coded tensor, and how the bytes are coded. The tensor is num_items items of
+ * item_bytes bytes, back to back. Its bytes are cut into rows of codebook.row_bytes bytes, which are coded one by one.
+ * Row r has slot_bytes bytes of `slots` for itself, and a part in `overflow` if it needs more:
  *
  *     lengths    a number for each row: its size as coded; 0 if it is stored raw; a special value for a default row,
  *                which equals the codebook's default row and is not stored
@@ -66,7 +66,7 @@ typedef struct ibp_table {
  * and bases are not read, because calls that decode rows check them row by row.
  *
  * table: all its pointers are host pointers.
- * @return IBP_OK if the table is right, else IBP_INVALID_ARGUMENT. */
+ * @return IBP_OK if the table is valid, else IBP_INVALID_ARGUMENT. */
 IBP_API ibp_status ibp_check_table(const ibp_table *table);
 
 /* Returns the number of rows of a table: num_items * item_bytes / row_bytes, rounded up; 0 if these fields are out of
@@ -97,8 +97,8 @@ IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t 
 IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
                                   uint64_t *bases, int64_t *overflow_bytes);
 
-/* Counts the bytes and the sectors that rows take when they are stored, so that the caller can choose the size of
- * slots.
+/* Counts the bytes and the sectors that rows take when they are stored. From these counts the caller can choose the
+ * size of slots.
  *
  * lengths: an entry for each row, as ibp_measure_rows makes them. If an entry is wrong because it is above row_bytes,
  *   its row is counted among the rows that take the most sectors.
@@ -118,7 +118,7 @@ IBP_API ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, u
  * slots, overflow: receive the rows; table->slots_bytes and table->overflow_bytes bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
  * fault: if *fault is still zero, it receives the first row that cannot be coded. The call stops at this row.
- * @return IBP_OK; IBP_CORRUPT_ROW if an entry of lengths is wrong for its row in data; IBP_BUFFER_TOO_SMALL if a part
+ * @return IBP_OK; IBP_CORRUPT_ROW if an entry of lengths does not match its row in data; IBP_BUFFER_TOO_SMALL if a part
  * of a row would not lie inside slots or overflow. */
 IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
                                    uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes,
@@ -126,7 +126,7 @@ IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, 
 
 #define IBP_MAX_OUT_DIMS 4u
 
-/* The items of a gather, and where they go in its output. Set the struct to zero, then set data, count and
+/* The items of a gather, and their positions in its output. Set the struct to zero, then set data, count and
  * id_bytes: item k of the gather is item ids[k] of the table and goes to position k of the output, where items lie back
  * to back. The other fields are for other outputs:
  *
@@ -156,7 +156,7 @@ typedef struct ibp_ids {
  * of range, its item becomes zeros. A corrupt row of an item becomes zeros, too. All other rows are right.
  *
  * table: its arrays are in host memory.
- * ids: which items, and where they go.
+ * ids: the items, and their positions in the output.
  * first, last: this call gathers the items ids[first] to ids[last - 1]; 0 and ids->count gather everything. Several
  *   threads may share one gather, each with its own range and its own scratch.
  * out: position 0 of the output, item_bytes bytes for each position.
@@ -174,8 +174,8 @@ IBP_API ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, 
  * out: receives end - start bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
  * fault: receives the first fault if *fault is still zero; its position and id are the number of the row.
- * @return IBP_OK, or the status of this call's first fault; IBP_INVALID_ARGUMENT also unless 0 <= start <= end <=
- * num_items * item_bytes. */
+ * @return IBP_OK, or the status of this call's first fault; IBP_INVALID_ARGUMENT also if start > end, or
+ * if start or end is outside [0, num_items * item_bytes]. */
 IBP_API ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, void *scratch,
                                     size_t scratch_bytes, ibp_fault *fault);
 

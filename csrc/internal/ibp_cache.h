@@ -37,7 +37,7 @@ extern "C" {
  *   bits 0-39   where the row's bytes begin in the slab
  *   bits 40-42  number of the slab
  *   bit 43      1: the row is coded. 0: its row_bytes bytes are stored as they are
- *   bits 44-59  the entry of lengths of a coded row (section 2): the row's size as stored, or the value that marks a
+ *   bits 44-59  for a coded row, its entry of lengths (section 2): its size as stored, or the value that marks a
  *               default row, which has no bytes. 0 if the row is not coded
  *   bit 60      present: an entry without this bit counts as 0
  *   bit 61      dirty: the row has changed since it was taken from the table
@@ -86,7 +86,7 @@ typedef struct ibp_slab {
     int64_t num_bytes;
 } ibp_slab;
 
-/* A cache as a gather uses it: its slabs, and the entries of the rows that are gathered. The entry of row r of item
+/* What a gather needs of a cache: its slabs, and the entries of the rows that are gathered. The entry of row r of item
  * ids[k] is entries[k * rows_per_item + r], where rows_per_item is item_bytes / row_bytes. */
 typedef struct ibp_cache {
     const uint64_t *entries; /* ids->count * rows_per_item */
@@ -102,7 +102,7 @@ typedef struct ibp_cache_counts {
                                      IBP_OVERFLOW_ALIGN */
 } ibp_cache_counts;
 
-/* For each row, computes which slab's map the row belongs to, from a hash of the row's number.
+/* Computes for each row the slab to whose map the row belongs, from a hash of the row's number.
  *
  * rows, count: the numbers of `count` rows.
  * num_slabs: 1 to IBP_MAX_SLABS.
@@ -157,9 +157,9 @@ typedef struct ibp_cache_slab {
 IBP_API ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t first,
                                  int64_t last, const ibp_cache_slab *slab, ibp_fault *fault);
 
-/* A cache that replaces the least recently used rows with the rows that are requested. Its sets have IBP_SEARCHED_WAYS
- * ways, and a row is always in its home set. Way i of the map owns the slot_bytes bytes of the slab that begin at byte
- * i * slot_bytes. */
+/* A cache that replaces its least recently used rows with requested rows. Its sets have IBP_SEARCHED_WAYS ways, and a
+ * row is always in its home set. Way i of the map owns the slot_bytes bytes of the slab that begin at byte i *
+ * slot_bytes. */
 typedef struct ibp_lru {
     ibp_cache_slab slab;
     uint32_t slot_bytes; /* a multiple of IBP_OVERFLOW_ALIGN; longer rows are not cached */
@@ -172,10 +172,10 @@ typedef struct ibp_lru {
  * entries[k * rows_per_item + r] receives the entry of row r of item ids[k].
  *
  * Rows that the cache holds when the call begins keep their ways. Each missing row, in the order of the ids, takes a
- * way of its set that has no row. If every way has a row, it takes the way that was used longest ago, among the ways
- * that this call does not use and that are not dirty. The row's bytes are copied there. If there is no such way either,
- * or if the row is longer than a slot, the row is not cached and its entry is 0. If an id occurs several times, each
- * occurrence gets the same entry, and all occurrences except the first count as hits.
+ * way without a row in its home set. If every way of the set has a row, it takes the way that was used longest ago,
+ * among the ways that this call does not use and that are not dirty. The row's bytes are copied there. If there is no
+ * such way either, or if the row is longer than a slot, the row is not cached and its entry is 0. If an id occurs
+ * several times, each occurrence gets the same entry, and all occurrences except the first count as hits.
  *
  * counts: this call's counts are added to it. May be NULL.
  * @return the status of the first fault, which is noted in *fault if *fault is still zero: an id out of range, or a row
@@ -198,7 +198,7 @@ IBP_API ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, 
 
 /* ---- on a GPU --------------------------------------------------------------------------------------------------- */
 
-/* Finds the slabs of rows on a GPU as ibp_owners_of_rows does. */
+/* Computes the slabs of rows on a GPU as ibp_owners_of_rows does. */
 IBP_API ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
                                            ibp_stream stream);
 /* Finds the entries of all ids as ibp_find_cached does, for at most 2^31 rows. The array `maps` is in host memory. The

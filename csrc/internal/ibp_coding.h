@@ -1,4 +1,4 @@
-/* ibp_coding.h - measures a coded row on the CPU; on a GPU counts bits and hits, and fills arrays. */
+/* ibp_coding.h - computes the size of a coded row on the CPU; counts bits and hits, and fills memory, on a GPU. */
 #ifndef IBP_CODING_H
 #define IBP_CODING_H
 

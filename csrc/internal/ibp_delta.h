@@ -58,10 +58,10 @@ IBP_API ibp_status ibp_add_rows(const ibp_table *table, uint32_t element_bytes, 
 IBP_API ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum,
                                       ibp_stream stream);
 
-/* One of the tensors whose deltas a call makes or applies. Arrays of these structs are in device memory. The rows of
- * all tensors are numbered in one sequence. In this sequence the number of each tensor's first row is a multiple of
- * IBP_ROWS_PER_BASE, so there may be numbers that belong to no tensor. The addresses base and newer must be multiples
- * of the size of an element. */
+/* A tensor whose delta a call makes or applies. An array of these structs, one for each tensor, is in device memory.
+ * The rows of all tensors are numbered in one sequence. In this sequence the number of each tensor's first row is a
+ * multiple of IBP_ROWS_PER_BASE, so there may be numbers that belong to no tensor. The addresses base and newer must be
+ * multiples of the size of an element. */
 typedef struct ibp_delta_tensor {
     uint8_t *base;        /* num_bytes bytes; written if a delta is applied, or if updates_bases is true */
     const uint8_t *newer; /* num_bytes bytes; read if a delta is made */
@@ -97,7 +97,7 @@ IBP_API bool ibp_cuda_applies_deltas(const ibp_codebook *codebook);
  * num_rows: number of rows of the sequence, a multiple of IBP_ROWS_PER_BASE. Rows that belong to no tensor become
  *   default rows.
  * lengths: receives an entry for each row, as ibp_measure_rows makes them.
- * counts: num_rows * IBP_DELTA_COUNTS entries; receives what ibp_cuda_encode_deltas must know about each row.
+ * counts: num_rows * IBP_DELTA_COUNTS entries; receives counts of each row, which ibp_cuda_encode_deltas reads.
  * sums: 2 * num_tensors numbers, set to 0 by the caller. sums[2 * k] receives the sum of the words of tensor k's base,
  *   and sums[2 * k + 1] the sum of the words of its newer version. */
 IBP_API ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
@@ -119,8 +119,8 @@ IBP_API ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ib
 /* The outcome of a call of ibp_cuda_apply_deltas. */
 typedef enum ibp_delta_verdict {
     IBP_DELTA_APPLIED = 0,
-    IBP_DELTA_OTHER_BASE = 1, /* the sum of a base is not its base_sum; nothing was written */
-    IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or the sum of a result is not its result_sum; all changes were
+    IBP_DELTA_OTHER_BASE = 1, /* the sum of a base differs from its base_sum; nothing was written */
+    IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or the sum of a result differs from its result_sum; all changes were
                                  undone */
 } ibp_delta_verdict;
 

@@ -31,8 +31,8 @@ typedef struct ibp_file_checks {
 /* Finds the checksums of a file.
  *
  * refusal: says why the checksums are refused, if they are.
- * @return IBP_NOT_IN_FILE if the file has no checksums, like ordinary safetensors files; IBP_BAD_FILE if what the file
- * says about them is wrong. */
+ * @return IBP_NOT_IN_FILE if the file has no checksums, as is the case for ordinary safetensors files; IBP_BAD_FILE if
+ * what the file says about them is wrong. */
 IBP_API ibp_status ibp_find_checks(const ibp_file *file, ibp_file_checks *checks, ibp_refusal *refusal);
 
 /* ---- fields, one by one ------------------------------------------------------------------------------------------ */
@@ -49,8 +49,8 @@ typedef enum ibp_field_kind {
     IBP_FIELD_OTHERS
 } ibp_field_kind;
 
-/* A field that a table or a codebook can have, and its value in a line. A line is the value of one key of the metadata,
- * and reads "key=value key=value". */
+/* A field that a table or a codebook can have, and its value in a line. A line is the value of one key of the metadata;
+ * it is a text of the form "key=value key=value". */
 typedef struct ibp_field {
     const char *key, *wanted; /* wanted: describes in English the values that the field can have */
     ibp_field_kind kind;

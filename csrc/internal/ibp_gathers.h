@@ -20,10 +20,10 @@ typedef struct ibp_gather {
     ibp_fault *fault;
 } ibp_gather;
 
-/* Does all gathers, in any order. It takes 32 gathers at a time, or max_sms gathers if max_sms is smaller and not 0.
- * Among these, gathers that the same kernel decodes share one launch: their tables have the same scheme, the same
- * element size and similar row lengths. There are two exceptions, which have separate launches: tables with rows above
- * 2 KiB, and tables with slots in device memory and much overflow in host memory. */
+/* Performs all gathers, in any order. It takes 32 gathers at a time, or max_sms gathers if max_sms is smaller and not
+ * 0. Among these, gathers share one launch if the same kernel decodes them, which is the case if their tables have the
+ * same scheme, the same element size and similar row lengths. There are two exceptions, which have separate launches:
+ * tables with rows above 2 KiB, and tables with slots in device memory and much overflow in host memory. */
 IBP_API ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t num_gathers, int max_sms,
                                           ibp_stream stream);
 

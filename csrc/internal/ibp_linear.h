@@ -29,9 +29,9 @@ extern "C" {
 typedef enum ibp_bag_mode { IBP_BAG_SUM, IBP_BAG_MEAN, IBP_BAG_MAX } ibp_bag_mode;
 typedef enum ibp_float_kind { IBP_FLOAT32, IBP_FLOAT16, IBP_BFLOAT16 } ibp_float_kind;
 
-/* Bags of ids, which lie one bag after the other in an ibp_ids. Bag b has the ids with the indices offsets[b] to
- * offsets[b + 1] - 1. The first bag begins with the first id, and the last bag ends with the last id, whatever the
- * offsets say. */
+/* Bags of ids. The ids of all bags lie in one ibp_ids, one bag after the other. Bag b has the ids with the indices
+ * offsets[b] to offsets[b + 1] - 1. The first bag begins with the first id, and the last bag ends with the last id,
+ * whatever the offsets say. */
 typedef struct ibp_bags {
     const void *offsets;   /* in device memory: int32_t or int64_t [num_bags], ascending; NULL: bags of bag_size ids
                               each */
@@ -102,9 +102,9 @@ typedef struct {
     uint16_t *y;          /* [num_vectors, N] */
 } ibp_product;
 
-/* Multiplies vectors by up to IBP_MOST_MATRICES matrices of K columns each, in one launch. So the products with the
- * query, key and value matrices of a model take as long as the product with one matrix that has the rows of all three.
- * Rows are decoded in registers and never written.
+/* Multiplies vectors by up to IBP_MOST_MATRICES matrices of K columns each, in one launch. So multiplying by the query,
+ * key and value matrices of a model takes as long as multiplying by one matrix that has the rows of all three. Rows are
+ * decoded in registers and never written.
  *
  * A matrix is read once for every 8 vectors. On GPUs of compute capability 9.0 it is read once for up to 256 vectors.
  * More vectors are split into groups of 256.
@@ -168,14 +168,14 @@ typedef struct {
     int64_t *held;       /* [num_slots]: the matrix in each slot; -1 in spare slots */
     int64_t *rows;       /* for each stack [num_slots * num_rows[stack]], one stack after the other: the numbers, in
                             the stack, of the rows of each slot's matrix; zeros for spare slots */
-    uint64_t *num_spare; /* the number of spare slots is added to it; or NULL */
+    uint64_t *num_spare; /* the function adds the number of spare slots to *num_spare; or NULL */
     int64_t num_slots;   /* at least min(ids->count, num_matrices + 1) */
     int64_t num_rows[IBP_MOST_LISTED]; /* number of rows of a matrix in each stack, at least 1 */
     uint32_t num_stacks;
 } ibp_listed;
 
 /* Lists the matrices that ids name, each once and in increasing order, and the rows of these matrices in each of
- * several stacks. An id out of range counts as num_matrices, which is listed as a matrix although no stack has it.
+ * several stacks. An id out of range counts as matrix num_matrices, which is listed although no stack has it.
  *
  * ids: without positions.
  * num_matrices: at most IBP_MOST_STACKED. */
@@ -198,7 +198,7 @@ IBP_API ibp_status ibp_cuda_list_matrices(const ibp_ids *ids, int64_t num_matric
  *   or whose numbers are out of range, ends the list. No vector may be in two groups.
  * order: [num_vectors] in device memory, as ibp_cuda_group_vectors makes it: vector v of the groups is vector order[v].
  *   Numbers out of range give unspecified results. NULL: the identity.
- * sharing: number of consecutive vectors that share one row of x [num_vectors / sharing, columns]; 1 if order is NULL.
+ * sharing: number of consecutive vectors that share one row of x [num_vectors / sharing, K]; 1 if order is NULL.
  * num_vectors: up to INT32_MAX.
  * y: [num_vectors, num_rows]. Results of vectors that are in no group stay as they are. */
 IBP_API ibp_status ibp_cuda_linear_groups(const ibp_digit_matrix *stack, int64_t num_rows,

@@ -1,5 +1,5 @@
-/* ibp_machine.h - features of the processor, architectures of kernels, GPUs that read each other's memory, and memory
- * that a GPU only reads. */
+/* ibp_machine.h - finds and chooses features of the processor, lists the architectures of the kernels, lets GPUs read
+ * each other's memory, and pins memory that GPUs only read. */
 #ifndef IBP_MACHINE_H
 #define IBP_MACHINE_H
 
@@ -15,7 +15,7 @@ typedef enum ibp_cpu_feature {
     IBP_CPU_AVX512 = 2 /* AVX-512 F, BW, DQ, VL, VBMI, VBMI2 and VPOPCNTDQ; never in use without IBP_CPU_AVX2_BMI2 */
 } ibp_cpu_feature;
 
-/* Returns the features in use, as a sum of values of ibp_cpu_feature. These are all features that the processor has,
+/* Returns the features in use, as a sum of values of ibp_cpu_feature. All features that the processor has are in use,
  * unless ibp_set_cpu_features has chosen others. */
 IBP_API uint32_t ibp_cpu_features(void);
 

@@ -43,7 +43,7 @@ typedef struct ibp_page_transfer {
     uint64_t scratch;             /* the address of an unused piece of memory, which stands in for missing pieces */
 } ibp_page_transfer;
 
-/* Computes which rows of the place a transfer moves, and the addresses of the pieces of the tensors.
+/* Computes which rows of the place a transfer moves, and the addresses of the pieces of the tensors' blocks.
  *
  * stored: num_pages * num_tensors flags that say which blocks the place stores; NULL if it stores all blocks.
  * ids: receives count * tensors * ids_per_block rows of the place, in the order of pages, tensors and bytes. An id is

@@ -26,17 +26,17 @@ extern "C" {
 
 /* ---- items with the CPU's help ----------------------------------------------------------------------------------- */
 
-/* A stager brings items of tables in pinned host memory to the GPU; their ids are in host memory, too. It is for tables
- * so large that address translation would slow down a GPU that fetches rows at random addresses itself. Three steps run
- * at the same time: threads of the CPU gather slots into a ring of pinned memory, the copy engine moves them to a ring
- * on the GPU, and the GPU decodes them there. A stager owns a stream and events of the device that is current when it
- * is created. One call at a time may use it. */
+/* A stager brings items of tables to the GPU. The tables are in pinned host memory, and the ids of the items are in
+ * host memory. A stager is for tables so large that address translation would slow down a GPU that fetches rows at
+ * random addresses itself. Three steps run at the same time: threads of the CPU gather slots into a ring of pinned
+ * memory, the copy engine moves them to a ring on the GPU, and the GPU decodes them there. A stager owns a stream and
+ * events of the device that is current when it is created. One call at a time may use it. */
 typedef struct ibp_stager ibp_stager;
 
 /* Creates a stager.
  *
  * pinned, near: ring_bytes bytes of pinned host memory, and ring_bytes bytes of device memory, aligned to 16 bytes.
- *   They belong to the stager until it is destroyed and the work queued by then is completed.
+ *   The stager uses them until it has been destroyed and all work that it queued is completed.
  * ring_bytes: size of each of the two rings in bytes. 24 MiB keep a PCIe 5 link busy. */
 IBP_API ibp_status ibp_cuda_create_stager(uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager);
 /* Destroys a stager, whichever device is current. NULL is allowed. */
@@ -64,10 +64,10 @@ IBP_API ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *tab
 
 /* ---- streams of whole tables ------------------------------------------------------------------------------------- */
 
-/* A streamer brings tables from pinned host memory to the GPU with its copy engine, chunk by chunk through a ring of
- * staging buffers there, while earlier chunks are decoded. It owns streams and events of the device that is current
- * when it is created, and no other memory. One host thread at a time may use it, with one caller's stream. If another
- * device is current, the functions that use a streamer return IBP_INVALID_ARGUMENT. */
+/* A streamer brings tables from pinned host memory to the GPU. The copy engine copies them chunk by chunk to a ring of
+ * staging buffers on the GPU, while earlier chunks are decoded. A streamer owns streams and events of the device that
+ * is current when it is created, but no device memory. One host thread at a time may use it, with one caller's stream.
+ * If another device is current, the functions that use a streamer return IBP_INVALID_ARGUMENT. */
 typedef struct ibp_streamer ibp_streamer;
 
 /* Creates a streamer for the current device. */
@@ -85,9 +85,9 @@ IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
  *   quarter, the kernel fetches rows from host memory itself. */
 IBP_API ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes);
 
-/* Begins another stream through the ring of the previous stream. Nothing else may have used the ring since. The first
- * copies wait only for room in the ring, so that the link stays busy from one stream into the next. Neither of the two
- * streams may be captured in a CUDA graph.
+/* Begins another stream of tables through the ring of the previous stream. Since then nothing else may have used the
+ * ring. The first copies wait only for room in the ring, so that the link stays busy from one stream into the next.
+ * Neither of the two streams may be captured in a CUDA graph.
  *
  * @return IBP_INVALID_ARGUMENT if no stream has begun. */
 IBP_API ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer);

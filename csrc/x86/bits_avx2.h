@@ -81,7 +81,7 @@ typedef struct ibp_bit_writer {
     uint32_t filled; /* number of bits in `bits`, less than 64 */
 } ibp_bit_writer;
 
-/* Stores the appended bits that are still in `bits`, and zeros after them. */
+/* Stores the appended bits that are still in `bits`, followed by zeros. */
 IBP_AVX2_INLINE void ibp_flush_bits(const ibp_bit_writer *w)
 {
     if (w->at + 8 <= w->dst_bytes)
@@ -102,9 +102,10 @@ IBP_AVX2_INLINE void ibp_append_bits(ibp_bit_writer *w, uint64_t bits, uint32_t 
     w->filled %= 64;
 }
 
-/* Joins two runs of bits in the buffer of the second run. The first run has been written to a separate buffer, whose
- * last byte is the byte that both runs share. The second run begins in that byte, at the bit after the first run.
- * Returns the size of both runs together in bytes. If it is larger than the second buffer, the runs are not joined. */
+/* Joins two runs of bits in the buffer of the second run. The first run has been written to a separate buffer. The last
+ * byte of that buffer has the index of the byte that both runs share. In its own buffer, the second run begins in the
+ * byte with this index, at the bit after the first run. Returns the size of both runs together in bytes. If it is
+ * larger than the second buffer, the runs are not joined. */
 IBP_AVX2_INLINE size_t ibp_join_runs(const ibp_bit_writer *first, const ibp_bit_writer *second)
 {
     ibp_flush_bits(first);

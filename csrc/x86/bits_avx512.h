@@ -1,4 +1,4 @@
-/* bits_avx512.h - loads and stores vectors of 64 bytes, whole or in part, for the coders that need IBP_CPU_AVX512. */
+/* bits_avx512.h - loads and stores complete and partial vectors of 64 bytes for the coders that need IBP_CPU_AVX512. */
 #ifndef IBP_BITS_AVX512_H
 #define IBP_BITS_AVX512_H
 

@@ -1,5 +1,5 @@
-/* fingerprint_avx512.c - sums the words of a fingerprint, eight at a time. It uses AVX-512 because AVX-512 has an
- * instruction that multiplies 64-bit words. */
+/* fingerprint_avx512.c - sums the words of a fingerprint, eight at a time. It uses AVX-512 for its instruction that
+ * multiplies 64-bit words, which AVX2 does not have. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS

@@ -42,7 +42,7 @@ IBP_AVX2_INLINE uint64_t load_row(const uint8_t *row, uint32_t row_bytes, uint32
 {
     return at + 8 <= row_bytes ? ibp_load64(row + at) : ibp_load_number(row + at, row_bytes - at);
 }
-/* Returns a mask of those bits of the 8 bytes at byte `at` that lie inside the row. */
+/* Returns a mask of the bits that lie inside the row, among the 8 bytes that begin at byte `at`. */
 IBP_AVX2_INLINE uint64_t row_bits(uint32_t row_bytes, uint32_t at)
 {
     return ibp_low_bits(~(uint64_t)0, 8 * (row_bytes - at));

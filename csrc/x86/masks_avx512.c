@@ -1,6 +1,6 @@
 /* masks_avx512.c - codes and decodes rows of scheme ibp with AVX-512. The bytes and the statuses are the same as those
- * of masks.c. The coders compare a row with the masks in blocks of 64 bytes. Of each block they then move the bits that
- * are kept, 64 at a time, as masks_avx2.c does. */
+ * of masks.c. The coders compare a row with the masks in blocks of 64 bytes. They move only the kept bits
+ * of each block, which are the bits that the coded row stores, 64 at a time, as masks_avx2.c does. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS

@@ -4,12 +4,12 @@
  * Eight fields of b bits are b whole bytes. So digits, residuals and raw symbols are unpacked to lanes by one parallel
  * deposit for each 64 bits of lanes, and packed by one parallel extract.
  *
- * *Levels* are arrays of bytes, a form between digits and symbols. Level p has a byte for each element with a digit in
- * plane p; the last level has a byte for each raw symbol. This byte is the symbol's rank: the index of its entry, or
- * num_entries if the symbol has no entry. There are two exceptions. The decoder uses the symbols themselves if a symbol
- * is one byte and all columns share the same entries. The encoder subtracts from the ranks of level p the number of
- * entries of all earlier planes. The decoder builds the levels from the last to the first. The encoder goes from the
- * first to the last: it turns each level into digits and the next level. */
+ * *Levels* are arrays of bytes, an intermediate form between digits and symbols. Level p has a byte for each element
+ * with a digit in plane p; the last level has a byte for each raw symbol. This byte is the symbol's rank: the index of
+ * its entry, or num_entries if the symbol has no entry. There are two exceptions. The decoder uses the symbols
+ * themselves if a symbol is one byte and all columns share the same entries. The encoder subtracts from the ranks of
+ * level p the number of entries of all earlier planes. The decoder builds the levels from the last to the first. The
+ * encoder goes from the first to the last: it turns each level into digits and the next level. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -204,8 +204,9 @@ IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, siz
 }
 
 /* For each p from 1 to num_planes - 1, sets reaching[p] to the number of elements with a digit in plane p. Sets
- * reaching[num_planes] to the number of elements with a raw symbol. Finds where the parts of the values begin. Returns
- * false unless the parts end exactly where src does. */
+ * reaching[num_planes] to the number of elements with a raw symbol. Finds where the parts of the values begin, which
+ * are the residuals, the digits of each plane, and the raw symbols. Returns false unless the parts end exactly where
+ * src does. */
 IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start,
                                 uint32_t *reaching, ibp_value_parts *parts)
 {
@@ -242,7 +243,7 @@ IBP_AVX2 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, 
     FOR_BITS(b, build_level_of, digits, n, bytes, next, level);
 }
 
-/* The addresses of the parts of the values. */
+/* The addresses of the parts of the values. digits[num_planes]: the raw symbols. */
 typedef struct value_bytes {
     const uint8_t *residuals, *digits[IBP_MAX_PLANES + 1];
 } value_bytes;
@@ -308,8 +309,8 @@ IBP_AVX2 static void read_residuals(const ibp_planes *planes, const uint8_t *src
     FOR_LANES(lane_bytes, widen_bytes)(r < 8 ? unpacked : src, n, elements);
 }
 
-/* Joins symbols and residuals to elements. If the bytes of level0 are symbols, these symbols are used. Otherwise the
- * bytes are ranks, and their symbols are looked up. level0 and elements are padded. */
+/* Combines symbols and residuals into elements. If the bytes of level0 are symbols, these symbols are used. Otherwise
+ * the bytes are ranks, and their symbols are looked up. level0 and elements are padded. */
 IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
                                    uint8_t *level0, uint8_t *elements, ibp_scratch *scratch)
 {
@@ -324,7 +325,7 @@ IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *
      planes->residual_bits % ibp_element_bits(planes), planes->rotate);
 }
 
-/* Decodes n elements without their invariant bits. The values begin at bit `start` of src. */
+/* Decodes n elements, but leaves out their invariant bits. The values begin at bit `start` of src. */
 IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start,
                                         uint32_t n, uint8_t *elements, ibp_scratch *scratch)
 {
@@ -547,8 +548,8 @@ IBP_AVX2 static void write_residuals(const ibp_planes *planes, const uint8_t *el
     ibp_pack_fields(cut, n, r, cut_bytes, dst, at, dst_bytes);
 }
 
-/* Codes n elements without their invariant bits to dst, beginning at bit `start`. Returns the bit at which the values
- * end. Writes nothing if they would end after byte dst_bytes. */
+/* Codes n elements, from which invariant bits have been removed, to dst, beginning at bit `start`. Returns the bit at
+ * which the values end. Writes nothing if they would end after byte dst_bytes. */
 IBP_AVX2 static size_t encode_coded(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n,
                                     uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
 {

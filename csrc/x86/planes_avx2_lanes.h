@@ -48,8 +48,8 @@ IBP_AVX2 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t 
     for (; i < n; i++) out[i] = (uint8_t)(NAME(rotated)(((const lane *)row)[i], rotate) >> shift);
 }
 
-/* Joins residuals and symbols, the inverse of shift_lanes. row[i], a residual of r < LANE_BITS bits, becomes the
- * element that has this residual and the symbol symbols[i]. symbols is padded. */
+/* Combines residuals and symbols into elements. This is the inverse of shift_lanes. row[i], a residual of r < LANE_BITS
+ * bits, becomes the element that has this residual and the symbol symbols[i]. symbols is padded. */
 IBP_AVX2_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t n, uint32_t r, uint32_t rotate,
                                    uint32_t symbol_bytes)
 {
@@ -152,7 +152,7 @@ IBP_AVX2 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, ui
 }
 
 /* Scatters lanes, the inverse of gather: for each bit i that is set, row[i] becomes the next lane of `in`. step: 1, or
- * 0 to write the first lane everywhere. */
+ * 0 to copy the first lane of `in` to all of these positions. */
 IBP_AVX2 static void NAME(scatter)(const uint8_t *in, uint32_t step, const uint64_t *bitmap, uint32_t n, uint8_t *row)
 {
     const lane *next = (const lane *)in;

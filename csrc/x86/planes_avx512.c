@@ -80,10 +80,11 @@ IBP_AVX512_INLINE __m512i unpack(const unpacking *u, __m512i fields)
 /* The constants that pack lanes to fields, in two steps. The first step joins the fields of each 64-bit word: in words
  * of 16, then 32, then 64 bits, the upper half moves down to the end of the lower half's fields, unless a half is
  * smaller than a lane. The second step joins the words: each word is shifted up by the bit offset (0 to 7) of its
- * fields in their first byte, whose low bits come from the end of the word before it. Then the whole bytes of each word
- * are stored. */
+ * fields in their first byte, whose low bits come from the end of the word before it. Then the complete bytes of each
+ * word are stored. */
 typedef struct packing {
-    __m512i lower[3], down[3];     /* the bits of the lower half's fields, and the distance that the upper half moves */
+    __m512i lower[3], down[3];     /* for each of three steps: lower: the bits of the lower half's fields; down: the
+                                      distance that the upper half moves */
     __m512i mask, offset, carried; /* mask: the bits of all fields; offset: the distance that a word moves up; carried:
                                       the distance that the word before it moves down, so that its last bits fill up
                                       the first byte */
@@ -137,8 +138,8 @@ IBP_AVX512_INLINE __m512i rotate(const rotation *r, __m512i x)
 
 /* ---- decoding ---- */
 
-/* Unpacks a level of n digits of `bits` bits. level is padded. Returns the number of escapes, which are the digits
- * whose bits are all 1. */
+/* Unpacks the n digits of a level, of `bits` bits each. level is padded. Returns the number of escapes, which are the
+ * digits whose bits are all 1. */
 IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint32_t n, uint32_t bits, uint8_t *level)
 {
     const unpacking digits = unpacking_of(bits, 1);
@@ -169,7 +170,7 @@ IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, c
     }
 }
 
-/* Makes elements from the residuals at the beginning of src and a symbol for each residual. symbols is padded. */
+/* Combines each residual at the beginning of src with its symbol into an element. symbols is padded. */
 IBP_AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *src, size_t src_bytes,
                                      const uint8_t *symbols, uint8_t *row, uint32_t row_bytes)
 {
@@ -261,7 +262,7 @@ IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *elem
 {
     const uint32_t lane_bytes = planes->element_bytes, per_word = 8 / lane_bytes, symbol_bits = ibp_symbol_bits(planes);
     const rotation to_coded = rotation_of(planes->rotate, lane_bytes);
-    /* The bits of each word at which the symbols in it begin. */
+    /* For each 64-bit word, the bit positions at which its symbols begin. */
     const __m512i starts = all_words(byte_numbers * 8 * lane_bytes + byte_ones * planes->residual_bits);
     const __m512i mask = all_words(byte_ones * ibp_low_bits(255, symbol_bits)),
                   ninth = all_words(ibp_lane_fields(lane_bytes, 1) << (planes->residual_bits + 8) % 64);

@@ -29,7 +29,7 @@ _SPARE_BYTES = 4096  # Number of bytes that are added to the room of every piece
 
 
 class ActivationRecipe:
-    """The codebook for activations of one kind, and their expected size.
+    """The codebook by which activations of one kind are encoded, and the expected size of the result.
 
     Args:
         codebook: a codebook for rows of ROW_BYTES bytes.
@@ -41,7 +41,7 @@ class ActivationRecipe:
     def __init__(self, codebook: AnyCodebook, share: float, origin: IndexOrigin | None = None) -> None:
         self.codebook, self.needed_share = codebook, share
         self.codec, self.origin = codebook.codec, origin
-        # The share that pieces get room for, and the largest share that a piece has used since the last `begin`.
+        # The share that the room of a piece is for, and the largest share that a piece has used since the last `begin`.
         self._room_share, self._noted_share = share * (1 + _FIRST_MARGIN), 0.0
         # The last relative change of the needed share, and whether a share has been recorded.
         self._change, self._has_needed = 0.0, False
@@ -89,8 +89,8 @@ class ActivationRecipe:
 
 
 def pieces(num_bytes: int) -> list[tuple[int, int]]:
-    """Cuts num_bytes bytes into pieces. Returns (start, end) of each piece. All pieces except the last consist of whole
-    rows."""
+    """Cuts num_bytes bytes into pieces. Returns a list with (start, end) of each piece. All pieces except the last
+    consist of whole rows."""
     return [(start, min(start + PIECE_BYTES, num_bytes)) for start in range(0, num_bytes, PIECE_BYTES)]
 
 
@@ -99,15 +99,15 @@ def _num_rows(num_bytes: int) -> int:
 
 
 def _most_overflow(num_bytes: int) -> int:
-    """Returns the size in bytes of an overflow that is large enough for any content: the size of the rows if all are
-    kept raw."""
+    """Returns the size in bytes of an overflow that is large enough for any content, which is the size of all rows if
+    they are stored raw."""
     return _num_rows(num_bytes) * ROW_BYTES
 
 
 @functools.lru_cache(1024)
 def index_bytes(num_bytes: int) -> int:
-    """Returns the size in bytes of the parts of a piece before its overflow: the head, and a base and a length for each
-    row."""
+    """Returns the offset in bytes of a piece's overflow, which is the size of what precedes it: the head, and a base
+    and a length for each row."""
     return forms.packed(_num_rows(num_bytes)).overflow.start
 
 

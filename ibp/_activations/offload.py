@@ -52,8 +52,8 @@ class _SpanEntry:
 
 @dataclass
 class ActivationStats(Statistics):
-    """Counts of saved tensors since the last `reset_stats`. Bytes are counted before compression, except sent_bytes and
-    device_bytes.
+    """Counts of saved tensors since the last `reset_stats`. Numbers of bytes are sizes before compression, except
+    sent_bytes and device_bytes.
 
     Attributes:
         tensors: number of tensors that were saved. Tensors that share memory are all counted.
@@ -80,9 +80,10 @@ class ActivationStats(Statistics):
 class ActivationOffload(OfThisProcess):
     """The context that `offload_activations` returns. Use it for the forward pass of every step.
 
-    It keeps what it learns: codebooks, sizes, the order in which the backward pass needs tensors, and pinned memory.
-    Some tensors are not moved: tensor subclasses, tensors that are saved while a CUDA graph is captured, and tensors
-    that are saved during a backward pass (by double backward, or because `torch.utils.checkpoint` recomputes them).
+    From step to step it keeps its pinned memory and what it has learned: codebooks, sizes, and the order in which the
+    backward pass needs tensors. Some tensors are not moved: tensor subclasses, tensors that are saved while a CUDA
+    graph is captured, and tensors that are saved during a backward pass (by double backward, or because
+    `torch.utils.checkpoint` recomputes them).
 
     Example:
         >>> layer, x = torch.nn.Linear(1024, 1024), torch.randn(8, 1024, requires_grad=True)

@@ -1,6 +1,6 @@
-"""Narrows the int64 indices that max pooling saves. An index is the position of a maximum in the image of a channel,
-and lies in a small window. The first position of the window is the same for all images and channels. The difference
-between the index and this position fits in one or two bytes, and takes 2 or 3 bits when it is encoded."""
+"""Narrows the int64 indices that max pooling saves. An index is the position of the maximum of a small window, in the
+image of a channel. The first position of the window is the same for all images and channels. The difference between the
+index and this position fits in one or two bytes, and takes 2 or 3 bits when it is encoded."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class ForwardPass:
     """One forward pass and the regions that it saved.
 
     Args:
-        order: numbers of the regions in the order in which the previous backward pass used them. Empty: the region that
-            was saved last is expected first.
+        order: numbers of the regions in the order in which the previous backward pass used them. Empty: regions are
+            expected in the reverse order of saving.
         transfers: the transfers of each device.
         faults: receives the faults that decoders find.
         note_outgrown: a function that is called for each region or piece that compressed worse than expected, with its
@@ -36,7 +36,7 @@ class ForwardPass:
         note_outgrown: Callable[[int], None],
     ) -> None:
         self.faults, self.note_outgrown = faults, note_outgrown
-        self.numbers = 0  # number of regions so far, including regions that are not moved
+        self.numbers = 0  # number of regions so far, including those that are not moved; also the next region's number
         self.is_used = False  # whether a saved tensor has been read since the pass began
         self.uses: list[int] = []  # numbers of regions in the order of their first use
         self._order, self._transfers = order, transfers

@@ -1,5 +1,5 @@
-"""Decides which saved tensors are moved off the device, and in which form. The tensors that passes save under the same
-region number share a codebook. A budget, if there is one, limits the bytes that may stay on the device."""
+"""Decides which saved tensors are moved off the device, and in which form. Regions that have the same number in
+different passes share a codebook. A budget, if there is one, limits the bytes that may stay on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .spans import SpanView
 
 # The modes of a region, in this order: not moved; encoded, on the device; raw, on the host; encoded, on the host.
 KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"
-_LEAST_SAVED = 0.05  # least fraction of the bytes that encoding must save to be worth its time
+_LEAST_SAVED = 0.05  # least fraction of the bytes that encoding must save to be worth the time that it takes
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _RegionSize(NamedTuple):
         share: the expected encoded size as a fraction of the region's size, rounded to 0.01. It is 1 if the region is
             not encoded.
         number: the number of the region in its pass.
-        num_bytes: size of the region in bytes on the device if it stays there as it is.
+        num_bytes: size of the region in bytes on the device if it stays there uncompressed.
         left_bytes: size in bytes that the region takes on the device if it is moved or encoded.
     """
 
@@ -50,8 +50,8 @@ class _RegionSize(NamedTuple):
 
 class ActivationPolicy:
     """Chooses the form in which each region is saved. A codebook is learned when a region is first saved. With a
-    budget, the first pass moves all regions. Later passes keep on the device as many regions as fit in the budget, by
-    the sizes of the previous pass."""
+    budget, the first pass moves all regions. Later passes use the sizes of the previous pass to choose which regions
+    stay on the device, within the budget."""
 
     def __init__(self, options: OffloadOptions) -> None:
         self._options = options
@@ -63,8 +63,8 @@ class ActivationPolicy:
         self.is_settled = False
 
     def begin_pass(self, was_used: bool) -> None:
-        """Begins a pass. was_used: whether the previous pass is complete: its backward pass has begun, and its regions
-        have been destroyed."""
+        """Begins a pass. was_used: True if the backward pass of the previous pass has begun and all regions of that
+        pass have been destroyed."""
         if was_used:
             self.is_settled = True
             self._staying = {(device, k) for device, sizes in self._sizes.items() for k in self._that_fit(sizes)}

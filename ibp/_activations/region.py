@@ -34,7 +34,8 @@ class SavedPiece:
         # encoded piece.
         self.buffer: torch.Tensor | None = None
         self.sent: torch.Event | None = None  # recorded after the copy to buffer
-        # coming, arrived: the copy of `host` that is being made on the device, and the event after it.
+        # coming: the copy of `host` that is being made on the device. arrived: the event that is recorded after that
+        # copy.
         self.coming: torch.Tensor | None = None
         self.arrived: torch.Event | None = None
 
@@ -43,9 +44,9 @@ class SavedPiece:
         return data if self.num_bytes == data.numel() else data[self.start : self.end]
 
     def note_used(self, recipe: coding.ActivationRecipe, counters: torch.Tensor) -> int:
-        """Records in the recipe how much overflow the piece uses. Returns the size in bytes of the used part of the
-        encoded memory, from its first byte. counters: the encoded memory, or a copy of its head. The caller must wait
-        for `sent` before it passes a copy."""
+        """Records in the recipe how many bytes of overflow the piece uses. Returns the size in bytes of the used part
+        of the encoded memory, from its first byte. counters: the encoded memory, or a copy of its head. The caller must
+        wait for `sent` before it passes a copy."""
         used = forms.used_bytes(counters)
         recipe.note(self.num_bytes, used)
         return coding.index_bytes(self.num_bytes) + used
@@ -83,8 +84,9 @@ class SavedRegion:
         self.memory: torch.Tensor | None = None
         self.source: UnchangedTensor | None = None  # the saved tensor whose bytes `memory` has
         self.coming: torch.Tensor | None = None  # the memory to which raw pieces are copied back
-        self.misfits: torch.Tensor | None = None  # on the device: whether narrowing lost anything
-        self.saves = self.uses = 0  # how often tensors of the region have been saved, and how often read
+        self.misfits: torch.Tensor | None = None  # a bool tensor [] on the device: True if narrowing lost anything
+        # saves: how often tensors of the region have been saved. uses: how often they have been read.
+        self.saves = self.uses = 0
         # The error to raise at the next read, if the source was changed before its copy had ended.
         self._changed: RuntimeError | None = None
         self._decoded: UnchangedTensor | None = None
@@ -151,10 +153,10 @@ class SavedRegion:
     # ---- coming back ----
 
     def data(self) -> torch.Tensor:
-        """Returns the bytes, uint8 [num_bytes], on the device, for the current stream. The decoded bytes are kept until
-        every operation that saved them has read them, so that they are decoded once. If the encoded bytes exist only on
-        the device, they are freed at the last read, and the decoded bytes are kept instead, because autograd's graph
-        may be retained and read again."""
+        """Returns the region's bytes, uint8 [num_bytes], in memory of the device, for use on the current stream. The
+        decoded bytes are kept until every operation that saved them has read them, so that they are decoded once. If
+        the encoded bytes exist only on the device, they are freed at the last read, and the decoded bytes are kept
+        instead, because autograd's graph may be retained and read again."""
         self._check()
         self.of.note_use(self)
         self.uses += 1
@@ -167,7 +169,7 @@ class SavedRegion:
         return data
 
     def _drop_codes(self) -> None:
-        """Frees encoded bytes that exist only on the device, after every save has been read."""
+        """Frees the encoded bytes if they exist only on the device and every save has been read."""
         if self.uses < self.saves or self.recipe is None or self.memory is not None:
             return
         if any(piece.host is not None or piece.memory is piece.kept is None for piece in self.pieces):
@@ -203,7 +205,7 @@ class SavedRegion:
         return self._received(current) if self.recipe is None else self._decode(self.recipe, current)
 
     def _received(self, current: torch.Stream | None) -> torch.Tensor:
-        """Returns bytes that were sent raw."""
+        """Receives the pieces of a region that was sent raw, and returns its bytes."""
         assert self.transfers is not None and current is not None
         for k, piece in enumerate(self.pieces):
             self.of.prefetch(self, k)

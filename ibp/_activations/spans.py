@@ -54,7 +54,7 @@ class UnchangedTensor(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> UnchangedTensor:
-        return cls(x.detach(), x._version)  # x itself would keep its graph
+        return cls(x.detach(), x._version)  # x itself would keep its autograd graph alive
 
     @property
     def is_changed(self) -> bool:
@@ -98,9 +98,9 @@ def is_of_parameter(x: torch.Tensor) -> bool:
 
 
 def span_of(x: torch.Tensor) -> tuple[ByteSpan, SpanView] | None:
-    """Returns the span of a plain tensor, and the tensor's layout in the span. If the tensor is dense, the span has the
-    tensor's bytes. Otherwise the span is the tensor's whole storage. Returns None if that storage is more than 4 times
-    as large as the tensor."""
+    """Returns (the span of a plain tensor, the tensor's layout in the span). If the tensor is dense, the span consists
+    of the tensor's bytes. Otherwise the span is the tensor's complete storage. Returns None if that storage is more
+    than 4 times as large as the tensor."""
     storage, size = x.untyped_storage(), x.dtype.itemsize
     num_bytes, start, offset = int(x.numel() * size), int(x.storage_offset() * size), 0
     if not (x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)):

@@ -43,8 +43,8 @@ class PieceTransfers:
         # Number of pieces that are being copied back, their size in bytes, and the size in bytes of the device memory
         # of the pieces in `_leaving`.
         self.coming = self.coming_bytes = self.leaving_bytes = 0
-        # Pieces of destroyed regions: (piece, recipe or None, number of bytes that were being copied back). There is a
-        # recipe if it still has to record the piece's size.
+        # Pieces of destroyed regions: (piece, recipe or None, number of bytes that were being copied back). The recipe
+        # is given if the piece's encoded size has not been recorded in it yet.
         self._ended: deque[tuple[SavedPiece, coding.ActivationRecipe | None, int]] = deque()
         # Pieces whose copies to the host may not have ended: (region, piece, size of the piece's device memory in
         # bytes).
@@ -59,8 +59,8 @@ class PieceTransfers:
     # ---- out ----
 
     def send(self, region: SavedRegion, piece: SavedPiece) -> int:
-        """Starts to move a piece, which the current stream has just written. Returns the size in bytes that the piece
-        has at its destination."""
+        """Starts to move a piece, which the current stream has just written. Returns the size in bytes of the piece's
+        memory at its destination."""
         self.take_back()
         source = region.to_send(piece)
         copied = source[: forms.HEAD_BYTES] if self._keeps_codes else source
@@ -99,9 +99,9 @@ class PieceTransfers:
             self.buffers.give(buffer, done)
 
     def make_room(self, num_bytes: int) -> None:
-        """Makes room in the window for num_bytes more bytes. Waits for the oldest copies and frees the memory of their
-        pieces, until the new bytes fit. Stops earlier if only the pieces that are always allowed are left in
-        transit."""
+        """Makes room in the window for num_bytes more bytes: waits for the oldest copies and frees the memory of their
+        pieces, until the new bytes fit in the window. Stops earlier if only the pieces that are always allowed are left
+        in transit."""
         self._note_misfits(waits=self._keeps_codes)
         least = 0 if self._keeps_codes else _LEAST_MOVING
         while len(self._leaving) > least and self.leaving_bytes + num_bytes > self.window_bytes:
@@ -148,7 +148,7 @@ class PieceTransfers:
 
     def fetch_region(self, region: SavedRegion, first: int) -> bool:
         """Starts to bring back the pieces of a region that are on the host, beginning with piece number `first`.
-        Returns whether the window had room for all of them."""
+        Returns whether the window had room for all of these pieces."""
         for piece in region.pieces[first:]:
             if region.is_away(piece):
                 if not self._has_room_for(piece):
@@ -180,8 +180,8 @@ class PieceTransfers:
         self.coming_bytes += num_bytes
 
     def receive(self, region: SavedRegion, piece: SavedPiece, current: torch.Stream) -> torch.Tensor:
-        """Returns the bytes of a piece in GPU memory, for use on the current stream. The bytes no longer count in the
-        window."""
+        """Returns the bytes of a piece in GPU memory, for use on the current stream. From then on the piece does not
+        count in the window."""
         if piece.coming is None:
             self.fetch(region, piece)
         assert piece.coming is not None and piece.arrived is not None

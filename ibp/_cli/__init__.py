@@ -1,5 +1,4 @@
-"""The command line. Each command has a module. The module's function run(arguments) does the work and returns the exit
-status.
+"""The command line. Each command has a module, whose function run(arguments) does the work and returns the exit status.
 
 The module of a command is imported only when the command runs, because importing ibp and torch takes seconds.
 ibp_command.py, a file beside the package `ibp`, loads this folder without importing ibp, so that help is shown at once.

@@ -83,8 +83,8 @@ def _new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torc
 
 
 def _changed(part: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
-    """Returns the new version of one file of a set: the tensors that stay as they are, and those to which a delta is
-    applied. New tensors are left out."""
+    """Returns the new version of one file of a set, without the new tensors: its unchanged tensors, and the tensors to
+    which a delta is applied."""
     tensors: dict[str, SourceTensor] = {}
     for name, tensor in part.tensors.items():
         change = changes.get(name)

@@ -61,7 +61,7 @@ def _how_to_go_on(arguments: argparse.Namespace, num_files: int) -> str:
 
 
 def _verified(path: str, arguments: argparse.Namespace) -> int:
-    """Verifies the written files: compares their checksums, and the fingerprints of their decoded tensors. Returns the
+    """Verifies the written files: checks their checksums, and the fingerprints of their decoded tensors. Returns the
     number of bytes that were verified. path: the path of the output."""
     checked = 0
     for each in work.files_to_verify([path]):

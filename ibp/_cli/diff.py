@@ -159,8 +159,8 @@ def _count(tensor: SourceTensor) -> int:
 
 
 def _by_blocks(device: torch.device) -> _Weighing:
-    """Returns a function that makes the delta of a tensor block by block, on the device, and returns the total size of
-    these deltas. It needs little memory, whatever the size of the tensor."""
+    """Returns a function that makes a delta of each changed block of a tensor on the device, and returns the total size
+    of these deltas. The function needs little memory, whatever the size of the tensor."""
 
     def weigh(base: SourceTensor, new: SourceTensor) -> int:
         taken = 0

@@ -41,8 +41,8 @@ _BUSY_PERCENT = 10
 _MOST_SHOWN = 8  # Largest number of failed tests that are printed. --json has all of them.
 # Row sizes in bytes for which speed-ups are measured. The rates of rows in GB/s are printed for the last size only.
 _ROW_BYTES = (128, 512, 2048)
-# Number of parts into which the time for a kind of data is divided, on the CPU and with a GPU. Each measurement takes
-# one part. There are fewer measurements than parts; the rest of the time goes to making tables.
+# Number of equal parts into which the time for one kind of data is divided: on the CPU, and with a GPU. Each
+# measurement takes one part. There are fewer measurements than parts; the rest of the time goes to making tables.
 _CPU_PARTS, _GPU_PARTS = 6, 40
 _KINDS = {
     "BF16 weights": torch.bfloat16,
@@ -127,8 +127,8 @@ def why_no_gpu(device: torch.device) -> str | None:
 
 
 def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
-    """Finds out what is installed and built, and how busy the machine is. Returns (a dict of the facts, as texts by
-    name; a list with a sentence for each sign that other work uses the machine)."""
+    """Finds out what is installed and built, and how busy the machine is. Returns (a dict from the name of each fact to
+    its text; a list with a sentence for each sign that other work uses the machine)."""
     load, cores, busy = os.getloadavg()[0], os.cpu_count() or 1, []
     facts = {"Python": f"{platform.python_version()}, {platform.platform()}", **config(device)}
     facts["load"] = f"{load:.1f} on {output.show_count(cores, 'core')}"
@@ -155,8 +155,8 @@ def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
 
 
 def _ask(device: torch.device, of: str, *columns: str) -> list[list[str]]:
-    """Queries nvidia-smi about a GPU. Returns the lines of its answer, each as a list of one text for each column.
-    Returns no lines if nvidia-smi cannot be run or fails."""
+    """Queries nvidia-smi about a GPU. Returns a list with the lines of its answer. A line is a list of strings, one for
+    each column. Returns an empty list if nvidia-smi cannot be run or fails."""
     found: Any = torch.cuda.get_device_properties(device)
     query = f"--query-{of}={','.join(columns)}"
     command = ["nvidia-smi", f"--id=GPU-{found.uuid}", query, "--format=csv,noheader,nounits"]
@@ -194,7 +194,8 @@ def self_test(device: torch.device, seconds: float) -> tuple[int, list[str]]:
 
 
 def _test_table(device: torch.device, kind: str, scheme: str, layout: str, seed: int) -> Iterator[str]:
-    """Tests a table of one kind of data. Yields a sentence for each call whose result differs from the tensor."""
+    """Tests a table made of one kind of data. Yields a sentence for each call whose result differs from the original
+    tensor."""
     whole = made(kind, _TEST_BYTES, seed).view(-1)
     width = (256, 33, 1000)[seed % 3]
     x = whole[: len(whole) // width * width].view(-1, width)
@@ -220,8 +221,8 @@ def _test_table(device: torch.device, kind: str, scheme: str, layout: str, seed:
 
 
 def _test_file(device: torch.device, seed: int) -> Iterator[str]:
-    """Tests a file. Yields a sentence if its tensor comes back with other bits, and another if damage to the file is
-    not noticed."""
+    """Tests a file. Yields a sentence if the file's tensor is read with other bits, and another sentence if damage to
+    the file is not noticed."""
     x = made("BF16 weights", _TEST_BYTES, seed)
     with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
         path = Path(folder) / "x.safetensors"
@@ -387,8 +388,8 @@ def verdict(found: Sequence[Measured], threads: int, no_gpu: str | None) -> str:
 
 
 def _sizes_that_pay(rows: dict[int, float]) -> str:
-    """Returns a text in brackets with the row sizes at which compressed rows come faster than raw rows. Returns "" if
-    they come faster at all sizes."""
+    """Returns a text in parentheses that lists the row sizes at which compressed rows come faster than raw rows.
+    Returns "" if they come faster at all sizes."""
     pay = [f"{row_bytes:,}" for row_bytes, speed in rows.items() if speed > PAYS]
     return "" if len(pay) == len(rows) else f" (of {' or '.join(pay)} bytes)"
 

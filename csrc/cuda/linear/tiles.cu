@@ -67,7 +67,7 @@ template <class Block> static ibp_status make_maps(TilesJob *tiles, bool *has_ma
 
 // ---- launches ----
 
-// A plan of a launch. cost: estimated time, in units that only comparisons of plans use. parts: number of parts into
+// A plan of a launch. cost: estimated time, in arbitrary units, for comparisons of plans. parts: number of parts into
 // which the columns are divided, one for each block of a cluster. clusters: number of clusters.
 struct TilesPlan {
     uint64_t cost = UINT64_MAX;

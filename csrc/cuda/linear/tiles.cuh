@@ -1,12 +1,12 @@
-// tiles.cuh - multiplies up to 256 vectors with coded matrices of BF16, on GPUs of compute capability 9.0. It is used
-// for more vectors than many.cuh can hold. Each weight is decoded once for all vectors, in registers, as an operand of
-// `wgmma`.
+// tiles.cuh - multiplies up to 256 vectors by coded matrices of BF16, on GPUs of compute capability 9.0. It is used if
+// there are more vectors than many.cuh can hold. Each weight is decoded once for all vectors, in registers, as an
+// operand of `wgmma`.
 //
 // A first kernel copies the vectors to an image in device memory, whose elements have the order of the operands of
 // `wgmma`. A block of the second kernel then takes tiles of 128 or 192 rows, one after the other; the blocks of a
 // cluster divide the columns among themselves. One warp copies the weights of the following steps to shared memory, and
 // another warp copies the image. Groups of four warps multiply 64 rows each: tensor cores multiply half a step while
-// the warps decode the next half. A warp finds escapes in about one step of three. It puts their true weights into the
+// the warps decode the next half. A warp finds escapes in about one of three steps. It puts their true weights into the
 // operands, so the sums need no correction. The blocks of a cluster add up their sums through shared memory. Tensor
 // cores and decoding limit the speed of the kernel.
 #ifndef IBP_LINEAR_TILES_CUH
@@ -431,8 +431,8 @@ struct RowPair {
     }
 };
 
-// Stores a block's sums directly from registers. The block must have all columns. Lanes with neighbouring rows exchange
-// sums, so that each lane stores two rows of one vector.
+// Stores a block's sums directly from registers. The block must have multiplied all columns. Lanes with neighbouring
+// rows exchange sums, so that each lane stores two rows of one vector.
 template <class Block>
 __device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
                                            const float (&sums)[Block::kVectors / 2u])
@@ -456,8 +456,8 @@ __device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
 // partial sums from all blocks, and stores the results.
 template <class Block> struct SharedSums {
     // A thread adds up the sums of one pair of rows. kPairs: number of pairs of rows in a tile. kApart: number of
-    // vectors whose sums the threads of a block add up at the same time. So consecutive vectors of one thread are this
-    // far apart.
+    // vectors whose sums the threads of a block add up at the same time. It is also the distance from one vector of a
+    // thread to the thread's next vector.
     static constexpr uint32_t kPairs = Block::kTileRows / 2u, kApart = Block::kMultipliers / kPairs;
 
     const TilesJob &tiles;

@@ -8,7 +8,7 @@
 // 3. The threads add their counts to the block's counters in shared memory.
 // 4. The block adds its counters to the result with atomics.
 //
-// Device memory limits the kernels: they execute about 10 instructions for each word, and one atomic for each counter
+// Device memory limits the kernels. They execute about 10 instructions for each word, and one atomic for each counter
 // of each block.
 #include "../../internal/ibp_coding.h"
 #include "../cuda_checks.h"
@@ -37,9 +37,9 @@ __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t r
     return word;
 }
 
-// Returns whether word w of every row can be loaded with loads of aligned words that end within the row. A load past
-// the end of the last row could be outside the tensor's allocation. If a row is not aligned, the second aligned word
-// ends up to 3 bytes after word w.
+// Returns whether word w of every row can be loaded by loading aligned words that do not reach past the end of the row.
+// A load past the end of the last row could be outside the tensor's allocation. If a row is not aligned, the second
+// aligned word ends up to 3 bytes after word w.
 __device__ __forceinline__ bool is_inner_word(const uint8_t *data, uint32_t row_bytes, uint32_t w)
 {
     const bool are_aligned = aligned(data, 4u) && row_bytes % 4u == 0u;
@@ -191,8 +191,8 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
     }
 }
 
-// Launches a kernel that counts. what: the kernel's first argument. num_units: number of columns. The number of blocks
-// is a multiple of the number of tiles of 256 columns. There are enough blocks to fill the device, unless threads would
+// Launches a counting kernel. what: the kernel's first argument. num_units: number of columns. The number of blocks is
+// a multiple of the number of tiles of 256 columns. There are enough blocks to fill the device, unless threads would
 // then have fewer than about eight rows each.
 template <class What>
 static ibp_status count(void (*kernel)(What, const uint8_t *, int64_t, unsigned long long *), const What &what,

@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(kIndexThreads)
     if (threadIdx.x == 0) atomicAdd(survey, bytes);
 }
 
-// Copies overflow parts to the positions that a table's index gives. A warp takes one group of 32 rows, which share a
-// base, at a time.
+// Copies overflow parts to the offsets that a table's index gives them. A warp takes one group of 32 rows, which share
+// a base, at a time.
 static __global__ void move_parts(const __grid_constant__ ibp_table table, const __grid_constant__ ibp_place from,
                                   uint8_t *overflow)
 {

@@ -1,12 +1,12 @@
-// partition.cu - sorts ids by the windows of the table in which their rows lie.
+// partition.cu - sorts ids by windows, which are runs of consecutive items of a table.
 //
 // 1. count_windows counts the ids in each window, and numbers the ids within each window.
 // 2. scan_windows computes the position of each window's first id from the counts.
 // 3. scatter_ids writes each id, and its original position, to its new position.
 //
-// Address translation limits a gather from a large table. If rows are fetched window by window, the translations of
-// their pages are found in the cache. The three kernels here are short, and latency limits them. For each id they read
-// and write about twenty bytes, in the L2 cache.
+// Address translation limits a gather from a large table. If rows are fetched window by window, the GPU finds the
+// translations of their addresses in its TLBs. The three kernels here are short, and latency limits them. For each id
+// they read and write about twenty bytes, in the L2 cache.
 #include "../../internal/ibp_gathers.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"

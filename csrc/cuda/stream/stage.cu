@@ -1,10 +1,11 @@
 // stage.cu - gathers items of a table. The table and the ids are in host memory. CPU threads gather slots, the copy
 // engine copies them to the GPU, and the GPU decodes them.
 //
-// The CPU's memory or the link to the GPU limits the speed. The items are divided into chunks, and the chunks into
-// blocks. Threads take one block after the other. There are two rings of kPlaces places each, one in pinned memory and
-// one on the GPU. Consecutive chunks use consecutive places of both rings; the next call begins with the place after
-// the last place that this call used. Overflow is not staged: the decoder reads it from host memory. A place holds
+// The CPU's memory or the link to the GPU limits the speed. The items of a call are divided into chunks, and the chunks
+// into blocks. Threads take one block after the other. There are two rings of kPlaces places each, one in pinned memory
+// and one on the GPU. Consecutive chunks use consecutive places of both rings; the next call begins with the place
+// after the last place that this call used. Overflow is not staged: the decoder reads it from host memory. A place
+// holds
 //
 //     | slots of the chunk's items | padding to a multiple of 16 bytes | ids of the items |
 //
@@ -32,8 +33,8 @@ namespace ibp {
 constexpr int kPlaces = 12;
 // Approximate size in bytes of the slots of a block. A thread copies a block in about 10 microseconds.
 constexpr int64_t kBlockBytes = 64 << 10;
-// A call that has enough items is divided into about this many chunks or more. With fewer chunks, gathering, copying
-// and decoding hardly overlap.
+// The items of a call are divided into about this many chunks or more, if there are enough items. With fewer chunks,
+// gathering, copying and decoding hardly overlap.
 constexpr int64_t kLeastChunks = 16;
 // Calls that fill the ring at most this many times use stores that bypass the CPU's caches. On 16 cores of a Xeon,
 // 100,000 rows of 512 bytes were gathered at 60 GB/s with such stores and at 45 GB/s through the caches. 1,000,000
