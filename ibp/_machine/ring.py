@@ -24,7 +24,8 @@ memory before their work is done.
 
 Rings are used for blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), layers of
 KV-caches, and blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) use a ring of the core instead
-(csrc/cuda/stream/stream.cu), which decodes bytes on arrival and calls Python once per tensor, not once per buffer.
+(csrc/cuda/stream/stream.cu), which decodes bytes on arrival. Python calls the core's ring once per tensor, not once per
+buffer.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Segment:
 
         Args:
             file: a file descriptor of the memory. The call takes ownership of the descriptor. None: the call opens the
-                memory through the process of the handle.
+                memory through the process that shares it.
 
         Raises:
             RuntimeError: the memory cannot be opened.
@@ -159,7 +159,7 @@ class FileRows:
     `FileRows` in place of a `Segment`.
 
     Attributes:
-        pages: the mapped pages of the slots and those of the overflow. An empty part has no entry.
+        pages: the mapped pages of the slots, and those of the overflow. Slots or an overflow of 0 bytes have no entry.
         pin: whether the pages are to be pinned. They are pinned when a GPU first fetches from them.
     """
 

@@ -44,8 +44,8 @@ def _ring(device: torch.device, pageable: bool) -> tuple[Ring, torch.cuda.Stream
 
 
 class Outlet(contextlib.AbstractContextManager["Outlet"]):
-    """A context in which bytes that a GPU computes are copied to host memory, while work on the current stream goes on.
-    Leaving the context waits for all copies.
+    """A context that copies the results of a GPU's work to host memory while the GPU goes on with the work on the
+    current stream. Leaving the context waits for all copies.
 
     Args:
         device: the GPU.
@@ -158,8 +158,8 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
 
 
 def _goes_whole(data: torch.Tensor, device: torch.device) -> bool:
-    """Returns whether data is to be copied to a GPU as a whole. This holds for pinned data of more than one block that
-    takes no more than a quarter of the GPU's free memory."""
+    """Returns whether `data` is to be copied to a GPU in one copy, not block by block. This is so if `data` is pinned,
+    is larger than one block, and takes no more than a quarter of the GPU's free memory."""
     if device.type != "cuda" or data.is_cuda or data.numel() <= STAGED_BYTES or not data.is_pinned():
         return False
     return data.numel() <= _MOST_OF_FREE * torch.cuda.mem_get_info(device)[0]

@@ -100,7 +100,8 @@ class WeightFetcher:
     Args:
         device: the device that uses the weights.
         arena_bytes: size of the arena in bytes. The arena holds several groups.
-        max_sms: number of a GPU's multiprocessors that may decode. None: STREAM_SMS, which are enough for the link.
+        max_sms: largest number of a GPU's multiprocessors that decode. None: STREAM_SMS, which decode as fast as the
+            link delivers.
     """
 
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
@@ -121,7 +122,8 @@ class WeightFetcher:
         return self.memory.numel() + sum(place.group.num_bytes for place in self._loaded if place.region is None)
 
     def start(self, places: Sequence[Place]) -> None:
-        """Called with the places of all groups when their tables have been made. Later calls may read the tables."""
+        """Called once, with the places of all groups, after the tables of the groups have been made and before the
+        first group is fetched."""
         for place in places:
             tables = [weight.table for weight in place.group.weights if weight.table is not None]
             place.stored_bytes = sum(spread_bytes(table) for table in tables)
@@ -204,8 +206,9 @@ class WeightFetcher:
     # ---- placing ----
 
     def _region(self, place: Place, keeps_ahead: bool) -> Region | None:
-        """Returns a region of the arena for a group: its latest region if this is free, otherwise another one. Returns
-        None if there is no room. keeps_ahead: whether groups that were fetched ahead must not be overwritten."""
+        """Returns a region of the arena for a group: the latest region of the group if it is free, otherwise another
+        free one. Returns None if there is none. A region is free if no group that is in use lies in it. If keeps_ahead
+        is set, no group that was fetched ahead may lie in it either."""
         held = [other for other in self._loaded if other.uses or (keeps_ahead and other.is_ahead)]
         return self._arena.region(place.group.num_bytes, [o.region for o in held if o.region is not None], place.region)
 
@@ -241,8 +244,8 @@ class WeightFetcher:
         """Records that all work of a use has been issued to the caller's current stream."""
 
     def _queue(self, place: Place, over: list[Place]) -> None:
-        """Decodes a group's weights into the group's memory, after the last reads of the groups that this overwrites.
-        over: the overwritten groups."""
+        """Decodes the weights of a group into its memory, after the last reads of the groups in `over`. over: the
+        groups whose memory is overwritten."""
         begun = time.perf_counter()
         for weight, part in zip(place.group.weights, place.data):
             assert weight.table is not None
@@ -257,8 +260,9 @@ class CudaWeightFetcher(WeightFetcher):
     """Fetches groups into the arena of a GPU, on a separate stream. The copy engine brings all groups through one ring,
     without a pause between two groups.
 
-    Fetches and uses do not wait for the GPU, except fetches of tables in pageable memory. The stream of a use waits for
-    the end of the fetch. The stream of fetches waits for the end of the last uses of the groups that it overwrites.
+    The host does not wait for the GPU, except when it fetches tables that are in pageable memory. The stream of a use
+    waits for the end of the fetch. The stream of fetches waits for the end of the last uses of the groups that it
+    overwrites.
     """
 
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:

@@ -106,8 +106,8 @@ def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callab
 
     Args:
         weights: the weights of the module, by attribute. Weights without a table are left to torch.
-        place_of: returns the place of a weight's group, or None. After a save, a weight does not rest again if a call
-            is using its place.
+        place_of: returns the place of a weight's group, or None. After a save, a weight rests again unless a call is
+            using its place.
     """
 
     def before_save(*_: Any) -> None:

@@ -99,7 +99,7 @@ def offload(
             are used for caches of compressed experts. Each stacked weight has a cache in proportion to its size;
             requested experts replace the least recently used ones. None: no weights stay.
         resident: "raw", the only value: weights that stay on the device are not compressed.
-        max_sms: keep at most this many of the GPU's multiprocessors busy with decompression. None: 32.
+        max_sms: the largest number of the GPU's multiprocessors to keep busy with decompression. None: 32.
         lookahead: number of groups of weights that are fetched ahead. None: 2 on a GPU; 0 on the CPU, where nothing
             runs beside the model.
         group_bytes: a module with at most this many bytes of weights is fetched as a whole, a larger one in parts.
@@ -193,7 +193,8 @@ class OffloadStats(Statistics):
             uses, and uses after a change of order.
         fetched_bytes: number of bytes of weights that were brought to the device, counted uncompressed.
         link_bytes: number of bytes of compressed rows that crossed the link from host memory.
-        seconds: time in seconds from the first use to the last one, by the host's clock.
+        seconds: time in seconds from the beginning of the first use to the latest beginning or end of a use, by the
+            host's clock.
         waited_seconds: time in seconds that modules waited for their weights, by the GPU's clock and without the last
             use of each group; on the CPU, the time of decompression. `waited_seconds` is close to `seconds` if the link
             is the bottleneck.
@@ -224,8 +225,7 @@ class OffloadStats(Statistics):
 
     @property
     def gb_per_s(self) -> float:
-        """Rate in GB/s at which weights were brought to the device, counted before compression; 0 before there are two
-        uses."""
+        """Rate in GB/s at which weights were brought to the device, counted before compression; 0 if `seconds` is 0."""
         return self.fetched_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     @property

@@ -72,7 +72,8 @@ class OffloadPlan:
     # The next three fields say how modules use weights.
     users: dict[nn.Module, list[Group]] = field(default_factory=dict)  # the groups that a module's calls use
     lookups: list[nn.Module] = field(default_factory=list)  # modules that look up rows of the weights that they hold
-    experts: dict[nn.Module, Group] = field(default_factory=dict)  # the stacks of a module of experts
+    # For each module of experts, the group of its weights.
+    experts: dict[nn.Module, Group] = field(default_factory=dict)
     # For each device, the size in bytes of the memory for groups that are in use or fetched ahead.
     arena_bytes: list[int] = field(default_factory=list)
     # For each stacked weight that is fetched, the size of its cache in bytes.
@@ -187,7 +188,7 @@ class _Divider:
 
     def visit(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
         """Divides the weights of a module and of its submodules into groups. outer: for each device number, the size in
-        bytes of the groups that the modules around this module use."""
+        bytes of the groups that the modules which contain this module use."""
         if module in self._visited:
             return
         self._visited.add(module)

@@ -1,5 +1,5 @@
-"""Resting tensors stand for weights between uses. They have the weights' shapes, dtypes and devices, but not their
-values, which are decoded when they are read."""
+"""A resting tensor stands for a weight of an offloaded model between uses. It has the weight's shape, dtype and device,
+but not the weight's values. Code that reads the values gets a decoded copy."""
 
 from __future__ import annotations
 
@@ -242,8 +242,8 @@ def wake(tensor: torch.Tensor) -> None:
 
 
 def bind(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Makes a parameter or buffer of a model an ordinary tensor that uses the memory of `value`. It remains the same
-    object, because other code may hold references to it."""
+    """Makes `tensor`, a parameter or buffer of a model, an ordinary tensor that uses the memory of `value`. `tensor`
+    remains the same object, because other code may hold references to it."""
     tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
     if tensor.is_meta:  # its data cannot be set, so the contents of two objects are swapped
         other = torch.nn.Parameter(value, False) if isinstance(tensor, torch.nn.Parameter) else value.view_as(value)

@@ -63,7 +63,7 @@ class Weight:
         self.unit: Literal["weight", "row", "expert"] = "weight"  # what one fetch brings
         # The table of `tensor.permute(order)`. None before the weight is stored, and after it is restored.
         self.table: CompressedTensor | None = None
-        self.saved = SavedTensor()  # the tensor that state_dict() returned for it
+        self.saved = SavedTensor()  # the tensor that state_dict() returned for the weight
         # What the tensors contain between uses: a tensor of the right shape, dtype and device, with meaningless values.
         self._blank: torch.Tensor | None = None
         self._read: Callable[[Weight], torch.Tensor] | None = None  # returns the values between uses

@@ -101,8 +101,8 @@ class Room:
         return self.copies[device]
 
     def begin_change(self, device: torch.device) -> Index:
-        """Drops the copies of the index on other devices, because a device is about to change rows. Returns the index
-        on this device."""
+        """Prepares for a change of rows by `device`: drops the copies of the index on all other devices. Returns the
+        index on `device`."""
         index = self.index_on(device)
         is_home = device == self.slots.device
         self.copies = {} if is_home else {device: index}

@@ -578,8 +578,8 @@ def _checked_tensors(
     geometry: Geometry, scheme: str, slot_bytes: int, slots: Any, overflow: Any, lengths: Any, bases: Any
 ) -> dict[str, torch.Tensor]:
     """Checks the sizes, dtypes and devices of the table's tensors; raises ValueError if one is wrong. Returns the
-    tensors by name. Each is a new tensor object over the same memory. Callers do not hold it, so they cannot resize it.
-    The contents are not checked here, but by the decoders."""
+    tensors by name. Each of these is a new tensor object over the same memory. No caller holds the new object, so no
+    caller can resize it. The decoders, not this function, check the contents of the tensors."""
     num_bases = -(-geometry.num_rows // _core.ROWS_PER_BASE)
     raw_overflow = geometry.raw_overflow_bytes(slot_bytes)
     is_raw = scheme == "raw"

@@ -321,8 +321,8 @@ def _allocated(
     """Returns separate memory for the head and for each part of a form.
 
     Args:
-        in_host: two flags: whether slots, and whether overflow, are in host memory. This memory is pinned if the device
-            is a GPU.
+        in_host: [whether slots are in host memory, whether overflow is in host memory]. This memory is pinned if the
+            device is a GPU.
         host_buffer: the parts in host memory become views of this buffer. None: new memory is allocated.
     """
     *index, slots, overflow = forms.HEAD_BYTES, *(part.stop - part.start for part in form)
