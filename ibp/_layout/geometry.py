@@ -132,7 +132,7 @@ class Geometry:
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether every item consists of whole rows."""
+        """Whether every item consists of a whole number of rows."""
         return self.item_bytes > 0 and self.item_bytes % self.row_bytes == 0
 
     def survey(self, lengths: torch.Tensor) -> Survey:
@@ -488,8 +488,8 @@ def _counted(
 
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """Returns the bytes of num_sampled whole rows of the data, chosen by `sampled`. If the data has no more than
-    num_sampled whole rows, returns all of its whole rows, as a view."""
+    """Returns the bytes of num_sampled rows of the data, chosen by `sampled`. A short last row is never chosen. If the
+    data has no more than num_sampled rows of full size, returns all of these, as a view."""
     num_rows = data.numel() // row_bytes
     rows = data[: num_rows * row_bytes].view(num_rows, row_bytes)
     if num_sampled >= num_rows:

@@ -217,9 +217,9 @@ def check_memory(where: str | None, name: str = "memory", among: Sequence[str] =
 
 
 def memory_read_by(device: torch.device, where: str | None, default: str) -> str:
-    """Returns the kind of memory for bytes that a device reads while it works. For a CPU, this is always "host". For a
-    GPU, it is `where`, or `default` if `where` is None. Raises ValueError if `where` is invalid, or is memory that the
-    device cannot read."""
+    """Returns the value of `MEMORY` that says where to put bytes which a device reads while it works. For a CPU, this
+    is always "host". For a GPU, it is `where`, or `default` if `where` is None. Raises ValueError if `where` is
+    invalid, or is memory that the device cannot read."""
     check_memory(where)
     if device.type == "cpu":
         return "host"

@@ -196,8 +196,8 @@ def _file_of(handle: SharedHandle) -> int:
 
 
 def _checked(file: int, handle: SharedHandle) -> int:
-    """Checks that a file descriptor refers to the memory that a handle describes, and returns it. Otherwise closes it
-    and raises RuntimeError.
+    """Checks that a file descriptor refers to the memory that a handle describes. If so, returns the descriptor.
+    Otherwise closes the descriptor and raises RuntimeError.
 
     The descriptor may refer to another file: if the process of the handle has ended, a new process may have the same ID
     and have any file open under the same number. The memory must also be sealed against shrinking, because a process

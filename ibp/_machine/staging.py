@@ -167,9 +167,9 @@ def _goes_whole(data: torch.Tensor, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[], torch.Tensor]]:
-    """A context that yields a function. The function returns the bytes that work on the device is to read. If
-    `_goes_whole` holds, this is a copy of `data` on the GPU, which is made while the caller does other work. Otherwise
-    it is `data` itself.
+    """A context that yields a function. The function returns the bytes of `data` for work on the device. If
+    `_goes_whole` holds, it returns a copy of `data` on the GPU, which is made while the caller does other work.
+    Otherwise it returns `data` itself.
 
     The work must be on the stream that is current when the context is entered. Leaving the context waits for the copy.
     """

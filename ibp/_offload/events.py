@@ -120,7 +120,8 @@ class Events:
         # For each weight that is read by a module other than its holder, the module that is assumed to read it.
         self._readers: dict[Weight, nn.Module] = {}
         self._uses_all_experts = False  # whether the last call of a mixture used all of its experts
-        self._is_short = False  # whether the arena had no room for an expected group; the end of a use makes room
+        # Whether an expected group found no room in the arena. If so, groups are fetched ahead again when a use ends.
+        self._is_short = False
         self.reset_counts()
 
     def reset_counts(self) -> None:

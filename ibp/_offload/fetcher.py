@@ -32,7 +32,7 @@ class Place:
         self.uses = 0  # number of calls that are using the weights
         # True if the weights are in `memory`, or will be there when `ready` has been reached.
         self.is_loaded = False
-        self.is_ahead = False  # whether they were fetched ahead of a use that has not begun
+        self.is_ahead = False  # whether the weights were fetched ahead of a use that has not begun
         # The region of the arena that the group has, or had last. None: the group has a separate allocation, or no
         # memory.
         self.region: Region | None = None
@@ -142,12 +142,12 @@ class WeightFetcher:
         for place in expected:
             if place.is_loaded:
                 place.is_ahead = True
-            elif has_room:  # otherwise it would take the room that an earlier group waits for
+            elif has_room:  # otherwise this group would take the memory that an earlier group needs
                 region = self._region(place, keeps_ahead=True)
                 try:
                     if region is not None:
                         self._fetch(place, region)
-                except CorruptTableError:  # the use that needs the group will raise it
+                except CorruptTableError:  # the use that needs the group raises the error again
                     region = None
                 has_room = place.is_ahead = region is not None
         return has_room
@@ -278,7 +278,7 @@ class CudaWeightFetcher(WeightFetcher):
         super().start(places)
         largest = max((place.stored_bytes for place in places), default=0)
         self._ring_bytes = max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 4 * largest))
-        self._stream.wait_stream(self._current())  # it allocated the arena and filled the tables
+        self._stream.wait_stream(self._current())  # the current stream allocated the arena and filled the tables
         self.memory.record_stream(self._stream)  # a fetch may still be running when the model is destroyed
 
     def synchronize(self) -> None:
@@ -329,7 +329,7 @@ class CudaWeightFetcher(WeightFetcher):
     def _queue(self, place: Place, over: list[Place]) -> None:
         if place.region is None:
             assert place.memory is not None
-            self._stream.wait_stream(self._current())  # it allocated the memory
+            self._stream.wait_stream(self._current())  # the current stream allocated the memory
             place.memory.record_stream(self._stream)
         if place.ready is None:
             place.ready = torch.cuda.Event()

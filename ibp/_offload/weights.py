@@ -1,4 +1,4 @@
-"""The weights of a model with their tables, and where their values come from: the model itself or a checkpoint."""
+"""Holds the weights of an offloaded model and makes their tables from the values of the model or of a checkpoint."""
 
 from __future__ import annotations
 

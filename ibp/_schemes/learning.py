@@ -117,8 +117,8 @@ class Request:
             has a coded form, even a row in which these bits or columns have other values.
         in_place: whether the coded rows replace the tensor in its own memory (`compress(inplace=True)`). If so, "auto"
             takes the scheme with the fewest stored bytes.
-        near: a function that returns the bytes that work on the device is to read: a copy of `data` on the device,
-            which is made in the background, or `data` itself (see `staging.whole_ahead`). None: the work reads `data`.
+        near: a function that returns the bytes for work on the device: a copy of `data` on the device, which is made in
+            the background, or `data` itself (see `staging.whole_ahead`). None: the work reads `data`.
         measured: the codebooks that were learned from `host_rows`, each with the coded lengths of `host_rows` and the
             survey of these lengths.
     """

@@ -60,7 +60,7 @@ class Codebook(AnyCodebook):
     Attributes:
         row_bytes: size in bytes of a row, 1 to 65,536.
         chunk_bytes: size in bytes of a chunk: 1, 2, 4 or 8.
-        flag_all: whether chunks without a mask also have a participation bit. The coded bytes are then those of the
+        flag_all: whether chunks without a mask also have a participation bit. If so, the coded bytes are those of the
             paper.
         palette: uint8 [P, 2, chunk_bytes], the distinct (mask, bitval) pairs. P is 1 to 65,536.
         index: uint8 [num_chunks], or uint16 if there are more than 256 pairs: for each chunk, the position of its pair
