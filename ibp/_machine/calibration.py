@@ -176,9 +176,9 @@ CODER_FAMILIES = ("pairs", "dense", "one_byte", "fast", "listed", "masks")
 
 # The rates of one NVIDIA H200 on PCIe 5 x16, with 16 CPU cores. They were measured by `calibrate` and, with data of
 # more sizes, by the benchmarks that wrote these files of benchmarks/results:
-# - gather.csv: the rates of the link, from raw rows of 2 KiB, from synthetic rows of 128 bytes that save 75 and 90 %
-#   (1.45 ns per row), and from dense rows of 128 bytes. Coded rows reach 0.90 to 0.99 of the link's rate if no decoder
-#   limits the rate.
+# - gather.csv: the rates of the link, measured with raw rows of 2 KiB, with synthetic rows of 128 bytes that save 75
+#   and 90 % (1.45 ns per row), and with dense rows of 128 bytes. Coded rows reach 0.90 to 0.99 of the link's rate if no
+#   decoder limits the rate.
 # - large_table.csv: random rows in the order of their addresses. stream.csv: whole tensors.
 # - codec.csv: `pairs` and `masks` in device memory.
 # - encode_into.csv: encoding, and `one_byte`, `fast` and `listed`. The encoders of `dense` and `masks` are not in this

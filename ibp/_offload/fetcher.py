@@ -43,9 +43,9 @@ class Place:
         self.prepared: list[tuple[Any, ...]] = []
         self.sms = 0
         self.ready: torch.cuda.Event | None = None  # CUDA: reached when the weights have arrived
-        # CUDA: recorded before and after the last wait for the weights.
+        # CUDA: events that are recorded before and after the last wait for the weights.
         self.wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        # CUDA, by stream: reached when the stream no longer reads the weights.
+        # CUDA: for each stream, an event that is reached when the stream no longer reads the weights.
         self.done: dict[int, torch.cuda.Event] = {}
 
     def move(self, region: Region | None, memory: torch.Tensor | None) -> None:

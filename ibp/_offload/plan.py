@@ -284,8 +284,8 @@ def _plan_memory(plan: OffloadPlan, number: int, resident_bytes: int, lookahead:
     plan.cache_bytes.update({weight: left * weight.num_bytes // total for weight in stacks})
     sizes = [group.num_bytes for group in groups if not group.stays]
     at_once = min(lookahead + 1, len(sizes))
-    # The sizes in bytes of all runs of consecutive groups that are on the device at the same time. The last group is
-    # followed by the first.
+    # The size in bytes of each run of consecutive groups that can be on the device at the same time. Runs wrap around:
+    # the first group follows the last.
     runs = (sum([*sizes, *sizes][first : first + at_once]) for first in range(len(sizes)))
     plan.arena_bytes.append(nested_bytes + max(runs, default=0))
 
