@@ -489,7 +489,7 @@ def _counted(
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
     """Returns the bytes of num_sampled rows of the data, chosen by `sampled`. A short last row is never chosen. If the
-    data has no more than num_sampled rows of full size, returns all of these, as a view."""
+    data has no more than num_sampled rows, not counting a short last row, returns all of them, as a view."""
     num_rows = data.numel() // row_bytes
     rows = data[: num_rows * row_bytes].view(num_rows, row_bytes)
     if num_sampled >= num_rows:

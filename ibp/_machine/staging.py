@@ -1,8 +1,8 @@
 """Copies host memory to a GPU and back, block by block. The copy engine copies one block while the caller works on
 another.
 
-Blocks of pageable memory are copied by way of pinned buffers. torch's intra-op threads fill or empty one of these
-buffers while the copy engine works on the other buffer of a ring (`ring.py`).
+Blocks of pageable memory are copied through pinned buffers. torch's intra-op threads fill or empty one of these buffers
+while the copy engine works on the other buffer of a ring (`ring.py`).
 """
 
 from __future__ import annotations

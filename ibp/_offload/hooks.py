@@ -89,7 +89,7 @@ def on_moves(module: nn.Module, device: torch.device) -> Undo:
 
 def moved(value: Any, device: torch.device) -> Any:
     """Returns a value with its tensors moved to a device, including tensors in lists, tuples and dicts. Other objects
-    are returned as they are. For example, the layers of a key-value cache of transformers stay on the devices that fill
+    are returned unchanged. For example, the layers of a key-value cache of transformers stay on the devices that fill
     them."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)

@@ -16,7 +16,8 @@ from ..nn._compressing import place_of
 from ..nn._stacks import is_stack
 from .weights import Weight
 
-# Alignment in bytes of the weights in a group: that of memory from cudaMalloc, which is enough for cuBLAS.
+# Alignment in bytes of the weights in a group. Memory from cudaMalloc has the same alignment, which is enough for
+# cuBLAS.
 _ALIGNMENT = 256
 
 # Modules of torch that read the weights of their submodules to choose how they compute. A call of such a module uses
@@ -65,7 +66,7 @@ class OffloadPlan:
     # The modules that are distributed over the devices round-robin, such as the layers of a transformer.
     blocks: list[nn.Module] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)  # all offloaded weights
-    # For each module, the weights that it holds itself, not those of its submodules, by attribute.
+    # For each module, the weights that it holds itself, by attribute. Weights of its submodules are not included.
     held: dict[nn.Module, dict[str, Weight]] = field(default_factory=dict)
     others: list[Other] = field(default_factory=list)  # all other parameters and buffers, each tensor once
     groups: list[Group] = field(default_factory=list)  # in the order of the modules
@@ -222,7 +223,8 @@ class _Divider:
             self.visit(child, f"{name}.{child_name}" if name else child_name, held)
 
     def _weights_of(self, modules: Iterable[nn.Module]) -> list[Weight]:
-        """Returns the weights that modules hold themselves, not those of their submodules, each weight once."""
+        """Returns the weights that the given modules hold themselves, each weight once. Weights of their submodules are
+        not included."""
         return list(dict.fromkeys(weight for part in modules for weight in self._plan.held.get(part, {}).values()))
 
     def _fits(self, module: nn.Module, below: list[Weight]) -> bool:

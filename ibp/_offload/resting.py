@@ -57,7 +57,8 @@ _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
 def _changes_nothing(function: Callable, tensor: Any, *args: Any, **kwargs: Any) -> bool:
-    """Returns whether a conversion, such as that of `module.to()`, would return the tensor itself."""
+    """Returns whether a conversion, such as `Tensor.to`, would return the tensor itself, because there is nothing to
+    convert."""
     with torch._C.DisableTorchFunctionSubclass():
         shape = (0, *tensor.shape[1:]) if tensor.dim() else ()
         probe = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
@@ -227,8 +228,8 @@ _AWAKE: dict[type, type] = {resting: awake for awake, resting in _CLASSES.items(
 
 
 def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
-    """Makes a model's tensor rest. Its memory is replaced by that of `blank`, a tensor of the same shape, dtype and
-    device; from now on, its values are read from `source`."""
+    """Makes a model's tensor rest. The tensor gets the memory of `blank`, a tensor of the same shape, dtype and device,
+    in place of its own. From now on, its values are read from `source`."""
     kind = tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
     tensor.data = blank
     setattr(tensor, _SOURCE, source)

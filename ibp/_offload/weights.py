@@ -51,7 +51,8 @@ class Weight:
         # The dimensions in their order in memory: `tensor.permute(order)` is contiguous if the tensor is dense.
         self.order = memory_order(tensor)
         is_dense = tensor.permute(self.order).is_contiguous()
-        # The strides of the values: those of the weight, or contiguous ones if the weight had gaps.
+        # The strides of the values: the strides of the tensor if it is dense, otherwise the strides of a contiguous
+        # tensor.
         self.stride = (
             tensor.stride() if is_dense else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
         )
@@ -163,7 +164,7 @@ class Weight:
 
         Args:
             x: the values, on any device.
-            compressor: makes the table, unless x already is a table that can be used as it is.
+            compressor: makes the table, unless x already is a table that can be used without changes.
             scheme: as in `ibp.offload`.
             is_borrowed: whether x belongs to a checkpoint, so that it is copied before the model uses it.
         """
@@ -220,7 +221,7 @@ def store(
     """Stores all weights of a model, and moves its other tensors to their devices.
 
     Args:
-        checkpoint: the pairs of `read_checkpoint`. None: the values are those of the model.
+        checkpoint: the pairs of `read_checkpoint`. None: the values come from the model.
         scheme, progress: as in `ibp.offload`.
         read: returns the values of a weight that is read between uses.
     """

@@ -374,8 +374,8 @@ class Table(TensorManners, Saves):
         return room
 
     def _forget_handles(self, changing: torch.device) -> None:
-        """Drops all values that are derived from the rows, and all handles except that of one device. Call it before
-        that device changes rows."""
+        """Drops all values that are derived from the rows, and all handles except the handle for the device `changing`.
+        Call it before this device changes rows."""
         vars(self).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
         for device in [device for device in self._handles if device != changing]:
             del self._handles[device]
@@ -385,8 +385,8 @@ class Table(TensorManners, Saves):
         vars(self)["version"] = self.version + 1
 
     def _become(self, other: Table) -> None:
-        """Replaces all fields and the memory by those of another table of the same tensor, in one step. No other code
-        may hold the other table."""
+        """Replaces all fields and the memory of this table with those of `other`, another table of the same tensor, in
+        one step. No other code may hold the other table."""
         self._handles.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
         vars(self).update(
