@@ -28,7 +28,8 @@ SECTOR_BYTES = _core.SECTOR_BYTES
 # a number of bytes that is added to the size of the part. A request takes 1.45 ns; in this time the link transfers
 # about two sectors of 32 bytes (0.65 ns each).
 SECOND_FETCH_BYTES = 64
-# Size in bytes of a row, for tensors of one dimension and for tensors whose items are longer than the longest row.
+# Size in bytes of a row, for tensors of one dimension and for tensors whose items have more than 64 KiB, the largest
+# size of a row.
 LONG_ITEM_ROW_BYTES = 4096
 # Size in bytes of the blocks in which rows are coded. `compress(inplace=True)` holds two copies of a block.
 _BLOCK_BYTES = 64 << 20
@@ -131,7 +132,7 @@ class Geometry:
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether every item consists of whole rows."""
+        """Whether every item consists of a whole number of rows."""
         return self.item_bytes > 0 and self.item_bytes % self.row_bytes == 0
 
     def survey(self, lengths: torch.Tensor) -> Survey:
@@ -146,8 +147,8 @@ class Geometry:
         return Survey(self.row_bytes, int(found.numpy()[0]), found[1:])
 
     def slots_size(self, slot_bytes: int) -> int:
-        """Returns the size in bytes of all slots together. If slots hold whole rows, a short last row has a short
-        slot."""
+        """Returns the size in bytes of all slots together. If slots are as large as rows, the slot of a short last row
+        is as short as that row."""
         return self.num_bytes if slot_bytes == self.row_bytes else self.num_rows * slot_bytes
 
     def index_rows(self, lengths: torch.Tensor, slot_bytes: int) -> torch.Tensor:
@@ -175,7 +176,7 @@ class Geometry:
                 rows, or no bases.
             found: the survey of the lengths. None: it is computed if it is needed.
         """
-        # Each slot, and each part in the overflow, begins at the start of a sector, so the survey's numbers of sectors
+        # Each slot, and each part in the overflow, begins at the start of a sector, so the survey's counts of sectors
         # are exact.
         if slot_bytes > 0 and slot_bytes % SECTOR_BYTES == 0 and own_bases is None:
             return (found or self.survey(lengths)).spilled(0)[1]
@@ -240,7 +241,7 @@ class Survey:
 
     @functools.cached_property
     def table_slot_bytes(self) -> int:
-        """The best size in bytes of a slot if these rows make up a table, and random rows of it are fetched over the
+        """The best size in bytes of a slot for a table of these rows from which random rows are fetched over the
         link."""
         return self.best_slots(SECTOR_BYTES, part_cost=SECOND_FETCH_BYTES)[0]
 
@@ -257,9 +258,9 @@ class Survey:
         """Chooses the size of slots. Returns (size of a slot in bytes, mean size in bytes of a row's part in the
         overflow).
 
-        A slot has row_bytes bytes, or a multiple of 32 below row_bytes. A size is excluded if more than `most_spilled`
-        rows would not fit in slots of this size. Of the other sizes, the one with the lowest total cost of slots and
-        overflow is chosen. If several sizes have the lowest cost, the largest of them is chosen.
+        The size of a slot is row_bytes, or a multiple of 32 below row_bytes. A size is excluded if more than
+        `most_spilled` rows would not fit in slots of this size. Of the other sizes, the one with the lowest total cost
+        of slots and overflow is chosen. If several sizes have the lowest cost, the largest of them is chosen.
 
         Args:
             least: the smallest size of a slot that may be chosen, in bytes.
@@ -434,7 +435,7 @@ def blocks(
     data: torch.Tensor, row_bytes: int, device: torch.device, bar: str | None = None, whole: bool = True
 ) -> Iterable[tuple[int, int, torch.Tensor]]:
     """Divides rows into blocks of about 64 MiB. Returns an iterable of (first, last, bytes). A block consists of the
-    rows [first, last); `bytes` are its bytes, on the device. `first` is a multiple of 32.
+    rows [first, last); `bytes` holds the bytes of these rows, on the device. `first` is a multiple of 32.
 
     If the data is already on the device and `whole` is set, blocks are larger: a GPU gets all data as one block, and
     the CPU gets blocks of 1 GiB. If the data is in host memory and the device is a GPU, blocks are smaller, and the
@@ -443,7 +444,8 @@ def blocks(
 
     Args:
         data: uint8, the bytes of the rows.
-        bar: the name of a progress bar, which counts a block when the next block is requested. None: no bar is shown.
+        bar: the name of a progress bar. It counts the rows of a block when the caller requests the next block. None: no
+            bar is shown.
         whole: whether data that is already on the device may come in larger blocks.
     """
     num_rows, is_staged = -(-data.numel() // row_bytes), device.type == "cuda" and data.device.type == "cpu"
@@ -486,8 +488,8 @@ def _counted(
 
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """Returns the bytes of num_sampled whole rows of the data, chosen by `sampled`. If the data has no more than
-    num_sampled whole rows, returns all of its whole rows, as a view."""
+    """Returns the bytes of num_sampled rows of the data, chosen by `sampled`. A short last row is never chosen. If the
+    data has no more than num_sampled rows, not counting a short last row, returns all of them, as a view."""
     num_rows = data.numel() // row_bytes
     rows = data[: num_rows * row_bytes].view(num_rows, row_bytes)
     if num_sampled >= num_rows:

@@ -27,31 +27,32 @@ from .._common.whole_files import write_whole
 from . import memory
 
 FEW_SMS = 8  # Number of multiprocessors with which the rates "few_..." are measured.
-# Size in bytes of the table, and number of rows per call, with which random_row_ns and sorted_row_ns are measured.
+# random_row_ns and sorted_row_ns are measured on a table of LARGE_BYTES bytes, from which each call reads LARGE_IDS
+# rows.
 LARGE_BYTES, LARGE_IDS = 2 << 30, 1 << 17
 # _GROWTH: each time that the size of a table doubles beyond LARGE_BYTES, fetching a random row takes longer by this
 # fraction of random_row_ns. _LEAST_GAIN: if rows are fetched in the order of their addresses but are far apart, a row
-# takes this fraction of the time of a random row. Both are from an H200 (large_table.csv): a random row of 128 bytes
-# takes 21.8 ns in a table of 4 GiB; a row of 512 bytes in a table of 16 GiB takes 33 ns at random, and 21.8 ns in the
-# order of addresses with rows 170 KiB apart.
+# takes this fraction of the time of a random row. Both were measured on an H200 (large_table.csv). In a table of 4 GiB,
+# a random row of 128 bytes takes 21.8 ns. In a table of 16 GiB, a row of 512 bytes takes 33 ns if rows are fetched in
+# random order, and 21.8 ns if rows that are 170 KiB apart are fetched in the order of their addresses.
 _GROWTH, _LEAST_GAIN = 0.35, 2 / 3
-_MOST_STREAMED_BYTES = 1 << 30  # Tensors that take more bytes are streamed by the copy engine on every machine.
+_MOST_STREAMED_BYTES = 1 << 30  # On every machine, the copy engine streams tensors of more bytes.
 _FILE_VERSION = 2  # Version of the format of the file with a calibration.
 
 
 @dataclass(frozen=True)
 class CoderRates:
     """Rates of one family of decoders and encoders, for rows of 2 KiB (1 KiB for one-byte elements) in device memory.
-    Rates in GB/s are 10^9 original bytes per second.
+    One GB/s is 10^9 original bytes per second.
 
     Attributes:
         decode_gbps, few_decode_gbps: rate of decoding, with all multiprocessors and with at most 8.
         encode_gbps, few_encode_gbps: rate of encoding by `ibp.encode_into`, with all multiprocessors and with at
             most 8.
         least_row_ns: shortest time, in ns, in which a row can be fetched from pinned memory and decoded.
-        work_per_ns: amount of decoding work per ns, with all multiprocessors. The work of a row is the number of its
-            elements for dense rows, its stored bytes divided by the size of an element for listed rows, and its
-            original bytes for masks.
+        work_per_ns: amount of decoding work that all multiprocessors together do per ns. The work of decoding a dense
+            row is its number of elements; for a listed row, it is the stored size of the row divided by the size of an
+            element; for a row of scheme ibp, it is the original size of the row in bytes.
     """
 
     decode_gbps: float
@@ -84,9 +85,10 @@ class Calibration:
         random_row_ns, sorted_row_ns: mean time per row, in ns, in which a kernel reads many random rows of 32 bytes
             from a table of 2 GiB. For random_row_ns, the rows are read in random order; for sorted_row_ns, in the order
             of their addresses.
-        bucketed_sms: number of multiprocessors with which rows are fetched fastest in the order of their addresses.
-        stream_start_us: time, in us, by which starting and finishing the transfer of a whole tensor take longer if the
-            copy engine reads the tensor than if a kernel does.
+        bucketed_sms: number of multiprocessors with which a kernel is fastest if it fetches rows in the order of their
+            addresses.
+        stream_start_us: additional time, in us, for starting and finishing the transfer of a whole tensor if the copy
+            engine, and not a kernel, reads the tensor.
         device_copy_gbps, memset_gbps: rates at which bytes are copied, and set, in device memory.
         gather_gbps: rate at which one thread of the CPU gathers random rows from host memory.
         pairs: rates for dense rows of scheme planes with digits of two bits and elements of two bytes or more.
@@ -121,8 +123,8 @@ class Calibration:
 
     @functools.cached_property
     def least_streamed_bytes(self) -> int:
-        """Smallest size in bytes of a stored tensor that arrives sooner if the copy engine reads it than if a kernel
-        does. The copy engine starts later, but has the higher rate."""
+        """Smallest size in bytes of a stored tensor that the copy engine transfers in less time than a kernel. The copy
+        engine starts later, but has the higher rate."""
         gained_ns = 1 / self.read_gbps - 1 / self.copy_in_gbps
         if gained_ns <= 0:
             return _MOST_STREAMED_BYTES
@@ -172,11 +174,11 @@ _LINES = (  # The lines of a calibration's repr before the table of the coders.
 )
 CODER_FAMILIES = ("pairs", "dense", "one_byte", "fast", "listed", "masks")
 
-# The rates of one NVIDIA H200 on PCIe 5 x16, with 16 CPU cores, as measured by `calibrate` and, for more sizes of data,
-# in these files of benchmarks/results:
-# - gather.csv: the rates of the link, from raw rows of 2 KiB, from synthetic rows of 128 bytes that save 75 and 90 %
-#   (1.45 ns per row), and from dense rows of 128 bytes. Coded rows reach 0.90 to 0.99 of the link's rate if no decoder
-#   limits the rate.
+# The rates of one NVIDIA H200 on PCIe 5 x16, with 16 CPU cores. They were measured by `calibrate` and, with data of
+# more sizes, by the benchmarks that wrote these files of benchmarks/results:
+# - gather.csv: the rates of the link, measured with raw rows of 2 KiB, with synthetic rows of 128 bytes that save 75
+#   and 90 % (1.45 ns per row), and with dense rows of 128 bytes. Coded rows reach 0.90 to 0.99 of the link's rate if no
+#   decoder limits the rate.
 # - large_table.csv: random rows in the order of their addresses. stream.csv: whole tensors.
 # - codec.csv: `pairs` and `masks` in device memory.
 # - encode_into.csv: encoding, and `one_byte`, `fast` and `listed`. The encoders of `dense` and `masks` are not in this
@@ -284,8 +286,9 @@ def _read(device: torch.device) -> Calibration | None:
 
 
 def _of_json(kind: type, content: Any) -> Any:
-    """Makes an object of a dataclass from the dict that `dataclasses.asdict` returned for it. Fields are strings,
-    positive ints or floats, or other such dataclasses. Raises ValueError if the content does not fit the class."""
+    """Makes an object of a dataclass from the dict that `dataclasses.asdict` returned for it. Every field must be a
+    string, a positive int or float, or another such dataclass. Raises ValueError if the content does not match the
+    class."""
     types = typing.get_type_hints(kind)
     if not isinstance(content, dict) or set(content) != set(types):
         raise ValueError(f"it holds no {kind.__name__}")

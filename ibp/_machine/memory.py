@@ -1,5 +1,5 @@
-"""Allocates pinned host memory of exact size, and makes tensors through which a CUDA device uses pinned memory without
-a copy. The last part of the file interprets the arguments `memory` and `device` of calls."""
+"""Allocates pinned host memory of exactly the requested size, and makes tensors through which a CUDA device uses pinned
+memory without a copy. The last part of the file interprets the arguments `memory` and `device` of calls."""
 
 from __future__ import annotations
 
@@ -171,10 +171,10 @@ def to_pinned(tensor: torch.Tensor, node: int = -1) -> torch.Tensor:
 
 
 def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor on a CUDA device that uses the memory of a contiguous pinned tensor, without a copy. The result
-    keeps the pinned tensor alive.
+    """Returns a tensor on `device`, a CUDA device, over the memory of `host`, a contiguous pinned tensor. Nothing is
+    copied. The result keeps `host` alive.
 
-    The device can be any GPU, regardless of which device was current when the memory was pinned, or is current now.
+    `device` can be any GPU. It need not be the current device, nor the one that was current when the memory was pinned.
 
     Raises:
         RuntimeError: host is not pinned.
@@ -204,7 +204,8 @@ def is_capturing(device: torch.device) -> bool:
 
 # ---- the argument `memory` of calls ----
 
-# Values of the argument: the memory of the device that does the work, pinned host memory, pageable host memory.
+# Values of the argument: "device" is the memory of the device that does the work, "pinned" is pinned host memory, and
+# "host" is pageable host memory.
 MEMORY = ("device", "pinned", "host")
 
 
@@ -216,9 +217,9 @@ def check_memory(where: str | None, name: str = "memory", among: Sequence[str] =
 
 
 def memory_read_by(device: torch.device, where: str | None, default: str) -> str:
-    """Returns the kind of memory for bytes that a device reads while it works. For a CPU, this is always "host". For a
-    GPU, it is `where`, or `default` if `where` is None. Raises ValueError if `where` is invalid, or is memory that the
-    device cannot read."""
+    """Returns the value of `MEMORY` that says where to put bytes which a device reads while it works. For a CPU, this
+    is always "host". For a GPU, it is `where`, or `default` if `where` is None. Raises ValueError if `where` is
+    invalid, or is memory that the device cannot read."""
     check_memory(where)
     if device.type == "cpu":
         return "host"
@@ -228,8 +229,8 @@ def memory_read_by(device: torch.device, where: str | None, default: str) -> str
 
 
 def pins(where: str | None) -> bool | None:
-    """Returns what an argument `memory` says about bytes in host memory: whether to pin them, or None to pin them only
-    if the system allows it.
+    """Returns whether bytes in host memory are to be pinned: True, False, or None to pin them only if the system allows
+    it. where: the argument `memory` of the call.
 
     Raises:
         ValueError: the argument is not valid for host memory.

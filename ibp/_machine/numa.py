@@ -14,7 +14,8 @@ CALLERS_NODE = -1  # The number by which the core denotes the node that the call
 _NODES = Path("/sys/devices/system/node/online")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
-# A node; or a device, which stands for the node nearest to it; or None, which stands for the caller's node.
+# The number of a node; or a device, which stands for the node nearest to it; or None, which stands for the caller's
+# node.
 Numa = int | torch.device | str | None
 
 

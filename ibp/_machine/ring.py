@@ -24,7 +24,8 @@ memory before their work is done.
 
 Rings are used for blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), layers of
 KV-caches, and blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) use a ring of the core instead
-(csrc/cuda/stream/stream.cu), which decodes bytes on arrival and calls Python once per tensor, not once per buffer.
+(csrc/cuda/stream/stream.cu), which decodes bytes on arrival. Python calls the core's ring once per tensor, not once per
+buffer.
 """
 
 from __future__ import annotations
@@ -94,13 +95,13 @@ class Turn:
         self.free.record(stream)
 
     def bring(self, stream: torch.cuda.Stream, copies: Copies) -> None:
-        """Fills the buffer by copies on a stream, including the steps claim and hand over."""
+        """Claims the buffer, fills it with copies on a stream, and hands it over."""
         self.claim(stream)
         _copy(stream, copies)
         self.hand_over(stream)
 
     def send(self, stream: torch.cuda.Stream, copies: Copies) -> None:
-        """Empties the buffer by copies on a stream, including the steps wait and release."""
+        """Waits for the buffer on a stream, empties it with copies on this stream, and releases it."""
         self.wait(stream)
         _copy(stream, copies)
         self.release(stream)

@@ -115,7 +115,7 @@ class Segment:
 
         Args:
             file: a file descriptor of the memory. The call takes ownership of the descriptor. None: the call opens the
-                memory through the process of the handle.
+                memory through the process that shares it.
 
         Raises:
             RuntimeError: the memory cannot be opened.
@@ -159,7 +159,7 @@ class FileRows:
     `FileRows` in place of a `Segment`.
 
     Attributes:
-        pages: the mapped pages of the slots and those of the overflow. An empty part has no entry.
+        pages: the mapped pages of the slots, and those of the overflow. Slots or an overflow of 0 bytes have no entry.
         pin: whether the pages are to be pinned. They are pinned when a GPU first fetches from them.
     """
 
@@ -196,8 +196,8 @@ def _file_of(handle: SharedHandle) -> int:
 
 
 def _checked(file: int, handle: SharedHandle) -> int:
-    """Checks that a file descriptor refers to the memory that a handle describes, and returns it. Otherwise closes it
-    and raises RuntimeError.
+    """Checks that a file descriptor refers to the memory that a handle describes. If so, returns the descriptor.
+    Otherwise closes the descriptor and raises RuntimeError.
 
     The descriptor may refer to another file: if the process of the handle has ended, a new process may have the same ID
     and have any file open under the same number. The memory must also be sealed against shrinking, because a process

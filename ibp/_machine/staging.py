@@ -1,8 +1,8 @@
 """Copies host memory to a GPU and back, block by block. The copy engine copies one block while the caller works on
 another.
 
-Blocks of pageable memory are copied by way of pinned buffers. torch's intra-op threads fill or empty one of these
-buffers while the copy engine works on the other buffer of a ring (`ring.py`).
+Blocks of pageable memory are copied through pinned buffers. torch's intra-op threads fill or empty one of these buffers
+while the copy engine works on the other buffer of a ring (`ring.py`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _ring(device: torch.device, pageable: bool) -> tuple[Ring, torch.cuda.Stream
 
 
 class Outlet(contextlib.AbstractContextManager["Outlet"]):
-    """A context in which bytes that a GPU computes are copied to host memory, while work on the current stream goes on.
-    Leaving the context waits for all copies.
+    """A context that copies the results of a GPU's work to host memory while the GPU goes on with the work on the
+    current stream. Leaving the context waits for all copies.
 
     Args:
         device: the GPU.
@@ -158,8 +158,8 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
 
 
 def _goes_whole(data: torch.Tensor, device: torch.device) -> bool:
-    """Returns whether data is to be copied to a GPU as a whole. This holds for pinned data of more than one block that
-    takes no more than a quarter of the GPU's free memory."""
+    """Returns whether `data` is to be copied to a GPU in one copy, not block by block. This is so if `data` is pinned,
+    is larger than one block, and takes no more than a quarter of the GPU's free memory."""
     if device.type != "cuda" or data.is_cuda or data.numel() <= STAGED_BYTES or not data.is_pinned():
         return False
     return data.numel() <= _MOST_OF_FREE * torch.cuda.mem_get_info(device)[0]
@@ -167,9 +167,9 @@ def _goes_whole(data: torch.Tensor, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[], torch.Tensor]]:
-    """A context that yields a function. The function returns the bytes that work on the device is to read. If
-    `_goes_whole` holds, this is a copy of `data` on the GPU, which is made while the caller does other work. Otherwise
-    it is `data` itself.
+    """A context that yields a function. The function returns the bytes of `data` for work on the device. If
+    `_goes_whole` holds, it returns a copy of `data` on the GPU, which is made while the caller does other work.
+    Otherwise it returns `data` itself.
 
     The work must be on the stream that is current when the context is entered. Leaving the context waits for the copy.
     """

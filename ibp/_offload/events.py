@@ -95,11 +95,12 @@ class Events:
         lock: guards the places, and everything else that changes while the model runs.
         thread: the calls of the model and of its modules that the current thread is in.
         fetchers: the fetcher of each device, in the order of the plan's devices.
-        places: the place of each group that is fetched.
+        places: for each group that is fetched, its `Place`: the memory that it has on its device.
         users: for each module that uses groups, the places of these groups.
         undo: functions that remove what was installed in the model. They are called from the last to the first.
         uses: number of times that a module used a group.
-        first_use, last_use: times of the first use and of the end of the last one, in seconds of the host's clock.
+        first_use, last_use: time at which the first use began, and time at which a use last began or ended, in seconds
+            by the host's clock.
     """
 
     def __init__(self, model: nn.Module, plan: OffloadPlan, max_sms: int | None, lookahead: int) -> None:
@@ -114,12 +115,13 @@ class Events:
         self.users: dict[nn.Module, list[Place]] = {}
         self.undo: list[Callable[[], object]] = []
         self._schedule: Schedule[Place] = Schedule(list(self.places.values()))
-        # The parent of each module, apart from the model and its children.
+        # For each module, its parent. The model and its children have no entry.
         self._parents = {child: part for part in model.modules() if part is not model for child in part.children()}
         # For each weight that is read by a module other than its holder, the module that is assumed to read it.
         self._readers: dict[Weight, nn.Module] = {}
         self._uses_all_experts = False  # whether the last call of a mixture used all of its experts
-        self._is_short = False  # whether the arena had no room for an expected group; the end of a use makes room
+        # Whether an expected group found no room in the arena. If so, groups are fetched ahead again when a use ends.
+        self._is_short = False
         self.reset_counts()
 
     def reset_counts(self) -> None:
@@ -135,7 +137,8 @@ class Events:
         self._fetch_ahead()
 
     def install_use(self, module: nn.Module, groups: Sequence[Group]) -> None:
-        """Installs hooks by which the calls of a module use groups. Groups that stay on their devices need no hooks."""
+        """Installs hooks in a module, so that each of its calls uses the given groups. Groups that stay on their
+        devices need no hooks."""
         places = [self.places[group] for group in groups if group in self.places]
         if places:
             self.users[module] = places
@@ -287,9 +290,9 @@ class Events:
         return weight.value(weight.device)
 
     def _saving(self) -> Any:
-        """Installs saved-tensor hooks. For a weight, autograd then does not save the weight's memory, which other
-        weights will overwrite, but a function that decodes the weight. Returns torch's context of the hooks; its
-        `__exit__` removes them."""
+        """Installs saved-tensor hooks. With them, autograd saves a function that decodes a weight, instead of the
+        weight's memory, which other weights will overwrite. Returns torch's context of the hooks; its `__exit__`
+        removes them."""
         saving = torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked)
         saving.__enter__()
         return saving

@@ -128,7 +128,7 @@ class ExpertsForward:
 
     def counts(self) -> tuple[int, int, int, int]:
         """Returns (number of rows of experts found in the cache, number of missed rows, size of the missed rows in
-        bytes, number of bytes that they took on the link). Waits for the device."""
+        bytes, number of bytes that crossed the link for them). Waits for the device."""
         found = [(stack, stack.cache.stats()) for stack in self.stacks.values()]
         num_spare = int(self.num_spare)
         return (

@@ -32,7 +32,7 @@ class Place:
         self.uses = 0  # number of calls that are using the weights
         # True if the weights are in `memory`, or will be there when `ready` has been reached.
         self.is_loaded = False
-        self.is_ahead = False  # whether they were fetched ahead of a use that has not begun
+        self.is_ahead = False  # whether the weights were fetched ahead of a use that has not begun
         # The region of the arena that the group has, or had last. None: the group has a separate allocation, or no
         # memory.
         self.region: Region | None = None
@@ -43,9 +43,9 @@ class Place:
         self.prepared: list[tuple[Any, ...]] = []
         self.sms = 0
         self.ready: torch.cuda.Event | None = None  # CUDA: reached when the weights have arrived
-        # CUDA: recorded before and after the last wait for the weights.
+        # CUDA: events that are recorded before and after the last wait for the weights.
         self.wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        # CUDA, by stream: reached when the stream no longer reads the weights.
+        # CUDA: for each stream, an event that is reached when the stream no longer reads the weights.
         self.done: dict[int, torch.cuda.Event] = {}
 
     def move(self, region: Region | None, memory: torch.Tensor | None) -> None:
@@ -100,7 +100,8 @@ class WeightFetcher:
     Args:
         device: the device that uses the weights.
         arena_bytes: size of the arena in bytes. The arena holds several groups.
-        max_sms: number of a GPU's multiprocessors that may decode. None: STREAM_SMS, which are enough for the link.
+        max_sms: largest number of a GPU's multiprocessors that decode. None: STREAM_SMS, which decode as fast as the
+            link delivers.
     """
 
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
@@ -121,7 +122,8 @@ class WeightFetcher:
         return self.memory.numel() + sum(place.group.num_bytes for place in self._loaded if place.region is None)
 
     def start(self, places: Sequence[Place]) -> None:
-        """Called with the places of all groups when their tables have been made. Later calls may read the tables."""
+        """Called once, with the places of all groups, after the tables of the groups have been made and before the
+        first group is fetched."""
         for place in places:
             tables = [weight.table for weight in place.group.weights if weight.table is not None]
             place.stored_bytes = sum(spread_bytes(table) for table in tables)
@@ -140,12 +142,12 @@ class WeightFetcher:
         for place in expected:
             if place.is_loaded:
                 place.is_ahead = True
-            elif has_room:  # otherwise it would take the room that an earlier group waits for
+            elif has_room:  # otherwise this group would take the memory that an earlier group needs
                 region = self._region(place, keeps_ahead=True)
                 try:
                     if region is not None:
                         self._fetch(place, region)
-                except CorruptTableError:  # the use that needs the group will raise it
+                except CorruptTableError:  # the use that needs the group raises the error again
                     region = None
                 has_room = place.is_ahead = region is not None
         return has_room
@@ -204,8 +206,9 @@ class WeightFetcher:
     # ---- placing ----
 
     def _region(self, place: Place, keeps_ahead: bool) -> Region | None:
-        """Returns a region of the arena for a group: its latest region if this is free, otherwise another one. Returns
-        None if there is no room. keeps_ahead: whether groups that were fetched ahead must not be overwritten."""
+        """Returns a region of the arena for a group: the latest region of the group if it is free, otherwise another
+        free one. Returns None if there is none. A region is free if no group that is in use lies in it. If keeps_ahead
+        is set, no group that was fetched ahead may lie in it either."""
         held = [other for other in self._loaded if other.uses or (keeps_ahead and other.is_ahead)]
         return self._arena.region(place.group.num_bytes, [o.region for o in held if o.region is not None], place.region)
 
@@ -241,8 +244,8 @@ class WeightFetcher:
         """Records that all work of a use has been issued to the caller's current stream."""
 
     def _queue(self, place: Place, over: list[Place]) -> None:
-        """Decodes a group's weights into the group's memory, after the last reads of the groups that this overwrites.
-        over: the overwritten groups."""
+        """Decodes the weights of a group into its memory, after the last reads of the groups in `over`. over: the
+        groups whose memory is overwritten."""
         begun = time.perf_counter()
         for weight, part in zip(place.group.weights, place.data):
             assert weight.table is not None
@@ -257,8 +260,9 @@ class CudaWeightFetcher(WeightFetcher):
     """Fetches groups into the arena of a GPU, on a separate stream. The copy engine brings all groups through one ring,
     without a pause between two groups.
 
-    Fetches and uses do not wait for the GPU, except fetches of tables in pageable memory. The stream of a use waits for
-    the end of the fetch. The stream of fetches waits for the end of the last uses of the groups that it overwrites.
+    The host does not wait for the GPU, except when it fetches tables that are in pageable memory. The stream of a use
+    waits for the end of the fetch. The stream of fetches waits for the end of the last uses of the groups that it
+    overwrites.
     """
 
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
@@ -274,7 +278,7 @@ class CudaWeightFetcher(WeightFetcher):
         super().start(places)
         largest = max((place.stored_bytes for place in places), default=0)
         self._ring_bytes = max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 4 * largest))
-        self._stream.wait_stream(self._current())  # it allocated the arena and filled the tables
+        self._stream.wait_stream(self._current())  # the current stream allocated the arena and filled the tables
         self.memory.record_stream(self._stream)  # a fetch may still be running when the model is destroyed
 
     def synchronize(self) -> None:
@@ -325,7 +329,7 @@ class CudaWeightFetcher(WeightFetcher):
     def _queue(self, place: Place, over: list[Place]) -> None:
         if place.region is None:
             assert place.memory is not None
-            self._stream.wait_stream(self._current())  # it allocated the memory
+            self._stream.wait_stream(self._current())  # the current stream allocated the memory
             place.memory.record_stream(self._stream)
         if place.ready is None:
             place.ready = torch.cuda.Event()

@@ -89,7 +89,7 @@ def on_moves(module: nn.Module, device: torch.device) -> Undo:
 
 def moved(value: Any, device: torch.device) -> Any:
     """Returns a value with its tensors moved to a device, including tensors in lists, tuples and dicts. Other objects
-    are returned as they are. For example, the layers of a key-value cache of transformers stay on the devices that fill
+    are returned unchanged. For example, the layers of a key-value cache of transformers stay on the devices that fill
     them."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
@@ -106,8 +106,8 @@ def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callab
 
     Args:
         weights: the weights of the module, by attribute. Weights without a table are left to torch.
-        place_of: returns the place of a weight's group, or None. After a save, a weight does not rest again if a call
-            is using its place.
+        place_of: returns the place of a weight's group, or None. After a save, a weight rests again unless a call is
+            using its place.
     """
 
     def before_save(*_: Any) -> None:

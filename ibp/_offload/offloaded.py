@@ -99,7 +99,7 @@ def offload(
             are used for caches of compressed experts. Each stacked weight has a cache in proportion to its size;
             requested experts replace the least recently used ones. None: no weights stay.
         resident: "raw", the only value: weights that stay on the device are not compressed.
-        max_sms: keep at most this many of the GPU's multiprocessors busy with decompression. None: 32.
+        max_sms: the largest number of the GPU's multiprocessors to keep busy with decompression. None: 32.
         lookahead: number of groups of weights that are fetched ahead. None: 2 on a GPU; 0 on the CPU, where nothing
             runs beside the model.
         group_bytes: a module with at most this many bytes of weights is fetched as a whole, a larger one in parts.
@@ -189,20 +189,21 @@ class OffloadStats(Statistics):
 
     Attributes:
         uses: number of times that a module used a group of weights.
-        misses: number of uses whose weights were neither on the device nor being fetched when the use began: first
-            uses, and uses after a change of order.
+        misses: number of uses whose weights were neither on the device nor being fetched when the use began. Misses are
+            expected at first uses, and when modules are called in a new order.
         fetched_bytes: number of bytes of weights that were brought to the device, counted uncompressed.
         link_bytes: number of bytes of compressed rows that crossed the link from host memory.
-        seconds: time in seconds from the first use to the last one, by the host's clock.
-        waited_seconds: time in seconds that modules waited for their weights, by the GPU's clock and without the last
-            use of each group; on the CPU, the time of decompression. `waited_seconds` is close to `seconds` if the link
-            is the bottleneck.
+        seconds: time in seconds from the beginning of the first use to the latest beginning or end of a use, by the
+            host's clock.
+        waited_seconds: on a GPU, the time in seconds that modules waited for their weights, by the GPU's clock; the
+            wait of the latest use of each group is not counted yet. On the CPU, the time of decompression.
+            `waited_seconds` is close to `seconds` if the link is the bottleneck.
         weight_bytes: size in bytes of all offloaded weights, uncompressed.
         host_bytes: size in bytes of the offloaded weights in host memory, including index and codebooks.
         device_bytes: size in bytes of the device memory for offloaded weights: weights that stay, the arena, the ring,
             the index, and caches of experts.
         expert_hits, expert_misses: number of requested rows of experts that were found in the cache, and number of
-            those that were fetched. Calls that fetch all experts are not counted.
+            requested rows that had to be fetched. Calls that fetch all experts are not counted.
     """
 
     uses: int
@@ -224,8 +225,7 @@ class OffloadStats(Statistics):
 
     @property
     def gb_per_s(self) -> float:
-        """Rate in GB/s at which weights were brought to the device, counted before compression; 0 before there are two
-        uses."""
+        """Rate in GB/s at which weights were brought to the device, counted before compression; 0 if `seconds` is 0."""
         return self.fetched_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     @property

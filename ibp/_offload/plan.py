@@ -16,7 +16,8 @@ from ..nn._compressing import place_of
 from ..nn._stacks import is_stack
 from .weights import Weight
 
-# Alignment in bytes of the weights in a group: that of memory from cudaMalloc, which is enough for cuBLAS.
+# Alignment in bytes of the weights in a group. Memory from cudaMalloc has the same alignment, which is enough for
+# cuBLAS.
 _ALIGNMENT = 256
 
 # Modules of torch that read the weights of their submodules to choose how they compute. A call of such a module uses
@@ -65,14 +66,15 @@ class OffloadPlan:
     # The modules that are distributed over the devices round-robin, such as the layers of a transformer.
     blocks: list[nn.Module] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)  # all offloaded weights
-    # For each module, the weights that it holds itself, not those of its submodules, by attribute.
+    # For each module, the weights that it holds itself, by attribute. Weights of its submodules are not included.
     held: dict[nn.Module, dict[str, Weight]] = field(default_factory=dict)
     others: list[Other] = field(default_factory=list)  # all other parameters and buffers, each tensor once
     groups: list[Group] = field(default_factory=list)  # in the order of the modules
     # The next three fields say how modules use weights.
     users: dict[nn.Module, list[Group]] = field(default_factory=dict)  # the groups that a module's calls use
     lookups: list[nn.Module] = field(default_factory=list)  # modules that look up rows of the weights that they hold
-    experts: dict[nn.Module, Group] = field(default_factory=dict)  # the stacks of a module of experts
+    # For each module of experts, the group of its weights.
+    experts: dict[nn.Module, Group] = field(default_factory=dict)
     # For each device, the size in bytes of the memory for groups that are in use or fetched ahead.
     arena_bytes: list[int] = field(default_factory=list)
     # For each stacked weight that is fetched, the size of its cache in bytes.
@@ -187,7 +189,7 @@ class _Divider:
 
     def visit(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
         """Divides the weights of a module and of its submodules into groups. outer: for each device number, the size in
-        bytes of the groups that the modules around this module use."""
+        bytes of the groups that the modules which contain this module use."""
         if module in self._visited:
             return
         self._visited.add(module)
@@ -221,7 +223,8 @@ class _Divider:
             self.visit(child, f"{name}.{child_name}" if name else child_name, held)
 
     def _weights_of(self, modules: Iterable[nn.Module]) -> list[Weight]:
-        """Returns the weights that modules hold themselves, not those of their submodules, each weight once."""
+        """Returns the weights that the given modules hold themselves, each weight once. Weights of their submodules are
+        not included."""
         return list(dict.fromkeys(weight for part in modules for weight in self._plan.held.get(part, {}).values()))
 
     def _fits(self, module: nn.Module, below: list[Weight]) -> bool:
@@ -283,8 +286,8 @@ def _plan_memory(plan: OffloadPlan, number: int, resident_bytes: int, lookahead:
     plan.cache_bytes.update({weight: left * weight.num_bytes // total for weight in stacks})
     sizes = [group.num_bytes for group in groups if not group.stays]
     at_once = min(lookahead + 1, len(sizes))
-    # The sizes in bytes of all runs of consecutive groups that are on the device at the same time. The last group is
-    # followed by the first.
+    # The size in bytes of each run of consecutive groups that can be on the device at the same time. Runs wrap around:
+    # the first group follows the last.
     runs = (sum([*sizes, *sizes][first : first + at_once]) for first in range(len(sizes)))
     plan.arena_bytes.append(nested_bytes + max(runs, default=0))
 

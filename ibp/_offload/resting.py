@@ -1,5 +1,5 @@
-"""Resting tensors stand for weights between uses. They have the weights' shapes, dtypes and devices, but not their
-values, which are decoded when they are read."""
+"""A resting tensor stands for a weight of an offloaded model between uses. It has the weight's shape, dtype and device,
+but not the weight's values. Code that reads the values gets a decoded copy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
 def _changes_nothing(function: Callable, tensor: Any, *args: Any, **kwargs: Any) -> bool:
-    """Returns whether a conversion, such as that of `module.to()`, would return the tensor itself."""
+    """Returns whether a conversion, such as `Tensor.to`, would return the tensor itself, because there is nothing to
+    convert."""
     with torch._C.DisableTorchFunctionSubclass():
         shape = (0, *tensor.shape[1:]) if tensor.dim() else ()
         probe = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
@@ -227,8 +228,8 @@ _AWAKE: dict[type, type] = {resting: awake for awake, resting in _CLASSES.items(
 
 
 def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
-    """Makes a model's tensor rest. Its memory is replaced by that of `blank`, a tensor of the same shape, dtype and
-    device; from now on, its values are read from `source`."""
+    """Makes a model's tensor rest. The tensor gets the memory of `blank`, a tensor of the same shape, dtype and device,
+    in place of its own. From now on, its values are read from `source`."""
     kind = tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
     tensor.data = blank
     setattr(tensor, _SOURCE, source)
@@ -242,8 +243,8 @@ def wake(tensor: torch.Tensor) -> None:
 
 
 def bind(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Makes a parameter or buffer of a model an ordinary tensor that uses the memory of `value`. It remains the same
-    object, because other code may hold references to it."""
+    """Makes `tensor`, a parameter or buffer of a model, an ordinary tensor that uses the memory of `value`. `tensor`
+    remains the same object, because other code may hold references to it."""
     tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
     if tensor.is_meta:  # its data cannot be set, so the contents of two objects are swapped
         other = torch.nn.Parameter(value, False) if isinstance(tensor, torch.nn.Parameter) else value.view_as(value)

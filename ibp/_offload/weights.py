@@ -1,4 +1,4 @@
-"""The weights of a model with their tables, and where their values come from: the model itself or a checkpoint."""
+"""Holds the weights of an offloaded model and makes their tables from the values of the model or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Weight:
         # The dimensions in their order in memory: `tensor.permute(order)` is contiguous if the tensor is dense.
         self.order = memory_order(tensor)
         is_dense = tensor.permute(self.order).is_contiguous()
-        # The strides of the values: those of the weight, or contiguous ones if the weight had gaps.
+        # The strides of the values: the strides of the tensor if it is dense, otherwise the strides of a contiguous
+        # tensor.
         self.stride = (
             tensor.stride() if is_dense else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
         )
@@ -63,7 +64,7 @@ class Weight:
         self.unit: Literal["weight", "row", "expert"] = "weight"  # what one fetch brings
         # The table of `tensor.permute(order)`. None before the weight is stored, and after it is restored.
         self.table: CompressedTensor | None = None
-        self.saved = SavedTensor()  # the tensor that state_dict() returned for it
+        self.saved = SavedTensor()  # the tensor that state_dict() returned for the weight
         # What the tensors contain between uses: a tensor of the right shape, dtype and device, with meaningless values.
         self._blank: torch.Tensor | None = None
         self._read: Callable[[Weight], torch.Tensor] | None = None  # returns the values between uses
@@ -163,7 +164,7 @@ class Weight:
 
         Args:
             x: the values, on any device.
-            compressor: makes the table, unless x already is a table that can be used as it is.
+            compressor: makes the table, unless x already is a table that can be used without changes.
             scheme: as in `ibp.offload`.
             is_borrowed: whether x belongs to a checkpoint, so that it is copied before the model uses it.
         """
@@ -220,7 +221,7 @@ def store(
     """Stores all weights of a model, and moves its other tensors to their devices.
 
     Args:
-        checkpoint: the pairs of `read_checkpoint`. None: the values are those of the model.
+        checkpoint: the pairs of `read_checkpoint`. None: the values come from the model.
         scheme, progress: as in `ibp.offload`.
         read: returns the values of a weight that is read between uses.
     """

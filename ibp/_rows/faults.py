@@ -92,7 +92,8 @@ class Faults:
     def __init__(self, *words: FaultWords) -> None:
         self._words = words
         self._noted: dict[torch.device, np.ndarray] = {}  # All records of a device, int64 [number of kinds, ENTRIES].
-        # For each kind of work, a view of its record in `_noted` that the device can write to.
+        # For each device, one tensor for each of its records, over the memory of `_noted`, in which the device notes
+        # faults.
         self._records: dict[torch.device, tuple[torch.Tensor, ...]] = {}
 
     @property

@@ -81,8 +81,8 @@ class Handle:
     ) -> None:
         """Encodes the rows of x, or of buffers with the layout of x, into the table's memory.
 
-        The arguments are described at `_tables.coded_rows.encode_into`; counts, fault and is_new are described at the
-        operation encode_into in csrc/bindings/torch_ops.cpp.
+        For the arguments counts, fault and is_new, see the operation encode_into in csrc/bindings/torch_ops.cpp. For
+        all others, see `_tables.coded_rows.encode_into`.
         """
         given = (buffers, row_ids, first_row, max_sms, counts, fault, is_new)
         torch.ops.ibp.encode_into.default(self.table, x, *given)

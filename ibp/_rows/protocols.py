@@ -1,5 +1,5 @@
 """Protocols for objects that have rows. `index_select`, `decompress` and `embedding_bag` accept any object that
-implements the protocol they need."""
+implements the required protocol."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class Room:
     """The buffers that hold a table's rows. The tensors of the table are views of the beginnings of these buffers."""
 
     capacity: int  # Number of whole rows that the slots and the index have room for.
-    # Slots and overflow are each in the kind of memory that the table uses for them. The overflow is free from byte
-    # index.used to its end.
+    # Slots and overflow are each in the kind of memory that the table uses for them. The bytes of the overflow from
+    # index.used to its end are not allocated to any row.
     slots: torch.Tensor
     overflow: torch.Tensor
     index: Index  # The index, on the device of the slots.
@@ -101,8 +101,8 @@ class Room:
         return self.copies[device]
 
     def begin_change(self, device: torch.device) -> Index:
-        """Drops the copies of the index on other devices, because a device is about to change rows. Returns the index
-        on this device."""
+        """Prepares for a change of rows by `device`: drops the copies of the index on all other devices. Returns the
+        index on `device`."""
         index = self.index_on(device)
         is_home = device == self.slots.device
         self.copies = {} if is_home else {device: index}

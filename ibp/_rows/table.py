@@ -374,8 +374,8 @@ class Table(TensorManners, Saves):
         return room
 
     def _forget_handles(self, changing: torch.device) -> None:
-        """Drops all values that are derived from the rows, and all handles except that of one device. Call it before
-        that device changes rows."""
+        """Drops all values that are derived from the rows, and all handles except the handle for the device `changing`.
+        Call it before this device changes rows."""
         vars(self).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
         for device in [device for device in self._handles if device != changing]:
             del self._handles[device]
@@ -385,8 +385,8 @@ class Table(TensorManners, Saves):
         vars(self)["version"] = self.version + 1
 
     def _become(self, other: Table) -> None:
-        """Replaces all fields and the memory by those of another table of the same tensor, in one step. No other code
-        may hold the other table."""
+        """Replaces all fields and the memory of this table with those of `other`, another table of the same tensor, in
+        one step. No other code may hold the other table."""
         self._handles.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
         vars(self).update(
@@ -578,8 +578,8 @@ def _checked_tensors(
     geometry: Geometry, scheme: str, slot_bytes: int, slots: Any, overflow: Any, lengths: Any, bases: Any
 ) -> dict[str, torch.Tensor]:
     """Checks the sizes, dtypes and devices of the table's tensors; raises ValueError if one is wrong. Returns the
-    tensors by name. Each is a new tensor object over the same memory. Callers do not hold it, so they cannot resize it.
-    The contents are not checked here, but by the decoders."""
+    tensors by name. Each of these is a new tensor object over the same memory. No caller holds the new object, so no
+    caller can resize it. The decoders, not this function, check the contents of the tensors."""
     num_bases = -(-geometry.num_rows // _core.ROWS_PER_BASE)
     raw_overflow = geometry.raw_overflow_bytes(slot_bytes)
     is_raw = scheme == "raw"

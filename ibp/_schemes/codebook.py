@@ -26,7 +26,7 @@ _Book = TypeVar("_Book", bound="AnyCodebook")
 
 def public(kind: _Class) -> _Class:
     """A class decorator. Allows torch.load(weights_only=True), and messages from other processes, to make objects of
-    the class. The name `ibp.<name>`, under which ibp 0.2 pickled the class, is also allowed."""
+    the class. Objects that ibp 0.2 pickled, in which the class has the name `ibp.<name>`, are allowed, too."""
     wire.sent(kind)
     torch.serialization.add_safe_globals([kind, (kind, f"ibp.{kind.__name__}")])
     return kind

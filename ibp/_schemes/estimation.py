@@ -140,7 +140,7 @@ def estimate(
         'planes'
 
     Args:
-        x: tensor [N, ...]. If it requires grad, only its values count.
+        x: tensor [N, ...]. If x requires grad, only its values are used.
         codebook: a codebook made by `analyze` or `Codebook.from_masks`, or the codebook of a table. x is cut into rows
             of `codebook.row_bytes` bytes. None: codebooks are learned from a sample.
         layout, slot_bytes, level, row_bytes: as in `compress`. They cannot be given with a codebook.

@@ -29,14 +29,14 @@ from . import masks, planes
 from .clusters import check_clusters, split
 from .codebook import AnyCodebook, check_codebook, coder_rates, measure, work_of
 
-# Sizes of the samples of a `Request`, unless the table has fewer rows. `rows` has at least _LEAST_ROWS rows. If the
-# caller does not say how large the sample is, `few_rows` has the fraction _FEW_SHARE of the table's rows, but at least
-# _LEAST_FEW_ROWS rows. `host_rows` has about _HOST_ELEMENTS elements, but at least _LEAST_HOST_ROWS rows.
+# Sizes of the samples of a `Request`, unless the table has fewer rows. `rows` has at least _LEAST_ROWS rows. If
+# `Options.sample` is None, `few_rows` has the fraction _FEW_SHARE of the table's rows, but at least _LEAST_FEW_ROWS
+# rows. `host_rows` has about _HOST_ELEMENTS elements, but at least _LEAST_HOST_ROWS rows.
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
 _HOST_ELEMENTS, _LEAST_HOST_ROWS = 1 << 19, 16
 _FEW_SHARE = 0.01
-# For each type of the device that analyses the sample: size of the sample in bytes if the caller does not say how large
-# it is. For a table with a single codebook, a sample of 1 % of the rows loses at most 0.07 percentage points of savings
+# Size of the sample in bytes if `Options.sample` is None, for each type of the device that analyses the sample. For a
+# table with a single codebook, a sample of 1 % of the rows loses at most 0.07 percentage points of savings
 # (benchmarks/sampling.py).
 _SAMPLE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 # The coded size of a table is assumed to be at least this fraction of its estimate. Measured fractions are 0.985 to
@@ -68,12 +68,12 @@ class Options:
 
 
 def checked(options: Options) -> Options:
-    """Checks the options that say how a codebook is learned, and returns the options with Python's own numbers in place
-    of numbers of NumPy. The other options, and a given codebook, can be checked only together with the tensor.
+    """Checks the options that say how a codebook is learned. Returns the options with NumPy numbers converted to Python
+    numbers. The other options, and a given codebook, can be checked only together with the tensor.
 
     Raises:
         TypeError: an option has a wrong type.
-        ValueError: an option is out of range, or contradicts another option.
+        ValueError: an option is out of range, or is inconsistent with another option.
     """
     chunk_bytes, tau, sample, clusters = options.chunk_bytes, options.tau, options.sample, options.clusters
     chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
@@ -114,11 +114,11 @@ class Request:
         slot_bytes: size in bytes of a slot of the table. 0: the table is packed. None: the size is still to be chosen.
         paper: as in `ibp.codecs.analyze`; for scheme "ibp" only.
         codes_invariant: whether bits and columns that are the same in all sampled rows are coded, too. If so, every row
-            has a coded form, even one in which these bits differ.
+            has a coded form, even a row in which these bits or columns have other values.
         in_place: whether the coded rows replace the tensor in its own memory (`compress(inplace=True)`). If so, "auto"
             takes the scheme with the fewest stored bytes.
-        near: a function that returns the bytes that work on the device is to read: a copy of `data` on the device,
-            which is made in the background, or `data` itself (see `staging.whole_ahead`). None: the work reads `data`.
+        near: a function that returns the bytes for work on the device: a copy of `data` on the device, which is made in
+            the background, or `data` itself (see `staging.whole_ahead`). None: the work reads `data`.
         measured: the codebooks that were learned from `host_rows`, each with the coded lengths of `host_rows` and the
             survey of these lengths.
     """
@@ -143,7 +143,7 @@ class Request:
 
         Raises:
             TypeError: an option has a wrong type.
-            ValueError: an option is out of range, or contradicts another option.
+            ValueError: an option is out of range, or is inconsistent with another option.
         """
         options = checked(options)
         device, codebook = memory.usual(options.device, x), options.codebook
@@ -189,8 +189,8 @@ class Request:
     @functools.cached_property
     def host_rows(self) -> torch.Tensor:
         """A sample of whole rows on the CPU, with no more than about 2^19 elements, but at least 16 rows. The core
-        learns symbols from it, and "auto" measures it with the codebook of every scheme. If the caller says how large
-        the sample is, `host_rows` may be smaller."""
+        learns symbols from it, and "auto" measures it with the codebook of every scheme. If `Options.sample` is given,
+        `host_rows` may be smaller."""
         geometry = self.geometry
         if geometry.num_bytes < geometry.row_bytes:
             return self.rows.cpu()
@@ -632,8 +632,8 @@ def learned_from(
     num_rows: int | None = None,
 ) -> AnyCodebook | None:
     """Learns a codebook from a sample, for later data of the same kind. Returns the codebook, or None if raw rows are
-    best. The codebook can code every row. Bits and columns that are constant in the sample are coded, too, so they may
-    have other values in later rows.
+    best. The codebook can code every row. It also codes the bits and columns that are constant in the sample, so they
+    may have other values in later rows.
 
     Args:
         rows: uint8 [n * row_bytes], the sample.

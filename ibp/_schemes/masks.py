@@ -60,7 +60,7 @@ class Codebook(AnyCodebook):
     Attributes:
         row_bytes: size in bytes of a row, 1 to 65,536.
         chunk_bytes: size in bytes of a chunk: 1, 2, 4 or 8.
-        flag_all: whether chunks without a mask also have a participation bit. The coded bytes are then those of the
+        flag_all: whether chunks without a mask also have a participation bit. If so, the coded bytes are those of the
             paper.
         palette: uint8 [P, 2, chunk_bytes], the distinct (mask, bitval) pairs. P is 1 to 65,536.
         index: uint8 [num_chunks], or uint16 if there are more than 256 pairs: for each chunk, the position of its pair
@@ -272,8 +272,8 @@ def _checked_pairs(
 
 
 def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (distinct, index): the distinct rows of pairs in increasing order, and the position of each row of pairs
-    among them, int64 [n]. pairs: uint8 [n, up to 16]."""
+    """Returns (distinct, index). distinct has the distinct rows of pairs, in increasing order. index, int64 [n], has
+    the position in distinct of each row of pairs. pairs: uint8 [n, up to 16]."""
     keys = np.zeros((len(pairs), 16), np.uint8)
     keys[:, : pairs.shape[1]] = pairs
     words = keys.view(">u8").astype(np.uint64)
@@ -288,8 +288,8 @@ def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)  # The paper's artifact sweeps 0.70 to 1.0.
-# The greedy choice of masks looks at no more than _GREEDY_BYTES bytes of each group's rows, or at _LEAST_GREEDY_ROWS
-# rows if these have more bytes.
+# The greedy choice of masks looks at no more than max(_LEAST_GREEDY_ROWS, _GREEDY_BYTES / row_bytes) rows of each
+# group.
 _GREEDY_BYTES, _LEAST_GREEDY_ROWS = 2 << 20, 256
 # In tables with fewer rows, masks that differ from chunk to chunk take more bytes than they save.
 _LEAST_MASKED_ROWS = 64
@@ -530,9 +530,8 @@ class _Sweep:
         return [_rows.sample(part, self.row_bytes, most).cpu() for part in self.parts]
 
     def gains(self, tried: list[_Masks], chunk_bytes: int) -> list[np.ndarray]:
-        """Returns a list with an array, int64 [K, chunks], for each of the tried masks. The array holds, for each
-        group, the number of bits that each chunk saves in all rows of the group, minus the number of the chunk's
-        participation bits."""
+        """Returns a list of arrays, int64 [K, chunks], one for each of the tried masks. An entry is the number of bits
+        that a chunk saves in all rows of a group, minus the number of the chunk's participation bits in these rows."""
         codec, found = MasksForm(self.row_bytes, chunk_bytes, False).codec(num_flags=0), []
         for masks in tried:
             words = self._words(masks, chunk_bytes, False)

@@ -1,8 +1,8 @@
 """Scheme "planes": a codebook says how elements are split, and which symbols are frequent (FORMAT.md section 6).
 
-The low bits of an element, its residual, are stored as they are. The high bits are its symbol. A frequent symbol is
-coded by digits of a few bits each, which name an entry of the codebook; any other symbol is an escape, and is stored in
-full. In a dense row, all elements are coded in this way. A listed row lists only the elements that differ from the
+The low bits of an element are its residual, which is stored unchanged. The high bits are its symbol. A frequent symbol
+is coded by digits of a few bits each, which name an entry of the codebook; any other symbol is an escape, and is stored
+in full. In a dense row, all elements are coded in this way. A listed row lists only the elements that differ from the
 codebook's `default`. A column that holds the same element in all rows is constant and is not stored; the other columns
 are live.
 
@@ -85,8 +85,8 @@ class PlanesCodebook(AnyCodebook):
         row_bytes: size in bytes of a row, 1 to 65,536, a multiple of element_bytes.
         element_bytes: size in bytes of an element: 1, 2, 4 or 8.
         rotate: 0 or 1, the number of bits by which elements are rotated left before they are split.
-        residual_bits: the number of low bits that are stored as they are, 0 to 8 * element_bytes - invariant_bits. The
-            bits above them are the symbol.
+        residual_bits: the number of bits of the residual, 0 to 8 * element_bytes - invariant_bits. The residual
+            consists of the low bits, which are stored unchanged. The bits above the residual are the symbol.
         digit_bits: the number of bits of a digit in each plane: up to 4 planes, with digits of 1 to 4 bits.
         per_column: whether every column has its own entries. It cannot be combined with listed.
         listed: whether rows list the elements that differ from default.
@@ -203,7 +203,7 @@ class PlanesCodebook(AnyCodebook):
 
     def _checked_numbers(self, width: int) -> dict[str, Any]:
         """Checks the fields that are whole numbers or flags, for elements of `width` bits, and returns them by name.
-        Raises ValueError if a field is out of range or contradicts another field."""
+        Raises ValueError if a field is out of range or inconsistent with another field."""
         invariant_bits = whole("invariant_bits", self.invariant_bits, 0, width - 1)
         most = {
             "rotate": 1,
@@ -403,7 +403,8 @@ class LearnedPlanes:
     Attributes:
         codebook: the codebook, with expected_savings.
         entries: uint16 [n], the `lengths` of the sample's rows (FORMAT.md section 2).
-        survey: the survey of these lengths. None if the sample does not compress, so that all rows stay as they are.
+        survey: the survey of these lengths. None if the sample does not compress. Then the codebook stores all bits
+            unchanged.
     """
 
     codebook: PlanesCodebook
@@ -553,7 +554,8 @@ def _check_sample(sample: torch.Tensor, row_bytes: int) -> None:
 
 def _element_of(dtype: torch.dtype, row_bytes: int) -> tuple[int, int]:
     """Returns (size in bytes of the elements that rows of this dtype are split into, number of bits of their exponent).
-    The number is 0 if the elements have no exponent. See `dtype` of `learn_planes`."""
+    The number of bits is 0 if the elements have no exponent, or are smaller than the numbers of the tensor. See `dtype`
+    of `learn_planes`."""
     exponent_bits, own_bytes = 0, dtype.itemsize
     if dtype.is_floating_point or dtype.is_complex:
         own_bytes = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize

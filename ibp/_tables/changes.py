@@ -96,8 +96,9 @@ def check_can_change(table: Table) -> None:
 
 
 def check_rows(table: Table, rows: Any, count: int | None) -> None:
-    """Raises TypeError or ValueError unless rows is a tensor of items that fit the table, and RuntimeError if the table
-    is shared with other processes. count: the number of items that rows must have. None: any number."""
+    """Raises TypeError or ValueError unless rows is a dense tensor whose items have the shape and dtype of the table's
+    items. Raises RuntimeError if the table is shared with other processes. count: the number of items that rows must
+    have. None: any number."""
     if not isinstance(rows, torch.Tensor):
         raise TypeError(f"rows is a {type(rows).__name__}; wanted a torch.Tensor")
     if rows.dtype != table.dtype:
@@ -154,9 +155,9 @@ def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch
 
 
 def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (numbers of the rows that hold the items, new contents of these rows). The contents are the items
-    themselves if each item is one row, and bytes otherwise. Rows that also hold bytes of other items are decoded, and
-    the new bytes are inserted."""
+    """Returns (numbers of the rows that hold the items, new contents of these rows). The contents are `items` itself if
+    each item is one row and `items` is a plain contiguous tensor. Otherwise the contents are bytes. Rows that also hold
+    bytes of other items are decoded, and the new bytes are inserted."""
     item_bytes, row_bytes = table.geometry.item_bytes, table.row_bytes
     is_bare = items.is_contiguous() and not (items.requires_grad or items.is_conj() or items.is_neg())
     if item_bytes == row_bytes and is_bare:
@@ -271,14 +272,14 @@ def _encode(
     numbers: torch.Tensor | None,
     first_row: int,
 ) -> None:
-    """Encodes rows into the table's room. The operation needs no fault record, because the ids have been checked, and
-    the overflow is first enlarged, if needed, so that it has room for every row.
+    """Encodes rows into the table's room. If the overflow may be too small for the rows, it is enlarged first. The ids
+    have been checked. Therefore the operation needs no fault record.
 
     Args:
         geometry: the geometry of the table after the change.
         data: the new rows, contiguous, on the worker.
         worker: the device that encodes the rows.
-        numbers: the row numbers, all different. None: the rows that begin at first_row.
+        numbers: the row numbers, all different. None: first_row and the row numbers after it.
     """
     row_bytes, slot_bytes = table.row_bytes, table.slot_bytes
     most_bytes = -(-data.nbytes // row_bytes) * rounded_up(row_bytes - slot_bytes, _SECTOR)

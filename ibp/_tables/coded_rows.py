@@ -80,9 +80,10 @@ class CodedRows(OfThisProcess):
 
     Attributes:
         memory, overflow_memory: "device" or "pinned"; or "host" if the device is a CPU.
-        counters: int64 [8] on the device: number of bytes of overflow that have been allocated to rows; number of rows
-            that spilled; number of rows that were lost; the fault record of `encode_into` (4 entries); and an entry
-            that `encode_into` does not write. If rows were lost, the first entry may be more than the size of overflow.
+        counters: int64 [8] on the device. The entries are, in this order: number of bytes of overflow that have been
+            allocated to rows; number of rows that spilled; number of rows that were lost; the fault record of
+            `encode_into` (4 entries); an entry that `encode_into` does not write. If rows were lost, the first entry
+            may be more than the size of overflow.
         used, fault: views of the first entry, and of the fault record, in `counters`.
 
     Raises:
@@ -321,8 +322,8 @@ def _allocated(
     """Returns separate memory for the head and for each part of a form.
 
     Args:
-        in_host: two flags: whether slots, and whether overflow, are in host memory. This memory is pinned if the device
-            is a GPU.
+        in_host: [whether slots are in host memory, whether overflow is in host memory]. This memory is pinned if the
+            device is a GPU.
         host_buffer: the parts in host memory become views of this buffer. None: new memory is allocated.
     """
     *index, slots, overflow = forms.HEAD_BYTES, *(part.stop - part.start for part in form)
