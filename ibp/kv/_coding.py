@@ -325,8 +325,8 @@ class TokenCodec:
         self._learner.take(codebook, use=self._num_encoded)
 
     def add(self, coded: CodedTokens, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
-        """Appends encoded items to the last span, and tells the learner the sizes of the items before and after
-        encoding. If the last span has another codebook, or if there is no span, makes a new span.
+        """Appends encoded items to the last span. If there is no span, or the last span has another codebook, appends
+        them to a new span instead. Also tells the learner the sizes of the items before and after encoding.
 
         Args:
             num_bytes: size in bytes of the encoded items.

@@ -82,7 +82,7 @@ class KVRows(OfThisProcess):
             share (MLA), make a single `KVRows` with num_heads 1.
         num_layers, num_tokens: number of layers, and number of tokens of each layer.
         num_heads: number of rows of a token.
-        dtype: dtype of the rows. None: the sample's.
+        dtype: dtype of the rows. None: the dtype of the sample.
         cache_bytes: total size in bytes of the device memory for the caches of all layers. 0: no caches.
         slot_bytes: size in bytes of the slot of each row. Bytes of a row that do not fit in its slot go to the overflow
             of the row's layer. None: a size that suits the sample, or the savings that the codebook expects.

@@ -54,7 +54,8 @@ def multiply_experts(
 
 
 class Experts(CodedModule):
-    """A module of stacked experts of transformers, with coded stacked weights. `ibp.nn.compress` makes such modules.
+    """A module of transformers that holds stacked experts, with the stacked weights kept as tables. `ibp.nn.compress`
+    makes such modules.
 
     On a GPU, a call for few tokens sorts the tokens by their experts and multiplies with a kernel that decodes weights
     in registers. Such a call does not wait for the GPU, and can be compiled or captured in a CUDA graph. All other

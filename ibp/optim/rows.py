@@ -345,8 +345,8 @@ def _listed(modules: Any) -> list[Any]:
 
 
 def _row_modules(modules: Any) -> list[RowsModule]:
-    """Returns those of the given modules and their submodules whose rows train, each module once, in order. Raises
-    ValueError if a given module contains no such module."""
+    """Returns the modules whose rows train, among the given modules and their submodules, each once and in order.
+    Raises ValueError if a given module contains no such module."""
     found: dict[RowsModule, None] = {}
     for module in _listed(modules):
         if not isinstance(module, torch.nn.Module):
@@ -363,8 +363,8 @@ def _decayed(grad: torch.Tensor, rows: torch.Tensor, weight_decay: float) -> tor
 
 
 def _whole_vectors(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of rows in one dimension. On the CPU, zeros follow them up to a multiple of
-    _VECTOR_ELEMENTS, so that every element is rounded as it would be in a large tensor."""
+    """Returns the elements of rows as a tensor of one dimension. On the CPU, the tensor is padded with zeros to a
+    multiple of _VECTOR_ELEMENTS, so that every element is rounded as it would be in a large tensor."""
     flat = rows.reshape(-1)
     rest = -flat.numel() % _VECTOR_ELEMENTS if flat.device.type == "cpu" else 0
     return torch.nn.functional.pad(flat, (0, rest)) if rest else flat
@@ -383,8 +383,8 @@ def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
 
 
 def _checked(saved: dict[str, Any], shape: Iterable[int], dtype: torch.dtype) -> Any:
-    """Returns `sum` of a saved state, a tensor or a table. Raises ValueError if it is missing or has another shape or
-    dtype."""
+    """Returns the entry `sum` of a saved state, which is a tensor or a table. Raises ValueError if it is missing or has
+    another shape or dtype."""
     sums = saved.get("sum")
     if not isinstance(sums, (torch.Tensor, CompressedTensor)):
         raise ValueError(f"the state's sum is a {type(sums).__name__}; wanted a tensor or a table")
