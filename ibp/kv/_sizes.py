@@ -23,7 +23,7 @@ _SHARE_IN_SLOTS = 0.999  # the fraction of the sample's rows that should fit in 
 # enough for one raw row in 21.
 _LEAST_OVERFLOW = 0.02
 # The size of the overflow divided by the size that the sample's rows need. It is more than 1 because a row that needed
-# overflow once keeps it when it is replaced by a shorter row.
+# overflow once keeps this overflow when a shorter row replaces it.
 _SPILL_MARGIN = 4
 _SECTOR = _core.SECTOR_BYTES
 # For rows of at most _SHORT_ROW_BYTES bytes, a second codebook is learned, from groups of _ROWS_TOGETHER rows (see

@@ -178,8 +178,8 @@ class KVStore(OfThisProcess):
         True
 
     Args:
-        codebook: the codebook that compresses rows. Or a sample of blocks: the codebook is learned from it, and sizes
-            are chosen to suit it.
+        codebook: the codebook that compresses rows. Or a sample of blocks: the codebook is learned from it, and the
+            sizes of slots and overflow are chosen to suit it.
         page_bytes: size in bytes of one tensor's block in a page. A complete page has num_tensors * page_bytes bytes.
         num_pages: number of pages. None: the largest number that fits into pool_bytes.
         pool_bytes: total size in bytes of slots and overflow, or of slots alone if overflow is in host memory although

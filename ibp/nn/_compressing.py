@@ -159,7 +159,7 @@ def compress(
             it first, or "default", as in `ibp.compress`. FP16 weights shrink by an eighth at "fast", by a seventh at
             "default". Embeddings that share no table with a matrix always get "default", which needs the fewest bytes.
         fused: as in `ibp.nn.Linear`.
-        min_bytes: smaller weights stay plain.
+        min_bytes: weights of fewer bytes stay plain.
         progress: whether to show a progress bar.
 
     Returns:

@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _ASKS_FOR_GRADIENTS: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
-# Methods that read the memory of a tensor directly, without an operation of torch that a subclass could handle.
+# Methods that read the memory of a tensor directly, without calling an operation that `__torch_dispatch__` sees.
 _READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 
 

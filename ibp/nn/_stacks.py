@@ -1,10 +1,10 @@
 """Stacks of experts: finds the modules of transformers that hold them, and calls such a module for a few of its
 experts.
 
-A call has a fixed number of choices: the experts of each token, counted over all tokens. The chosen experts are put
-into slots. The number of slots is the largest number of experts that this number of choices can name, so the host knows
-the number of slots without waiting for a GPU. The forward of the module's class computes with the slots instead of all
-experts, and with slot numbers instead of expert numbers.
+A call has a fixed number of choices: the number of tokens times the number of experts that each token chooses. The
+chosen experts are put into slots. The number of slots is the largest number of experts that this number of choices can
+name, so the host knows the number of slots without waiting for a GPU. The forward of the module's class computes with
+the slots instead of all experts, and with slot numbers instead of expert numbers.
 """
 
 from __future__ import annotations

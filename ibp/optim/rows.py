@@ -96,7 +96,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self, module: RowsModule, gradient: RowGradient, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Computes and writes the new values of the rows that a gradient has, and the new state of these rows."""
+        """Computes and writes the new values of the rows of a gradient, and the new state of these rows."""
         raise NotImplementedError
 
     def _loaded_state(self, module: RowsModule, saved: dict[str, Any]) -> dict[str, Any]:
@@ -287,8 +287,8 @@ def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> N
     """Averages the gradients of rows over the processes of a group, as DistributedDataParallel does for parameters.
     Every process of the group must call it between `backward()` and `step()`.
 
-    Each process has its own copy of the module. If all copies begin with the same rows, they keep the same bits in all
-    steps: every process adds up the gradients of a row in the order of the ranks.
+    Each process has its own copy of the module. If all copies begin with the same rows, their rows are bit-identical
+    after every step, because every process adds up the gradients of a row in the order of the ranks.
 
     Example:
         >>> # on each rank of a group

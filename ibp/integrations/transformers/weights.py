@@ -33,7 +33,7 @@ __all__ = ["IbpConfig", "IbpQuantizer", "save_coded"]
 # choose device maps.
 _CODED_SHARE = 0.77
 _SHARD_BYTES = 5 << 30  # default for the largest size in bytes of the weights in a file; `ibp compress` has the same
-_TRANSPOSED = "_transposed"  # the suffix of names of transposed matrices' tables in `ibp.nn.coded_state_dict`
+_TRANSPOSED = "_transposed"  # suffix of the names of transposed tables in `ibp.nn.coded_state_dict`
 _INITIALIZED = "_is_hf_initialized"  # transformers does not initialise parameters that have this attribute
 # True if transformers tells the quantizer, before it reads a tensor of a checkpoint, into which parameter the tensor
 # will be loaded. Releases since 5.20 do.
@@ -440,7 +440,7 @@ def _in_file(model: PreTrainedModel) -> dict[str, Any]:
         state[key] = value if isinstance(value, ibp.CompressedTensor) else value.contiguous()
     conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
     if any(isinstance(conversion, WeightConverter) for conversion in conversions):
-        return state  # such conversions compute with tensors; transformers also loads the model's own names
+        return state  # a WeightConverter needs plain tensors; transformers also loads the model's own names
     return revert_weight_conversion(model, state)
 
 
