@@ -41,8 +41,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Form:
-    """Describes how the keys or values of a layer, [B, num_heads, T, head_dim], are cut into items, and the items into
-    rows.
+    """Describes how the keys or values of a layer, [B, num_heads, T, head_dim], are cut into items, and how the items
+    are cut into rows.
 
     An item has the tokens of one block, one head and one sequence. Its item_bytes bytes are contiguous, and are cut
     into rows of row_bytes bytes without a remainder.

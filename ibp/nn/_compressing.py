@@ -416,8 +416,8 @@ def _kinds() -> tuple[type[torch.nn.Module], ...]:
 
 
 def place_of(tensor: torch.Tensor) -> object:
-    """Returns a key that is equal for tensors of the same dtype, shape and strides at the same address. For a tensor
-    without an address, or of a subclass, the key is the id of the object."""
+    """Returns a key that identifies a tensor's memory: tensors of the same dtype, shape and strides at the same address
+    have equal keys. For a tensor without an address, or of a subclass, the key is the id of the object."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if tensor.is_meta or not is_plain:
         return id(tensor)

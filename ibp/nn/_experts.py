@@ -38,8 +38,8 @@ def multiply_experts(
         weights: [tokens, choices], the weights of the experts' results.
         stacks: for each of the two stacks (its table; its entry in the result of `escapes_for_groups`; biases
             [experts, rows] or None; a function to apply to the products [tokens * choices, rows], or None).
-        absent: the value that products with the second matrix get if an id is not in [0, num_experts), such as -1 for
-            an expert on another rank.
+        absent: the value of the products with the second stack for an expert id that is not in [0, num_experts), such
+            as -1 for an expert on another rank.
     """
     ids = checked_ids(index).reshape(-1)
     order, groups = group_vectors(ids, num_experts)

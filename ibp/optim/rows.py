@@ -235,8 +235,8 @@ class Adagrad(RowOptimizer):
 
 
 class RowWiseAdagrad(RowOptimizer):
-    """Adagrad with one state for each row, like FBGEMM's exact row-wise Adagrad: sum += mean(grad^2), w -= lr * grad /
-    (sqrt(sum) + eps), in float32, rounded once.
+    """Adagrad with one state for each row, as in FBGEMM's exact row-wise Adagrad: sum += mean(grad^2), w -= lr * grad /
+    (sqrt(sum) + eps). New weights are computed in float32 and rounded once.
 
     The states are a float32 tensor, 4 bytes per row, on the device that trains.
 
