@@ -22,8 +22,8 @@ from ._store import KVStore, Transfer
 
 _SAMPLE_BYTES = 4 << 20  # size in bytes of the sample of blocks from which a codebook is learned
 
-# {group of layers: (numbers of pages, numbers of blocks)}. Each block is stored as the page at the same position, or is
-# loaded from it.
+# {group of layers: (numbers of pages, numbers of blocks)}. The k-th block is stored as the k-th page, or the k-th page
+# is loaded into it.
 Moves = Mapping[int, tuple[list[int], list[int]]]
 
 
@@ -146,8 +146,9 @@ class BlockStore(OfThisProcess):
     """A store that keeps blocks of layers as numbered pages, for engines that cannot lose a page.
 
     Layers are divided into groups. A page consists of one block of each layer of a group. Blocks of the same size and
-    kind are coded in one pool, a `KVStore`. The codebook of a pool is learned from the blocks that are stored first. If
-    a pool has no room for a page, the page is kept raw in pageable host memory until it is stored again.
+    kind (see `kinds`) are coded in one pool, a `KVStore`. The codebook of a pool is learned from the blocks that are
+    stored first. If a pool has no room for a page, the page is kept raw in pageable host memory until it is stored
+    again.
 
     Every call of `store` or `load` submits a job. Jobs run on three streams of the store: one for stores, one for
     loads, and one for urgent loads. A job waits for the work that was queued on the current stream before the call.
@@ -239,8 +240,8 @@ class BlockStore(OfThisProcess):
     @property
     def may_lose(self) -> bool:
         """Whether the pools may turn out to have no room for blocks that are being stored. If so, do not change these
-        blocks until `wait` has returned for their jobs, because pages for which a pool has no room are then copied raw
-        from their blocks."""
+        blocks until `wait` has returned for their jobs: if a pool had no room for a page, the store makes a raw copy of
+        the page from its blocks."""
         return any(pool.may_lose for pool in self._pools.values())
 
     def store(self, job: int, moves: Moves, stream: torch.cuda.Stream | None = None) -> None:
@@ -279,7 +280,7 @@ class BlockStore(OfThisProcess):
         Args:
             job: the id of the job, chosen by the caller.
             moves: {group: (pages, blocks)}: page pages[k] is loaded into block blocks[k] of the group.
-            urgent: whether the load may overtake earlier loads that are not urgent, or run at the same time.
+            urgent: whether the load may overtake earlier loads that are not urgent, or run at the same time as they do.
             tensors: which tensors of a group to load, as a range of indices in the group, for example the tensors of
                 one layer. None: all tensors.
             stream: the stream that loads. None: the store's own stream for loads, or for urgent loads.

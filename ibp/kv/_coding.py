@@ -41,8 +41,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Form:
-    """Describes how the keys or values of a layer, [B, num_heads, T, head_dim], are cut into items, and the items into
-    rows.
+    """Describes how the keys or values of a layer, [B, num_heads, T, head_dim], are cut into items, and how the items
+    are cut into rows.
 
     An item has the tokens of one block, one head and one sequence. Its item_bytes bytes are contiguous, and are cut
     into rows of row_bytes bytes without a remainder.
@@ -325,8 +325,8 @@ class TokenCodec:
         self._learner.take(codebook, use=self._num_encoded)
 
     def add(self, coded: CodedTokens, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
-        """Appends encoded items to the last span, and tells the learner the sizes of the items before and after
-        encoding. If the last span has another codebook, or if there is no span, makes a new span.
+        """Appends encoded items to the last span. If there is no span, or the last span has another codebook, appends
+        them to a new span instead. Also tells the learner the sizes of the items before and after encoding.
 
         Args:
             num_bytes: size in bytes of the encoded items.

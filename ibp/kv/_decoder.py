@@ -19,7 +19,7 @@ class Fetch:
     """Keys and values, [B, heads, num_tokens, head_dim], whose first tokens are being decoded.
 
     The memory of these tensors belongs to the stream that was current when they were allocated. If the object is
-    destroyed before `wait` was called on that stream, later work there waits for the decoding.
+    destroyed before `wait` was called on that stream, later work on that stream waits for the decoding.
 
     Args:
         keys, values: the tensors.

@@ -41,7 +41,7 @@ class TokenArena:
     def __init__(self, device: torch.device, pinned: bool) -> None:
         self._device, self._pinned = device, pinned
         self.used = 0  # number of bytes that are reserved, including gaps for alignment
-        self._pieces: list[tuple[int, torch.Tensor]] = []  # (offset of its first byte, memory) of each allocation
+        self._pieces: list[tuple[int, torch.Tensor]] = []  # for each allocation, (offset of its first byte, memory)
         # For pinned memory: an event that is recorded after each copy to reserved bytes.
         self.filled = torch.cuda.Event() if pinned else None
 
@@ -121,7 +121,7 @@ class Pending:
 
     Args:
         keys, values: the encodings that were queued on the current stream.
-        num_blocks: number of blocks. They have the oldest raw tokens.
+        num_blocks: number of blocks. The blocks hold the oldest raw tokens.
         batch_size: number of sequences in a block.
     """
 

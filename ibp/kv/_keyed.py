@@ -30,12 +30,12 @@ class KeyedPages(OfThisProcess):
     """A store of pages of one size, which are found by keys. The pages are compressed in a `KVStore`. If there is no
     room for a new page, the least recently used page is dropped.
 
-    The first page that is stored determines the page size, the codebook and the number of pages. A logger under "ibp"
-    logs the page size and the number of pages at level INFO. The first page must hold real keys and values, because the
-    codebook and the size of slots are learned from it. If it is all zeros, slots are so small that almost every later
-    page is refused. Later pages of a different size are refused, and a warning is logged for the first of them. A page
-    is also refused if the pool's overflow has no room for it. Calls return when their work is done. Several threads may
-    call at the same time.
+    The first page that is stored determines the page size, the codebook and the number of pages. A logger whose name
+    begins with "ibp." logs the page size and the number of pages at level INFO. The first page must hold real keys and
+    values, because the codebook and the size of slots are learned from it. If it is all zeros, slots are so small that
+    almost every later page is refused. Later pages of a different size are refused, and a warning is logged for the
+    first of them. A page is also refused if the pool's overflow has no room for it. Calls return when their work is
+    done. Several threads may call at the same time.
 
     Example:
         >>> pages = torch.randn(3, 4096).mul(0.02).bfloat16()
@@ -80,7 +80,7 @@ class KeyedPages(OfThisProcess):
         self._pages: OrderedDict[Hashable, int] = OrderedDict()  # the most recently used page is last
         self._pins: Counter[Hashable] = Counter()
         self._free: list[int] = []
-        self._has_warned = False  # whether a tensor whose size is not that of pages has been logged
+        self._has_warned = False  # whether a warning about a tensor of another size has been logged
         self._calls_on_drop = False
 
     def __contains__(self, key: Hashable) -> bool:
@@ -173,8 +173,8 @@ class KeyedPages(OfThisProcess):
 
     def restorable(self, keys: Iterable[Hashable], window: int) -> set[int]:
         """Returns the lengths of the prefixes of `keys` for which layers that look back at most `window` keys can be
-        restored. These are the prefixes whose last `window` keys are stored, and the shorter prefixes whose keys are
-        all stored."""
+        restored. These are the prefixes whose last `window` keys are stored, and the prefixes of fewer than `window`
+        keys whose keys are all stored."""
         run, lengths = 0, set()
         for length, key in enumerate(keys, 1):
             run = run + 1 if key in self._pages else 0

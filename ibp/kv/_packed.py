@@ -2,9 +2,9 @@
 
 A message is a packed piece of coded rows (see `_layout.forms`): a head, an index with a base and a length for each row,
 and the rows. Every row begins at a multiple of 32 bytes. The rows lie in the order in which the GPU happened to encode
-them. The note in the head is a number that is computed from the codec and the number of rows. By this number `unpack`
-recognises messages of its codec. If a row was not encoded, every byte of its base and of its length is 255. Decoders
-refuse such a row.
+them. The head's field `note` is a number that is computed from the codec and the number of rows. By this number
+`unpack` recognises messages of its codec. If a row was not encoded, every byte of its base and of its length is 255.
+Decoders refuse such a row.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ class PagedTensors:
 
     Args:
         tensors: a tensor, or several tensors with the same shape, dtype, strides and device. Any strides work: blocks
-            need be neither adjacent nor contiguous. The elements of a block are taken in the order of indices.
+            need be neither adjacent nor contiguous. The elements of a block are taken in row-major order of their
+            indices, whatever their order in memory.
 
     Attributes:
         tensors: the given tensors, as a tuple.
@@ -129,8 +130,8 @@ def plan_pages(
     first_tensor: int = 0,
     stored: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plans a transfer between pages and blocks: page pages[k] and block blocks[k] of each tensor. Computes the ids of
-    the rows of the pages and the addresses of the blocks on the device, in one launch.
+    """Plans a transfer between page pages[k] and block blocks[k] of each tensor, for every k. Computes the ids of the
+    rows of the pages and the addresses of the blocks on the device, in one launch.
 
     Args:
         pages, blocks: the numbers of the pages and of the blocks, int64 on the device, of equal length.

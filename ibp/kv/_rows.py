@@ -66,7 +66,7 @@ class KVRows(OfThisProcess):
     All work is queued on the current stream, and the GPU does not wait for the host. If token numbers are on the GPU, a
     CUDA graph can capture `store` and `load`, after a call of each outside the graph. Token numbers are indices into
     the store: give each sequence of a batch a range of numbers, and reuse the numbers of tokens that you no longer
-    need. Rows that were never stored read as default rows of the codebook, which usually are zeros.
+    need. Loading a row that was never stored returns a default row of the codebook, usually zeros.
 
     Example:
         >>> k = torch.randn(2, 64, 8, 128, dtype=torch.bfloat16)  # [layers, tokens, heads, dim]
@@ -78,11 +78,11 @@ class KVRows(OfThisProcess):
 
     Args:
         codebook: the codebook that compresses rows. Or a sample of rows, [..., dim]: the codebook is learned from it,
-            and sizes are chosen to suit it. Make one `KVRows` for keys and one for values. For latents that all heads
-            share (MLA), make a single `KVRows` with num_heads 1.
+            and the sizes of slots and overflow are chosen to suit it. Make one `KVRows` for keys and one for values.
+            For latents that all heads share (MLA), make a single `KVRows` with num_heads 1.
         num_layers, num_tokens: number of layers, and number of tokens of each layer.
         num_heads: number of rows of a token.
-        dtype: dtype of the rows. None: the sample's.
+        dtype: dtype of the rows. None: the dtype of the sample.
         cache_bytes: total size in bytes of the device memory for the caches of all layers. 0: no caches.
         slot_bytes: size in bytes of the slot of each row. Bytes of a row that do not fit in its slot go to the overflow
             of the row's layer. None: a size that suits the sample, or the savings that the codebook expects.

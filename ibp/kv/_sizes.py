@@ -23,7 +23,7 @@ _SHARE_IN_SLOTS = 0.999  # the fraction of the sample's rows that should fit in 
 # enough for one raw row in 21.
 _LEAST_OVERFLOW = 0.02
 # The size of the overflow divided by the size that the sample's rows need. It is more than 1 because a row that needed
-# overflow once keeps it when it is replaced by a shorter row.
+# overflow once keeps this overflow when a shorter row replaces it.
 _SPILL_MARGIN = 4
 _SECTOR = _core.SECTOR_BYTES
 # For rows of at most _SHORT_ROW_BYTES bytes, a second codebook is learned, from groups of _ROWS_TOGETHER rows (see
@@ -89,8 +89,8 @@ def _of_rows(sample: torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
 
 def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | None:
     """Learns a codebook for short rows from groups of `_ROWS_TOGETHER` consecutive rows. Returns None if the sample has
-    no such group, or if the codebook depends on the columns or lists elements, because it then does not suit single
-    rows.
+    no such group, or if the codebook depends on the columns or lists elements, because such a codebook does not suit
+    single rows.
 
     The reason: each plane of a row is rounded up to whole bytes, which matters if rows are short. Learning from short
     rows may choose digits of three bits because they save a byte, although they are slower to decode. The codebook for
@@ -106,7 +106,8 @@ def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | No
 
 def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
     """Returns the smallest slot size that holds 99.9 % of a sample's rows, and enough overflow for the other rows.
-    Without a sample, a slot is 2 % larger than a coded row is expected to be, by the codebook's `expected_savings`."""
+    Without a sample, a slot is 2 % larger than the size of a coded row that the codebook's `expected_savings`
+    predicts."""
     row_bytes = codebook.row_bytes
     if sample is None:
         savings = codebook.expected_savings or 0.0
@@ -134,8 +135,8 @@ def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False)
 
 
 def with_room_for_all(found: Sizes, slot_bytes: int | None, row_bytes: int) -> Sizes:
-    """Returns the given slot size, or that of `found` if slot_bytes is None, and overflow that is large enough for all
-    rows in raw form."""
+    """Returns the sizes at which overflow has room for all rows in raw form. slot_bytes: size of a slot. None: that of
+    `found`."""
     slot_bytes = found.slot_bytes if slot_bytes is None else slot_bytes
     return Sizes(slot_bytes, _up(row_bytes - slot_bytes) if slot_bytes < row_bytes else 0)
 

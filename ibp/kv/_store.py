@@ -54,8 +54,8 @@ class KVStoreStats(Statistics):
     Attributes:
         stored_pages: number of pages that can be loaded.
         pool_bytes: as in `KVStore.pool_bytes`.
-        used_overflow_bytes: number of bytes of overflow that are reserved for rows. `compact` frees those that rows no
-            longer need.
+        used_overflow_bytes: number of bytes of overflow that are reserved for rows. `compact` frees the bytes that rows
+            no longer need.
         overflow_bytes: size in bytes of the overflow.
         spilled_rows: number of rows that were stored with bytes in overflow since the last `clear`.
         lost_rows: number of rows that were lost since the last `clear` because overflow had no room for them.
@@ -164,10 +164,10 @@ class KVStore(OfThisProcess):
     page is not stored; `Transfer.lost`, `is_stored` and a later `load` report this.
 
     Transfers run on streams of the store, after the work that is queued on the current stream. A transfer waits for an
-    earlier one if they have pages in common and at least one of them is a store. Page and block numbers may be lists,
-    or tensors on the CPU or the GPU. If numbers are on the GPU, the GPU checks them, and `check` raises the error. CUDA
-    graphs can capture transfers with such numbers, after one transfer outside the graph. Captured transfers run on the
-    current stream, and the caller must order them.
+    earlier one if the two have pages in common and at least one of the two is a store. Page and block numbers may be
+    lists, or tensors on the CPU or the GPU. If numbers are on the GPU, the GPU checks them, and `check` raises the
+    error. CUDA graphs can capture transfers with such numbers, after one transfer outside the graph. Captured transfers
+    run on the current stream, and the caller must order them.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
@@ -178,8 +178,8 @@ class KVStore(OfThisProcess):
         True
 
     Args:
-        codebook: the codebook that compresses rows. Or a sample of blocks: the codebook is learned from it, and sizes
-            are chosen to suit it.
+        codebook: the codebook that compresses rows. Or a sample of blocks: the codebook is learned from it, and the
+            sizes of slots and overflow are chosen to suit it.
         page_bytes: size in bytes of one tensor's block in a page. A complete page has num_tensors * page_bytes bytes.
         num_pages: number of pages. None: the largest number that fits into pool_bytes.
         pool_bytes: total size in bytes of slots and overflow, or of slots alone if overflow is in host memory although
@@ -603,7 +603,7 @@ class _StoreCall(NamedTuple):
         return slice(self.first_tensor, self.first_tensor + len(self.tensors))
 
     def inputs(self) -> Iterator[torch.Tensor]:
-        """Returns the tensors that the transfer uses and that may have been allocated on another stream."""
+        """Yields the tensors that the transfer uses and that may have been allocated on another stream."""
         held = (self.near, self.blocks, *(self.paged._used if self.paged else ()))
         return (tensor for tensor in held if tensor is not None)
 

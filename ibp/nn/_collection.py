@@ -1,4 +1,4 @@
-"""`EmbeddingCollection`: many embedding tables whose bags are pooled by one call."""
+"""`EmbeddingCollection`: many embedding tables whose bags are pooled in one call."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class _Group(RowsModule):
         """Returns, for each id, the number of its row in the group. ids: [K]; ids[k] is the number of a row in part
         numbers[k].
 
-        If an id is outside its part, the CPU raises IndexError. On a GPU its row number is then outside the group, so
-        reading the row fails. A row of another part is never read instead.
+        If an id is outside its part, the CPU raises IndexError. On a GPU the returned row number is then outside the
+        group, so reading the row fails. A row of another part is never read instead.
         """
         if ids.device not in self._near:
             with outside_of_modes():
@@ -89,8 +89,8 @@ class _Group(RowsModule):
         If the lengths do not add up to the number of ids, or a length is negative, the CPU raises ValueError. On a GPU
         all ids then become invalid, so reading the rows fails.
 
-        On the CPU each part is pooled by a separate call. The order in which torch adds up the gradients of a row
-        depends on all ids of a call, and gradients must have the same bits as with a separate module for each part.
+        On the CPU each part is pooled in a separate call, because gradients must have the same bits as with a separate
+        module for each part. (The order in which torch adds up the gradients of a row depends on all ids of a call.)
         """
         ids = jagged.ids.to(torch.int64)
         offsets = torch.cat((jagged.lengths.new_zeros(1), jagged.lengths.cumsum(0)))
@@ -163,7 +163,7 @@ class EmbeddingCollection(torch.nn.Module):
             `Embedding`. None: no cache. If rows train, `groups[number].cache.refill` fills the cache.
 
     Raises:
-        TypeError: a table has none of these types, or trainable weights are not floating-point numbers.
+        TypeError: a table is of another type, or trainable weights are not floating-point numbers.
         ValueError: there are no tables, their dtypes differ, one does not have two dimensions, or mode is unknown.
     """
 

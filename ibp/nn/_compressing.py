@@ -25,8 +25,8 @@ from ._stacks import by_rows, is_stack, reshaped
 from ._tables import CodedModule, Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
 
 _MIN_BYTES = 1 << 20  # Default of min_bytes: weights of fewer bytes stay plain.
-# Least fraction of its size that a weight must save as a table. Otherwise it stays plain, because decoding it would
-# gain nothing.
+# A weight stays plain unless its table saves at least this fraction of its plain size. With smaller savings, decoding
+# the table at each use would not be worthwhile.
 LEAST_SAVINGS = 0.02
 # Each entry: names of sibling modules that models call with the same x, in the order of the calls.
 _NEIGHBOURS = (
@@ -38,9 +38,9 @@ _NEIGHBOURS = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
-# Neighbours share a codebook if possible, because engines join the coded rows of their tables. A table gets the
-# codebook of its first neighbour if it then saves at most this much less than the neighbour. Savings are fractions of
-# the plain size.
+# Neighbours share a codebook if possible, because engines join the coded rows of their tables. If a neighbour was
+# already coded at level "fast", a weight gets the codebook of the first such neighbour, unless its savings are then
+# lower by this much or more than those of the neighbour. Savings are fractions of the plain size.
 _MOST_LACKING = 0.003
 _NO_GAIN, _SHARED, _TRAINS = "without gain", "shared with a module that stays plain", "in training"
 _SHARED_STACK = "in several modules of experts"
@@ -159,7 +159,7 @@ def compress(
             it first, or "default", as in `ibp.compress`. FP16 weights shrink by an eighth at "fast", by a seventh at
             "default". Embeddings that share no table with a matrix always get "default", which needs the fewest bytes.
         fused: as in `ibp.nn.Linear`.
-        min_bytes: smaller weights stay plain.
+        min_bytes: weights of fewer bytes stay plain.
         progress: whether to show a progress bar.
 
     Returns:
@@ -180,8 +180,8 @@ def compress(
 
 
 def options_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Returns the arguments with which `compress`, called for the plain model, codes exactly the weights that are coded
-    in a model now."""
+    """Returns arguments for `compress`. If `compress` is called with them for the plain model, it codes exactly the
+    weights that are now coded in `model`."""
     coded = [module for module in model.modules() if isinstance(module, CodedModule)]
     tables = [(module, shared.weight) for module in coded for shared in module.shared_tables().values()]
     min_bytes = min([_MIN_BYTES, *(table.original_bytes for _, table in tables)])
@@ -416,8 +416,8 @@ def _kinds() -> tuple[type[torch.nn.Module], ...]:
 
 
 def place_of(tensor: torch.Tensor) -> object:
-    """Returns a key that is equal for tensors of the same dtype, shape and strides at the same address. For a tensor
-    without an address, or of a subclass, the key is the id of the object."""
+    """Returns a key that identifies a tensor's memory: tensors of the same dtype, shape and strides at the same address
+    have equal keys. For a tensor without an address, or of a subclass, the key is the id of the object."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if tensor.is_meta or not is_plain:
         return id(tensor)

@@ -24,7 +24,7 @@ def decompress(model: _Model) -> _Model:
     Every `ibp.nn.Linear`, `Embedding` and `EmbeddingBag` becomes torch's module of that name, and `Conv1D` and
     `Experts` become modules of transformers. The modules stay the same objects, with their hooks, mode and biases.
     Weights are in the memory where their tables were. A weight that several modules share becomes one parameter.
-    Weights of modules whose rows train require grad; other weights require grad as they did before `compress`.
+    Weights of modules with trainable rows require grad; other weights require grad as they did before `compress`.
     Subclasses and `EmbeddingCollection`, for which torch has no module, stay as they are. If an optimizer of
     `ibp.optim` trained rows of the model, replace it by an optimizer of torch.
 

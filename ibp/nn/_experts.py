@@ -38,8 +38,8 @@ def multiply_experts(
         weights: [tokens, choices], the weights of the experts' results.
         stacks: for each of the two stacks (its table; its entry in the result of `escapes_for_groups`; biases
             [experts, rows] or None; a function to apply to the products [tokens * choices, rows], or None).
-        absent: the value that products with the second matrix get if an id is not in [0, num_experts), such as -1 for
-            an expert on another rank.
+        absent: the value of the products with the second stack for an expert id that is not in [0, num_experts), such
+            as -1 for an expert on another rank.
     """
     ids = checked_ids(index).reshape(-1)
     order, groups = group_vectors(ids, num_experts)
@@ -54,7 +54,8 @@ def multiply_experts(
 
 
 class Experts(CodedModule):
-    """A module of stacked experts of transformers, with coded stacked weights. `ibp.nn.compress` makes such modules.
+    """A module of transformers that holds stacked experts, with the stacked weights kept as tables. `ibp.nn.compress`
+    makes such modules.
 
     On a GPU, a call for few tokens sorts the tokens by their experts and multiplies with a kernel that decodes weights
     in registers. Such a call does not wait for the GPU, and can be compiled or captured in a CUDA graph. All other

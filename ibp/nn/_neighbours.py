@@ -1,5 +1,5 @@
-"""Modules that are called one after the other with the same x. The first module computes the products of all of
-them."""
+"""`Neighbours`: modules that are called one after the other with the same x. The first module computes the results of
+all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._fetch.products import wants_gradients
 
 
 class _Kept(NamedTuple):
-    """The results of one call of `linear` for all modules, until the last module has returned its result."""
+    """The results of one call of `linear` for all modules, kept until the last module has returned its result."""
 
     x: torch.Tensor  # the tensor that was multiplied
     version: int | None  # torch's count of changes of x at that time; None: torch does not count them
@@ -28,7 +28,7 @@ class Neighbours:
     def __init__(self, modules: Sequence[Any]) -> None:
         self.modules = tuple(modules)
         self._kept: _Kept | None = None
-        # False once a result that was computed ahead was not used. From then on, every module multiplies alone.
+        # Becomes False when a result that was computed ahead is not used. From then on, every module multiplies alone.
         self._is_used = True
 
     def product(self, number: int, x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""`SharedTable` holds the table of one or more modules; `TableParameter` is the parameter by which other code finds its
-weight."""
+"""`SharedTable` holds the table of one or more modules. `parameters()` lists the plain weight of such a table as a
+`TableParameter`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _ASKS_FOR_GRADIENTS: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
-# Methods that read a tensor's memory without calling an operation of torch.
+# Methods that read the memory of a tensor directly, without calling an operation that `__torch_dispatch__` sees.
 _READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 
 
@@ -159,8 +159,7 @@ class TableParameter(torch.nn.Parameter):
         return self._shared.weight
 
     def show(self, device: torch.device | None = None) -> None:
-        """Updates the shape and dtype that the parameter shows, and its device. Call it after the table has been
-        replaced.
+        """Updates the shape, dtype and device that the parameter shows. Call it after the table has been replaced.
         device: the device to show. None: the table's device."""
         with torch._C.DisableTorchFunctionSubclass():
             self.data = TableParameter(self._shared, device=device)

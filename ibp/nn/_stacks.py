@@ -1,10 +1,10 @@
 """Stacks of experts: finds the modules of transformers that hold them, and calls such a module for a few of its
 experts.
 
-A call has a fixed number of choices: the experts of each token, counted over all tokens. The chosen experts are put
-into slots. The number of slots is the largest number of experts that so many choices can name, so the host knows it
-without waiting for a GPU. The forward of the module's class computes with the slots instead of all experts, and with
-slot numbers instead of expert numbers.
+A call has a fixed number of choices: the number of tokens times the number of experts that each token chooses. The
+chosen experts are put into slots. The number of slots is the largest number of experts that this number of choices can
+name, so the host knows the number of slots without waiting for a GPU. The forward of the module's class computes with
+the slots instead of all experts, and with slot numbers instead of expert numbers.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def by_rows(table: CompressedTensor) -> CompressedTensor:
 
 
 def are_few(ids: torch.Tensor | None, num_experts: int) -> TypeGuard[torch.Tensor]:
-    """Returns whether a call should use only the experts in its ids: it has ids, and these are unlikely to name all
-    experts."""
+    """Returns whether a call should use only the experts in its ids: it has ids, these are unlikely to name all
+    experts, and there are at most `MOST_STACKED` experts."""
     return ids is not None and ids.numel() < MOST_CHOICES * num_experts and num_experts <= MOST_STACKED
 
 
@@ -69,7 +69,7 @@ def slots_for(
     Args:
         ids: integers [tokens, choices], the experts of each token.
         num_rows: the number of rows of an expert in each of several tables.
-        num_spare: int64; the number of slots that are left over is added to it. None: it is not counted.
+        num_spare: an int64 counter, to which the number of slots that are left over is added. None: it is not counted.
 
     Returns:
         (slots, held, rows). slots: integers [tokens, choices], the slot of each choice. held: int64 [slots], the expert
@@ -164,7 +164,7 @@ def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> t
 
 @functools.cache
 def _reading_later(kind: Any) -> Any:
-    """Returns a subclass of a class. Its objects have a dict `_read_later` from names of attributes to functions. When
+    """Returns a subclass of `kind`. Its objects have a dict `_read_later` from names of attributes to functions. When
     such an attribute is first read, its function is called and returns the attribute's value."""
 
     class ReadsLater(kind):

@@ -78,7 +78,8 @@ class CodedModule(torch.nn.Module):
 
     @contextlib.contextmanager
     def _only_plain_parameters(self) -> Iterator[None]:
-        """Hides tables from the methods of torch's module that convert, save and load each parameter."""
+        """A context in which tables are hidden from those methods of torch.nn.Module that convert, save and load each
+        parameter."""
         state, held = vars(self), self._parameters
         state["_parameters"] = {name: own for name, own in held.items() if not isinstance(own, TableParameter)}
         try:
@@ -103,7 +104,7 @@ class CodedModule(torch.nn.Module):
         return self
 
     def _parameter_of(self, name: str) -> TableParameter:
-        """Returns the parameter of a table."""
+        """Returns the `TableParameter` of the table called `name`."""
         return cast(TableParameter, self._parameters[name])
 
     def _take(self, name: str, table: CompressedTensor) -> None:
@@ -161,8 +162,8 @@ class CodedModule(torch.nn.Module):
             )
         else:
             table = rows_of_weight(value, shared.transposed and not is_coded)
-            # True if a table of the state itself becomes the module's table. Otherwise the module gets a moved table or
-            # a copy.
+            # True if the module is to hold the state's own table object. Otherwise the module gets a moved table or a
+            # copy.
             assigns = metadata.get("assign_to_params_buffers", False)
             self._take(name, table if assigns and isinstance(table, CompressedTensor) else placed_like(held, table))
 
@@ -280,8 +281,8 @@ def is_fast_matrix(table: CompressedTensor) -> bool:
 
 
 def check_forward(name: str, module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
-    """Raises TypeError unless a module has the forward of a class of torch. A module over a table would not compute
-    what another forward computes.
+    """Raises TypeError unless a module has the forward of a class of torch. If the module had another forward, a module
+    over a table could not replace it.
 
     Args:
         name: what the error calls the module.
@@ -318,8 +319,8 @@ class Linear(TableModule):
             bit-identical to torch's.
 
     Attributes:
-        place: (the modules that multiply together with this one, this module's number among them), as
-            `multiply_together` sets it. None: the module multiplies alone.
+        place: (the modules that multiply together, the number of this module among them). `multiply_together` sets it.
+            None: the module multiplies alone.
 
     Raises:
         TypeError: table is not an `ibp.CompressedTensor`.

@@ -1,5 +1,5 @@
-"""Rows that train. In each call, a module looks up every row that it needs once. Autograd computes a gradient of these
-rows, and an optimizer of `ibp.optim` writes changed rows back."""
+"""`RowsModule`, the base of modules with trainable rows. In each call, a module looks up every row that it needs once.
+Autograd computes a gradient of these rows, and an optimizer of `ibp.optim` writes changed rows back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that train the rows of compressed tables, such as those of `ibp.nn.Embedding`, `EmbeddingBag` and others.
+"""Optimizers that train the rows of compressed tables in modules such as `ibp.nn.Embedding` and `EmbeddingBag`.
 
 ibp.optim.SGD, Adagrad, RowWiseAdagrad   change the rows that were looked up
 ibp.optim.average_gradients              averages the gradients of such rows over the processes of a group

@@ -96,7 +96,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self, module: RowsModule, gradient: RowGradient, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Computes and writes the new values of the rows that a gradient has, and the new state of these rows."""
+        """Computes and writes the new values of the rows of a gradient, and the new state of these rows."""
         raise NotImplementedError
 
     def _loaded_state(self, module: RowsModule, saved: dict[str, Any]) -> dict[str, Any]:
@@ -235,8 +235,8 @@ class Adagrad(RowOptimizer):
 
 
 class RowWiseAdagrad(RowOptimizer):
-    """Adagrad with one state for each row, like FBGEMM's exact row-wise Adagrad: sum += mean(grad^2), w -= lr * grad /
-    (sqrt(sum) + eps), in float32, rounded once.
+    """Adagrad with one state for each row, as in FBGEMM's exact row-wise Adagrad: sum += mean(grad^2), w -= lr * grad /
+    (sqrt(sum) + eps). New weights are computed in float32 and rounded once.
 
     The states are a float32 tensor, 4 bytes per row, on the device that trains.
 
@@ -287,8 +287,8 @@ def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> N
     """Averages the gradients of rows over the processes of a group, as DistributedDataParallel does for parameters.
     Every process of the group must call it between `backward()` and `step()`.
 
-    Each process has its own copy of the module. If all copies begin with the same rows, they keep the same bits in all
-    steps: every process adds up the gradients of a row in the order of the ranks.
+    Each process has its own copy of the module. If all copies begin with the same rows, their rows are bit-identical
+    after every step, because every process adds up the gradients of a row in the order of the ranks.
 
     Example:
         >>> # on each rank of a group
@@ -345,8 +345,8 @@ def _listed(modules: Any) -> list[Any]:
 
 
 def _row_modules(modules: Any) -> list[RowsModule]:
-    """Returns those of the given modules and their submodules whose rows train, each module once, in order. Raises
-    ValueError if a given module contains no such module."""
+    """Returns the modules whose rows train, among the given modules and their submodules, each once and in order.
+    Raises ValueError if a given module contains no such module."""
     found: dict[RowsModule, None] = {}
     for module in _listed(modules):
         if not isinstance(module, torch.nn.Module):
@@ -363,8 +363,8 @@ def _decayed(grad: torch.Tensor, rows: torch.Tensor, weight_decay: float) -> tor
 
 
 def _whole_vectors(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of rows in one dimension. On the CPU, zeros follow them up to a multiple of
-    _VECTOR_ELEMENTS, so that every element is rounded as it would be in a large tensor."""
+    """Returns the elements of rows as a tensor of one dimension. On the CPU, the tensor is padded with zeros to a
+    multiple of _VECTOR_ELEMENTS, so that every element is rounded as it would be in a large tensor."""
     flat = rows.reshape(-1)
     rest = -flat.numel() % _VECTOR_ELEMENTS if flat.device.type == "cpu" else 0
     return torch.nn.functional.pad(flat, (0, rest)) if rest else flat
@@ -383,8 +383,8 @@ def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
 
 
 def _checked(saved: dict[str, Any], shape: Iterable[int], dtype: torch.dtype) -> Any:
-    """Returns `sum` of a saved state, a tensor or a table. Raises ValueError if it is missing or has another shape or
-    dtype."""
+    """Returns the entry `sum` of a saved state, which is a tensor or a table. Raises ValueError if it is missing or has
+    another shape or dtype."""
     sums = saved.get("sum")
     if not isinstance(sums, (torch.Tensor, CompressedTensor)):
         raise ValueError(f"the state's sum is a {type(sums).__name__}; wanted a tensor or a table")

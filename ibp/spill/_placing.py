@@ -51,8 +51,8 @@ def place(
         (1536, True)
 
     Args:
-        x: tensor [N, ...]; or a table. The rows of a table are moved as they are, without decoding them. But if target
-            or slot_bytes is given, they are decoded and encoded again.
+        x: tensor [N, ...]; or a table. The rows of a table are moved without decoding them. But if target or slot_bytes
+            is given, they are decoded and encoded again.
         target: the size of x divided by the size of all slots, at least 1. The size of a slot is rounded down to
             sectors of 32 bytes, but is at least one sector. math.inf: there are no slots. Or a profile of the tensor
             from `ibp.spill.profile`, whose codebook and slot size are used. None: the largest of 1, 4/3, 2, 4, 16 and
@@ -62,7 +62,8 @@ def place(
             target and slot_bytes are None. The paper uses 0.30.
         codebook, scheme, level, row_bytes: as in `compress`; scheme is "planes", "ibp" or "auto".
         device: the device of the slots. None: the GPU of x if x is on one, otherwise the current GPU if there is one,
-            otherwise the CPU. But if the rows of a table are moved as they are, None means the table's device.
+            otherwise the CPU. But if the rows of a table are moved without decoding them, None means the table's
+            device.
         progress: whether to show progress bars.
 
     Raises:

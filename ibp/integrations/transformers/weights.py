@@ -1,5 +1,5 @@
-"""Loads transformers models with coded weights, through a quantizer that `from_pretrained` calls, and saves such
-models."""
+"""A quantizer with which transformers' `from_pretrained` loads models with coded weights, and `save_coded`, which saves
+such models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["IbpConfig", "IbpQuantizer", "save_coded"]
 # choose device maps.
 _CODED_SHARE = 0.77
 _SHARD_BYTES = 5 << 30  # default for the largest size in bytes of the weights in a file; `ibp compress` has the same
-_TRANSPOSED = "_transposed"  # the suffix of names of transposed matrices' tables in `ibp.nn.coded_state_dict`
+_TRANSPOSED = "_transposed"  # suffix of the names of transposed tables in `ibp.nn.coded_state_dict`
 _INITIALIZED = "_is_hf_initialized"  # transformers does not initialise parameters that have this attribute
 # True if transformers tells the quantizer, before it reads a tensor of a checkpoint, into which parameter the tensor
 # will be loaded. Releases since 5.20 do.
@@ -46,22 +46,23 @@ _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False
 
 @register_quantization_config(METHOD)
 class IbpConfig(CodingFields, QuantizationConfigMixin):
-    """The argument `quantization_config` of `from_pretrained`. The matrices of the model become tables while they are
-    loaded.
+    """Makes `from_pretrained` code the matrices of a model while it loads them. Pass an instance as
+    `quantization_config`.
 
     The model becomes what `ibp.nn.compress` would make of it. Each weight is coded as soon as it is read, so memory
     holds the coded model and one plain weight. Weights that several modules share, such as a tied head and its
     embedding, are loaded plain and coded afterwards. On the CPU, results are bit-identical to those of the plain model.
     `model.hf_quantizer.report` says which weights are coded, and why others stay plain.
 
-    A directory of coded weights, written by `ibp compress model/ -o small/` or `save_coded`, needs no argument if ibp
-    is imported: `from_pretrained("small/")`. The options are then read from its config.json. Tables go to the device as
-    coded bytes. Tables that `save_coded` wrote at the `level` of these options are used as they are. Tables of other
-    forms, such as those of `ibp compress`, are decoded on the device and coded again.
+    A directory of coded weights, written by `ibp compress model/ -o small/` or `save_coded`, needs no
+    `quantization_config`, but ibp must be imported: `from_pretrained("small/")`. The options are then read from its
+    config.json. Tables go to the device as coded bytes. Tables that `save_coded` wrote at the `level` of these options
+    are used without decoding them. Tables of other forms, such as those of `ibp compress`, are decoded on the device
+    and coded again.
 
-    `device_map="auto"` plans with coded sizes. A device map may put a part of the model on "cpu" or "disk" and the rest
-    on one GPU. Then that part stays in host memory, from where `ibp.offload` brings it to the GPU, and the rest is
-    coded on the GPU.
+    With `device_map="auto"`, transformers plans with coded sizes. A device map may put a part of the model on "cpu" or
+    "disk" and the rest on one GPU. Then that part stays in host memory, from where `ibp.offload` brings it to the GPU,
+    and the rest is coded on the GPU.
 
     `model.save_pretrained` writes plain weights and a plain config.json, which load without ibp.
 
@@ -108,8 +109,9 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         self._device: torch.device | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
-        """Checks a device map and, if it puts parts of the model on "cpu" or "disk", changes it in place.
-        transformers calls this with the user's map, and again with the map that it has made for "auto"."""
+        """Checks a device map. If the map puts parts of the model on "cpu" or "disk", changes the map in place to the
+        one that `update_device_map` returns. transformers calls this method with the user's map, and again with the map
+        that it has made for "auto"."""
         if self._loading is not None and away_of(device_map):
             kept = self.update_device_map(device_map)
             self._loading.leave(self._away)
@@ -118,10 +120,11 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
 
     def update_device_map(self, device_map: Any) -> Any:
         """Returns the device map with which the model is loaded. If the given map puts parts on "cpu" or "disk", the
-        returned map puts the whole model in host memory, from where `ibp.offload` takes it.
+        returned map puts the complete model in host memory. Once the model has been loaded, its tables move to the GPU,
+        and `ibp.offload` handles the rest.
 
         Raises:
-            ValueError: the map does not leave exactly one device that computes.
+            ValueError: the map puts parts on "cpu" or "disk", and the other parts are not all on one device.
         """
         away = away_of(device_map)
         if not away:
@@ -151,8 +154,9 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         return _Coding(self)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Tells a tensor of a coded checkpoint which parameter it becomes, so that it is read in the form that the
-        parameter needs. transformers calls this for each tensor before it reads the tensor."""
+        """Notes in a tensor of a coded checkpoint which parameter it will become, so that the tensor is read in the
+        form that the parameter needs. Returns the dtype that transformers' own method returns. transformers calls this
+        for each tensor before it reads the tensor."""
         if isinstance(param, _CodedEntry):
             converter.quantization_operation = self.get_quantize_ops()
             if isinstance(converter, WeightRenaming) and self._loading is not None:
@@ -172,8 +176,8 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
             _loadings.update(dict.fromkeys(coded, self._loading))
 
     def put(self, key: str, value: Any) -> Any:
-        """Codes a weight and puts it into its modules. Returns None, or the weight if it is to be a plain
-        parameter."""
+        """Codes a weight and puts the table into the modules that hold the weight. Returns None, or the weight if it
+        stays a plain parameter."""
         assert self._loading is not None
         held = self._loading.put(key, value)
         if isinstance(held, torch.Tensor):
@@ -211,13 +215,13 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
 
 
 def _device_of(place: str) -> torch.device:
-    """Returns the device that a device map's entry names. Maps name a GPU by its number."""
+    """Returns the device that an entry of a device map names. A GPU is named by its number."""
     return torch.device("cuda", int(place)) if place.isdigit() else torch.device(place)
 
 
 class _Coding(ConversionOps):
-    """Puts weights into their modules as tables. Returns weights that stay plain to transformers, as parameters.
-    transformers calls it after its own conversions of a checkpoint's tensors."""
+    """The conversion that transformers calls after its own conversions of a checkpoint's tensors. It puts coded weights
+    into their modules as tables. It returns the other weights, which transformers then loads as plain parameters."""
 
     def __init__(self, quantizer: IbpQuantizer) -> None:
         self._quantizer = quantizer
@@ -239,8 +243,8 @@ class _Coding(ConversionOps):
 
 
 # A map from the paths of coded files to the loads that read them. It serves releases of transformers that do not tell
-# quantizers which parameter a tensor becomes. There, a tensor with the name of one of the model's parameters is taken
-# to become that parameter. When a load ends or fails, its entries disappear.
+# quantizers which parameter a tensor becomes. With such releases, a tensor is assumed to become the parameter of the
+# same name, if the model has one. When a load ends or fails, its entries disappear.
 _loadings: WeakValueDictionary[str, ModelLoading] = WeakValueDictionary()
 
 
@@ -248,8 +252,8 @@ class _CodedEntry:
     """A tensor of a coded file. transformers reads it as it reads a slice of a safetensors file: `entry[...].to(device,
     dtype)`.
 
-    wanted: (the load, which knows in what form the parameter is kept; the name of the parameter). None: the tensor is
-    read as a plain tensor.
+    wanted: (the `ModelLoading`, which knows the form in which the model keeps the parameter; the name of the
+    parameter). None: the tensor is read as a plain tensor.
     """
 
     def __init__(self, tensor: SourceTensor) -> None:
@@ -314,8 +318,8 @@ _safe_open = transformers.modeling_utils.safe_open
 
 
 def _open_either(path: str, *args: Any, **options: Any) -> Any:
-    """Opens a coded or a plain file. Replaces `safe_open` in transformers, which does not let quantizers open files of
-    a checkpoint."""
+    """Opens a coded or a plain file. Replaces transformers' `safe_open`, because transformers gives quantizers no other
+    way to open the files of a checkpoint."""
     return _CodedFile(path) if is_coded(path) else _safe_open(path, *args, **options)
 
 
@@ -372,12 +376,12 @@ transformers.modeling_utils._get_resolved_checkpoint_files = _resolve_either
 def save_coded(
     model: PreTrainedModel, directory: str | os.PathLike[str], *, shard_bytes: int | None = _SHARD_BYTES
 ) -> None:
-    """Writes a model to a directory. Its tables are written as they are, so that `from_pretrained(directory)` need not
-    code them again.
+    """Writes a model to a directory, with its tables in coded form, so that `from_pretrained(directory)` need not code
+    the weights again.
 
-    The directory has what `model.save_pretrained` writes, but its weights are in a file of ibp,
-    "model.ibp.safetensors", or in a set of such files. `ibp decompress` converts them to plain files. Parameters that
-    are plain in the model stay plain. The function prints the lines of Python that load the model; without `import
+    The directory has the files that `model.save_pretrained` writes, except that the weights are in a coded file,
+    "model.ibp.safetensors", or in a set of coded files. `ibp decompress` converts coded files to plain ones. Parameters
+    that are plain in the model stay plain. The function prints the lines of Python that load the model; without `import
     ibp`, transformers finds no weights in the directory.
 
     Example:
@@ -436,7 +440,7 @@ def _in_file(model: PreTrainedModel) -> dict[str, Any]:
         state[key] = value if isinstance(value, ibp.CompressedTensor) else value.contiguous()
     conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
     if any(isinstance(conversion, WeightConverter) for conversion in conversions):
-        return state  # such conversions compute with tensors; transformers also loads the model's own names
+        return state  # a WeightConverter needs plain tensors; transformers also loads the model's own names
     return revert_weight_conversion(model, state)
 
 

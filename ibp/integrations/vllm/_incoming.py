@@ -25,7 +25,7 @@ class Origin(Protocol):
         """Called in place of a loader's `target.copy_(source)`."""
 
     def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns the values of a view on a device, for operations other than views and copies."""
+        """Returns the values of `source` as a tensor on a device. Called for operations other than views and copies."""
 
 
 class IncomingTensor(torch.Tensor):
@@ -76,7 +76,7 @@ class IncomingTensor(torch.Tensor):
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Returns a number that is the same for all views of one tensor, with memory or without."""
+    """Returns a number that is the same for all views of one tensor, whether the tensor has memory or not."""
     return tensor.untyped_storage()._cdata
 
 
@@ -95,9 +95,9 @@ def incoming(table: CompressedTensor) -> IncomingTensor:
 
 
 class CodedOrigin:
-    """The `Origin` whose values come from a table of a checkpoint. While the loader of a coded layer's weight runs, a
-    part that is copied is only added to the list `noted`. At other times the part is decoded on the device to which it
-    is copied."""
+    """The `Origin` whose values come from a table of a checkpoint. While the loader of a coded layer's weight runs,
+    `copy` only adds the part to the list `noted`. At other times, `copy` decodes the part on the target's device and
+    writes the values to the target."""
 
     def __init__(self, table: CompressedTensor) -> None:
         self.table = table
@@ -149,8 +149,8 @@ class TablePart(NamedTuple):
 
     def place(self) -> tuple[int, tuple[CompressedTensor, int, int]] | None:
         """Returns (row, (table, first, last)): rows first to last - 1 of the table are the weight's rows from `row` on.
-        Returns None unless the part consists of complete rows of both the table and the weight, and both have the same
-        dtype."""
+        Returns None if the part does not consist of complete rows of both the table and the weight, or if their dtypes
+        differ."""
         table, columns = self.origin.table, self.target.shape[-1]
         if table.dtype != self.target.dtype or table.row_bytes != columns * table.dtype.itemsize:
             return None

@@ -62,7 +62,7 @@ class CodedMethod:
 
     @contextlib.contextmanager
     def as_plain(self, layer: Any) -> Iterator[dict[torch.Tensor, CompressedTensor]]:
-        """Inside the context, the layer has plain weights without memory, which have vLLM's loaders. Yields a dict from
+        """A context in which the layer has plain weights on the meta device, with vLLM's loaders. Yields a dict from
         these weights to the layer's tables."""
         held, (sizes, options) = dict(layer._parameters), self._made_by
         with torch.device("meta"):
@@ -91,7 +91,7 @@ class CodedMethod:
             weight = getattr(layer, name)
             empty = torch.empty(0, table.shape[1], dtype=table.dtype, device=weight.device)
             parameter: Any = torch.nn.Parameter(empty, requires_grad=False)
-            # vLLM also calls the loader for experts that are on other ranks, whose weights may still come.
+            # Weights of experts on other ranks may still come, and vLLM calls the loader for them, too.
             parameter.weight_loader = getattr(weight, "weight_loader", None)
             delattr(layer, name)
             layer.register_parameter(name, parameter)
@@ -160,7 +160,7 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
         return self._plain.get_fused_moe_quant_config(layer)
 
     def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
-        # Codes the weights in the form in which they were loaded, which Triton's kernel takes.
+        # Codes the weights in the form in which they were loaded, which is also the form that Triton's kernel takes.
         tables = self._tables_of(layer)
         self._plain.process_weights_after_loading(layer)
         self.moe_kernel, self.moe_quant_config = self._plain.moe_kernel, self._plain.moe_quant_config
@@ -180,8 +180,8 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
     def _multiplied(
         self, layer: Any, experts: ExpertTables, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the layer's result. It may differ from that of vLLM's kernel in rounding, because products are added
-        in another order."""
+        """Returns the layer's result. The result may differ from that of vLLM's kernel by rounding, because products
+        are added in a different order."""
 
         def activate(y: torch.Tensor) -> torch.Tensor:
             out = y.new_empty(len(y), experts.down.shape[1])

@@ -1,8 +1,8 @@
 """Finds where a worker of vLLM keeps the weights of a checkpoint, which may be merged, sharded or coded there.
 
 To find out, `ModelReceiver` passes tensors that have no memory to the model's own `load_weights`, once for each name.
-The tensors only record where `load_weights` copies them to. Later changes are written to the noted places without
-`load_weights`.
+The tensors only record where `load_weights` copies them to. Later changes are written directly to the recorded places,
+without `load_weights`.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class IBPOffloadingWorker(OffloadingWorker):
         self, job_id: int, gpu: GPULoadStoreSpec, chunks: LoadStoreSpec
     ) -> dict[int, tuple[list[int], list[int]]]:
         """Returns {group: (pages, blocks)} for a job. In each group, the job's blocks correspond to consecutive pages
-        of its chunks; the first block may correspond to a page in the middle of a chunk."""
+        of the job's chunks. The first of these pages may be in the middle of a chunk."""
         self._num_bytes[job_id] = sum(count * size for count, size in zip(gpu.group_sizes, self._block_bytes))
         moves, first_block, first_chunk, many = {}, 0, 0, self._blocks_per_chunk
         for group, (count, index) in enumerate(zip(gpu.group_sizes, gpu.block_indices)):

@@ -56,7 +56,7 @@ def register() -> None:
 @dataclass
 class IBPTransferInit(WeightTransferInitInfo):
     """Options of the backend. nccl: fields of vLLM's `NCCLWeightTransferInitInfo`, if messages come by NCCL. Rank 0 of
-    the group that these fields describe sends them. None: messages come as files."""
+    the group that these fields describe sends the messages. None: messages come as files."""
 
     nccl: dict[str, Any] | None = None
 
@@ -82,9 +82,9 @@ class IBPWeightTransferEngine(WeightTransferEngine):
     `full=True`.
 
     Some kernels, for example some kernels of experts, keep weights in an order that differs from the one in which
-    vLLM's loaders write them. If a worker has complete tensors, fingerprints detect this, and pushes are refused. Parts
-    of tensors have no fingerprints, so a worker that has only parts does not notice the difference, nor does vLLM's own
-    sparse backend.
+    vLLM's loaders write them. If a worker has complete tensors, fingerprints detect the difference, and pushes are
+    refused. Parts of tensors have no fingerprints, so a worker that has only parts does not notice the difference, nor
+    does vLLM's own sparse backend.
 
     Raises:
         ImportError: vLLM is not installed, or lacks a class that is needed.
@@ -131,14 +131,14 @@ class IBPWeightTransferEngine(WeightTransferEngine):
 
 
 def send(messages: Sequence[torch.Tensor], client: Any, *, group: Any = None, folder: str = "/dev/shm") -> None:
-    """Sends the messages of a push to the workers of a vLLM, through one of vLLM's clients. A trainer calls it.
+    """Sends the messages of a push to the workers of a vLLM engine, through one of vLLM's clients. A trainer calls it.
 
     Args:
-        messages: the messages that `ibp.deltas.Sender.push` returned, of all senders.
+        messages: the messages of all senders, as returned by `ibp.deltas.Sender.push`.
         client: an object of vLLM's `HTTPVLLMWeightSyncClient` or `RayVLLMWeightSyncClient`, or an object with the same
             methods.
-        group: the result of vLLM's `nccl_common.trainer_init`, if messages are to go by NCCL; they must be on the
-            group's device. None: messages go as files.
+        group: the result of vLLM's `nccl_common.trainer_init`, if messages are to be sent by NCCL; the messages must
+            then be on the group's device. None: messages are sent as files.
         folder: directory of the files, which exist until the call returns. The workers must be able to read them. The
             default directory is in memory.
     """

@@ -54,7 +54,7 @@ _WEIGHTS = "model.safetensors"
 # A weight stays plain if its table would save less than this fraction of its size, as in `ibp.nn.compress`.
 _LEAST_SAVINGS = 0.02
 _logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers whose names begin with "vllm."
-# A map from the address of a table's slots to the table. Compiled graphs take the slots as inputs, rather than
+# A map from the address of a table's slots to the table. Compiled graphs take the slots as inputs rather than as
 # constants, so that layers of the same shape share a graph; the operations find the table here.
 _tables: WeakValueDictionary[int, ibp.CompressedTensor] = WeakValueDictionary()
 
@@ -71,14 +71,14 @@ def register() -> None:
 
 
 class IBPConfig(QuantizationConfig):
-    """The configuration that `--quantization ibp` makes: linear layers, fused experts, embeddings and heads with BF16
-    weights are coded.
+    """The configuration that `--quantization ibp` selects. It codes BF16 weights of linear layers, fused experts,
+    embeddings and heads.
 
     Args:
         fields: fields of `quantization_config` in config.json or `--hf-overrides`: include, exclude and min_bytes, as
-            in `ibp.nn.compress`; level and fused are ignored, because everything is coded at level "fast". Names are
-            those of vLLM's layers. A layer that vLLM has merged, such as qkv_proj, is excluded if one of the layers
-            that it merges, such as q_proj, is excluded.
+            in `ibp.nn.compress`; level and fused are accepted and have no effect: everything is coded at level "fast".
+            Names are those of vLLM's layers. A layer that vLLM has merged, such as qkv_proj, is excluded if one of the
+            layers that it merges, such as q_proj, is excluded.
 
     Raises:
         ImportError: vLLM is not installed, or lacks a class that is needed.
@@ -115,8 +115,8 @@ class IBPConfig(QuantizationConfig):
         self._is_coded = any(is_coded(path) for path in Path(model_name).glob("*.safetensors"))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Returns the method that keeps the weight of a layer, coded or plain, and multiplies by it. Returns None for
-        other kinds of layers, such as attention, which vLLM then handles itself.
+        """Returns the method that keeps the weights of a linear layer, fused experts, an embedding or a head, coded or
+        plain, and multiplies by them. Returns None for other layers, such as attention, which vLLM then handles itself.
 
         Raises:
             ValueError: the checkpoint is coded, and `--load-format ibp` is missing.
@@ -253,9 +253,9 @@ def _(ids: torch.Tensor, slots: torch.Tensor, num_columns: int) -> torch.Tensor:
 class IBPModelLoader(DefaultModelLoader):
     """The loader that `--load-format ibp` selects. It reads a directory that `ibp compress` or `save_coded` wrote.
 
-    A coded layer uses coded rows of the files as they are on two conditions: `save_coded` wrote them in a form that
-    `ibp.linear` can multiply by, and all weights of a merged layer have the same codebook. Other tables are copied to
-    the GPU in coded form and decoded there. If a directory has no coded files, vLLM reads it as usual.
+    A coded layer uses the coded rows of the files without decoding them if two conditions hold: `save_coded` wrote them
+    in a form that `ibp.linear` can multiply by, and all weights of a merged layer have the same codebook. Other tables
+    are copied to the GPU in coded form and decoded there. If a directory has no coded files, vLLM reads it as usual.
     """
 
     def __init__(self, load_config: Any) -> None:
