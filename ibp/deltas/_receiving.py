@@ -248,7 +248,7 @@ class Receiver:
     def _check_before(self, region: Region, base: Base) -> None:
         """Raises OutOfSyncError if the rows in a base are not those that the sender had before the push. If the
         fingerprint of the rows is not known, the rows are read to compute it, but only if the region does not change.
-        If the region changes, `apply_all` checks the rows."""
+        If the region is sent as a delta, `apply_all` checks the rows. Rows that are sent whole are not checked."""
         known = self._known.get(region.rows)
         if known is None and region.change is None:
             if isinstance(base, torch.Tensor):
