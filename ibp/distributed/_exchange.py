@@ -327,8 +327,8 @@ class CodedWork(Work):
         """Starts the call.
 
         Args:
-            is_async: whether the caller waits later. If so, a call on a GPU uses a stream other than the current stream,
-                and on the CPU the constructor does not wait for messages.
+            is_async: whether the caller waits later. If so, a call on a GPU uses a stream other than the current
+                stream, and the constructor of a call on the CPU does not wait for messages.
             status: a status to write, if the caller knows that all rows have room. The caller reads it later, and
                 `wait()` does not block the host. None: the call makes a status, and `wait()` reads it.
         """

@@ -72,8 +72,9 @@ class Load(NamedTuple):
     """The work of a call on one rank.
 
     Attributes:
-        coded: the number of original (uncoded) bytes that the rank codes. MOVED: the number of original bytes that
-            arrive at the rank. DECODED: the number of original bytes that the rank decodes.
+        coded: the number of original (uncoded) bytes that the rank codes.
+        moved: the number of original bytes that arrive at the rank.
+        decoded: the number of original bytes that the rank decodes.
         is_known_to_fit: True if the caller checks, before each later call of the same `Kind`, that all rows fit in
             their messages. The host then does not wait for these later calls.
     """
@@ -161,8 +162,8 @@ def pays(codec: Codec, rates: Rates, link: Link, load: Load) -> bool:
 
 def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) -> int:
     """Returns the smallest size in bytes of a message of an all-to-all for which coding pays, among the sizes start,
-    2 * start, 4 * start, ... Returns the first size of at least _MOST_LEAST_BYTES if coding does not pay for any smaller
-    size.
+    2 * start, 4 * start, ... If coding pays for none of these sizes below _MOST_LEAST_BYTES, returns the first size
+    that is at least _MOST_LEAST_BYTES.
 
     Args:
         count: the number of messages that a rank sends, which is also the number that it receives.
