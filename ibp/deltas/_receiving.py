@@ -296,8 +296,8 @@ def _check_result(region: Region, change: Change | None) -> None:
 
 
 def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> Memory:
-    """Returns rows `first` to `last` - 1 of a weight, as memory that can be changed. Returns a tensor without
-    dimensions itself."""
+    """Returns rows `first` to `last` - 1 of a weight, as memory that can be changed. If the weight has no dimensions,
+    returns the weight itself."""
     if isinstance(weight, CompressedTensor):
         return TableRows(weight, first, last)
     return weight.detach()[first:last] if weight.dim() else weight.detach()

@@ -62,7 +62,7 @@ class TensorRows(NamedTuple):
 
 @wire.sent
 class Region(NamedTuple):
-    """A region in the head of a message.
+    """Describes a region in the head of a message.
 
     rows: a list of the `TensorRows` of the region's tensors, as JSON.
     result: the fingerprint of the region's elements after the push.
@@ -101,7 +101,7 @@ class PushHead(NamedTuple):
     part: (index of the sender among the senders of the same weights, number of these senders).
     version: the number of the version that the weights have after the push.
     base: the number of the version to which the message must be applied; None if all weights are sent whole.
-    piece: (index of the message among those of this sender's push, number of these messages).
+    piece: (index of the message among the messages of this sender's push, number of these messages).
     regions: the regions whose changes the message has.
     """
 

@@ -1,4 +1,4 @@
-"""Delta: the differences between two versions of a tensor."""
+"""Delta: holds the differences between two versions of a tensor, and applies them."""
 
 from __future__ import annotations
 

@@ -54,13 +54,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a coder.
+    """The rates at which a codec encodes and decodes.
 
     Attributes:
         encode_gbps, decode_gbps: the rates of encoding and decoding in GB/s of original (uncoded) bytes, on all
             multiprocessors of a GPU, or on a CPU.
-        hides: whether one message travels while another one is coded. It is False on a CPU, where the same cores code
-            and move bytes.
+        hides: whether one message travels while another message is coded. It is False on a CPU, where the same cores
+            code and move bytes.
     """
 
     encode_gbps: float

@@ -116,20 +116,21 @@ class MessageSlots:
         self._last: torch.cuda.Stream | None = None
 
     def begin(self) -> None:
-        """Makes the current stream wait for the work of the previous call."""
+        """Makes the current stream wait for the work of the previous collective call."""
         if self._ended is not None:
             stream = torch.cuda.current_stream(self.device)
             if stream != self._last:
                 stream.wait_event(self._ended)
 
     def end(self) -> None:
-        """Records that all work of a call is now queued on the current stream."""
+        """Records that all work of a collective call has now been queued on the current stream."""
         if self._ended is not None:
             self._last = torch.cuda.current_stream(self.device)
             self._ended.record(self._last)
 
     def take(self, piece: int, num_bytes: int) -> Slot:
-        """Returns a slot of at least num_bytes bytes for a piece of a call. piece: the number of the piece."""
+        """Returns a slot of at least num_bytes bytes for a piece of a call. piece: the index of the piece in the
+        call."""
         if not self.on_gpu:
             return Slot(self._empty(num_bytes))
         slot = self._slots[piece % TURNS]
