@@ -1,4 +1,4 @@
-"""CheckpointDelta: the deltas of all tensors of a checkpoint."""
+"""CheckpointDelta: the changes that turn one version of a checkpoint into another."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Version = torch.Tensor | CompressedTensor
 
 
 class CheckpointDelta(Mapping[str, Delta | Version]):
-    """The changes that turn one version of a checkpoint, the base, into another version. `ibp.deltas.make` makes it. It
-    is a read-only mapping.
+    """The changes that turn one version of a checkpoint, the base, into another version. `ibp.deltas.make` returns a
+    CheckpointDelta for two checkpoints. A CheckpointDelta is a read-only mapping.
 
-    The mapping has an `ibp.deltas.Delta` for the name of each changed tensor. A tensor that is new, or whose shape or
-    dtype has changed, is stored whole. The names of unchanged tensors are not in the mapping.
+    It maps the name of each changed tensor to an `ibp.deltas.Delta`. A tensor that is new, or whose shape or dtype has
+    changed, is stored whole. The names of unchanged tensors are not in the mapping.
 
     Example:
         >>> old = {"w": torch.zeros(1000, 64), "b": torch.zeros(64), "head": torch.zeros(64)}
@@ -78,7 +78,7 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
 
     @property
     def stored_bytes(self) -> int:
-        """Size of all changes in bytes, as they are sent or stored in a file."""
+        """Total size in bytes of the changes when they are sent or stored in a file."""
         return sum(_stored_bytes(change) for change in self._changes.values())
 
     def __repr__(self) -> str:
@@ -88,29 +88,30 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
         )
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> CheckpointDelta:
-        """Returns a CheckpointDelta that has the same changes, on a device."""
+        """Returns a CheckpointDelta with the same changes, whose data are on `device`."""
         moved = {name: change.to(device, non_blocking=non_blocking) for name, change in self._changes.items()}
         return CheckpointDelta(moved, self.removed)
 
     def apply_(self, base: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Turns `base`, the base version of a checkpoint, into the new version, and returns it.
+        """Turns `base`, the base version of a checkpoint, into the new version, and returns `base`.
 
         Changed tensors are updated in place. So if base is the state dict of a module, the module's parameters change.
         Removed tensors are deleted from the mapping, and new tensors are added to it. A new tensor that replaces a
-        tensor of the same name is put on that tensor's device. Any other new tensor is put on the device of the tensors
-        in base if all of them are on one device, and otherwise on the device on which the delta stores it.
+        tensor of the same name is put on the device of the tensor that it replaces. Any other new tensor is put on the
+        device of the tensors in base if all of them are on one device. Otherwise it stays on the device on which the
+        delta stores it.
 
-        Bases and results are checked as in `Delta.apply_`. If an error is raised, base is as it was before the call.
+        Bases and results are checked as in `Delta.apply_`. If an error is raised, base is unchanged.
 
         Args:
             base: the mapping from names to tensors that the delta was made for. It must be mutable if there are new or
                 removed names.
 
         Raises:
-            KeyError: base does not have the name of a tensor that the delta changes or removes.
+            KeyError: base has no tensor with the name of a tensor that the delta changes or removes.
             TypeError, DeltaMismatchError, CorruptTableError: as in `Delta.apply_`; the message names the tensor.
-                DeltaMismatchError is also raised if two tensors overlap in memory, unless they are one tensor under two
-                names and have the same change.
+                DeltaMismatchError is also raised if two tensors of base overlap in memory. The exception is one tensor
+                that has two names, if the delta has the same change for both names.
         """
         self._check_names(base)
         jobs = [(name, self._changes[name], base[name]) for name in self.changed]
@@ -174,7 +175,7 @@ def compare(
 
 
 def apart(jobs: Sequence[Job]) -> list[Job]:
-    """Drops repeated jobs: returns one job for each base. If a base has several names, this is the job of the first
+    """Drops repeated jobs: returns one job for each base. If a base has several names, its job is the one of the first
     name. Raises DeltaMismatchError if two names of one base have different changes, or if different bases share
     memory."""
     kept: dict[tuple[Any, ...], Job] = {}
@@ -196,7 +197,7 @@ def apart(jobs: Sequence[Job]) -> list[Job]:
 
 
 def _stored_bytes(change: Delta | Version) -> int:
-    """Returns the size in bytes of a change as it is sent."""
+    """Returns the size in bytes of a change when it is sent."""
     if isinstance(change, torch.Tensor):
         return change.nbytes
     return change.stored_bytes if isinstance(change, Delta) else change.stored_bytes + change.index_bytes

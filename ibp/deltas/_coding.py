@@ -12,24 +12,24 @@ from .._layout import geometry
 from .._schemes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
-# Size of a row in bytes. A row lists the elements that have changed, and takes 5 to 7 bytes besides them, so rows
-# should be long.
+# Size of a row in bytes, before coding. A coded row lists the elements that have changed, and takes 5 to 7 bytes more
+# than this list. So rows should be long.
 ROW_BYTES = 8192
-# Number of bits of a digit in each plane. Most weights that a step of an optimizer changes become the next larger or
-# the next smaller number, so the planes of -1 and 1 have digits of one bit.
+# Number of bits of a digit in each plane. Most weights that an optimizer step changes become the next larger or the
+# next smaller number, so most differences are -1 or 1. The planes for these two differences have digits of one bit.
 _DIGIT_BITS = (1, 1, 4, 4)
 _NUM_ENTRIES = sum(2**bits - 1 for bits in _DIGIT_BITS)
 assert _NUM_ENTRIES % 2 == 0, "a number and its negative"
 _SAMPLED_ROWS = 64
-# The known codebook is used if it codes the differences in at most this fraction of their size. A learned codebook
-# would then save too little to be worth the time.
+# The known codebook is used if the coded differences take at most this fraction of the size of the differences. A
+# learned codebook would then save too little to be worth the time.
 WELL_CODED = 0.3
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element in bytes
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element in bytes
 
 
 def element_bytes_of(dtype: torch.dtype) -> int:
-    """Returns the size in bytes of the integers that are subtracted: the size of an element, or half of it for complex
-    numbers, whose two parts are subtracted separately."""
+    """Returns the size in bytes of the integers that are subtracted for a dtype. This is the size of an element. For a
+    complex dtype it is half of this size, because the real and the imaginary parts are subtracted separately."""
     return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
 
 
@@ -46,9 +46,9 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def known_codebook(element_bytes: int) -> PlanesCodebook:
-    """Returns the known codebook for differences of element_bytes bytes. Its rows list only the differences that are
-    not 0. Its entries are -1, 1, -2, 2, ...; the first of them have the shortest codes. A difference that is not among
-    the entries is stored as it is."""
+    """Returns the known codebook for differences of element_bytes bytes. Rows that it codes list only the differences
+    that are not 0. Its entries are -1, 1, -2, 2, ..., in this order; -1 and 1 have the shortest codes. A difference
+    that is not among the entries is stored uncoded."""
     width = 8 * element_bytes
     numbers = [number for size in range(1, _NUM_ENTRIES // 2 + 1) for number in (-size, size)]
     symbols = [number % 2**width if width < 64 else number for number in numbers]
@@ -57,8 +57,8 @@ def known_codebook(element_bytes: int) -> PlanesCodebook:
 
 
 def is_well_coded(differences: torch.Tensor) -> bool:
-    """Returns whether the known codebook codes a sample of rows in at most WELL_CODED times their size. differences:
-    integers, 1-D."""
+    """Codes a sample of rows of `differences` (integers, 1-D) with the known codebook. Returns whether the coded rows
+    take at most WELL_CODED times the size of the rows."""
     codebook, data = known_codebook(differences.element_size()), differences.view(torch.uint8)
     rows = geometry.sample(data, ROW_BYTES, _SAMPLED_ROWS) if data.numel() >= ROW_BYTES else data
     lengths = torch.ops.ibp.measure_rows(rows, codebook.words(rows.device), codebook.codec)
@@ -67,8 +67,7 @@ def is_well_coded(differences: torch.Tensor) -> bool:
 
 
 def code(differences: torch.Tensor, like: torch.Tensor | CompressedTensor) -> CompressedTensor:
-    """Codes differences on their device. Returns a table with the shape and dtype of `like`. differences: integers,
-    1-D."""
+    """Codes `differences` (integers, 1-D) on their device. Returns a table with the shape and dtype of `like`."""
     device, element_bytes = differences.device, differences.element_size()
     if differences.numel() == 0 or is_well_coded(differences):
         known = known_codebook(element_bytes)

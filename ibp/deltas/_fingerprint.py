@@ -11,23 +11,23 @@ from .._layout import geometry
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 
-# Approximate size in bytes of the blocks in which tables are decompressed and non-contiguous tensors are copied.
+# Tables are decompressed, and non-contiguous tensors are copied, in blocks of approximately this many bytes.
 _BLOCK_BYTES = 64 << 20
 _WORD_BYTES = 8
 _MASK = 2**64 - 1
 
 
 class DeltaMismatchError(ValueError):
-    """A delta cannot be applied to a tensor, because the delta was made for another tensor. The tensor is unchanged."""
+    """Raised if a delta was made for another tensor than the one that it is applied to. The tensor is unchanged."""
 
 
 def fingerprint(x: torch.Tensor | CompressedTensor | WholeTensor) -> int:
     """Returns a 64-bit hash of a tensor's bytes. Files and deltas store it to identify tensors (FORMAT.md section 10).
 
-    Tensors have the same fingerprint if they have the same bytes in the order of their elements; shapes, dtypes and
+    Two tensors have the same fingerprint if their elements, in order, consist of the same bytes; shapes, dtypes and
     strides do not matter. Tensors with different bytes almost certainly have different fingerprints. The fingerprint
-    detects accidents, but not forgeries. It is computed on the device of x. Tables, and tensors that are not
-    contiguous, are processed block by block.
+    detects accidents, but not forgeries. It is computed on the device of x. Tables and non-contiguous tensors are
+    processed block by block.
 
     Example:
         >>> x = torch.arange(4)
@@ -70,7 +70,7 @@ def mix(x: int) -> int:
 
 
 def check_source(x: object, name: str) -> None:
-    """Raises TypeError unless x is a table or a tensor whose bytes can be read."""
+    """Raises TypeError unless x is a table, or a tensor whose bytes can be read. name: the name of x in the message."""
     if isinstance(x, CompressedTensor):
         return
     if not isinstance(x, torch.Tensor):
@@ -79,8 +79,9 @@ def check_source(x: object, name: str) -> None:
 
 
 def byte_blocks(x: torch.Tensor | CompressedTensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields (index of the first byte, bytes) for consecutive blocks of a tensor, on its device. All blocks but the
-    last have a multiple of 8 bytes. A contiguous tensor is one block, which is a view of it."""
+    """Yields (index of the block's first byte in x, the bytes of the block) for consecutive blocks of x. The bytes are
+    on the device of x. The size of each block, except the last, is a multiple of 8 bytes. A contiguous tensor is a
+    single block, a view of the tensor."""
     if isinstance(x, torch.Tensor) and (x.is_contiguous() or x.dim() == 0):
         yield 0, geometry.bytes_of(x)
         return

@@ -1,4 +1,4 @@
-"""`ibp.deltas.make`."""
+"""`ibp.deltas.make`: makes the delta from one version of a tensor or checkpoint to another."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ._checkpoints import CheckpointDelta, Version, compare
 from ._fingerprint import check_source, fingerprint
 from ._tensors import Delta
 
-# Pairs are compared in parts. In a part that has several pairs, the new versions have at most this many bytes together.
-# The GPU measures the next part while the deltas of the present one are made.
+# Pairs are compared in batches. A batch has one pair, or several pairs whose new versions together have at most this
+# many bytes. The GPU measures the next batch while the deltas of the present batch are made.
 _MOST_BYTES = 2 << 30
 
 
@@ -37,9 +37,9 @@ def make(
     """Returns the delta from `base` to `new`, which can be sent or stored in place of new. `delta.apply_(base)` turns
     base into new.
 
-    The delta is the difference of the elements' bits, not of their values. So `apply_` restores new bit for bit,
-    including NaNs and negative zeros. The fewer elements have changed, and the less they have changed, the smaller the
-    delta is. A delta is correct even if every element has changed.
+    The delta holds the difference of the elements' bits, taken as integers, and not of their values. So `apply_`
+    restores new bit for bit, including NaNs and negative zeros. The fewer elements have changed, and the less they have
+    changed, the smaller the delta is. A delta is correct even if every element has changed.
 
     Example:
         >>> old = {"w": torch.zeros(1000, 64)}
@@ -86,8 +86,8 @@ def differences(pairs: Sequence[tuple[Version, Version]], device: torch.device |
 def begin_differences(
     pairs: Sequence[tuple[Version, Version]], device: torch.device | str | int | None, updates_bases: bool = False
 ) -> Callable[[], list[Delta]]:
-    """Queues the measuring of the pairs that are compared on a GPU. Returns a function that waits for the GPUs, makes
-    the deltas as `differences` does, and returns them.
+    """For the pairs that are compared on a GPU, queues the kernels that measure how large the deltas become. Returns a
+    function that waits for the GPUs, makes the deltas of all pairs, and returns them.
 
     updates_bases: whether each base is overwritten with the newer version once its delta is made. If so, all bases must
         be contiguous tensors.

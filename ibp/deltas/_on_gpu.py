@@ -1,5 +1,5 @@
-"""Makes and applies deltas of many tensors at once on a GPU. The kernels subtract while they code, and add while they
-decode."""
+"""Makes and applies deltas of many tensors at once on a GPU. The kernels subtract the bases while they code, and add
+them while they decode."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class DeltaPair(NamedTuple):
 
 
 class DeltaRows(NamedTuple):
-    """The rows of one tensor in the sequence of the rows of all tensors of a call. A group is ROWS_PER_BASE consecutive
-    rows of the sequence. Each tensor begins with a new group."""
+    """Says where the rows of one tensor are in a sequence that has the rows of all tensors of a call. A group is
+    ROWS_PER_BASE consecutive rows of the sequence. The first row of each tensor begins a new group."""
 
     first: int
     num_rows: int
@@ -46,7 +46,7 @@ class DeltaRows(NamedTuple):
 
 
 def sequence(sizes: Sequence[int], row_bytes: int) -> tuple[list[DeltaRows], int]:
-    """Returns (the rows of each tensor, number of rows of the whole sequence). sizes: the sizes of the tensors in
+    """Returns (a `DeltaRows` for each tensor, number of rows in the sequence). sizes: the sizes of the tensors in
     bytes."""
     rows, first = [], 0
     for num_bytes in sizes:
@@ -59,8 +59,9 @@ def sequence(sizes: Sequence[int], row_bytes: int) -> tuple[list[DeltaRows], int
 
 
 class CodedDeltas(NamedTuple):
-    """The result for one pair. `parts` are the arrays of a packed table, by name; None if the known codebook codes the
-    differences too badly. `base` and `result` are the fingerprints of the base and of the newer version."""
+    """The result for one pair. `parts` has the arrays of a packed table, by name. It is None if the coded differences
+    would take more than WELL_CODED times the size of the tensor. `base` and `result` are the fingerprints of the base
+    and of the newer version."""
 
     parts: dict[str, torch.Tensor] | None
     base: int
@@ -68,9 +69,9 @@ class CodedDeltas(NamedTuple):
 
 
 class Making:
-    """Codes the differences of pairs with the known codebook. All pairs are on one GPU, and none is empty. The
-    constructor queues the measuring of the differences on the GPU; `coded` waits for it. updates_bases: whether a base
-    is overwritten with the newer version when its differences are coded."""
+    """Codes the differences of pairs with the known codebook. All pairs must be on one GPU, and no tensor may be empty.
+    The constructor queues a kernel that measures the size of each coded row; `coded` waits for this kernel.
+    updates_bases: whether each base is overwritten with the newer version when the differences are coded."""
 
     def __init__(self, pairs: Sequence[DeltaPair], element_bytes: int, updates_bases: bool) -> None:
         self._pairs, self._updates_bases, codebook = pairs, updates_bases, _coding.known_codebook(element_bytes)
@@ -112,7 +113,7 @@ class Making:
         base and newer version)."""
         found, n = self._found.wait().tolist(), len(self._pairs)
         sizes = [
-            # The offsets count a raw last row as a full row. A length of 0 marks a raw row.
+            # The offsets count a last row that is stored raw as a full row. A length of 0 marks a raw row.
             end - start - (-pair.base.numel() % ROW_BYTES if length == 0 else 0)
             for pair, start, end, length in zip(self._pairs, found[:n], found[n : 2 * n], found[2 * n : 3 * n])
         ]
@@ -176,8 +177,8 @@ def can_apply(delta: Delta, base: torch.Tensor) -> bool:
 
 
 def coding_key(delta: Delta) -> tuple[Hashable, ...] | None:
-    """Returns a key that is equal for deltas with equal codebooks, which one call may apply together. Returns None if
-    the kernels do not support the codebook."""
+    """Returns a key for the codebook of a delta, or None if the kernels do not support the codebook. Deltas with equal
+    keys have equal codebooks, so one call may apply them together."""
     book = delta.table.codebook
     if not isinstance(book, PlanesCodebook) or not book.listed or book.default or book.signed_default:
         return None
@@ -218,7 +219,8 @@ class DeltaBatch:
         self._state = torch.zeros(1 + 3 * len(bases), dtype=torch.int64, device=self._device)
 
     def begin(self) -> None:
-        """Queues work that applies all deltas, or none of them if one does not match its base or is damaged."""
+        """Queues kernels that apply all deltas. If any delta is damaged or does not match its base, they apply no
+        delta."""
         self._call(False)
         self._found = staging.Coming(self._state)
 
@@ -237,8 +239,8 @@ class DeltaBatch:
         return self.indices[0]
 
     def take_back(self) -> None:
-        """Undoes the changes of `begin`, even if it was interrupted. If the sums of all tensors are 0, its kernels have
-        not begun, and there is nothing to undo."""
+        """Undoes the changes of `begin`, even if `begin` was interrupted. If the sums of all tensors are 0, the kernels
+        have not begun, and there is nothing to undo."""
         verdict, *of_tensors = self._state.tolist()
         if verdict == _APPLIED and any(of_tensors):
             self._state[0] = _DAMAGED

@@ -1,5 +1,6 @@
-"""Applies deltas to bases that this process keeps in pieces: in several tensors, in rows of tables, or only in part,
-such as a shard of a weight. The elements of a base are copied into one tensor, changed there, and written back."""
+"""Applies deltas to bases that this process keeps in pieces. A base can be spread over several tensors, be in rows of
+tables, or be only partly in this process, such as a shard of a weight. The elements of a base are copied into one
+tensor, changed there, and written back."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TableRows(NamedTuple):
-    """Items `first` to `last` - 1 of a table. They can be read and replaced."""
+    """Items `first` to `last` - 1 of a table, which can be read and replaced."""
 
     table: CompressedTensor
     first: int
@@ -56,10 +57,10 @@ Memory = torch.Tensor | TableRows
 class Piece(NamedTuple):
     """A part of a base, and the memory that holds the part.
 
-    The elements of a base form one sequence: the elements of a tensor's rows. If several tensors are joined, the
-    elements of each tensor follow those of the tensor before it.
+    The elements of a base form one sequence. They are the elements of some rows of a tensor. If several tensors are
+    joined, the elements of each tensor follow those of the tensor before it.
 
-    memory: what holds the part: a tensor, viewed as integers, or rows of a table.
+    memory: a tensor, viewed as integers, or rows of a table. It holds the part.
     size, strides, offset: the arguments with which `torch.as_strided` selects the part's elements from the sequence.
     """
 
@@ -70,7 +71,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def at(cls, memory: Memory, first: int, shape: torch.Size, box: tuple[slice, ...]) -> Piece:
-        """Returns the piece for a box of a tensor's rows.
+        """Returns the piece for a box, which is a range of elements in each dimension of a tensor's rows.
 
         Args:
             memory: holds the elements of the box.
@@ -99,8 +100,8 @@ class Pieces:
         dtype: the dtype of the elements.
         is_whole: whether each element of the base is in a piece. Otherwise the fingerprint of the base cannot be
             computed in this process.
-        groups: the pieces, divided into groups that are written one after the other. First, each piece in a table is a
-            group. Then all pieces in tensors form one group.
+        groups: the pieces, divided into groups that are written one after the other. The first groups have one piece
+            each: a piece that is in a table. The last group has all pieces that are in tensors.
         key: equal for bases that consist of the same elements in the same memory.
     """
 
@@ -109,9 +110,9 @@ class Pieces:
         dense = [each for each in pieces if isinstance(each.memory, torch.Tensor)]
         self.groups = [[each] for each in pieces if isinstance(each.memory, TableRows)] + ([dense] if dense else [])
         self.key = tuple(memory_of(each.memory) for each in pieces)
-        # The contiguous tensors that hold all elements, one tensor after the other, if the base consists of such
-        # tensors (for example, the experts of a layer). One call of `split` then makes the views that correspond to
-        # them.
+        # The tensors that hold the elements, as 1-D views, if the base consists of contiguous tensors, one after the
+        # other (for example, the experts of a layer). Then one call of `split` makes the corresponding views of the
+        # elements. Otherwise None.
         ends = list(itertools.accumulate(math.prod(each.size) for each in pieces))
         self._flats: list[torch.Tensor] | None = None
         if is_whole and ends[-1] == shape.numel() and all(map(_is_run, pieces, [0, *ends])):
@@ -130,8 +131,8 @@ class Pieces:
         return elements
 
     def write(self, group: Sequence[Piece], elements: torch.Tensor) -> None:
-        """Writes the elements of a group to its memory: all of them, or none if an error occurs. elements: all elements
-        of the base, 1-D."""
+        """Writes the elements of a group to the memory of its pieces: all of them, or none if an error occurs.
+        elements: all elements of the base, 1-D."""
         first = group[0]
         if isinstance(first.memory, TableRows):
             first.memory.write(first.of(elements))
@@ -142,9 +143,9 @@ class Pieces:
     def _copied(
         self, group: Sequence[Piece], bits: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Returns (for each piece of a group, the view of its part of `bits`; for each piece, the values that are in
-        its memory, as integers). The latter share the memory of tensors; rows of tables are decompressed. bits: all
-        elements of the base as integers."""
+        """Returns (for each piece of a group, a view of its part of `bits`; for each piece, the values in its memory,
+        as integers). The values of a piece in a tensor are a view of the tensor; rows of tables are decompressed. bits:
+        all elements of the base as integers."""
         if self._flats is not None:
             return bits.split([flat.numel() for flat in self._flats]), self._flats
         memories = [each.memory for each in group]
@@ -154,8 +155,8 @@ class Pieces:
 
 
 def _is_run(piece: Piece, first: int) -> bool:
-    """Returns whether the memory of a piece is a contiguous tensor, and the piece consists of consecutive elements of
-    the base, beginning at element `first`."""
+    """Returns whether the memory of a piece is a contiguous tensor, and the piece has consecutive elements of the base,
+    beginning at element `first`."""
     count, is_run = 1, piece.offset == first and isinstance(piece.memory, torch.Tensor) and piece.memory.is_contiguous()
     for length, stride in zip(reversed(piece.size), reversed(piece.strides)):
         is_run = is_run and (length == 1 or stride == count)
@@ -164,7 +165,8 @@ def _is_run(piece: Piece, first: int) -> bool:
 
 
 def memory_of(x: Version | TableRows | Pieces) -> tuple[Any, ...]:
-    """Returns a key. Two tensors have equal keys if they consist of the same elements in the same memory."""
+    """Returns a key that identifies the elements of x in memory. Two arguments have equal keys if they consist of the
+    same elements in the same memory."""
     if isinstance(x, Pieces):
         return x.key
     if isinstance(x, TableRows):
@@ -196,7 +198,7 @@ class InPieces:
         self._before: Callable[[], int] | None = None
 
     def begin(self) -> None:
-        """Queues the reading, changing and writing of the elements, if the base is whole and on a GPU, and the kernels
+        """Queues work that reads, changes and writes the elements, if the base is whole and on a GPU, and the kernels
         can apply the delta. Otherwise `apply` does this work. If the delta was made for other elements, the kernels
         leave the elements unchanged, and the old values are written back."""
         if not (self._base.is_whole and self._base.device.type == "cuda"):
@@ -210,8 +212,8 @@ class InPieces:
             self._write(elements)
 
     def apply(self) -> int | None:
-        """Applies the delta and returns None. If the base is not the one that the delta was made for, or the delta is
-        damaged, leaves the base as it is and returns the index of the job. A base that is not whole is not checked."""
+        """Applies the delta and returns None. If the delta was made for another base, or is damaged, returns the index
+        of the job; the base then has its old values. A base that is not whole is not checked."""
         if self._batch is not None:
             return self._batch.apply()
         elements = self._base.read()
@@ -231,7 +233,7 @@ class InPieces:
 
     def take_back(self) -> None:
         """Undoes the change, even if it was interrupted. After an interruption the first groups may have new values,
-        and the others old ones. So the old values are written group by group, until the elements have the old
+        and the others old values. So the old values are written group by group, until the elements have the old
         fingerprint."""
         if self._before is None:
             return

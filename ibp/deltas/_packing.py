@@ -1,12 +1,13 @@
 """Converts changes of tensors to bytes for other processes. The bytes are sent in a broadcast, or in the messages of an
-`ibp.deltas.Sender`. These messages describe their content and have a fingerprint.
+`ibp.deltas.Sender`. Such a message describes its content and has a fingerprint.
 
-A change is a delta, or a tensor or table that is sent whole. Its parts are the arrays of its table, or the tensor. The
-parts of all changes lie one after the other in one memory. The parts of a table have the same order as in a packed
-piece (`_layout.forms`), but no head precedes them: their sizes are in the `ChangeHead`.
+A change is a delta, or a tensor or table that is sent whole. The parts of a delta or table are the arrays of the table.
+A tensor has one part, the tensor. The parts of all changes lie one after the other in one buffer. The parts of a table
+have the same order as in a packed piece (`_layout.forms`), but no head precedes them, because the `ChangeHead` has
+their sizes.
 
 A message consists of a prefix (_PREFIX), a head that `wire` has written, zeros up to a multiple of 16 bytes, and the
-memory of the parts.
+buffer with the parts.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ _BEGIN_BYTES = 64 << 10  # Number of bytes of a message that are copied to the h
 
 @wire.sent
 class ChangeHead(NamedTuple):
-    """Describes a change. `opened` rebuilds the change from this head and the memory of the parts.
+    """Describes a change. `opened` rebuilds the change from this head and the buffer with the parts.
 
-    fields: arguments of the table, by name. The codebook is left out if it is the known codebook (`_coding.py`). None
-        if the change is a tensor that is sent whole.
+    fields: arguments of the table's constructor, by name. The codebook is left out if it is the known codebook
+        (`_coding.py`). None if the change is a tensor that is sent whole.
     fingerprints: the fingerprints of the base and of the result; None if the change is not a delta.
     sizes: the sizes of the parts in bytes. The parts are the table's bases, lengths, slots and overflow, or the tensor.
     """
@@ -80,7 +81,7 @@ def _parts(change: Change) -> list[torch.Tensor]:
 
 
 def places_of(heads: Iterable[ChangeHead]) -> tuple[list[list[slice]], int]:
-    """Returns (for each change, the byte ranges of its parts in the memory of all changes; the size of this memory in
+    """Returns (for each change, the byte ranges of its parts in the buffer of all changes; the size of this buffer in
     bytes)."""
     places, end = [], 0
     for head in heads:
@@ -96,7 +97,7 @@ def places_of(heads: Iterable[ChangeHead]) -> tuple[list[list[slice]], int]:
 
 
 def pack(changes: Iterable[Change], places: Iterable[Sequence[slice]], data: torch.Tensor) -> None:
-    """Copies the parts of changes into `data`, uint8, which has the size that `places_of` returns."""
+    """Copies the parts of changes into `data`, a uint8 tensor of the size that `places_of` returns."""
     pairs = [
         (data[where], part.reshape(-1).view(torch.uint8))
         for change, place in zip(changes, places)
@@ -108,8 +109,8 @@ def pack(changes: Iterable[Change], places: Iterable[Sequence[slice]], data: tor
 
 
 def opened(heads: Sequence[ChangeHead], data: torch.Tensor) -> list[Change]:
-    """Returns the changes whose parts are in `data`. The changes share the memory of `data`. Raises CorruptTableError
-    if a head does not match its parts."""
+    """Returns the changes whose parts are in `data`. They are views of `data`. Raises CorruptTableError if a head does
+    not match its parts."""
     if any(len(head.sizes) != (1 if head.fields is None else len(_PARTS)) or min(head.sizes) < 0 for head in heads):
         raise CorruptTableError("the message has a change whose head does not say how large it is")
     places, end = places_of(heads)
@@ -147,7 +148,7 @@ def _change(head: ChangeHead, parts: Sequence[torch.Tensor]) -> Change:
 
 
 def message_of(head: Any, heads: Sequence[ChangeHead], changes: Iterable[Change], device: torch.device) -> torch.Tensor:
-    """Returns a message, uint8 [bytes] on a device. Does not wait for a GPU.
+    """Returns a message, uint8 [bytes] on `device`. Does not wait for a GPU.
 
     Args:
         head: the head of the message, any value that `wire.written` accepts.
@@ -161,15 +162,14 @@ def message_of(head: Any, heads: Sequence[ChangeHead], changes: Iterable[Change]
     begin = torch.frombuffer(bytearray(prefix + text), dtype=torch.uint8)
     message[: begin.numel()].copy_(staging.queued(begin, device))
     pack(changes, places, message[first:])
-    # So far this field has only the mixed number of bytes. sum_words adds the mixed words to it, which makes it the
-    # fingerprint.
+    # So far this field has only the mixed number of bytes. sum_words adds the mixed words; the sum is the fingerprint.
     fingerprint_of_both = message[_PREFIX.size - 8 : _PREFIX.size].view(torch.int64)
     torch.ops.ibp.sum_words.default(message[_PREFIX.size :], 0, fingerprint_of_both)
     return message
 
 
 def read_message(message: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Checks all bytes of a message, and returns (its head, the memory of the parts). Raises TypeError if the message
+    """Checks all bytes of a message, and returns (its head, the buffer with the parts). Raises TypeError if the message
     is not uint8 [bytes], and CorruptTableError if it is damaged or was not made by `message_of`."""
     if not isinstance(message, torch.Tensor) or message.dtype != torch.uint8 or message.dim() != 1:
         what = f"{message.dtype} {list(message.shape)}" if isinstance(message, torch.Tensor) else type(message).__name__

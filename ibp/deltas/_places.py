@@ -1,4 +1,4 @@
-"""`PlacedReceiver`: receives weights for engines that keep them merged, sharded or compressed."""
+"""`PlacedReceiver`: receives weights for an engine that keeps them merged, sharded or compressed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ._regions import Region, TensorRows
 
 
 class ShardPlace(NamedTuple):
-    """The place where a process keeps a part of a checkpoint's tensor. The part is a box, which is a range of elements
-    in each dimension.
+    """Says where a process keeps a part of a checkpoint's tensor. The part is a box: a range of elements in each
+    dimension.
 
     Example:
         >>> merged = torch.zeros(8, 4)
@@ -26,9 +26,9 @@ class ShardPlace(NamedTuple):
         torch.Size([4, 4])
 
     Attributes:
-        memory: a tensor or a table. Its rows have the same shape as the part's rows. A tensor without dimensions is one
-            row.
-        first_row: the row of the memory at which the part begins.
+        memory: the tensor or table that holds the part. Its rows have the same shape as the part's rows. A tensor
+            without dimensions counts as one row.
+        first_row: the index of the row of `memory` at which the part begins.
         box: for each dimension of the checkpoint's tensor, (index of the part's first element, number of elements).
     """
 
@@ -37,8 +37,8 @@ class ShardPlace(NamedTuple):
     box: tuple[tuple[int, int], ...]
 
     def _within(self, rows: TensorRows) -> tuple[Memory, tuple[slice, ...]] | None:
-        """Returns (the memory that holds a part of `rows`; the box of the part in these rows, a slice for each
-        dimension), or None if this place holds no part of them."""
+        """Returns (the memory in this place that holds a part of `rows`; a slice for each dimension of `rows`, which
+        together select this part), or None if this place holds no part of `rows`."""
         if not rows.shape:
             return rows_of(self.memory, 0, 1), ()
         (start, length), *others = self.box
@@ -80,12 +80,12 @@ class PlacedReceiver(Receiver, ABC):
             tensors: (shape, dtype) of each tensor, by name.
 
         Returns:
-            For each name, the places of the tensor's parts; an empty sequence if this process keeps no part of it. The
-            boxes of a tensor's places must not overlap, unless they are equal.
+            For each name, the places of the tensor's parts, or an empty sequence if this process keeps no part of the
+            tensor. The boxes of a tensor's places must be equal or must not overlap.
         """
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
-        """Returns, for each region of a message, the memory that holds its rows. `Receiver.apply` calls it."""
+        """Returns, for each region of a message, the memory that holds its rows. `Receiver.apply` calls this method."""
         all_rows = [region.tensor_rows() for region in regions]
         asked = {
             name: (rows.full_shape, region.dtype)

@@ -1,8 +1,9 @@
 """`ibp.deltas.Receiver`: keeps an engine's weights equal to those of a trainer, which has the `ibp.deltas.Sender`.
 
-A push is one call of `Sender.push`, which makes one or more messages. If several senders (parts) send the same weights,
-the messages of all of them together form the push. A message names regions: rows of a tensor, or of several tensors
-that are joined. The *bases* of a region are the memory in this process that holds these rows.
+A push is one call of `Sender.push`, which makes one or more messages. If several senders send the same weights, each of
+them is called a part, and the messages of all parts together form the push. A message names regions. A region is some
+rows of a tensor, or of several tensors that are joined. The *bases* of a region are the memory in this process that
+holds these rows.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ _WANTED = "the weights are as they were, and are wanted whole unless what is mis
 
 
 class OutOfSyncError(DeltaMismatchError):
-    """A message cannot be applied: an earlier message was lost, this message was received before, it is inconsistent
-    with other messages of its push, or it is for other weights. The weights are unchanged. `Sender.push(weights,
-    full=True)` makes messages that can be applied to any weights with these names, shapes and dtypes."""
+    """Raised if a message cannot be applied: an earlier message was lost, this message was received before, it is
+    inconsistent with other messages of its push, or it is for other weights. The weights are unchanged.
+    `Sender.push(weights, full=True)` makes messages that can be applied to any weights with these names, shapes and
+    dtypes."""
 
 
 class _Pieces(NamedTuple):
-    """The messages that have come from one sender's push. `head` is the head of the message that came first. `came` has
-    (head, memory of the parts) for each message, by the message's number."""
+    """The messages of a push that have come from one sender. `head` is the head of the message that came first. `came`
+    maps the number of each message to (its head, the buffer with the parts of its changes)."""
 
     head: PushHead
     came: dict[int, tuple[PushHead, torch.Tensor]]
@@ -45,8 +47,8 @@ class Receiver:
 
     The messages of a push may come in any order. When the last of them has come, all changes are applied to the weights
     in place. If the call fails or is interrupted, the changes are undone, so the weights are never a mixture of two
-    versions. Until the push is complete, the receiver keeps a copy of each message, on the message's device. So the
-    caller may reuse the memory of a message when `apply` has returned.
+    versions. Until the push is complete, the receiver keeps a copy of each message, on the device of the message. So
+    the caller may reuse a message's memory as soon as `apply` has returned.
 
     Example:
         >>> there, here = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
@@ -75,11 +77,11 @@ class Receiver:
         for name, weight in self._weights.items():
             check_source(weight, name)
         self.version: int | None = None
-        self._senders: dict[int, str] = {}  # for each part, PushHead.sender of the present version
-        self._pending: dict[int, _Pieces] = {}  # for each part, the messages of the next version
+        self._senders: dict[int, str] = {}  # for each part, the PushHead.sender that sent the present version
+        self._pending: dict[int, _Pieces] = {}  # for each part, its messages for the next version
         self._known: dict[bytes, int] = {}  # fingerprints of the present version, by Region.rows
         self._bases: dict[tuple[bytes, torch.dtype], list[Base]] = {}  # the bases of regions, by Region.rows and dtype
-        self._whole: frozenset[bytes] = frozenset()  # Region.rows of the last push; they cover each tensor
+        self._whole: frozenset[bytes] = frozenset()  # the Region.rows of the last push, which cover each tensor
 
     def apply(self, message: torch.Tensor) -> bool:
         """Receives a message. If it is the last one of its push, applies all changes of the push.
@@ -88,15 +90,14 @@ class Receiver:
             message: uint8 [bytes], on any device.
 
         Returns:
-            True if the weights have become the version of the message; False if more messages of the push must come
-            first.
+            True if the weights now have the message's version. False if more messages of the push must come first.
 
         Raises:
             OutOfSyncError: an earlier message is lost, this message was received before, it is inconsistent with other
                 messages of its push, or it is for other weights.
             CorruptTableError: the message is damaged. It may be sent again.
             KeyError, TypeError, ValueError: a name, dtype or shape in the message does not match the weights.
-        After any of these errors the weights are as they were.
+        After any of these errors the weights are unchanged.
         """
         head, data = read_message(message)
         if not isinstance(head, PushHead):
@@ -123,7 +124,7 @@ class Receiver:
         return True
 
     def _check_order(self, head: PushHead) -> None:
-        """Raises OutOfSyncError if a message was received before, or if an earlier message is lost."""
+        """Raises OutOfSyncError if the message was received before, or if an earlier message was lost."""
         part, (number, count) = head.part[0], head.piece
         if self.version is not None and self._senders.get(part) == head.sender:
             if head.version <= self.version:
@@ -171,7 +172,7 @@ class Receiver:
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         results: dict[bytes, int] = {}
         rows = frozenset(region.rows for head, _ in came for region in head.regions)
-        if rows != self._whole:  # most pushes have the same rows as the one before
+        if rows != self._whole:  # most pushes have the same rows as the previous push
             _check_whole(region for head, _ in came for region in head.regions)
         self._whole = rows
         for region, change, bases in self._changes(came):
@@ -189,7 +190,8 @@ class Receiver:
                             jobs.append((_name(region), delta, in_one_piece(memory)))
                         else:
                             whole.append((memory, new))
-        # If the call is interrupted, no fingerprint is known any more, and the next push computes those that it needs.
+        # If the call is interrupted, no fingerprint is known any more, and the next push computes the fingerprints that
+        # it needs.
         self._known = {}
         try:
             apply_all(apart(jobs), whole)
@@ -198,8 +200,9 @@ class Receiver:
         self._known = results
 
     def _changes(self, came: list[tuple[PushHead, torch.Tensor]]) -> Iterator[tuple[Region, Change | None, list[Base]]]:
-        """Yields (region, its change, its bases) for all regions of messages. The change is None if the region has not
-        changed. If a message has tables, the parts of all its changes are first copied to the weights' device."""
+        """Yields (region, its change, its bases) for all regions of the given messages. The change is None if the
+        region has not changed. If a message has tables, the parts of all its changes are first copied to the device of
+        the weights."""
         for head, data in came:
             new = [region for region in head.regions if (region.rows, region.dtype) not in self._bases]
             self._bases |= {(region.rows, region.dtype): found for region, found in zip(new, self.bases_of(new))}
@@ -213,8 +216,8 @@ class Receiver:
                 yield region, None if region.change is None else next(changes), found
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
-        """Returns the bases of each region: one, or several if a tensor has several names. Subclasses override this
-        method for engines that lay out weights differently from the sender.
+        """Returns a list of the bases of each region. It has one base, or several if a tensor has several names.
+        Subclasses override this method for engines whose weights have another layout than the sender's.
 
         Raises:
             KeyError, TypeError, ValueError: as in `apply`.
@@ -231,8 +234,7 @@ class Receiver:
         ]
 
     def _whole_place(self, name: str, rows: TensorRows, region: Region) -> tuple[Memory, tuple[slice, ...]]:
-        """Returns (the memory that holds `rows`; the box that covers all of these rows, as a slice for each
-        dimension)."""
+        """Returns (the memory that holds `rows`; a slice for each dimension, which together select all of `rows`)."""
         if name not in self._weights:
             raise KeyError(f"there is no tensor {name!r} here, which the message changes")
         weight = self._weights[name]
@@ -244,8 +246,9 @@ class Receiver:
         return memory, (slice(None),) * len(rows.shape)
 
     def _check_before(self, region: Region, base: Base) -> None:
-        """Raises OutOfSyncError if the rows in a base are not those that the sender had before the push. Rows whose
-        fingerprint is not known are read only if the region does not change; otherwise `apply_all` checks them."""
+        """Raises OutOfSyncError if the rows in a base are not those that the sender had before the push. If the
+        fingerprint of the rows is not known, the rows are read to compute it, but only if the region does not change.
+        If the region is sent as a delta, `apply_all` checks the rows. Rows that are sent whole are not checked."""
         known = self._known.get(region.rows)
         if known is None and region.change is None:
             if isinstance(base, torch.Tensor):
@@ -280,7 +283,7 @@ def _check_whole(regions: Iterable[Region]) -> None:
 
 
 def _check_result(region: Region, change: Change | None) -> None:
-    """Raises CorruptTableError if a change does not have the fingerprint of the result that its region names. A table
+    """Raises CorruptTableError if the result of a change does not have the fingerprint that its region names. A table
     that is sent whole is not checked."""
     if isinstance(change, torch.Tensor):
         result = fingerprint(change)
@@ -293,8 +296,8 @@ def _check_result(region: Region, change: Change | None) -> None:
 
 
 def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> Memory:
-    """Returns rows `first` to `last` - 1 of a weight, as memory that can be changed. A tensor without dimensions is
-    returned as it is."""
+    """Returns rows `first` to `last` - 1 of a weight, as memory that can be changed. If the weight has no dimensions,
+    returns the weight itself."""
     if isinstance(weight, CompressedTensor):
         return TableRows(weight, first, last)
     return weight.detach()[first:last] if weight.dim() else weight.detach()
@@ -306,14 +309,14 @@ def bases_of_rows(
     """Returns the bases of one region.
 
     - If the region has rows of a single tensor, and each memory is a tensor that holds all of these rows, each memory
-      is a base. So a tensor with several names has several bases.
+      is a separate base. So a tensor with several names has several bases.
     - Otherwise there is one base (`Pieces`), which consists of all memories.
     - If this process holds none of the rows, there is no base.
 
     Args:
         places: (rows, parts) for each tensor of the region. `parts` has (memory, box) for each part of the rows that
-            this process holds. The box says which part that is, by a slice for each dimension of the rows. Different
-            boxes of a tensor must not overlap, unless one of them covers all rows.
+            this process holds. The box has a slice for each dimension; together they select the part from the rows.
+            Different boxes of a tensor must not overlap, unless one of them covers all rows.
         dtype: the dtype of the rows.
     """
     if len(places) == 1:
@@ -331,7 +334,7 @@ def bases_of_rows(
 
 
 def _written(base: Base, change: Change) -> list[tuple[Memory, torch.Tensor]]:
-    """Returns (memory, its new values) for each memory of a base whose elements are sent whole. Raises
+    """For a base whose elements are sent whole, returns a list of (memory, the new values of this memory). Raises
     CorruptTableError unless the change is a tensor with the shape and dtype of the base."""
     if not isinstance(change, torch.Tensor) or (change.shape, change.dtype) != (base.shape, base.dtype):
         raise CorruptTableError("the message holds something else than deltas and plain tensors of the weights' shapes")

@@ -1,7 +1,8 @@
 """Divides weights into the regions that a sender sends, and defines the heads of its messages.
 
-A region is the unit that a sender compares and codes: some rows of a tensor. Small tensors are *joined*: one region has
-the elements of several tensors, one after the other. A piece is a list of regions; one message holds their changes.
+A region is some rows of a tensor. A sender compares and codes one region at a time. Small tensors are *joined*: one
+region then has the elements of several tensors, one after the other. A piece is a list of regions; one message holds
+their changes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ._packing import ChangeHead
 Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 # If more than 16 rows of a tensor fit in a region, the tensor is cut after a multiple of 16 rows. So the next region
-# begins at a multiple of 16 bytes for any dtype. Kernels are fastest then.
+# begins at a multiple of 16 bytes, whatever the dtype is. Kernels are fastest with this alignment.
 _ROW_STEP = 16
-# Tensors of at most 1/16 of the size of a piece are joined, because each region takes time on the host.
+# Tensors of at most 1/16 of the size of a piece are joined, because every region takes some time on the host.
 _JOINED_SHARE = 16
 
 
@@ -54,14 +55,14 @@ class TensorRows(NamedTuple):
         return self.full_shape[0] if self.full_shape else 1
 
     def are_in_tensor(self) -> bool:
-        """Returns whether a tensor of shape full_shape has these rows."""
+        """Returns whether these rows exist in a tensor of shape full_shape."""
         is_like_rows = len(self.shape) == len(self.full_shape) and self.shape[1:] == self.full_shape[1:]
         return is_like_rows and 0 <= self.start <= self.end <= self.num_tensor_rows
 
 
 @wire.sent
 class Region(NamedTuple):
-    """A region in the head of a message.
+    """Describes a region in the head of a message.
 
     rows: a list of the `TensorRows` of the region's tensors, as JSON.
     result: the fingerprint of the region's elements after the push.
@@ -77,7 +78,7 @@ class Region(NamedTuple):
         return _rows_in(self.rows)
 
 
-@functools.lru_cache(4096)  # most pushes have the same regions as the one before
+@functools.lru_cache(4096)  # most pushes have the same regions as the previous push
 def _rows_in(text: bytes) -> list[TensorRows]:
     """Returns the rows in the JSON of a region. Raises CorruptTableError if they are not valid."""
     try:
@@ -96,11 +97,11 @@ def _rows_in(text: bytes) -> list[TensorRows]:
 class PushHead(NamedTuple):
     """The head of a message.
 
-    sender: a text that identifies the sender.
+    sender: a string that identifies the sender.
     part: (index of the sender among the senders of the same weights, number of these senders).
-    version: the number of the version that the push makes.
+    version: the number of the version that the weights have after the push.
     base: the number of the version to which the message must be applied; None if all weights are sent whole.
-    piece: (index of the message among those of this sender's push, number of these messages).
+    piece: (index of the message among the messages of this sender's push, number of these messages).
     regions: the regions whose changes the message has.
     """
 
@@ -116,13 +117,13 @@ class OwnRegion:
     """A region that this process sends.
 
     Args:
-        members: (rows, their values) for each tensor of the region.
+        members: (rows, the values of these rows) for each tensor of the region.
 
     Attributes:
         rows: as in `Region`.
         names: the names of the first tensor.
         nbytes: the size of the region in bytes.
-        dtype, device: the dtype and the device of all its tensors.
+        dtype, device: the dtype and the device of the tensors.
     """
 
     def __init__(self, members: Sequence[tuple[TensorRows, torch.Tensor]]) -> None:
@@ -137,7 +138,7 @@ class OwnRegion:
         return len(self._tensors) > 1
 
     def values(self) -> torch.Tensor:
-        """Returns the values of the rows. If tensors are joined, this is a copy of their elements, 1-D."""
+        """Returns the values of the rows. If tensors are joined, the result is a copy of their elements, 1-D."""
         if not self.is_joined:
             return self._tensors[0]
         return torch.cat([bits_of(tensor).reshape(-1) for tensor in self._tensors]).view(self.dtype)
@@ -149,11 +150,11 @@ def named(weights: Named) -> dict[str, Any]:
 
 
 def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[OwnRegion]:
-    """Returns the regions that this process sends. Tied tensors are sent once. A region has at most most_bytes bytes,
-    or one row if a row is larger.
+    """Returns the regions that this process sends. Tied tensors are sent once. A region has at most most_bytes bytes;
+    the exception is a region of one row that is larger.
 
-    DTensors are gathered unless they are replicated, or sharded by rows along one dimension of their mesh. If a DTensor
-    is gathered, this is a collective call.
+    A DTensor is not gathered if it is replicated, or sharded by rows along one dimension of its mesh. All other
+    DTensors are gathered, and then this is a collective call.
 
     Args:
         part: as in `PushHead`.
@@ -162,10 +163,10 @@ def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[
         TypeError: a weight is not a tensor that can be compressed.
         ValueError: a DTensor is sharded over more ranks than there are senders.
     """
-    # For each key of `memory_of`: the names of the tensor, and the values that _shard_of returns for it.
+    # For each key that `memory_of` returns: the names of the tensor, and the values that _shard_of returns for it.
     found: dict[tuple[Any, ...], tuple[list[str], torch.Size, int, torch.Tensor]] = {}
-    # The keys of tensors that other senders may send, too. They are not joined, because each sender could join them
-    # with other tensors.
+    # The keys of tensors that other senders may send, too. These tensors are not joined, because each sender could join
+    # them with different tensors.
     alone: list[tuple[Any, ...]] = []
     for name, tensor in named(weights).items():
         if not isinstance(tensor, torch.Tensor):
@@ -188,8 +189,8 @@ def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[
 
 
 def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int) -> list[OwnRegion]:
-    """Returns regions that together consist of these rows. Small members with the same dtype and device are joined.
-    members: (rows, their values)."""
+    """Returns regions that together consist of the rows of `members`. Small members with the same dtype and device are
+    joined. members: (rows, the values of these rows)."""
     regions: list[OwnRegion] = []
     small: dict[tuple[Any, ...], list[tuple[TensorRows, torch.Tensor]]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
@@ -208,7 +209,7 @@ def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int)
 
 def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Cuts a tensor into parts of at most most_bytes bytes, or of one row if a row is larger. Yields (index of the
-    first row, rows) for each part."""
+    part's first row, the rows of the part)."""
     if tensor.nbytes <= most_bytes or tensor.dim() == 0:
         yield 0, tensor
         return
@@ -218,8 +219,8 @@ def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Ten
 
 
 def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[torch.Size, int, torch.Tensor] | None:
-    """Returns (shape of the whole tensor, index of the first row, rows) for the rows of a tensor that this process
-    sends, or None if only other ranks send rows of it."""
+    """Returns (shape of the complete tensor, index of the first row that this process sends, the rows that it sends).
+    Returns None if only other ranks send rows of the tensor."""
     if not hasattr(tensor, "device_mesh"):
         return tensor.shape, 0, tensor
     from torch.distributed.tensor import DTensor, Shard

@@ -1,4 +1,4 @@
-"""`ibp.deltas.Sender`: the trainer's side of keeping an engine's weights equal to those of the trainer."""
+"""`ibp.deltas.Sender`: makes the messages that keep an engine's weights equal to those of a trainer."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ._regions import Named, OwnRegion, PushHead, Region, own_regions
 from ._tensors import Delta
 
 PIECE_BYTES = 256 << 20
-_CODED_SHARE = 4  # The changes of a piece usually take at most 1/4 of the size of its weights.
+_CODED_SHARE = 4  # The changes of a piece usually take at most 1/4 of the size of the piece's weights.
 
 
 class Sender:
-    """Makes messages that tell receivers what has changed in weights since the last push. It is the trainer's side of
-    `ibp.deltas.Receiver`.
+    """Makes messages that tell receivers what has changed in a trainer's weights since the last push. An
+    `ibp.deltas.Receiver` applies the messages to an engine's weights.
 
     A sender keeps a copy of the weights of the last push, and compares new weights with it. The messages are plain
-    bytes. Send them by any means that moves bytes, to any number of receivers. Send all messages of a push before those
-    of the next push.
+    bytes. They can be sent to any number of receivers, by any means that moves bytes. Send all messages of a push
+    before those of the next push.
 
-    With FSDP2, each rank pushes its own shards: each rank has a sender with its own `part`, and receivers need the
-    messages of all ranks. DTensors that are sharded by rows (`Shard(0)`) or replicated are not gathered, and only one
-    rank sends a replicated DTensor. `push` gathers DTensors with other placements (`full_tensor`), so all ranks must
-    call it. Each sender sends all plain tensors that it is given.
+    With FSDP2, each rank pushes its own shards. Each rank has a sender with a different `part`, and receivers need the
+    messages of all ranks. DTensors that are sharded by rows (`Shard(0)`) or replicated are not gathered. Only one rank
+    sends a replicated DTensor. `push` gathers DTensors with other placements (`full_tensor`), so all ranks must call
+    `push`. Each sender sends all plain tensors that it is given.
 
     Example:
         >>> weights = {"w": torch.zeros(1000, 64)}
@@ -48,16 +48,17 @@ class Sender:
         (1, 1)
 
     Args:
-        weights: the weights that receivers have already (version 0), in any form that `push` accepts. None: receivers
-            have other weights, and the first push sends all weights whole.
+        weights: the weights that receivers already have (version 0), in any form that `push` accepts. None: receivers
+            have other weights, so the first push sends all weights whole.
         part: (index of this sender, number of senders), if several senders send the same weights; for example, (rank,
             world size).
-        memory: where the copy is kept. "device": on the device of the weights. "pinned" or "host": in host memory; each
-            push copies it to the GPU of the weights, piece by piece, to compare it there.
-        piece_bytes: largest size in bytes of the weights whose changes one message holds. A message for a single row
-            may exceed it. Tensors of at most 1/16 of this size are coded together. Besides its messages, a push takes
-            memory for two such pieces of the weights if the copy is in host memory, and otherwise for the changes of
-            four pieces. The reason is that a GPU measures the next pieces while messages are made.
+        memory: where the copy of the weights is kept. "device": on the device of the weights. "pinned" or "host": in
+            host memory. Each push then copies it to the GPU of the weights, piece by piece, and compares it there.
+        piece_bytes: the size in bytes of a piece. One message holds the changes of at most this many bytes of weights;
+            only a single row may be larger. Tensors of at most 1/16 of this size are coded together. A push takes
+            memory for more than its messages, because a GPU measures the next pieces while messages are made. If the
+            copy is in host memory, this is memory for two pieces of the weights, and otherwise for the changes of four
+            pieces.
         device: the device on which messages are made. None: the device of the weights.
 
     Attributes:
@@ -84,17 +85,17 @@ class Sender:
         self._is_pinned = None if memory == "device" else bool(_memory.pins(memory))
         self._device = None if device is None else _memory.canonical(device)
         self._id = uuid.uuid4().hex
-        self._kept: dict[bytes, torch.Tensor] = {}  # the copies of regions, by OwnRegion.rows
+        self._kept: dict[bytes, torch.Tensor] = {}  # the copy of each region, by OwnRegion.rows
         self.version = 0
         if weights is not None:
             regions = own_regions(weights, self._part, self._piece_bytes)
             self._kept = {region.rows: self._copy(region, region.values(), None, None) for region in regions}
 
     def push(self, weights: Named, *, full: bool = False) -> list[torch.Tensor]:
-        """Returns messages that change receivers' weights to these weights, which are a new version.
+        """Returns messages that change the weights of receivers to `weights`, which become a new version.
 
-        If the call raises an error, the version stays the same. The copy stays as it was, or it is lost and the next
-        push sends all weights whole.
+        If the call raises an error, the version stays the same. The copy then stays as it was, or it is lost. If it is
+        lost, the next push sends all weights whole.
 
         Args:
             weights: a module, whose state dict is used; or tensors by name, as a mapping or as pairs (name, tensor).
@@ -103,8 +104,8 @@ class Sender:
             full: whether to send all weights whole, for receivers that have lost a message.
 
         Returns:
-            A list of one or more messages, each uint8 [bytes]. They share no memory with the weights. Messages on a GPU
-            are complete once the work that is queued on the current stream is done.
+            A list of one or more messages, each uint8 [bytes]. They share no memory with the weights. A message on a
+            GPU is complete once the work that is now queued on the current stream has ended.
 
         Raises:
             TypeError: a weight is not a tensor that can be compressed.
@@ -118,8 +119,8 @@ class Sender:
         made: dict[bytes, torch.Tensor] = {}
 
         def begin(numbered: list[tuple[int, list[OwnRegion]]]) -> Callable[[], list[torch.Tensor]]:
-            """Lets GPUs begin to measure the changes of numbered pieces. Returns a function that makes and returns
-            their messages."""
+            """Queues work on GPUs that measures the changes of numbered pieces. Returns a function that makes the
+            messages of these pieces and returns them."""
             held = [region for _, piece in numbered for region in piece]
             values, olds = [region.values() for region in held], [self._like(region, kept) for region in held]
             bases = olds if base is not None else [None] * len(held)
@@ -148,12 +149,12 @@ class Sender:
 
     def _like(self, region: OwnRegion, kept: dict[bytes, torch.Tensor]) -> torch.Tensor | None:
         """Takes the copy of a region out of `kept`, so that its memory is freed as soon as a new copy replaces it.
-        Returns the copy, or None if there is none or its dtype is not that of the region."""
+        Returns the copy. Returns None if there is no copy, or if its dtype differs from that of the region."""
         base = kept.pop(region.rows, None)
         return base if base is not None and base.dtype == region.dtype else None
 
     def _beside(self, region: OwnRegion) -> int:
-        """Returns approximately how many bytes of memory the work on a region takes."""
+        """Returns approximately how many bytes of memory are needed to compare and code a region."""
         return region.nbytes if region.is_joined or self._is_pinned is not None else region.nbytes // _CODED_SHARE
 
     def _message(
@@ -173,8 +174,8 @@ class Sender:
     def _copy(
         self, region: OwnRegion, values: torch.Tensor, old: torch.Tensor | None, change: Change | None
     ) -> torch.Tensor:
-        """Returns the copy to keep of a region. old: the previous copy, or None. If copies are kept on the device and
-        the change is a delta, `old` already has the new values."""
+        """Returns the copy of a region that the sender keeps. old: the previous copy, or None. If copies are kept on
+        the device of the weights, and the change is a delta, `old` already has the new values."""
         if old is not None and isinstance(change, Delta) and (self._is_pinned is None or change.is_empty):
             return old
         if region.is_joined and self._is_pinned is None:

@@ -1,4 +1,4 @@
-"""Delta: the differences between two versions of a tensor."""
+"""Delta: holds the differences between two versions of a tensor, and applies them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ._applying import apply_all
 
 
 class Delta(Movable):
-    """The differences between two versions of a tensor: the base and the new version. `ibp.deltas.make` makes deltas,
-    and a file of deltas is read as deltas. A delta is immutable.
+    """The differences between two versions of a tensor, the base and the new version. A delta turns the base into the
+    new version. `ibp.deltas.make` makes deltas, and reading a file of deltas returns deltas. A delta is immutable.
 
-    The bits of each element are taken as an unsigned integer of w bits. For each element, the table holds (new - base)
-    modulo 2^w. The two parts of a complex number are subtracted separately. Elements that did not change take almost no
-    memory.
+    The bits of each element are taken as an unsigned integer of w bits, where w is the number of bits of an element.
+    For each element, the table holds (new - base) modulo 2^w. For complex numbers, the real and the imaginary parts are
+    subtracted separately. Elements that did not change take almost no memory.
 
     Example:
         >>> old = torch.zeros(1000, 64)
@@ -41,8 +41,8 @@ class Delta(Movable):
         device: the device of the compressed differences.
 
     Raises:
-        TypeError: table is not an `ibp.CompressedTensor`, or a fingerprint is not a whole number.
-        ValueError: a fingerprint is not from 0 to 2^64 - 1.
+        TypeError: table is not an `ibp.CompressedTensor`, or a fingerprint is not an integer.
+        ValueError: a fingerprint is not in [0, 2^64 - 1].
     """
 
     __slots__ = ("base", "result", "table")
@@ -88,13 +88,13 @@ class Delta(Movable):
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the delta in bytes as it is sent or stored in a file: the compressed differences, the index of their
-        rows and the codebook."""
+        """Size in bytes of the delta when it is sent or stored in a file. It is the size of the compressed differences,
+        the index of their rows, and the codebook."""
         return self.table.stored_bytes + self.table.index_bytes
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the memory that the delta takes."""
+        """Size in bytes of the memory that the delta occupies."""
         return self.table.nbytes
 
     def __repr__(self) -> str:
@@ -112,10 +112,10 @@ class Delta(Movable):
         )
 
     def apply_(self, base: torch.Tensor) -> torch.Tensor:
-        """Turns the base into the new version, in place. Returns the base.
+        """Turns `base` into the new version, in place, and returns it.
 
-        The call checks that the base is the one that the delta was made for, and that it becomes the new version. If an
-        error is raised, the base holds the same bits as before the call. Gradients are not computed.
+        The call checks that the delta was made for this base, and that the result is the new version. If an error is
+        raised, the base holds the same bits as before the call. Gradients are not computed.
 
         Args:
             base: a tensor of the delta's shape and dtype on the CPU or a CUDA device. It may have any strides, but
@@ -123,7 +123,7 @@ class Delta(Movable):
 
         Raises:
             TypeError: base is not a tensor, has another dtype, or is a conjugated or negated view.
-            DeltaMismatchError: base has another shape or other bits than the base of the delta.
+            DeltaMismatchError: base does not have the shape and the bits of the tensor that the delta was made for.
             CorruptTableError: the delta is damaged.
         """
         apply_all([("base", self, base)])

@@ -1,14 +1,14 @@
-"""Tables that several processes or machines share, and collectives of torch.distributed whose tensors travel coded.
+"""Tables that several processes or machines share, and coded versions of the collectives of torch.distributed.
 
 ibp.distributed.share_table        shares one rank's table with all ranks of a group on one machine
 ibp.distributed.open_shared        opens a table that another process shares with `table.share()`
 ibp.distributed.ShardedTable       a table whose rows are spread over the ranks of a group
 ibp.distributed.broadcast_delta    sends the changes of weights from one process to the others
 ibp.distributed.all_gather_into_tensor (or all_gather_single), all_to_all_single, broadcast, send, recv
-                                   do the same as in torch.distributed, and code tensors if that is faster
+                                   do the same as in torch.distributed, but code tensors if that is faster
 ibp.distributed.compress_all_gather
                                    makes FSDP2's all-gathers code tensors if that is faster
-ibp.distributed.Codec              describes how tensors are coded, for the argument `codec` of collectives
+ibp.distributed.Codec              says how tensors are coded, for the argument `codec` of collectives
 ibp.distributed.measure_link       measures how fast a group's all-gathers are
 """
 

@@ -1,4 +1,4 @@
-"""The collective functions. The class of each function determines which messages a call has, and how they move.
+"""The collective functions. Each function has a class, which determines the messages of a call and how they move.
 `_exchange.py` describes the steps of a coded call."""
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from ._links import Load, raw_all_gather
 from ._messages import Messages, Part, Status, spans_of
 from ._planning import CallOptions, Plan
 
-# Ranks may send different numbers of bytes in an all-to-all, so the call is planned as if each rank sent 64 MiB.
+# In an all-to-all, ranks may send different numbers of bytes. The call is planned as if each rank sent 64 MiB.
 _NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)
-# Number of pieces of an all-to-all on GPUs. It is fixed, because a rank does not know how much other ranks exchange.
+# Number of pieces of an all-to-all on GPUs. It is fixed, because a rank does not know how many bytes other ranks send
+# to each other.
 _PIECES = 2
 
 
@@ -33,13 +34,14 @@ def all_gather_into_tensor(
     """Gathers a tensor from each rank, as `torch.distributed.all_gather_into_tensor` does. Tensors travel coded if that
     is faster.
 
-    The bits of the result are the same as with torch. A tensor is divided into pieces: while one piece travels, the
-    next one is coded and the one before it is decoded. If rows of a tensor do not fit into the messages of its codec,
-    the tensor is sent again, raw. While a CUDA graph is being captured, tensors travel raw, in torch's own call.
+    The bits of the result are the same as with torch. A tensor is divided into pieces. While one piece travels, the
+    next piece is coded and the previous piece is decoded. If some rows of a tensor do not fit into the tensor's
+    messages, the tensor is sent again, raw. While a CUDA graph is being captured, tensors travel raw, in torch's own
+    call.
 
     The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments and learn a codec
-    from samples of their tensors. A group's first call with level="auto" also times a raw all-gather. Some later calls
-    check whether the codec still suits the tensors.
+    from samples of their tensors. A group's first call with level="auto" also times a raw all-gather. From time to
+    time, a later call checks whether the codec still suits the tensors.
 
     Example:
         >>> # on each rank of a group
@@ -52,16 +54,17 @@ def all_gather_into_tensor(
     Args:
         output_tensor: a contiguous tensor to write to. Its number of elements is the number of elements of input_tensor
             times the number of ranks.
-        input_tensor: a contiguous tensor of any dtype, on the CPU or a GPU. It has the same shape and dtype on all
-            ranks, and may be this rank's part of output_tensor.
+        input_tensor: a contiguous tensor of any dtype, on the CPU or a GPU. It must have the same shape and dtype on
+            all ranks. It may be this rank's part of output_tensor.
         group: a process group of torch.distributed. None: the default group.
-        async_op: whether to return work without waiting. The result is complete after the work's `wait()`. On a GPU
-            `wait()` blocks the host until all ranks have coded their tensors, and makes the current stream wait for the
-            result. All ranks must wait in the order of their calls.
-        codec: how to code. It must be the same on all ranks. None: the ranks learn a codec from their tensors.
-        level: "auto": code at level "default" if that is faster at the measured rate of the link, else send raw bytes.
-            "default" or "fast": code at this level (see `ibp.compress`), unless that would save less than 2 % of the
-            bytes.
+        async_op: whether to return work at once. The result is complete after `wait()` of the work. On a GPU, `wait()`
+            blocks the host until all ranks have coded their tensors, and makes the current stream wait for the result.
+            All ranks must wait for their calls in the order in which they made them.
+        codec: the codec for the tensors. It must be the same on all ranks. None: the ranks learn a codec from their
+            tensors.
+        level: "auto": tensors are coded at level "default" if that is faster at the measured rate of the link, and
+            otherwise sent raw. "default" or "fast": tensors are coded at this level (see `ibp.compress`), unless that
+            would save less than 2 % of the bytes.
         name: calls with the same name, level and dtype share a codec. Give a different name to tensors whose values are
             distributed differently.
 
@@ -75,7 +78,7 @@ def all_gather_into_tensor(
     return AllGather(output_tensor, input_tensor, group, CallOptions(codec, level, name)).call(async_op)
 
 
-all_gather_single = all_gather_into_tensor  # The name in torch 2.13.
+all_gather_single = all_gather_into_tensor  # The name of this function in torch 2.13.
 
 
 class AllGather(Collective):
@@ -137,8 +140,8 @@ def broadcast(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """Sends a tensor from one rank to all, as `torch.distributed.broadcast` does. The tensor travels coded if that is
-    faster.
+    """Sends a tensor from one rank to all ranks, as `torch.distributed.broadcast` does. The tensor travels coded if
+    that is faster.
 
     See `all_gather_into_tensor` for how tensors are coded, for the other arguments, the result and the errors.
 
@@ -151,8 +154,8 @@ def broadcast(
         tensor(1.)
 
     Args:
-        tensor: a contiguous tensor, of the same shape and dtype on all ranks. The source sends it, and on the other
-            ranks it is overwritten.
+        tensor: a contiguous tensor, which has the same shape and dtype on all ranks. The source rank sends its tensor,
+            and the other ranks overwrite theirs.
         src, group_src: the rank of the source among all ranks, or in the group. Give exactly one of the two.
     """
     root = root_of(src, group_src, group)
@@ -160,7 +163,7 @@ def broadcast(
 
 
 class _Broadcast(OneTensor):
-    """A broadcast. root: the rank of the source in the group, which sends the only message of each piece."""
+    """A broadcast. root: the rank of the source in the group. It sends the only message of each piece."""
 
     def __init__(self, tensor: torch.Tensor, root: int, group: dist.ProcessGroup | None, options: CallOptions) -> None:
         super().__init__("broadcast", tensor, group, options, root)
@@ -191,9 +194,9 @@ def all_to_all_single(
     """Sends a part of a tensor to each rank, as `torch.distributed.all_to_all_single` does. Parts travel coded if that
     is faster.
 
-    A part travels in two pieces on GPUs, and in one piece on the CPU. Unless a level or a codec is given, parts travel
-    raw if they are too small for coding to pay. See `all_gather_into_tensor` for how tensors are coded, for the other
-    arguments, the result and the errors.
+    A part travels in two pieces on GPUs, and in one piece on the CPU. If neither a level nor a codec is given, parts
+    that are too small for coding to pay travel raw. See `all_gather_into_tensor` for how tensors are coded, for the
+    other arguments, the result and the errors.
 
     Example:
         >>> # on each rank of a group
@@ -205,8 +208,9 @@ def all_to_all_single(
 
     Args:
         output, input: contiguous tensors of one dtype on one device.
-        output_split_sizes, input_split_sizes: for each rank, the number of items of dimension 0 that are received from
-            it, and the number that are sent to it. None: equal parts.
+        output_split_sizes: for each rank, the number of items of dimension 0 that are received from it. None: equal
+            parts.
+        input_split_sizes: for each rank, the number of items of dimension 0 that are sent to it. None: equal parts.
     """
     splits = output_split_sizes, input_split_sizes
     return _AllToAll(output, input, splits, group, CallOptions(codec, level, name)).call(async_op)
@@ -216,9 +220,9 @@ class _AllToAll(Collective):
     """An all-to-all. In a group of n ranks, message k of a piece goes to rank k, and message n + k comes from rank k. A
     rank's messages to and from itself are empty.
 
-    The sender and the receiver of a message both know its size, and therefore whether it is coded. On GPUs a raw part
-    moves directly from the input to the output tensor, together with the first piece of the coded parts. On the CPU a
-    raw part is copied into a raw message.
+    The sender and the receiver of a message both know its size, so they both know whether it is coded. On GPUs a raw
+    part moves directly from the input to the output tensor, together with the first piece of the coded parts. On the
+    CPU a raw part is copied into a raw message.
 
     Args:
         splits: output_split_sizes and input_split_sizes.
@@ -233,7 +237,8 @@ class _AllToAll(Collective):
         options: CallOptions,
     ) -> None:
         super().__init__(group, options, "all_to_all_single", (input, output))
-        # A rank that sends little can take part in a large call, so the plan must not depend on a rank's own sizes.
+        # A rank that sends few bytes can take part in a large call, so the plan must not depend on the sizes of one
+        # rank.
         self.kind, self.load = self.kind._replace(numel=0), _NOMINAL
         self._input, self._output, self._splits = input, output, splits
 
@@ -255,9 +260,10 @@ class _AllToAll(Collective):
         self._is_coded = [data.numel() >= max(1, plan.least) for data in self._parts]
         self._raw = [data[:0] if coded else data for data, coded in zip(self._parts, self._is_coded)]
         if self._on_gpu and not any(self._is_coded):
-            # This rank has no coded messages, but other ranks may send some to each other. An all-to-all of NCCL is a
-            # group of sends and receives between pairs of ranks, so this rank can leave out the all-to-alls in which it
-            # moves no bytes. Its raw parts move as bytes, because the other ranks send and receive them as bytes.
+            # This rank has no coded messages, but other ranks may send coded messages to each other. An all-to-all of
+            # NCCL is a group of sends and receives between pairs of ranks, so this rank can leave out the all-to-alls
+            # in which it moves no bytes. Its raw parts are moved as bytes, because the other ranks also send and
+            # receive them as bytes.
             to, back = ([data.numel() for data in parts] for parts in (sent, received))
             x, out = as_bytes(self._input), as_bytes(self._output)
             return dist.all_to_all_single(out, x, back, to, group=self.group, async_op=is_async)
@@ -292,15 +298,14 @@ class _AllToAll(Collective):
         return dist.all_to_all_single(received, sent, back, to, group=self.group, async_op=True)
 
     def tell(self, status: Status) -> dist.Work | None:
-        """Sends and receives the status of coded messages only, because ranks that have no coded messages do not call
-        `tell`."""
+        """Sends and receives the status of coded messages only. A rank without coded messages does not call `tell`."""
         size = self.state.size
         rows = [row if coded else row[:0] for row, coded in zip(status.rows, self._is_coded)]
         return dist.all_to_all(rows[size:], rows[:size], group=self.group, async_op=True)
 
     def repair(self, status: Status) -> None:
-        """Sends again, raw, the parts that have lost rows. Only the sender and the receiver of a part know that it has
-        lost rows, so only these two take part."""
+        """Sends the parts that have lost rows again, raw. Only the sender and the receiver of a part know that it has
+        lost rows, so only these two ranks take part."""
         size, ops = self.state.size, []
         for k in (k for k, is_lost in enumerate(status.lost) if is_lost):
             function, peer = (dist.isend, k) if k < size else (dist.irecv, k - size)
@@ -332,7 +337,7 @@ def _parts(x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> list[tor
 
 
 def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | None, what: str = "src") -> int:
-    """Returns the rank in the group that a caller has named by one of two arguments.
+    """Returns the rank in the group that the caller has named by either of two arguments.
 
     Args:
         src: the rank among all ranks, or None.

@@ -17,12 +17,12 @@ from .._schemes.planes import check_level
 from .._tables.coded_rows import CodedRows
 
 ROW_BYTES = 4096  # A message cuts a tensor's bytes into rows of this size.
-# A message's overflow has 1.25 times the size that rows like the sampled ones need, plus this fraction of the message's
-# uncoded bytes.
+# The overflow of a message has 1.25 times the size that rows like those of the sample need, plus this fraction of the
+# size of the message's rows before coding.
 _SLACK = 1 / 256
-_LEAST_OVERFLOW = 4096  # Number of bytes of overflow that every message has in addition.
-# Slots have the largest size at which slots and overflow together take at most this many times the fewest possible
-# bytes. The larger the slots, the fewer rows need overflow.
+_LEAST_OVERFLOW = 4096  # Every message has this many additional bytes of overflow.
+# Among the slot sizes for which slots and overflow together take at most this many times the fewest possible bytes, the
+# largest is used. The larger the slots, the fewer rows need overflow.
 _NEAR = 1.01
 _LEAST_SAVINGS = 0.02  # If a codec would save less than this fraction of the bytes, tensors travel raw.
 # Version of the layout of messages. Raise it when the meaning of their bytes changes, so that ranks with different
@@ -90,11 +90,12 @@ class Codec:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A number of 63 bits. Codecs that differ have different fingerprints, except with negligible probability."""
+        """A number of 63 bits. Different codecs almost certainly have different fingerprints."""
         return fingerprint_of(self.codebook, self.slot_bytes, self.overflow_bytes, _LAYOUT)
 
     def sizes(self, num_rows: int) -> dict[str, int]:
-        """Returns the arguments slot_bytes and overflow_bytes of the `CodedRows` in a message of num_rows rows."""
+        """Returns the arguments slot_bytes and overflow_bytes, by name, of the `CodedRows` in a message of num_rows
+        rows."""
         slack = int(num_rows * self.overflow_bytes) + _LEAST_OVERFLOW
         return {"slot_bytes": self.slot_bytes, "overflow_bytes": rounded_up(slack, 64)}
 
@@ -104,7 +105,7 @@ class Codec:
 
     @property
     def savings(self) -> float:
-        """The fraction of a large tensor's bytes that its message saves."""
+        """The fraction of a large tensor's bytes that coding saves."""
         return 1 - self.message_bytes(1 << 16) / (ROW_BYTES << 16)
 
 

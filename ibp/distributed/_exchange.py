@@ -1,7 +1,7 @@
 """The steps of a collective call whose tensors travel coded.
 
-A tensor is divided into pieces: while one piece travels, the next one is coded and the one before it is decoded. Each
-call takes these steps:
+A tensor is divided into pieces. While one piece travels, the next piece is coded and the previous piece is decoded.
+Each call takes these steps:
 
     step      where                    the host waits for                   who learns what
     --------  -----------------------  -----------------------------------  ------------------------------------------
@@ -23,8 +23,8 @@ call takes these steps:
     repair    Collective.repair        torch's own call, if rows were lost  all ranks, at the next check of the kind by
                                                                             Collective.plan: they learn a codec anew
 
-Encode, exchange and decode happen for each piece, the other steps once in a call. Tell comes just before the exchange
-of the last piece.
+Encode, exchange and decode happen once for each piece, and the other steps once in each call. Tell comes just before
+the exchange of the last piece.
 
 If the caller passes a status (_fsdp.py does), the call leaves out tell, check and repair. If a rank finds a message
 damaged while a repair is due, it takes part in the repair before it raises, because the other ranks do not know of the
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
 else:
     Work = getattr(dist, "Work", object)  # Torch can be built without torch.distributed.
 
-# On GPUs, backends move tensors of these dtypes. All other tensors are moved as bytes.
+# On GPUs, tensors of these dtypes are given to the backend unchanged. All other tensors are moved as bytes.
 _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
-_LEAST_BYTES = 1 << 20  # With level="auto", tensors of fewer bytes travel raw, because coding them never pays.
+_LEAST_BYTES = 1 << 20  # With level="auto", smaller tensors travel raw, because coding them never pays.
 _SAMPLED_ROWS = 512  # A codec is learned from about this many rows of all ranks together, at least 16 from each rank.
 _MOST_PLANS = 4096  # A group keeps at most this many plans.
-_NO_TIMEOUT = timedelta(0)  # Torch passes this to `wait` if the caller names no timeout.
+_NO_TIMEOUT = timedelta(0)  # Torch passes this value to `wait` if the caller gives no timeout.
 SENT_TWICE = (
     "a message had no room for all rows, and the tensor is sent again, raw: it differs from the tensors that its codec "
     "was learned from. ibp learns its own codecs anew after some such calls"
@@ -77,8 +77,8 @@ class ExchangePiece:
 
     Attributes:
         messages: the messages of the piece.
-        sent: the parts of a tensor that this rank codes into messages.
-        received: the parts of a tensor that arrive in messages from other ranks.
+        sent: the parts of tensors that this rank codes into messages.
+        received: the parts of tensors that arrive in messages from other ranks.
     """
 
     messages: Messages
@@ -87,8 +87,8 @@ class ExchangePiece:
 
 
 class Collective(ABC):
-    """One call of a function of torch.distributed, whose tensors travel raw or coded. Each function has a subclass,
-    which implements how the function moves bytes. `call` makes the call.
+    """One call of a collective function, whose tensors travel raw or coded. Each function has a subclass, which says
+    how the function moves bytes. The method `call` makes the call.
 
     Args:
         group: a process group of torch.distributed. None: the default group.
@@ -96,12 +96,12 @@ class Collective(ABC):
         what: the name of the function.
         tensors: the tensors that the call reads and writes. The size and dtype of the first tensor are part of the
             call's kind.
-        root: the rank in the group that has the data. -1: each rank has some of it.
+        root: the rank in the group that has the data. -1: each rank has a part of the data.
 
     Attributes:
-        load: the numbers of bytes that a rank codes, moves and decodes. Subclasses set it.
+        load: the numbers of bytes that a rank codes, moves and decodes. Subclasses set this attribute.
         own: (destination, source) of the bytes that this rank sends to itself. They are copied while messages travel.
-            None: there are no such bytes. `coded` or `pieces` sets it.
+            None: there are no such bytes. `coded` or `pieces` sets this attribute.
 
     Raises:
         TypeError, ValueError: an argument is not a tensor, or the options are wrong.
@@ -147,11 +147,11 @@ class Collective(ABC):
     @abstractmethod
     def move(self, whole: torch.Tensor, each: Sequence[torch.Tensor]) -> Work | None:
         """Begins to send the messages of this rank, and to receive the messages of other ranks. Returns work to wait
-        for. None: there is nothing to wait for.
+        for, or None if there is nothing to wait for.
 
         Args:
             whole: the memory of all messages, one after the other.
-            each: the memory of each message, as views of whole.
+            each: the memory of each message, as views of `whole`.
         """
 
     def tell(self, status: Status) -> Work | None:
@@ -165,8 +165,9 @@ class Collective(ABC):
         self.raw(False)
 
     def travels_raw(self) -> bool:
-        """Returns whether the call has to be raw for a reason that every rank can see without asking the others: there
-        is nothing to send, there is too little for coding to pay, or a CUDA graph is being captured."""
+        """Returns whether the call has to be raw for a reason that every rank can see without asking the other ranks.
+        There are three such reasons: there is nothing to send, the tensor is too small for coding to pay, or a CUDA
+        graph is being captured."""
         num_bytes, x = self.load.coded, self.tensors[0]
         is_chosen = self.options.level == "auto" and self.options.codec is None
         if self.state.size == 1 or num_bytes == 0 or (is_chosen and num_bytes < _LEAST_BYTES):
@@ -177,8 +178,8 @@ class Collective(ABC):
         """Makes the call, raw or coded as the plan of its kind says.
 
         Returns:
-            Work if async_op is set. Also work if the call is coded and `load.is_known_to_fit` is set, because the host
-            does not wait for such a call. Otherwise None, once the call is done.
+            Work if async_op is set, or if the call is coded and `load.is_known_to_fit` is set, because the host does
+            not wait for such a call. Otherwise None, once the call is done.
         """
         if self.state.plans.get(self.kind) is RAW or self.travels_raw():
             return self.raw(async_op)
@@ -195,7 +196,7 @@ class Collective(ABC):
         return finished(work, is_async)
 
     def plan(self) -> Plan:
-        """Returns the plan of the call's kind, and makes it first if the kind is new or its codec has lost rows.
+        """Returns the plan of the call's kind. If the kind is new, or its codec has lost rows, makes the plan first.
 
         All ranks must call this together. The ranks communicate here if the tensors are on the CPU, if a codec is given
         (ranks could give different codecs), if the kind is new or due to be checked, or if torch's debug level is
@@ -214,16 +215,16 @@ class Collective(ABC):
                 return known
             state.forget(kind)
             num_calls = known.num_calls
-        if len(state.plans) >= _MOST_PLANS:  # All ranks have the same number of plans, so all clear them together.
+        # All ranks have the same number of plans, so they all clear them in the same call.
+        if len(state.plans) >= _MOST_PLANS:
             state.plans.clear()
         state.plans[kind] = plan = self._agreed(num_calls)
         return plan
 
     def _compare(self) -> None:
         """Raises an error on all ranks unless all of them make the same call with the same plan. A collective call.
-
         Without this check, gloo would terminate a process that receives more bytes than it expects, and NCCL would wait
-        for bytes that never come."""
+        for bytes that never arrive."""
         members, kind = RankGroup(self.group), self.kind
         try:
             self.check()
@@ -264,8 +265,8 @@ class Collective(ABC):
         is_due = learner.learned_at == 0 or learner.has_drifted
 
         def offer() -> tuple[Codec | None, int, int]:
-            """Returns (the codec, or None; the number of pieces, or 0 if calls are raw; the number of bytes below which
-            a message is raw)."""
+            """Returns (the codec, or None if calls are raw; the number of pieces, or 0 if calls are raw; the size in
+            bytes below which a message is raw)."""
             found = codec
             if codec is None and not learner.is_hopeless:
                 found = kind.learned(rows) if is_due or kind.level == "auto" else learner.found
@@ -283,8 +284,8 @@ class Collective(ABC):
         if is_due:
             learner.take(found)
         if num_pieces == 0:
-            # `call` does not call `plan` if the plan is the object RAW, so the ranks do not compare such calls. On the
-            # CPU they compare every call, so raw calls have another plan object there.
+            # If the plan is the object RAW, `call` does not call `plan`, so the ranks do not compare their calls. On
+            # the CPU the ranks compare every call, so the plan of raw calls is a different object there.
             return RAW if kind.device != "cpu" else Plan(None)
         return Plan(found, num_pieces, least, is_checked=codec is None, num_calls=num_calls)
 
@@ -317,26 +318,26 @@ class CodedWork(Work):
     """A coded call that is under way.
 
     On a GPU, `wait()` blocks the host until it knows whether all rows had room in their messages; torch's own calls do
-    not block the host. If rows had no room, `wait()` makes the call again, raw. All ranks must therefore call `wait()`
-    in the order of their calls. `wait()` makes the current stream wait for the result, as in torch. On the CPU the
-    result is there when `wait()` returns.
+    not block the host. If rows had no room, `wait()` makes the call again, raw. All ranks must therefore wait for their
+    calls in the order in which they made them. As in torch, `wait()` makes the current stream wait for the result. On
+    the CPU the result is complete when `wait()` returns.
     """
 
     def __init__(self, call: Collective, plan: Plan, is_async: bool, status: Status | None = None) -> None:
         """Starts the call.
 
         Args:
-            is_async: whether the caller waits later. If so, on a GPU the call uses a stream other than the current one,
-                and on the CPU the constructor does not wait for messages.
-            status: the status to write, if all rows are known to have room. The caller looks at it later, and `wait()`
-                does not block the host. None: the call makes a status, and `wait()` looks at it.
+            is_async: whether the caller waits later. If so, a call on a GPU uses a stream other than the current
+                stream, and the constructor of a call on the CPU does not wait for messages.
+            status: a status to write, if the caller knows that all rows have room. The caller reads it later, and
+                `wait()` does not block the host. None: the call makes a status, and `wait()` reads it.
         """
         super().__init__()
         self._call: Collective | None = None  # None: there is nothing to wait for.
         self._error: Exception | None = None
         self._plan, self._pieces = plan, call.pieces(plan)
         self._slots = slots = call.state.slots(call.tensors[0].device)
-        # The pieces that are travelling, the oldest first: (number of the piece, its slot, work to wait for or None).
+        # (number of the piece, its slot, work to wait for or None) for each piece that is travelling, the oldest first.
         self._pending = deque[tuple[int, Slot, Work | None]]()
         self._is_known = status is not None
         self._status = self._pieces[0].messages.status() if status is None else status
@@ -376,7 +377,8 @@ class CodedWork(Work):
         """Codes a piece and begins to move it."""
         piece, messages = self._pieces[number], self._pieces[number].messages
         slot = self._slots.take(number, messages.num_bytes)
-        # Meanwhile the previous piece travels, and NCCL needs some multiprocessors to move it.
+        # While a piece other than the first is coded, the previous piece travels. NCCL needs some multiprocessors to
+        # move it.
         max_sms = 0 if number == 0 else self._slots.coding_sms
         for part in piece.sent:
             messages.code(slot, part, self._status, max_sms)
@@ -393,11 +395,11 @@ class CodedWork(Work):
         self._pending.append((number, slot, work))
 
     def _finish(self, until: float | None = None) -> None:
-        """Waits for the oldest piece that is still travelling, and decodes it. After an interrupt, the caller may call
-        this again.
+        """Waits for the oldest piece that is still travelling, and decodes it. If the call was interrupted, the caller
+        may call this method again.
 
         Args:
-            until: the time of `time.monotonic()` at which to stop waiting. None: there is no timeout.
+            until: the value of `time.monotonic()` at which to stop waiting. None: there is no timeout.
         """
         number, slot, work = self._pending[0]
         piece, messages, is_last = self._pieces[number], self._pieces[number].messages, number == len(self._pieces) - 1
@@ -419,7 +421,8 @@ class CodedWork(Work):
             self._finish(until)
 
     def is_completed(self) -> bool:
-        """Returns whether `wait()` would return without waiting for another rank, if no rows have to be sent again."""
+        """Returns whether `wait()` would return without waiting for another rank. Assumes that no rows have to be sent
+        again."""
         if self._done is not None:
             return self._call is None or self._done.query()
         return all(work is None or work.is_completed() for _, _, work in self._pending)
@@ -479,8 +482,8 @@ class CodedWork(Work):
             self._keep_memory(call)
 
     def _keep_memory(self, call: Collective) -> None:
-        """Must be called for a call that may not have ended. Tells the allocator that the call's stream may still use
-        the call's tensors, so that their memory is not reused before the stream is done with it."""
+        """Tells the allocator that the call's stream may still use the call's tensors, so that their memory is not
+        reused before the stream is done with it. Must be called if the call may not have ended."""
         if self._stream is not None:
             for tensor in (*call.tensors, self._status.data):
                 tensor.record_stream(self._stream)
@@ -496,8 +499,9 @@ def finished(work: Work | None, is_async: bool) -> Work | None:
 
 
 def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
-    """Returns a view of a tensor that backends can move. If they do not support its dtype, this is a view of its bytes;
-    otherwise it is the tensor itself.
+    """Returns a tensor in a form that backends can move. A tensor on a GPU that has a dtype in _PLAIN is returned
+    unchanged. So is a tensor whose elements do not lie in one contiguous range of memory. For any other tensor, the
+    result is a view of its bytes, because backends may not support its dtype.
 
     Args:
         items: whether to keep dimension 0, because the split sizes of `all_to_all_single` count its items.
@@ -515,8 +519,8 @@ def _is_memory(x: torch.Tensor) -> bool:
 
 
 def _synchronize(event: torch.cuda.Event, until: float | None) -> None:
-    """Blocks the host until an event has happened. Raises RuntimeError if it has not happened when `time.monotonic()`
-    reaches `until`. If until is None, there is no timeout."""
+    """Blocks the host until a CUDA event has completed. Raises RuntimeError if it has not completed when
+    `time.monotonic()` reaches `until`. If until is None, there is no timeout."""
     if until is None:
         event.synchronize()
         return

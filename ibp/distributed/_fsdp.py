@@ -1,10 +1,11 @@
-"""All-gathers of torch's FSDP2 whose tensors travel coded.
+"""Makes the all-gathers of torch's FSDP2 send coded tensors.
 
-The host waits for the first all-gather of each module, but normally not for later ones. Instead, before each later
-forward pass, every rank codes the shards that it will send, to find out whether all rows have room in their messages.
-The ranks share the results in one small all-reduce, for which the host waits. Shards whose messages lack room travel
-raw. During the pass, coders and decoders record lost rows in a status for each module. The host looks at these statuses
-at the end of the forward pass and of the backward pass, before results can be used.
+The host waits for the first all-gather of each module, but normally not for later all-gathers. Instead, before each
+later forward pass, every rank codes the shards that it will send, to find out whether all rows fit in their messages.
+The ranks share the results in one small all-reduce, for which the host waits. If the rows of a module's shards do not
+fit, the shards travel raw, or their codec is learned anew. During the pass, coders and decoders record rows that did
+not fit (lost rows) in a status for each module. The host reads these statuses at the end of the forward pass and of the
+backward pass, before results can be used.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from ._planning import RAW, CallOptions, Kind, Plan, State, state_of
 def compress_all_gather(
     module: torch.nn.Module, *, codec: Codec | None = None, level: str = "auto", recurse: bool = True
 ) -> int:
-    """Lets the tensors of FSDP2's all-gathers travel coded, if that is faster. Training computes the same bits.
+    """Makes FSDP2's all-gathers send coded tensors if that is faster. Training computes the same bits.
 
-    Every module that `fully_shard` was called on has its own codec, which is learned at the module's first all-gather.
-    Before each later forward pass of `module`, the ranks check together which modules' parameters fit into their
-    messages. The host then does not wait for each all-gather; it checks at the end of the forward pass and of the
-    backward pass whether all rows of the parameters had room. If parameters were written after the first check and some
-    rows had no room, the pass raises RuntimeError on all ranks.
+    Every module that `fully_shard` was called on has a separate codec, which is learned at the module's first
+    all-gather. Before each later forward pass of `module`, the ranks check together which modules' parameters fit in
+    their messages. The host then does not wait for each all-gather. At the end of the forward pass and of the backward
+    pass, it checks whether all rows of the parameters fitted. If parameters were written after the first check, and
+    some rows no longer fit, the pass raises RuntimeError on all ranks.
 
     Example:
         >>> # on each rank of a group
@@ -45,7 +46,7 @@ def compress_all_gather(
         3
 
     Args:
-        module: a module. `torch.distributed.fsdp.fully_shard` was called on it or on some of its submodules.
+        module: a module. `torch.distributed.fsdp.fully_shard` must have been called on it or on some of its submodules.
         codec, level: as in `all_gather_into_tensor`.
         recurse: whether to change the submodules, too.
 
@@ -58,7 +59,7 @@ def compress_all_gather(
     """
     options = CallOptions(codec, level, "")
     options.check()
-    from torch.distributed.fsdp import FSDPModule  # Imported here, because not every build of torch has it.
+    from torch.distributed.fsdp import FSDPModule  # Imported here, because not every build of torch has this class.
 
     if not hasattr(FSDPModule, "set_custom_all_gather"):
         raise RuntimeError(f"torch {torch.__version__} has no FSDPModule.set_custom_all_gather; 2.8 and later have")
@@ -80,7 +81,7 @@ def compress_all_gather(
     return len(sharded)
 
 
-_HOOKS = "_ibp_hooks"  # The attribute of a module that holds the handles of its hooks.
+_HOOKS = "_ibp_hooks"  # The attribute of a module that holds the handles of the module's hooks.
 
 
 class Shards:
@@ -90,17 +91,17 @@ class Shards:
         module: the module.
         options: how shards are coded. Their `name` is the name of the module, so that the module has its own codec.
         kind, state: the kind of the last all-gather for which the ranks compared their calls, and the state of its
-            group. None: there was no such all-gather.
-        plan: the plan by which the shards were coded in the check before this pass. None: they were not checked.
+            group. Both are None if there was no such all-gather.
+        plan: the plan by which the shards were coded in the check before this pass. None: the shards were not checked.
         status: the status in which lost rows are recorded if the host does not wait for all-gathers.
         is_seen: whether the check before this pass has found that all rows of all ranks have room.
-        is_raw: whether shards travel raw in this pass. They do if the check has found rows without room and the codec
-            is not learned anew, because the user gave it.
+        is_raw: whether shards travel raw in this pass. This is the case if the check has found rows without room, and
+            the codec cannot be learned anew, because the user gave it.
     """
 
     def __init__(self, module: Any, options: CallOptions) -> None:
         self.module, self.options = module, options
-        self._group: weakref.ref[dist.ProcessGroup] | None = None  # The group may end before the module.
+        self._group: weakref.ref[dist.ProcessGroup] | None = None  # The group may be freed before the module.
         self.kind: Kind | None = None
         self.state: State | None = None
         self.plan: Plan | None = None
@@ -115,11 +116,11 @@ class Shards:
         group: dist.ProcessGroup,
         async_op: bool,
     ) -> dist.Work | None:
-        """Makes an all-gather for FSDP: raw, coded without the host waiting, or by `AllGather.call`, as the check
-        before the pass has decided. Returns work, or None once the call is done.
+        """Makes an all-gather for FSDP. The check before the pass has decided how: raw, coded without the host waiting,
+        or by `AllGather.call`. Returns work, or None once the call is done.
 
         Args:
-            is_watched: whether the host will look at the status at the end of this pass.
+            is_watched: whether the host will read the status at the end of this pass.
         """
         call = AllGather(output_tensor, input_tensor, group, self.options, is_known_to_fit=True)
         if self._is_same(input_tensor, group):
@@ -130,25 +131,26 @@ class Shards:
                 assert self.plan is not None
                 return call.coded(self.plan, async_op, self.status)
         self._note(input_tensor, group)
-        # A coded call returns work even if async_op is not set: FSDP waits for it only when it needs the parameters.
+        # A coded call returns work even if async_op is not set. FSDP waits for the work only when it needs the
+        # parameters.
         return call.call(async_op)
 
     def _is_same(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Returns whether an all-gather of x is the call for which the check of `Rooms` has decided: its kind and group
-        are the same, and no CUDA graph is being captured."""
+        """Returns whether an all-gather of x is the call that the check of `Rooms` was made for. It is if the kind and
+        the group are the same, and no CUDA graph is being captured."""
         kind = self.kind
         if kind is None or group is not self.group() or (kind.numel, kind.dtype) != (x.numel(), x.dtype):
             return False
         return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def group(self) -> dist.ProcessGroup | None:
-        """Returns the group of the last all-gather for which the ranks compared their calls. None: there was no such
-        all-gather, or the group has ended."""
+        """Returns the group of the last all-gather for which the ranks compared their calls. Returns None if there was
+        no such all-gather, or if the group no longer exists."""
         return None if self._group is None else self._group()
 
     def _note(self, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Records the kind and the group of a call if it gathers the shards that the optimizer updates, not the shards
-        of a smaller group to which FSDP may reshard after a forward pass."""
+        """Records the kind and the group of a call if the call gathers the shards that the optimizer updates. After a
+        forward pass FSDP may reshard to a smaller group; calls that gather those shards are not recorded."""
         torchs = self.torchs()
         if torchs is not None and torchs.is_sharded:
             self.plan, self.is_seen, self.is_raw = None, False, False
@@ -158,9 +160,9 @@ class Shards:
     def torchs(self) -> Any:
         """Returns torch's object for the module's parameters (`FSDPParamGroup`).
 
-        Returns None if the module has no such object or several, if an extension (`fsdp_pre_all_gather`) makes the
-        all-gather's input, if parameters are offloaded to the CPU, or if this torch lacks an attribute that this file
-        reads."""
+        Returns None if the module has no such object or several of them, if an extension (`fsdp_pre_all_gather`) makes
+        the input of the all-gather, if parameters are offloaded to the CPU, or if this torch lacks an attribute that
+        this file reads."""
         state = getattr(self.module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None)
         groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
@@ -175,8 +177,8 @@ class Shards:
 
     def is_known(self) -> bool:
         """Discards the decision for the previous pass. Returns whether the next forward pass may gather the module's
-        parameters in coded form: the ranks have agreed to code the module's all-gathers, and the parameters are
-        sharded. All ranks return the same."""
+        parameters in coded form. It may if the ranks have agreed to code the module's all-gathers, and the parameters
+        are sharded. All ranks return the same value."""
         self.plan, self.is_seen, self.is_raw = None, False, False
         if self.kind is None or self.state is None:
             return False
@@ -187,12 +189,13 @@ class Shards:
         return True
 
     def code(self, slots: MessageSlots, status: Status) -> None:
-        """Encodes the shards of the next all-gather in advance, and discards the messages. The status records rows that
-        have no room."""
+        """Encodes the shards of the next all-gather in advance, and discards the messages. The status records the rows
+        that have no room."""
         assert self.plan is not None and self.kind is not None and self.state is not None
         self.status, inputs = status, _inputs_of(self.torchs())
         if sum(x.numel() for x in inputs) != self.kind.numel or any(x.dtype != self.kind.dtype for x in inputs):
-            return  # The next all-gather will be of another kind. Then the ranks compare their calls and make a plan.
+            # The next all-gather will be of another kind, and the ranks will then compare their calls and make a plan.
+            return
         x = as_bytes(torch.cat(inputs) if len(inputs) > 1 else inputs[0])
         for k, span in enumerate(spans_of(x.numel(), self.plan.num_pieces)):
             messages = self.plan.messages_of([span.payload] * self.state.size, x.device)
@@ -203,7 +206,7 @@ class Shards:
         """Decides how all-gathers travel until the next forward pass.
 
         Args:
-            is_lost: whether on any rank rows had no room.
+            is_lost: whether rows had no room on any rank.
         """
         assert self.plan is not None and self.kind is not None and self.state is not None
         self.is_seen = not is_lost
@@ -213,11 +216,11 @@ class Shards:
 
 
 class Rooms:
-    """Checks for all modules and ranks whether the parameters fit in their messages: before each forward pass, and at
-    the end of each forward pass and each backward pass.
+    """Checks whether the parameters of all modules fit in their messages on all ranks. The check is made before each
+    forward pass, and again at the end of each forward pass and each backward pass.
 
-    For each all-gather, the hosts of all ranks wait, or none of them does. They decide this from facts that are the
-    same on all ranks: the result of the check before the pass, and whether a pass is under way.
+    For each all-gather, either the hosts of all ranks wait, or none of them does. They decide this from facts that are
+    the same on all ranks: the result of the check before the pass, and whether a pass is under way.
 
     Args:
         shards: the shards of each module.
@@ -228,12 +231,12 @@ class Rooms:
         # For each process group: (a tensor [modules, entries] that holds the statuses of all modules; the statuses,
         # which are views of its rows).
         self._statuses: dict[State, tuple[torch.Tensor, list[Status]]] = {}
-        self._depth = 0  # Number of forward passes that have begun and not ended. They can be nested.
+        self._depth = 0  # Number of forward passes that have begun and not ended. Passes can be nested.
         self._backward = _NO_BACKWARD  # The number of the last backward pass for which `end_pass` was registered.
 
     def is_watched(self) -> bool:
-        """Returns whether a forward or backward pass is under way. If so, the host will look at the statuses at the end
-        of the pass. For a backward pass, registers `end_pass` as a callback at its end."""
+        """Returns whether a forward or backward pass is under way. If so, the host will read the statuses at the end of
+        the pass. If it is a backward pass, registers `end_pass` as a callback that runs at the end of the pass."""
         if self._depth:
             return True
         backward = _current_backward()
@@ -243,8 +246,8 @@ class Rooms:
         return backward != _NO_BACKWARD
 
     def begin_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """Checks which parameters have room in their messages. If all-gathers travel coded, this is a collective call,
-        and the host waits for it."""
+        """Checks which modules' parameters fit in their messages. If all-gathers travel coded, this is a collective
+        call, and the host waits for it."""
         if torch.compiler.is_compiling():  # In a compiled module the host waits for each all-gather.
             return
         self._depth += 1
@@ -252,18 +255,18 @@ class Rooms:
             self._see()
 
     def leave_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Records that a forward pass has ended. Torch calls this even if the pass has raised."""
+        """Records that a forward pass has ended. Torch calls this hook even if the pass has raised an error."""
         if not torch.compiler.is_compiling():
             self._depth = max(0, self._depth - 1)
 
     def end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Checks the statuses of the all-gathers at the end of the outermost forward pass."""
+        """At the end of the outermost forward pass, checks the statuses of the all-gathers."""
         if not (torch.compiler.is_compiling() or self._depth):
             self._look()
 
     def end_pass(self) -> None:
-        """Looks at the statuses at the end of a backward pass, and discards the result of the check before the pass,
-        because the optimizer writes the parameters next."""
+        """At the end of a backward pass, reads the statuses. Discards the result of the check before the pass, because
+        the optimizer changes the parameters next."""
         for shard in self.shards:
             shard.is_seen = False
         self._look()
@@ -282,7 +285,7 @@ class Rooms:
             slots, (table, statuses) = state.slots(device), self._statuses_of(state, device)
             context = getattr(self.shards[0].module._get_fsdp_state(), "_state_ctx", None)
             event = getattr(context, "post_optim_event", None)
-            if event is not None:  # The user gave FSDP this event to wait for in place of the current stream.
+            if event is not None:  # The user told FSDP to wait for this event instead of the current stream.
                 torch.cuda.current_stream(device).wait_event(event)
             slots.begin()
             table.zero_()
@@ -298,8 +301,8 @@ class Rooms:
                 self.shards[k].decide(bool(is_lost[k]))
 
     def _look(self) -> None:
-        """Waits for the all-gathers of the pass, and looks at their statuses. All ranks come to the same result,
-        because each rank gets every message.
+        """Waits for the all-gathers of the pass, and reads their statuses. All ranks get the same result, because each
+        rank gets every message.
 
         Raises:
             RuntimeError: rows were lost, because parameters were written after the check before the pass.
@@ -329,7 +332,7 @@ class Rooms:
 
 # ---- private parts of torch ----------------------------------------------------------------------------------------
 
-_NO_BACKWARD = -1  # The number that torch returns if no backward pass runs.
+_NO_BACKWARD = -1  # The number that torch returns if no backward pass is running.
 # Private attributes of torch's FSDPParamGroup and FSDPParam that this file uses.
 _OF_GROUPS = ("fsdp_params", "is_sharded", "device")
 _OF_PARAMETERS = ("offload_to_cpu", "_sharded_local_tensor")
@@ -340,14 +343,14 @@ def _has_all(what: Any, names: Sequence[str]) -> bool:
 
 
 def _current_backward() -> int:
-    """Returns the number of the backward pass that runs on this thread, or _NO_BACKWARD if no backward pass runs, or if
-    this torch lacks the function for it."""
+    """Returns the number of the backward pass that is running on this thread. Returns _NO_BACKWARD if none is running,
+    or if this torch lacks the function that tells the number."""
     return getattr(torch._C, "_current_graph_task_id", lambda: _NO_BACKWARD)()
 
 
 @functools.cache
 def _inputs_function() -> Any:
-    """Returns torch's function that lists the tensors of an all-gather's input. None: this torch has no such
+    """Returns torch's function that lists the tensors of an all-gather's input, or None if this torch has no such
     function."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
@@ -355,13 +358,14 @@ def _inputs_function() -> Any:
 
 
 def _inputs_of(group: Any) -> list[torch.Tensor]:
-    """Returns the tensors that torch copies into the input of an all-gather, in this order."""
+    """Returns the tensors that torch copies into the input of an all-gather, in the order in which it copies them."""
     return [x for inputs in _inputs_function()(list(group.fsdp_params)) for x in inputs]
 
 
 @functools.cache
 def _comm_class() -> Any:
-    """Returns the class `CodedAllGather`. It is defined in a function, because not every torch has its base class."""
+    """Returns the class `CodedAllGather`. The class is defined in a function, because not every torch has its base
+    class."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
     class CodedAllGather(AllGather):

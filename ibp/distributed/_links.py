@@ -1,4 +1,4 @@
-"""The rates at which tensors travel between ranks and are coded, and the decision whether coding pays."""
+"""Measures how fast tensors travel between ranks and how fast they are coded, and decides whether coding pays."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from .._schemes.codebook import coder_rates
 from ._codec import Codec
 from ._messages import Messages, Part, Slot, shares_of
 
-_MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # Number of bytes that each rank sends in a measuring call.
-# A measurement times several repeats and takes the fastest; each repeat makes several calls one after the other.
+_MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # Number of bytes that each rank sends in a call that is timed.
+# A measurement times _REPEATS repeats and takes the fastest. Each repeat makes _IN_A_ROW calls one after the other.
 _REPEATS, _IN_A_ROW = 3, 4
-_LEAST_GAIN = 1.1  # Tensors travel coded if that is expected to be at least this many times as fast.
-# Additional time in seconds that a coded call takes to begin and to end, compared with torch's call.
+_LEAST_GAIN = 1.1  # Tensors travel coded if this is expected to be at least this many times as fast as raw.
+# Time in seconds that a coded call takes to begin and to end, in addition to the time of torch's call.
 _CALL_S = 40e-6
-# The same for calls that the host does not wait for. They take longer, because the host has other work between them.
+# The same for calls that the host does not wait for. This time is longer, because the host does other work between the
+# calls.
 _LATE_S = 4e-4
-# Time in seconds for which the link is idle before each piece after the first, until the host has queued the piece.
+# Before each piece after the first, the link is idle for this many seconds, until the host has queued the piece.
 _GAP_S = 80e-6
 _MOST_PIECES = 16  # A call has at most this many pieces.
 _MOST_LEAST_BYTES = 1 << 30  # `least_bytes` does not search beyond this many bytes.
-# The rate of coding on a CPU is measured with one rank. It is divided by this number of ranks, which share the CPU.
+# The rate of coding on a CPU is measured while only one rank codes. It is divided by this number, because several ranks
+# share the CPU.
 _CODING_AT_ONCE = 2
 
 
@@ -52,13 +54,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a coder.
+    """The rates at which a codec encodes and decodes.
 
     Attributes:
-        encode_gbps, decode_gbps: rates in GB/s of original (uncoded) bytes, on all multiprocessors of a GPU, or on a
-            CPU.
-        hides: whether one message travels while another one is coded. It is False on a CPU, where the same cores code
-            and move bytes.
+        encode_gbps, decode_gbps: the rates of encoding and decoding in GB/s of original (uncoded) bytes, on all
+            multiprocessors of a GPU, or on a CPU.
+        hides: whether one message travels while another message is coded. It is False on a CPU, where the same cores
+            code and move bytes.
     """
 
     encode_gbps: float
@@ -70,8 +72,9 @@ class Load(NamedTuple):
     """The work of a call on one rank.
 
     Attributes:
-        coded, moved, decoded: the numbers of original (uncoded) bytes that the rank codes, that arrive at it, and that
-            it decodes.
+        coded: the number of original (uncoded) bytes that the rank codes.
+        moved: the number of original bytes that arrive at the rank.
+        decoded: the number of original bytes that the rank decodes.
         is_known_to_fit: True if the caller checks, before each later call of the same `Kind`, that all rows fit in
             their messages. The host then does not wait for these later calls.
     """
@@ -83,8 +86,8 @@ class Load(NamedTuple):
 
 
 def measure(members: RankGroup) -> Link:
-    """Measures the rate of a group's all-gathers on the slowest rank, and returns it on all ranks. A collective
-    call."""
+    """Measures how fast a group's all-gathers are. Returns the rate on the slowest rank; the result is the same on all
+    ranks. A collective call."""
     size = _MEASURED_BYTES[members.device.type]
     sent = torch.zeros(size, dtype=torch.uint8, device=members.device)
     out = torch.empty(members.size * size, dtype=torch.uint8, device=members.device)
@@ -109,8 +112,8 @@ def raw_all_gather(out: torch.Tensor, x: torch.Tensor, **options: object) -> dis
 
 
 def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
-    """Returns the rates of a codec on a device. For a GPU they come from the calibration in force; for the CPU they are
-    measured.
+    """Returns the rates of a codec on a device. The rates for a GPU come from the calibration that is in force. The
+    rates for the CPU are measured.
 
     Args:
         rows: uint8 [n, 4096] on the CPU, the rows with which to measure.
@@ -122,15 +125,16 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
 
 
 def num_pieces(rates: Rates, load: Load) -> int:
-    """Returns the number of pieces of a call. Only the coding of the first piece and the decoding of the last piece
-    happen while nothing travels. So the longer coding takes, the more pieces are worth their cost."""
+    """Returns the number of pieces that makes a call fastest. Only the coding of the first piece and the decoding of
+    the last piece happen while nothing travels. So the longer coding takes, the more pieces are worth their cost."""
     most = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / _GAP_S))))
     return min((1, 2, most), key=lambda count: _exposed_s(rates, load, count) + count * _GAP_S)
 
 
 def _exposed_s(rates: Rates, load: Load, count: int) -> float:
-    """Returns the time in seconds of coding and decoding during which nothing travels. If there are several pieces,
-    this is the time to code the first and to decode the last."""
+    """Returns the part of the time of coding and decoding, in seconds, during which nothing travels. If there are
+    several pieces and the device hides coding (`Rates.hides`), this is the time to code the first piece and to decode
+    the last piece. Otherwise it is all of the time."""
     if count == 1 or not rates.hides:
         return _coding_s(rates, load)
     shares = shares_of(count)
@@ -138,10 +142,10 @@ def _exposed_s(rates: Rates, load: Load, count: int) -> float:
 
 
 def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
-    """Returns the expected time of a raw call divided by that of a coded call.
+    """Returns the expected time of a raw call divided by the expected time of a coded call.
 
     Returns 0 if the link is so fast that coding and decoding take longer than the time that they save on the link.
-    Coders and link then compete for multiprocessors and memory, which this model leaves out.
+    The coders and the link then compete for multiprocessors and memory, and this model does not cover that.
     """
     if link.gbps >= codec.savings / (1 / rates.encode_gbps + 1 / rates.decode_gbps):
         return 0.0
@@ -157,9 +161,9 @@ def pays(codec: Codec, rates: Rates, link: Link, load: Load) -> bool:
 
 
 def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) -> int:
-    """Returns the size in bytes of the smallest message of an all-to-all for which coding pays, among the sizes start,
-    2 * start, 4 * start, ... The search ends at the first size of at least _MOST_LEAST_BYTES, even if coding does not
-    pay there.
+    """Returns the smallest size in bytes of a message of an all-to-all for which coding pays, among the sizes start,
+    2 * start, 4 * start, ... If coding pays for none of these sizes below _MOST_LEAST_BYTES, returns the first size
+    that is at least _MOST_LEAST_BYTES.
 
     Args:
         count: the number of messages that a rank sends, which is also the number that it receives.
@@ -176,8 +180,7 @@ def _coding_s(rates: Rates, load: Load) -> float:
 
 
 def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
-    """Measures the rates of a codec on the CPU with rows, uint8 [n, 4096]. Returns rates of 1 GB/s if there are no
-    rows."""
+    """Measures the rates of a codec on the CPU with `rows`, uint8 [n, 4096]. Returns rates of 1 GB/s if n is 0."""
     if not len(rows):
         return Rates(1.0, 1.0)
     messages = Messages(codec, [rows.numel()], 0, rows.device)

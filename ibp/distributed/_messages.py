@@ -1,8 +1,8 @@
-"""The messages of collective calls, the memory in which they lie, and the record of lost rows.
+"""The messages of collective calls: their layout, the memory in which they lie, and the record of their lost rows.
 
-A message carries one part of a tensor to another rank. It is either a fixed piece of coded rows (`_layout/forms.py`),
-or the raw bytes. Its size follows from the codec and from the size of the part, so ranks never tell each other sizes.
-Rows for which a message has no room are lost; a `Status` counts them.
+A message carries one part of a tensor to another rank. It holds either coded rows, in the form of a fixed piece
+(`_layout/forms.py`), or the raw bytes. The size of a message follows from the codec and from the size of the part, so
+ranks never tell each other sizes. Rows for which a message has no room are lost; a `Status` counts them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from .._rows.handle import Handle
 from .._tables.coded_rows import CodedRows
 from ._codec import ROW_BYTES, Codec, rows_of
 
-# If a tensor has three or more spans, the first span and the last span are an eighth as large as the others.
+# A span is the bytes of a tensor that one piece of a call carries. If a tensor has three or more spans, the first and
+# the last span each have 1 / _EDGE of the size of each other span.
 _EDGE = 8
-# If a tensor has two spans, the first has a quarter of the rows. The first span is the smaller one, because the link is
-# idle while this span is coded. The link is also idle while the last span is decoded, but decoding is faster than
-# coding.
+# If a tensor has two spans, the first has 1 / _FIRST_OF_TWO of the rows. The first span is the smaller one, because the
+# link is idle while this span is coded. The link is also idle while the last span is decoded, but decoding is faster
+# than coding.
 _FIRST_OF_TWO = 4
 TURNS = 2  # Number of pieces of a call that are under way at the same time: while one travels, the next one is coded.
-_ENTRIES = 8  # Number of int64 that the coder of a message writes to the status.
-_LOST, _FINGERPRINT = 1, 7  # Positions of the number of lost rows and of the codec's fingerprint among these int64.
+_ENTRIES = 8  # Number of int64 entries that the coder of a message writes to the status.
+_LOST, _FINGERPRINT = 1, 7  # Indices of the number of lost rows and of the codec's fingerprint among these entries.
 
 
 class Part(NamedTuple):
     """A part of a tensor, and the message that carries it.
 
     Attributes:
-        message: the number of the message in its piece.
-        data: uint8 [n], the bytes to send, or the memory to which the bytes that arrive are written.
+        message: the index of the message in its piece.
+        data: uint8 [n], the bytes to send, or the memory to which arriving bytes are written.
     """
 
     message: int
@@ -52,7 +53,7 @@ class _CodedMessage(NamedTuple):
     """A coded message in a slot's memory.
 
     Attributes:
-        start: the first bytes of the message, which have to be reset before rows are coded into it.
+        start: the first bytes of the message, which have to be reset before rows are coded into the message.
         handle: a handle of the message's rows, for the operations that code and decode.
     """
 
@@ -80,9 +81,9 @@ class Slot:
 
     Attributes:
         memory: uint8.
-        clean: the message that was reset already, so that rows can be coded into it at once. None: there is no such
-            message.
-        views: views of the memory, for each layout (`Messages`) that was used with it.
+        clean: the message that has already been reset, so that rows can be coded into it at once. None: there is no
+            such message.
+        views: views of the memory, for each layout (`Messages`) that the slot was used with.
     """
 
     memory: torch.Tensor
@@ -94,15 +95,15 @@ class MessageSlots:
     """The slots in which a group's messages lie on one device, and the order of the streams that use them.
 
     On the CPU every piece gets a new slot, which lives until the call ends. On a GPU the pieces of all calls alternate
-    between two slots. Streams keep the uses of a slot in order: the work of a call begins when the work of the call
-    before it has ended, and the pieces of a call follow each other on one stream.
+    between two slots. Streams keep the uses of a slot in order: the work of a call begins when the work of the previous
+    call has ended, and the pieces of a call follow each other on one stream.
 
     Attributes:
-        side: the stream on which asynchronous calls run. The current stream waits for such a call only in `wait` of its
-            work. None on the CPU.
-        coding_sms, decoding_sms: the numbers of multiprocessors that code and that decode while other messages travel.
-            The remaining multiprocessors are left to NCCL. More multiprocessors code than decode, because a piece that
-            is coded late delays the link, while a piece that is decoded late does not.
+        side: the stream on which asynchronous calls run. The current stream waits for such a call only when the caller
+            calls `wait` of the call's work. None on the CPU.
+        coding_sms, decoding_sms: the numbers of multiprocessors that code, and that decode, while other messages
+            travel. The remaining multiprocessors are left to NCCL. coding_sms is larger, because a piece that is coded
+            late delays the link, while a piece that is decoded late does not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -115,20 +116,21 @@ class MessageSlots:
         self._last: torch.cuda.Stream | None = None
 
     def begin(self) -> None:
-        """Makes the current stream wait for the work of the previous call."""
+        """Makes the current stream wait for the work of the previous collective call."""
         if self._ended is not None:
             stream = torch.cuda.current_stream(self.device)
             if stream != self._last:
                 stream.wait_event(self._ended)
 
     def end(self) -> None:
-        """Records that all work of a call is now queued on the current stream."""
+        """Records that all work of a collective call has now been queued on the current stream."""
         if self._ended is not None:
             self._last = torch.cuda.current_stream(self.device)
             self._ended.record(self._last)
 
     def take(self, piece: int, num_bytes: int) -> Slot:
-        """Returns a slot of at least num_bytes bytes for a piece of a call. piece: the number of the piece."""
+        """Returns a slot of at least num_bytes bytes for a piece of a call. piece: the index of the piece in the
+        call."""
         if not self.on_gpu:
             return Slot(self._empty(num_bytes))
         slot = self._slots[piece % TURNS]
@@ -138,15 +140,15 @@ class MessageSlots:
         return slot
 
     def forget(self) -> None:
-        """Releases the slots, so that later calls use new memory. Call this after a call has failed, because its work
-        may still use the slots and nobody waits for it."""
+        """Releases the slots, so that later calls use new memory. Call this method after a collective call has failed:
+        its work may still use the slots, and nobody waits for this work."""
         for turn, slot in enumerate(self._slots):
             self._release(slot)
             self._slots[turn] = None
 
     def _release(self, slot: Slot | None) -> None:
-        """Tells the allocator which streams may still use a slot's memory, so that it keeps the memory until they are
-        done."""
+        """Tells the allocator which streams may still use a slot's memory, so that it keeps the memory until these
+        streams are done."""
         if slot is not None and self.side is not None:
             slot.memory.record_stream(torch.cuda.current_stream(self.device))
             slot.memory.record_stream(self.side)
@@ -162,22 +164,23 @@ def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
 
 
 class Status:
-    """A record of lost rows, damage and codecs in the messages of a call. Coders and decoders write it on their device,
-    and the host reads it.
+    """Records which messages of a call have lost rows, were damaged, or were coded with another codec. Coders and
+    decoders write the status on their device, and the host reads it.
 
     Attributes:
-        rows: int64 [8] for each message, which the coder of the message writes. Entry 1 is the number of lost rows, and
+        rows: int64 [8] for each message, written by the coder of the message. Entry 1 is the number of lost rows, and
             entry 7 is the codec's fingerprint. On GPUs the ranks send each other all eight entries.
         all_rows: the entries of `rows` for all messages as one tensor.
-        counts: int64 [2] for each message, a view of `rows`: the number of the message's rows with overflow, and the
-            number of its lost rows.
+        counts: int64 [2] for each message, a view of `rows`: (the number of the message's rows that have overflow, the
+            number of its lost rows).
         faults: int64 [4] for each message, the fault record of its decoder.
-        heads: int64, the fingerprints of all messages, a view of `rows`.
-        unused: a fault record to pass to the operation that codes. The operation never writes it, because its ids are
-            always valid.
-        seen: an event on a GPU that happens when the host's copy is complete. None: the host reads the memory itself.
-        lost: after `read`, for each message: True if rows had no room when the message was coded. On the CPU it is also
-            True if rows were missing when the message was decoded.
+        heads: int64 [number of messages], a view of `rows`: the fingerprint of each message's codec.
+        unused: a fault record that is passed to the operation that codes. The operation never writes to it, because the
+            ids in these calls are always valid.
+        seen: a CUDA event that completes when the host's copy is complete. None: the host reads the status's memory
+            itself.
+        lost: after `read`, a bool for each message: True if rows had no room when the message was coded. On the CPU it
+            is also True if rows were missing when the message was decoded.
         is_strange: after `read`: whether a message was coded with a codec other than this rank's.
         is_damaged: after `read` on a GPU: whether rows were missing from a message although its coder lost none.
 
@@ -185,8 +188,8 @@ class Status:
         count: number of messages.
         device: the device that writes the status.
         fingerprint: the codec's fingerprint.
-        data: int64 [status_entries(count)], zeros, to use as the status's memory. The caller then reads this memory
-            (see `has_lost`) and does not call `record` or `read`. None: the status allocates its memory.
+        data: int64 [status_entries(count)], zeros: the memory to use. The caller then reads this memory (see
+            `has_lost`), and does not call `record` or `read`. None: the status allocates its memory.
     """
 
     @torch.inference_mode(False)  # Later calls write to the memory.
@@ -211,8 +214,8 @@ class Status:
         self.lost, self.is_strange, self.is_damaged = [False] * count, False, False
 
     def record(self) -> None:
-        """On a GPU, queues a copy of the status to the host on the current stream, and then a reset for the next
-        call."""
+        """On a GPU, queues two operations on the current stream: a copy of the status to the host, and a reset of the
+        status for the next call."""
         if self.seen is not None:
             self._on_host.copy_(self.data, non_blocking=True)
             self.seen.record()
@@ -243,13 +246,13 @@ class Status:
 
 
 def status_entries(count: int) -> int:
-    """Returns the number of int64 in the status of `count` messages."""
+    """Returns the number of int64 entries in the status of `count` messages."""
     return (_ENTRIES + _FAULT) * count + _FAULT
 
 
 def has_lost(statuses: torch.Tensor) -> torch.Tensor:
-    """Returns for each status whether rows had no room when this rank coded messages, or were missing when this rank
-    decoded messages.
+    """Returns for each status whether rows were lost: they had no room when this rank coded messages, or were missing
+    when this rank decoded messages.
 
     Args:
         statuses: int64 [n, status_entries(count)].
@@ -263,8 +266,8 @@ def has_lost(statuses: torch.Tensor) -> torch.Tensor:
 
 
 def _split(data: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """Returns three views of the memory of statuses: (`Status.all_rows`, `Status.faults` of all messages,
-    `Status.unused`)."""
+    """Returns (`Status.all_rows`, `Status.faults` of all messages, `Status.unused`) as views of `data`, the memory of
+    one or more statuses."""
     return data.split([_ENTRIES * count, _FAULT * count, _FAULT], -1)
 
 
@@ -273,8 +276,8 @@ class Messages:
 
     Args:
         codec: how messages are coded.
-        payloads: for each message, the largest number of a tensor's bytes that it carries.
-        least: messages with a smaller payload than this, in bytes, are raw.
+        payloads: for each message, the largest number of a tensor's bytes that the message can carry.
+        least: messages with a payload of fewer than this many bytes are raw.
         device: the device of the memory.
     """
 
@@ -288,7 +291,8 @@ class Messages:
         ]
         *starts, self.num_bytes = itertools.accumulate(self._sizes, initial=0)
         self._coded = [k for k, is_coded in enumerate(self.is_coded) if is_coded]
-        self._notes = [starts[k] // 8 + forms.NOTE for k in self._coded]  # Positions of fingerprints, in int64.
+        # Indices of the fingerprints in the memory as int64.
+        self._notes = [starts[k] // 8 + forms.NOTE for k in self._coded]
         self._starts = {payload: self._empty_start(payload) for payload in {self.payloads[k] for k in self._coded}}
         self._unused_statuses: list[Status] = []
 
@@ -308,11 +312,11 @@ class Messages:
         return Status(len(self.payloads), self.device, self.codec.fingerprint)
 
     def give_back(self, status: Status) -> None:
-        """Takes back a status, so that another call can use it."""
+        """Takes back a status, so that another call can use the status."""
         self._unused_statuses.append(status)
 
     def code(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
-        """Codes a part of a tensor into its message. If the message is raw, copies the part.
+        """Codes a part of a tensor into its message. If the message is raw, copies the part into it.
 
         Args:
             max_sms: the largest number of multiprocessors to use. 0: all.
@@ -334,7 +338,8 @@ class Messages:
             slot.clean.start.copy_(self._starts[self.payloads[k]])
 
     def decode(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
-        """Decodes a message into its part of a tensor. If the message is raw, copies it. max_sms: as for `code`."""
+        """Decodes a message into its part of a tensor. If the message is raw, copies the bytes. max_sms: as for
+        `code`."""
         k, data = part
         if not self.is_coded[k]:
             data.copy_(self.of(slot).each[k][: data.numel()])
@@ -356,7 +361,7 @@ class Messages:
         return memory.coded[k]
 
     def _empty_start(self, payload: int) -> torch.Tensor:
-        """Returns the initial content of a message's first bytes, to which they are reset before rows are coded."""
+        """Returns the content to which a message's first bytes are reset before rows are coded."""
         size = self.codec.message_bytes(rows_of(payload))
         memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._rows_in(memory, payload).clear()
@@ -368,8 +373,9 @@ class Messages:
         return CodedRows.over(memory, self.codec.codebook, num_rows, **self.codec.sizes(num_rows))
 
     def _start_bytes(self, payload: int) -> int:
-        """Returns the number of bytes at the start of a message that have to be reset before rows are coded: the head,
-        the bases and the rooms (`_layout/forms.py`). The lengths of rows follow; coding writes all of them."""
+        """Returns the number of bytes at the start of a message that have to be reset before rows are coded. They hold
+        the head, the bases and the rooms (`_layout/forms.py`). The lengths of rows, which follow them, need no reset,
+        because coding writes all lengths."""
         num_rows = rows_of(payload)
         return forms.fixed(num_rows, ROW_BYTES, **self.codec.sizes(num_rows)).lengths.start
 
@@ -379,8 +385,8 @@ class MessageSpan(NamedTuple):
 
     Attributes:
         bytes: the range of the tensor's bytes.
-        payload: the number of bytes for which the span's message has room. It is larger than the range if the tensor
-            ends inside the span.
+        payload: the number of bytes for which the span's message has room. It is larger than the size of the range if
+            the tensor ends inside the span.
     """
 
     bytes: slice
@@ -391,9 +397,9 @@ class MessageSpan(NamedTuple):
 def spans_of(num_bytes: int, count: int) -> tuple[MessageSpan, ...]:
     """Divides a tensor into at most `count` spans of whole rows.
 
-    If there are three or more spans, the first and the last have an eighth of the size of the others. If there are two,
-    the first has a quarter of the tensor. These spans are small because nothing travels while the first span is coded
-    and while the last one is decoded.
+    If there are three or more spans, the first and the last each have an eighth of the size of each other span. If
+    there are two spans, the first has a quarter of the tensor. These spans are small because nothing travels while the
+    first span is coded and while the last one is decoded.
     """
     rows, inner = rows_of(num_bytes), max(1, count - 2)
     if count > 2:
@@ -414,8 +420,8 @@ def spans_of(num_bytes: int, count: int) -> tuple[MessageSpan, ...]:
 
 
 def shares_of(count: int) -> tuple[float, float]:
-    """Returns the fractions of a large tensor's bytes that are in its first span and in its last span, if `spans_of`
-    divides it into `count` spans. count: at least 2."""
+    """Returns (the fraction of a large tensor's bytes in its first span, the fraction in its last span) if `spans_of`
+    divides the tensor into `count` spans. count: at least 2."""
     if count == 2:
         return 1 / _FIRST_OF_TWO, 1 - 1 / _FIRST_OF_TWO
     return (1 / ((count - 2) * _EDGE + 2),) * 2

@@ -1,9 +1,9 @@
-"""Tensors from one rank to another: `send` and `recv`.
+"""Sends coded tensors from one rank to another: `send` and `recv`.
 
 The first tensor of a kind travels raw, followed by a note, which says how the next tensors are coded. Some later
-tensors are followed by a new note. Both ranks therefore know how a tensor travels without asking each other. If a
-tensor loses rows, it is sent again, raw, before any other tensor travels in this direction, because both ranks finish
-one call before they begin the next.
+tensors are followed by a new note. So both ranks know how a tensor travels, without asking each other. If rows do not
+fit in a tensor's messages, the tensor is sent again, raw. This happens before any other tensor travels in the same
+direction, because both ranks finish one call before they begin the next call.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ._codec import Codec, sample_of
 from ._exchange import OneTensor, Work, finished, movable
 from ._planning import RAW, CallOptions, Kind, Pair, Plan
 
-_NOTE_BYTES = 1 << 14  # Size of a note in bytes. If a codec does not fit, the note says that tensors travel raw.
+_NOTE_BYTES = 1 << 14  # Size of a note in bytes. If a codec does not fit in it, the note says that tensors travel raw.
 _LENGTH_BYTES = 8  # A note begins with the length of its content in bytes, an int64.
-# A tensor of n bytes is divided into n // 64 MiB pieces, but at least 1 and at most 8.
+# A tensor of n bytes is divided into max(1, min(_MOST_PIECES, n // _PIECE_BYTES)) pieces.
 _PIECE_BYTES, _MOST_PIECES = 64 << 20, 8
 
 
 class NotedWork(Work):
-    """The work of a raw tensor and of the note that follows it.
+    """Waits for a raw tensor and for the note that follows it.
 
     Args:
         works: the work of the tensor and the work of the note.
-        read: a function to call when the tensor and the note have arrived. None: there is nothing to call.
+        read: a function that is called when the tensor and the note have arrived. None: nothing is called.
     """
 
     def __init__(self, works: list[dist.Work | None], read: Callable[[], None] | None) -> None:
@@ -69,8 +69,8 @@ def send(
 
     The receiver calls `recv` of this module with the same arguments.
 
-    Unless a codec is given, the first tensor of a kind travels raw, followed by the codec for the next tensors of the
-    kind. The call first waits until the previous tensor to the same rank with the same tag has arrived. See
+    If no codec is given, the first tensor of a kind travels raw, followed by the codec for the next tensors of the
+    kind. The call first waits until the previous tensor with the same tag has arrived at the same rank. See
     `all_gather_into_tensor` for the other arguments.
 
     Example:
@@ -88,8 +88,8 @@ def send(
         dst, group_dst: the receiver's rank among all ranks, or in the group. Give exactly one of the two.
         tag: as in torch.
         async_op: whether to return work, as `torch.distributed.isend` does.
-        level: as in `all_gather_into_tensor`, with one difference: with "auto", tensors travel raw on the CPU, and also
-            as long as the rate of the group's link has not been measured (`measure_link`).
+        level: as in `all_gather_into_tensor`, with one difference. With "auto", tensors travel raw on the CPU, and also
+            before the rate of the group's link has been measured (`measure_link`).
 
     Returns:
         Work if async_op is set, else None.
@@ -144,11 +144,11 @@ def recv(
 
 
 class _Transfer(OneTensor):
-    """A tensor that this rank sends to another rank, or receives from it.
+    """One call of `send` or `recv`, which moves a tensor to another rank or from it.
 
     Args:
-        is_sent: whether this rank sends the tensor. If not, it receives it.
-        peer: the other process's rank in the group.
+        is_sent: whether this rank sends the tensor. If not, this rank receives it.
+        peer: the rank of the other process in the group.
         tag: as in torch.
     """
 
@@ -171,13 +171,14 @@ class _Transfer(OneTensor):
         return self._moved(whole)
 
     def call(self, async_op: bool) -> dist.Work | None:
-        """Finishes the previous call in this direction, and then makes this call according to the pair's plan for this
-        kind of tensor."""
+        """Finishes the previous call in this direction. Then makes this call by the pair's plan for tensors of this
+        kind."""
         if self.travels_raw():
             return self.raw(async_op)
         self.check()
         pair = self.state.pairs.setdefault((self.is_sent, self._peer, self._tag), Pair())
-        last, pair.last = pair.last, None  # If the last call fails here, the next call does not wait for it again.
+        # If waiting for the last call fails here, the next call does not wait for it again.
+        last, pair.last = pair.last, None
         finished(last, False)
         plan = pair.plans.get(self.kind)
         if plan is None and self.options.codec is not None:
@@ -192,14 +193,14 @@ class _Transfer(OneTensor):
         return work
 
     def _moved(self, data: torch.Tensor) -> dist.Work | None:
-        """Begins to send or to receive a tensor. Returns work."""
+        """Begins to send or to receive `data`. Returns work."""
         if self.is_sent:
             return dist.isend(data, group=self.group, tag=self._tag, group_dst=self._peer)
         return dist.irecv(data, group=self.group, tag=self._tag, group_src=self._peer)
 
     def _noted(self, pair: Pair, old: Plan | None) -> NotedWork:
         """Begins to move the tensor raw, followed by a note that says how the next tensors of the kind travel. The
-        sender replaces the plan of the kind at once, and the receiver does so when the note has arrived.
+        sender replaces the plan of the kind at once. The receiver replaces it when the note has arrived.
 
         Args:
             old: the present plan of the kind. None: the kind is new.
@@ -220,9 +221,10 @@ class _Transfer(OneTensor):
         return NotedWork([self._moved(data), self._moved(note)], lambda: take(note))
 
     def _learned(self, old: Plan | None, learner: Learner[Codec]) -> Codec | None:
-        """Returns the codec that the sender chooses for the next tensors. This is the present codec, or a newly learned
-        codec if there is none or it has lost rows. Returns None if coding saves too little or, with level="auto", if
-        raw tensors are expected to be faster or the rate of the link is not known."""
+        """Returns the codec that the sender chooses for the next tensors. This is the present codec. If there is no
+        present codec, or it has lost rows, it is a newly learned codec. Returns None if coding saves too little. With
+        level="auto", also returns None if raw tensors are expected to be faster, or if the rate of the link is not
+        known."""
         kind, link = self.kind, self.state.link
         learner.has_drifted = old is not None and old.has_lost
         if old is not None and not learner.has_drifted:
@@ -239,13 +241,13 @@ class _Transfer(OneTensor):
         return found
 
     def _num_pieces(self) -> int:
-        """Returns the number of pieces, which is the same on both ranks because it depends only on the tensor's
-        size."""
+        """Returns the number of pieces of the tensor. It is the same on both ranks, because it depends only on the size
+        of the tensor."""
         return max(1, min(_MOST_PIECES, self.tensors[0].nbytes // _PIECE_BYTES))
 
 
 def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:
-    """Returns a note, uint8 [_NOTE_BYTES] on the CPU. It has the length of its content and then the content, which is
+    """Returns a note, uint8 [_NOTE_BYTES] on the CPU. The note has the length of its content, followed by the content:
     the kind and the codec. If the content does not fit, the length is 0."""
     content = wire.written((kind, codec))
     note = torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
@@ -256,10 +258,10 @@ def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:
 
 
 def _read(note: torch.Tensor, kind: Kind) -> Codec | None:
-    """Returns the codec in a note. None: tensors travel raw.
+    """Returns the codec in a note, or None if tensors travel raw.
 
     Args:
-        kind: the kind of the tensor that the receiver wants.
+        kind: the kind of tensor that the receiver expects.
 
     Raises:
         ValueError: the bytes are not a note, or the sender's tensor is of another kind.

@@ -1,9 +1,9 @@
 """The state of a process group on one rank: the rate of its link, and the plan for each kind of call.
 
-`Collective.plan` (`_exchange.py`) makes plans. With level="auto", the rate of a raw all-gather decides whether tensors
-travel coded. Each group measures this rate once. All ranks decide from the same numbers: the time of the slowest rank,
-and the rates at which rank 0 codes and decodes. If the caller gives a codec or another level, the rate of the link does
-not matter.
+`Collective.plan` (`_exchange.py`) makes plans. With level="auto", tensors travel coded if this is faster at the rate of
+a raw all-gather. Each group measures this rate once. All ranks decide from the same numbers: the time of the slowest
+rank, and the rates at which rank 0 codes and decodes. If the caller gives a codec or another level, the rate of the
+link does not matter.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from ._messages import Messages, MessageSlots
 
 LEVELS = ("auto", *CODED_LEVELS)
 _MOST_LAYOUTS = 64  # A plan keeps at most this many layouts of messages.
-# After 8 and 32 calls of a kind, and then after every 64 calls, the ranks tell each other whether rows were lost.
+# The ranks tell each other whether rows were lost after 8 calls of a kind, after 32 calls, and then after every 64th
+# call.
 _EARLY_CHECKS, _CALLS_A_CHECK = (8, 32), 64
 
 
 @wire.sent
 class Kind(NamedTuple):
-    """A key for calls that share one plan. All ranks make the same calls in the same order, so they know the same
-    kinds.
+    """The key of a plan: calls of the same kind share one plan. All ranks make the same calls in the same order, so
+    they know the same kinds.
 
     Attributes:
         what: the name of the function.
-        numel: the number of elements of the input. 0: it may differ between ranks.
+        numel: the number of elements of the input. 0: this number may differ between ranks.
         dtype: the dtype of the tensors.
         device: the type of the tensors' device.
-        level, name: arguments of the call.
+        level, name: the arguments of the call.
         codec: the fingerprint of the codec that the caller gave. None: the caller gave no codec.
-        root: the rank in the group that has the data. -1: each rank has some of it.
+        root: the rank in the group that has the data. -1: each rank has a part of the data.
     """
 
     what: str
@@ -58,7 +59,7 @@ class Kind(NamedTuple):
 
     @property
     def shared(self) -> tuple:
-        """The key of the kind's learner. Kinds with the same key share a codec."""
+        """The key of the learner for this kind. Kinds with the same key share a codec."""
         return self.dtype, self.device, self.level, self.name, self.codec
 
     @property
@@ -71,21 +72,20 @@ class Kind(NamedTuple):
         """Learns a codec of the kind's level from sampled rows, uint8 [n, 4096] on the CPU. Returns None if it would
         save too little.
 
-        For level="auto" the codec has level "default". It saves more than "fast", and is therefore faster over links
-        that are slow enough for coding to pay."""
+        For level="auto" the codec has level "default". This level saves more bytes than "fast", so it is faster over
+        links that are slow enough for coding to pay."""
         return learned(rows, self.dtype, "default" if self.level == "auto" else self.level)
 
 
 class CallOptions(NamedTuple):
-    """The arguments by which the caller of a collective says how tensors are coded. `all_gather_into_tensor` describes
-    them."""
+    """The arguments of a collective that say how tensors are coded. `all_gather_into_tensor` describes them."""
 
     codec: Codec | None
     level: str
     name: str
 
     def check(self, *tensors: torch.Tensor) -> None:
-        """Raises TypeError or ValueError for wrong options, and TypeError if one of `tensors` is not a tensor."""
+        """Raises TypeError or ValueError if an option is wrong, and TypeError if one of `tensors` is not a tensor."""
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"a tensor is a {type(tensor).__name__}; wanted a torch.Tensor")
@@ -102,17 +102,17 @@ class CallOptions(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """The way in which calls of one kind are made: raw, or coded with a codec in a number of pieces.
+    """Says how calls of one kind are made: raw, or coded with a codec in a number of pieces.
 
     Attributes:
         codec: how tensors are coded. None: calls are raw.
         num_pieces: the number of pieces of a call.
-        least: in an all-to-all, messages with fewer bytes than this are raw.
-        is_checked: whether the ranks find out from time to time whether messages have lost rows, and if so learn the
+        least: in an all-to-all, messages of fewer than this many bytes are raw.
+        is_checked: whether the ranks check from time to time whether messages have lost rows. If so, they learn the
             codec anew.
         messages: the layouts of messages that calls have used.
         num_calls: the number of calls so far.
-        has_lost: whether messages from this rank or to this rank have lost rows since the codec was learned.
+        has_lost: whether messages that this rank sent or received have lost rows since the codec was learned.
     """
 
     codec: Codec | None
@@ -134,8 +134,8 @@ class Plan:
         return self.messages[key]
 
     def is_due(self) -> bool:
-        """Counts a call. Returns whether the ranks have to find out, before this call, whether any of them has lost
-        rows. Checks are rare, because the host has to wait for them."""
+        """Counts a call. Returns whether the ranks have to check, before this call, whether any of them has lost rows.
+        Such checks are rare, because the host has to wait for them."""
         self.num_calls += 1
         count = self.num_calls - 1
         return self.is_checked and count > 0 and (count in _EARLY_CHECKS or count % _CALLS_A_CHECK == 0)
@@ -151,8 +151,8 @@ class Pair:
     Attributes:
         plans: the plan for each kind of tensor.
         learners: the learner for each kind of tensor. Only the sender has learners.
-        last: the work of the last call, which has to be finished before the next call. None: there is nothing to
-            finish.
+        last: the work of the last call, which has to be finished before the next call. None: no call has to be
+            finished.
     """
 
     plans: dict[Kind, Plan] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class State:
         rank, size: the rank of this process in the group, and the size of the group.
         link: the rate of the group's all-gathers. None: it has not been measured yet.
         plans: the plan for each kind of call.
-        learners: the learner of each codec, by `Kind.shared`.
+        learners: the learner for each codec, by `Kind.shared`.
         pairs: the state of each direction of `send` and `recv`, by (whether this rank sends, the other rank, the tag).
     """
 
@@ -180,32 +180,31 @@ class State:
         self._slots: dict[torch.device, MessageSlots] = {}
 
     def slots(self, device: torch.device) -> MessageSlots:
-        """Returns the slots on a device."""
+        """Returns the message slots on a device."""
         if device not in self._slots:
             self._slots[device] = MessageSlots(device)
         return self._slots[device]
 
     def measure(self, members: _group.RankGroup, refresh: bool = False) -> Link:
-        """Returns the rate of the group's all-gathers, and measures it first if that has not been done yet. A
-        collective call.
+        """Returns the rate of the group's all-gathers. Measures it first if it is not known yet. A collective call.
 
         Args:
-            refresh: whether to measure it again, even if it is known.
+            refresh: whether to measure the rate even if it is known.
         """
         if self.link is None or refresh:
             self.link = _links.measure(members)
         return self.link
 
     def forget(self, kind: Kind) -> None:
-        """Drops the plan of a kind, so that the next call learns the codec anew. All ranks must do this before the same
-        call."""
+        """Drops the plan of a kind, so that the next call of this kind learns the codec anew. All ranks must drop the
+        plan before the same call."""
         self.learners[kind.shared].has_drifted = True
         self.plans.pop(kind, None)
 
 
 def measure_link(group: dist.ProcessGroup | None = None, *, refresh: bool = False) -> Link:
     """Measures how fast the all-gathers of a group are. With level="auto" this rate decides whether tensors travel
-    coded. Without this call, the first collective that needs the rate measures it. A collective call.
+    coded. If `measure_link` is not called, the first collective that needs the rate measures it. A collective call.
 
     Example:
         >>> # on each rank of a group
@@ -214,10 +213,10 @@ def measure_link(group: dist.ProcessGroup | None = None, *, refresh: bool = Fals
 
     Args:
         group: a process group of torch.distributed. None: the default group.
-        refresh: whether to measure again, even if the rate is known.
+        refresh: whether to measure the rate even if it is known.
 
     Returns:
-        The rate, the same on all ranks.
+        The rate. It is the same on all ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or a rank does not take part.

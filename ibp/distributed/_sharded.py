@@ -1,4 +1,4 @@
-"""A table whose rows are spread over the ranks of a process group: `ibp.distributed.ShardedTable`."""
+"""`ibp.distributed.ShardedTable`: a table whose rows are spread over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
 # In a message, coded rows begin at multiples of this many bytes, because kernels copy aligned rows faster.
 _ALIGNMENT = 16
-# The operation `fill_slab` requires an associativity ("ways") of 2 to 32 for its hash map, even if the map is empty.
+# The operation `fill_slab` requires a number of ways (the associativity of its hash map) of 2 to 32, even if the map is
+# empty.
 _ANY_WAYS = 32
-# A rank sends this number instead of the size of its rows if it cannot send the rows: rows of its shard are damaged, or
-# the shard now has another codebook.
+# A rank sends this number instead of the size of its rows if it cannot send the rows, because rows of its shard are
+# damaged, or because the shard now has another codebook.
 _CANNOT_SEND = -1
-# If the caller names no fraction, the sample for a codebook has 16 MiB of rows of all shards together. A sample has at
-# least 1,024 rows, or all rows of a smaller table.
+# If the caller gives no fraction, the sample for a codebook has 16 MiB of rows from all shards together. A sample has
+# at least 1,024 rows, or all rows if the table has fewer.
 _LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20
 
 
@@ -44,14 +45,14 @@ class ShardedTable(OfThisProcess, TensorManners):
     of rank 1, and so on. A rank's part of the table is called its shard. Shards may have different numbers of items, or
     none.
 
-    Ranks send each other rows in their stored, compressed form, by all_to_all over the group. The rank that asked for
-    the rows decodes them. With gloo, rows are sent from host memory; with NCCL, from GPU memory. All shards are coded
-    with one codebook; a shard that would save nothing may be raw.
+    Ranks send each other rows in their stored, compressed form, in all-to-all calls of the group. The rank that asked
+    for the rows decodes them. With gloo, rows are sent from host memory; with NCCL, from GPU memory. All shards are
+    coded with one codebook. The exception is a shard that would not become smaller, which may be raw.
 
     Calls that need other ranks are collective: every rank of the group makes the same calls in the same order. Each
-    rank passes its own ids, or no ids. A rank whose arguments are wrong still takes part in the call, and raises
-    afterwards; the other ranks get what they have asked for. If the process of a rank has ended, the other ranks raise
-    an error as soon as the group notices this, at the latest after the group's timeout.
+    rank passes its own ids, or no ids. A rank whose arguments are wrong still takes part in the call, and raises its
+    error afterwards; the other ranks get the items that they asked for. If the process of a rank has ended, the other
+    ranks raise an error as soon as the group notices it, at the latest after the group's timeout.
 
     Example:
         >>> # on each rank of a group
@@ -62,14 +63,14 @@ class ShardedTable(OfThisProcess, TensorManners):
         tensor([0., 1.])
 
     Args:
-        local_table: this rank's part. Each of its items must consist of one or more whole rows. The table's own methods
-            may change the table, as long as its shape and codebook stay the same.
+        local_table: this rank's shard. Each of its items must consist of one or more whole rows. The methods of
+            local_table may be used to change it, as long as its shape and codebook stay the same.
         group: a process group of torch.distributed. None: the default group.
 
     Attributes:
         shape, dtype: the shape and dtype of the whole table.
-        local_table: this rank's part.
-        starts: the id of the first item of each rank, and N at the end.
+        local_table: this rank's shard.
+        starts: the id of the first item of each rank, followed by N.
 
     Raises:
         TypeError: local_table is not a table.
@@ -128,7 +129,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         Args:
             x: this rank's part, [n, ...]. n may be 0.
             group: a process group of torch.distributed. None: the default group.
-            sample: the fraction of the rows to learn the codebook from. None: 16 MiB of rows.
+            sample: the fraction of the rows from which the codebook is learned. None: 16 MiB of rows are used.
             Others: as in `ibp.compress`. All ranks must give the same scheme, chunk_bytes, tau, sample, clusters, level
                 and row_bytes.
 
@@ -136,8 +137,8 @@ class ShardedTable(OfThisProcess, TensorManners):
             The table.
 
         Raises:
-            TypeError, ValueError: an argument is wrong for `ibp.compress`, or the parts differ in the shape of items or
-                dtype.
+            TypeError, ValueError: an argument is wrong for `ibp.compress`, or the parts differ in dtype or in the shape
+                of their items.
             RuntimeError: another rank has failed.
         """
         members = RankGroup(group)
@@ -174,7 +175,7 @@ class ShardedTable(OfThisProcess, TensorManners):
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank's part."""
+        """The device of this rank's shard."""
         return self.local_table.device
 
     @property
@@ -184,7 +185,7 @@ class ShardedTable(OfThisProcess, TensorManners):
 
     @property
     def local_range(self) -> range:
-        """The ids of the items that this rank has."""
+        """The ids of the items in this rank's shard."""
         return range(self.starts[self._group.rank], self.starts[self._group.rank + 1])
 
     def __repr__(self) -> str:
@@ -211,12 +212,12 @@ class ShardedTable(OfThisProcess, TensorManners):
         """Fetches items of the whole table, as torch.index_select(x, 0, ids) does. A collective call. Each rank
         passes its own ids.
 
-        An item that is named several times is sent once. The host waits for the numbers of rows and bytes that the
+        An item whose id occurs several times is sent once. The host waits until it knows how many rows and bytes the
         ranks send each other, so a CUDA graph cannot capture the call.
 
         Args:
             ids: integers [K] in [0, N), on the CPU or a GPU, in any order. Ids may repeat, and K may be 0.
-            device: the device of the result. None: the device of out, or of ids if there is no out.
+            device: the device of the result. None: the device of out, or the device of ids if out is None.
             out: a tensor [K, ...] of the table's dtype to write to.
             max_sms: the largest number of the GPU's multiprocessors to decode on. None: all.
 
@@ -224,7 +225,7 @@ class ShardedTable(OfThisProcess, TensorManners):
             A tensor [K, ...]: out if it was given, otherwise a new tensor.
 
         Raises:
-            IndexError, TypeError, ValueError: ids or out is not as described. Other ranks get what they asked for.
+            IndexError, TypeError, ValueError: ids or out is not as described. Other ranks still get their items.
             CorruptTableError: a rank cannot send rows, because its shard is damaged or has been refit.
             RuntimeError: a rank does not take part.
         """
@@ -249,8 +250,8 @@ class ShardedTable(OfThisProcess, TensorManners):
         """Sets items of the whole table: x[ids] = rows. A collective call. Each rank passes its own ids. Returns self.
 
         Each row is sent to the rank whose shard has the item, and that rank codes it with the table's codebook (see
-        `CompressedTensor.update_`). If several rows are given for one item, the item gets the last row that is given by
-        the highest of the ranks that give rows for it.
+        `CompressedTensor.update_`). If several ranks give rows for one item, the highest of these ranks decides. If
+        that rank gives several rows for the item, the item gets the last of them.
 
         Args:
             ids: integers [K] in [0, N). K may be 0.
@@ -259,7 +260,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         Raises:
             IndexError, TypeError, ValueError: ids or rows is not as described. No shard has changed.
             RuntimeError: another rank was given wrong arguments, and no shard has changed. Or a shard cannot be
-                changed, for example because other processes share it, and the other shards have changed.
+                changed, for example because other processes share it; then the other shards have changed.
         """
         group = self._group
         what = "ShardedTable.update_"
@@ -280,7 +281,7 @@ class ShardedTable(OfThisProcess, TensorManners):
     def _request(
         self, ids: Ids, device: torch.device | str | int | None, out: torch.Tensor | None, max_sms: int | None
     ) -> _Wanted:
-        """Checks the arguments of index_select. Returns the items that it asks for."""
+        """Checks the arguments of index_select. Returns a description of the items that the caller asks for."""
         ids = list_of_ids(ids).to(torch.int64)
         target = target_of(device, out, ids.device)
         if out is not None:
@@ -293,13 +294,12 @@ class ShardedTable(OfThisProcess, TensorManners):
         return _Wanted(unique, places, target, sms)
 
     def _counts_of(self, ordered: torch.Tensor) -> list[int]:
-        """Returns, for each rank, the number of the given ids that belong to it. ordered: the ids in ascending order,
-        on the group's device."""
+        """Returns, for each rank, the number of ids in `ordered` that belong to the rank's shard. ordered: ids in
+        ascending order, on the group's device."""
         return torch.searchsorted(ordered, self._starts).diff().tolist()
 
     def _fetched(self, unique: torch.Tensor) -> _Received | CorruptTableError:
-        """Fetches rows from all ranks and returns them, or returns an error if a rank cannot send its rows. A
-        collective call.
+        """Fetches rows from all ranks. Returns the rows, or an error if a rank cannot send its rows. A collective call.
 
         Args:
             unique: ids in ascending order, without repeats.
@@ -332,7 +332,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         return _Received(lengths.view(torch.uint16), rows)
 
     def _decoded(self, received: _Received, wanted: _Wanted, out: torch.Tensor | None) -> torch.Tensor:
-        """Decodes the rows that this rank has received. Returns the items that it asked for."""
+        """Decodes the rows that this rank has received. Returns the items that the caller asked for."""
         table, target = self.local_table, wanted.target
         shape = (wanted.places.numel(), *self.shape[1:])
         direct = out is not None and out.is_contiguous()
@@ -358,7 +358,8 @@ class ShardedTable(OfThisProcess, TensorManners):
         """Returns the rows to send to each rank. The entry of a rank is None if its rows cannot be sent.
 
         Args:
-            ids: the positions in this shard of the items that the ranks ask for: first those for rank 0, and so on.
+            ids: the positions in this shard of the items that the ranks ask for: first those for rank 0, then those
+                for rank 1, and so on.
             counts: the number of items that each rank asks for.
         """
         if self.local_table.codebook is not self._own_codebook:
@@ -369,7 +370,7 @@ class ShardedTable(OfThisProcess, TensorManners):
             return [self._answer(part) for part in ids.split(counts)]
 
     def _answer(self, ids: torch.Tensor) -> _Received | None:
-        """Returns the rows to send to one rank. None: they cannot be sent."""
+        """Returns the rows to send to one rank, or None if they cannot be sent."""
         try:
             return self._selected(ids, [ids.numel()])[0]
         except (CorruptTableError, IndexError):
@@ -409,10 +410,12 @@ class ShardedTable(OfThisProcess, TensorManners):
         return [_Received(*pair) for pair in zip(sent, near.split(sizes))]
 
     def _places(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns int64 [rows + 1]: the byte offset of each row in a message, and the size of the message at the end.
+        """Returns int64 [rows + 1]: the byte offset of each row in a message, followed by the size of the message in
+        bytes.
 
         Args:
-            lengths: uint16 [rows], the rows' entries in the table's index, which tell their stored sizes.
+            lengths: uint16 [rows], the entries of the rows in the table's index. They tell the stored sizes of the
+                rows.
         """
         row_bytes = self.local_table.row_bytes
         sizes = _rows.stored_sizes(lengths, row_bytes, row_bytes)
@@ -421,8 +424,8 @@ class ShardedTable(OfThisProcess, TensorManners):
         return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
 
     def _change(self, ids: Ids, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Checks the arguments of update_. Returns the distinct ids in ascending order and the bytes of their rows,
-        both on the group's device. If an id repeats, its last row is taken."""
+        """Checks the arguments of update_. Returns (the distinct ids in ascending order, the bytes of the row for each
+        of these ids), both on the group's device. If an id repeats, its last row is taken."""
         ids, device = list_of_ids(ids).to(torch.int64), self._group.device
         check_rows(self.local_table, rows, ids.numel())
         check_range(ids, len(self))
@@ -445,22 +448,24 @@ class _Shard(NamedTuple):
 
     @classmethod
     def of(cls, table: Any) -> _Shard:
-        """Describes a table. Raises TypeError or ValueError unless it is a table whose items are whole rows."""
+        """Returns the description of a table. Raises TypeError if `table` is not a table, and ValueError if its items
+        are not whole rows."""
         if not isinstance(table, CompressedTensor):
             raise TypeError(f"local_table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
         _check_whole_rows(table.geometry)
         return cls(len(table), tuple(table.shape[1:]), table.dtype, table.row_bytes, table.codebook)
 
     def described(self) -> dict[str, Any]:
-        """Returns the properties that must be the same for all shards, by the names that errors use for them."""
+        """Returns the properties that must be the same for all shards, by the names that they have in error
+        messages."""
         return {"shape of items": list(self.item_shape), "dtype": self.dtype, "row_bytes": self.row_bytes}
 
 
 class _Wanted(NamedTuple):
-    """The items that a rank asks for.
+    """Describes the items that a rank asks for.
 
     Attributes:
-        unique: int64, their ids in ascending order, without repeats.
+        unique: int64, the ids of the items in ascending order, without repeats.
         places: int64 [K], the position in `unique` of each item of the result.
         target: the device of the result.
         sms: the largest number of multiprocessors to decode on. 0: all.
@@ -476,8 +481,8 @@ class _Received(NamedTuple):
     """The rows of one message to be sent, or all rows that have arrived.
 
     Attributes:
-        lengths: the rows' entries in the table's index, which tell their stored sizes. On the sender these are the
-            bytes of the entries, uint8 [2 * rows]; on the receiver uint16 [rows].
+        lengths: the entries of the rows in the table's index. They tell the stored sizes of the rows. On the sender,
+            lengths is uint8 [2 * rows], the bytes of the entries. On the receiver, it is uint16 [rows].
         rows: uint8, the rows in their stored form, one after the other.
     """
 
@@ -486,7 +491,7 @@ class _Received(NamedTuple):
 
 
 def _check_whole_rows(geometry: _rows.Geometry) -> None:
-    """Raises ValueError unless items are whole rows."""
+    """Raises ValueError unless each item consists of whole rows."""
     if len(geometry.shape) == 0 or not geometry.has_whole_rows:
         raise ValueError(
             f"items of {geometry.item_bytes} bytes are not whole rows of {geometry.row_bytes}: wanted a tensor of 2 or "
@@ -502,13 +507,13 @@ def _learned(
     worker: torch.device,
     slot_bytes: int | None,
 ) -> AnyCodebook | None:
-    """Learns one codebook for all parts: rank 0 learns it from rows of all ranks. Returns the codebook on all ranks, or
-    None if rows stay raw. A collective call.
+    """Learns one codebook for all shards: rank 0 learns it from rows of all ranks. Returns the codebook on all ranks,
+    or None if rows stay raw. A collective call.
 
     Args:
         geometry: the geometry of the whole table.
         worker: the device on which the coded sizes of this rank's rows are measured.
-        slot_bytes: the slot size in bytes that the caller asked for. None: the caller did not name one.
+        slot_bytes: the slot size in bytes that the caller asked for. None: the caller gave no slot size.
     """
     if geometry.num_bytes == 0:
         return None
@@ -540,8 +545,8 @@ def _learned(
 
 
 def _sampled(x: torch.Tensor, members: RankGroup, geometry: _rows.Geometry, sample: float | None) -> torch.Tensor:
-    """Returns a sample of rows of all parts, uint8 on the CPU. Each part contributes rows in proportion to its size. A
-    collective call."""
+    """Returns a sample of rows from all ranks, uint8 on the CPU. Each rank contributes rows in proportion to the size
+    of its part. A collective call."""
     row_bytes = geometry.row_bytes
     share = _SAMPLED_BYTES / geometry.num_bytes if sample is None else sample
     wanted = max(_LEAST_SAMPLED_ROWS, math.ceil(geometry.num_rows * share))

@@ -7,7 +7,7 @@ from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 import torch.distributed as dist
-import torch.multiprocessing  # noqa: F401 - The import teaches multiprocessing to send tensors.
+import torch.multiprocessing  # noqa: F401 - This import enables multiprocessing to send tensors.
 
 from .._common import group as _group
 from .._common import ipc, wire
@@ -20,8 +20,8 @@ from .._tables.compressed_tensor import CompressedTensor
 def share_table(
     table: CompressedTensor | None, group: dist.ProcessGroup | None = None, *, src: int = 0, memory: str | None = None
 ) -> CompressedTensor:
-    """Shares one rank's table with all processes of a group, which must be on one machine. The machine's memory holds
-    the table only once. A collective call.
+    """Shares one rank's table with all processes of a group, which must be on one machine. The memory of the machine
+    then holds the table only once. A collective call.
 
     The table is moved to shared memory (see `CompressedTensor.share_memory_`). Each process pins that memory for its
     GPU when it first fetches rows.
@@ -35,16 +35,17 @@ def share_table(
         tensor(1.)
 
     Args:
-        table: on rank src, a table in host memory. Other ranks give None.
+        table: on rank src, a table in host memory. On the other ranks, None.
         group: a process group of torch.distributed, whose ranks are on one machine. None: the default group.
         src: the rank in the group that has the table.
         memory: "pinned": GPUs read rows directly from the memory. "host": they do not. None: as on rank src.
 
     Returns:
-        On rank src the table itself, on the other ranks a table in the same memory.
+        On rank src, the table itself. On the other ranks, a table in the same memory.
 
     Raises:
-        TypeError, ValueError: table is not a table, or is on a GPU; ranks are on several machines or differ in src.
+        TypeError, ValueError: table is not a table or is on a GPU, or the ranks are on several machines or differ in
+            src.
         RuntimeError: the memory cannot be opened, torch.distributed is not initialised, or another rank has failed.
     """
     members, what = _group.RankGroup(group), "share_table"
@@ -70,8 +71,8 @@ def share_table(
 def open_shared(handle: SharedHandle, *, memory: str | None = None) -> CompressedTensor:
     """Opens a table that another process shares. The table is in the memory of that process; it is not a copy.
 
-    Repeated calls in a process share one mapping. If GPUs read rows from the memory, each process pins it when it first
-    uses the table on a GPU, or when it calls `pin_memory`.
+    Repeated calls in a process share one mapping of the memory. If GPUs read rows from the memory, each process pins it
+    when the process first uses the table on a GPU, or calls `pin_memory`.
 
     Example:
         >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
@@ -106,7 +107,7 @@ def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTens
 
     Args:
         file: the descriptor of the file that is the shared memory. None: the file is opened through the process that
-            shares it.
+            shares the memory.
         pin: whether GPUs read rows directly from the memory.
     """
     state, held = _read(handle._fields), _read(handle._tensors)
@@ -125,7 +126,8 @@ def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTens
 
 
 def _read(content: bytes) -> dict[str, Any]:
-    """Decodes the bytes in a handle. Returns a dictionary. Raises ValueError if the bytes do not hold one."""
+    """Decodes the bytes in a handle. Returns the dictionary that they hold. Raises ValueError if they do not hold a
+    dictionary."""
     found = wire.read(content)
     if not isinstance(found, dict):
         raise ValueError(f"handle has a {type(found).__name__}; wanted what table.share() returns")
@@ -133,8 +135,8 @@ def _read(content: bytes) -> dict[str, Any]:
 
 
 def _placed(content: bytes, device: str) -> CompressedTensor:
-    """Makes a table from the bytes of its state, with the overflow in host memory and all other tensors on the
-    device."""
+    """Returns the table whose state `content` holds, with the overflow in host memory and all other tensors on
+    `device`."""
     state = _read(content)
     state.update({name: state[name].to(device) for name in TENSORS if name != "overflow"})
     table = CompressedTensor.__new__(CompressedTensor)
@@ -148,11 +150,11 @@ def _received(handle: SharedHandle, file: Any) -> CompressedTensor:
 
 
 def _reduced(table: CompressedTensor) -> Any:
-    """Returns (a function, its arguments), with which the receiver rebuilds a table, as `__reduce__` does.
+    """Returns (a function, its arguments) with which the receiver rebuilds a table, as `__reduce__` does.
 
-    If the table can be shared, its memory is shared, as torch does with tensors; otherwise its bytes are sent. The
-    receiver of shared memory gets a descriptor of the memory's file, so that it can open the memory even if the sender
-    no longer has the table."""
+    If the table can be shared, its memory is shared, as torch shares the memory of tensors. Otherwise the bytes of the
+    table are sent. The receiver of shared memory gets a descriptor of the memory's file, so that it can open the memory
+    even if the sender no longer has the table."""
     if table._owner is not None:
         return table.__reduce_ex__(2)
     if table.spills_to_host:

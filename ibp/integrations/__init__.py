@@ -1,10 +1,10 @@
-"""Adapters for other frameworks. Each adapter is a module or a package. It is imported at its first use
+"""Adapters for other frameworks. Each adapter is a module or a package. An adapter is imported when it is first used
 (`ibp.integrations.<framework>`, or `import ibp.integrations.<framework>`), and never by `import ibp`.
 
-An adapter implements an interface of a framework (a feature store, an offloading hook, a cache) with tables. It needs
-the framework to be installed; the package itself needs only torch. `shared` has code that several adapters use. The
-pages gnn.md, llm.md, kv-cache.md and serving.md in docs/ show how to use the adapters. Tests of an adapter are skipped
-if its framework is not installed. `ibp.nn` and `ibp.offload` are for torch itself.
+An adapter uses tables to implement an interface of a framework, such as a feature store, an offloading hook or a cache.
+An adapter needs its framework to be installed; the rest of ibp needs only torch. `shared` has code that several
+adapters use. The pages gnn.md, llm.md, kv-cache.md and serving.md in docs/ show how to use the adapters. Tests of an
+adapter are skipped if its framework is not installed. `ibp.nn` and `ibp.offload` are for torch itself.
 """
 
 from importlib import import_module as _import_module

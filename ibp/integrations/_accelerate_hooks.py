@@ -14,7 +14,7 @@ _named_module_tensors, _find_tied_parameters = hooks.named_module_tensors, big_m
 
 
 def _plain_tensors(*args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) for the tensors that hooks move, which are all but tables. Tables need not be moved,
+    """Yields (name, tensor) for the tensors that hooks move: all tensors except tables. Tables need not be moved,
     because their rows are decoded on the device of a module's input. Replaces a function of accelerate."""
     for name, tensor in _named_module_tensors(*args, **options):
         if not isinstance(tensor, TableParameter):
@@ -22,8 +22,8 @@ def _plain_tensors(*args: Any, **options: Any) -> Iterator[tuple[str, torch.Tens
 
 
 def _plain_ties(model: torch.nn.Module, **options: Any) -> list[list[str]]:
-    """Returns, for `dispatch_model`, those lists of tied parameters that contain no table. Replaces a function of
-    accelerate."""
+    """Returns the lists of tied parameters that contain no table. `dispatch_model` calls this function, which replaces
+    a function of accelerate."""
     named = model.named_parameters(remove_duplicate=False)
     tables = {name for name, parameter in named if isinstance(parameter, TableParameter)}
     return [names for names in _find_tied_parameters(model, **options) if tables.isdisjoint(names)]

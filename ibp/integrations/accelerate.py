@@ -6,7 +6,7 @@
     weights = CompressedWeights(model.state_dict(), device="cuda")
     cpu_offload(model, execution_device="cuda", state_dict=weights)
 
-accelerate's hooks copy without `non_blocking`, and clear the device's cache for each parameter, which limits the speed.
+accelerate's hooks are slow: they copy without `non_blocking`, and clear the device's cache for each parameter.
 `ibp.offload` is faster. This module is for models that accelerate already dispatches.
 """
 
@@ -32,13 +32,13 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
     takes a mapping from names to tensors can also use it.
 
     A tensor that several names share is stored once. Tensors of less than 4 KiB, and tensors of subclasses of
-    torch.Tensor, are kept raw. The given tensors are not kept alive, so that a checkpoint can be passed shard by shard,
-    as pairs.
+    torch.Tensor, are kept raw. The given tensors are not kept alive, so a checkpoint can be passed shard by shard, as
+    pairs.
 
     Args:
         weights: a state dict, or pairs (name, tensor).
-        device: the device of decoded tensors. Give the execution device: accelerate recognises tied weights by their
-            addresses, and would be misled by the addresses of temporary copies on the CPU. None: the CPU.
+        device: the device of decoded tensors. It should be the execution device, because accelerate recognises tied
+            weights by their addresses, and temporary copies on the CPU would have misleading addresses. None: the CPU.
         compress_options: options of `ibp.compress`, except x and codebook. By default layout is "packed" and row_bytes
             4,096.
 
@@ -66,8 +66,8 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
                 raise ValueError(f"{name!r} comes twice; wanted each name once")
             if x.is_meta:
                 raise ValueError(f"{name!r} is on the meta device; wanted a tensor with values")
-            # A caller may fill one buffer with the values of one tensor after the other. The buffer's version then
-            # changes.
+            # A caller may pass one buffer several times, filled with the values of different tensors. Then the version
+            # of the buffer changes each time.
             version = None if x.is_inference() else x._version
             key = (x.data_ptr(), version, x.device, x.dtype, x.shape, x.stride())
             alive, stored = seen.get(key, (None, None))
@@ -78,7 +78,7 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
             self._stored[name] = stored
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Returns the tensor with this name on `device`. The result is new memory, unless the tensor is kept raw and
+        """Returns the tensor with this name on `device`. The result is in new memory, unless the tensor is kept raw and
         `device` is the CPU. Raises KeyError if there is no such name."""
         stored = self._stored[name]
         return stored.decoded(self.device) if isinstance(stored, CodedWeight) else stored.to(self.device)
@@ -115,7 +115,8 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of all memory of the tables and raw tensors. A tensor with several names counts once."""
+        """Size in bytes of the memory that the tables and raw tensors occupy. A tensor with several names counts
+        once."""
         return sum(one.nbytes for one in self._each())
 
     def _each(self) -> list[CompressedTensor | torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Compressed tensors in checkpoints of torch.distributed.checkpoint (DCP), which FSDP2, torchtitan and Lightning use.
+"""Writes and reads checkpoints of torch.distributed.checkpoint (DCP) with compressed tensors. FSDP2, torchtitan and
+Lightning use DCP.
 
     import torch.distributed.checkpoint as dcp
     from ibp.integrations.dcp import Reader, Writer
@@ -7,8 +8,8 @@
     dcp.load(state_dict, storage_reader=Reader("step-1000"))
 
 Each rank writes its tensors to one file, which `ibp.open` and `ibp inspect` can also read. It writes everything else to
-files in torch's own format. As always, DCP's planners decide which rank writes which part of a tensor, so any number of
-ranks can load a checkpoint.
+files in torch's own format. As in all of DCP, planners decide which rank writes which part of a tensor, so any number
+of ranks can load a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from ..adapters import WeightCompressor
 
 __all__ = ["Reader", "Writer"]
 
-# The transform descriptor that marks a tensor in a file of ibp in DCP's metadata. torch's own FileSystemReader finds no
-# extension with this name, and raises a ValueError that contains the name.
+# In DCP's metadata, this transform descriptor marks tensors that are in a file of ibp. torch's own FileSystemReader
+# finds no extension with this name, and raises a ValueError that contains the name.
 _DESCRIPTOR = "ibp.integrations.dcp/1"
 _SUFFIX = ".ibp.safetensors"
 
@@ -53,12 +54,12 @@ class Writer(FileSystemWriter):
 
     Loaded tensors have the same bits as saved ones. Tensors that would not get smaller, or have less than 4 KiB, are
     stored uncompressed. Python objects, tensor subclasses, and tensors with a dtype that safetensors lacks are stored
-    as torch stores them. Tensors of a kind, such as the same weight of all layers, share a codebook. A tensor is
-    compressed where it is: on its GPU, or on the CPU.
+    as torch stores them. Tensors of the same kind, such as the same weight in all layers, share a codebook. A tensor on
+    a GPU is compressed on that GPU, and a tensor on the CPU is compressed on the CPU.
 
-    Every save writes files with new names. A file appears under its name only when it is complete. An earlier
-    checkpoint in the same directory therefore stays complete until the new metadata replace the old metadata. Then the
-    old files are removed.
+    Every save writes files with new names. A file appears under its name only when it is complete. So an earlier
+    checkpoint in the same directory stays complete until the new metadata replace the old metadata. Then the old files
+    are removed.
 
     The writer also works with `dcp.async_save`, in a thread or in a process.
 
@@ -124,7 +125,7 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint of `torch.distributed.checkpoint`, whether `Writer` or torch's FileSystemWriter wrote it.
+    """Reads a checkpoint of `torch.distributed.checkpoint` that `Writer` or torch's FileSystemWriter wrote.
 
     Tensors that are loaded to a GPU are decompressed there. If a rank needs only some rows of a stored tensor, for
     example because the number of ranks has changed since the save, only these rows are read. Checksums are compared
@@ -135,9 +136,9 @@ class Reader(FileSystemReader):
 
     Raises:
         ValueError: path is a URL.
-        FileFormatError: (`dcp.load`) a file is inconsistent with the checkpoint's metadata.
-        ChecksumError: (`dcp.load`) the bytes of a tensor that is read whole are damaged.
-        CorruptTableError: (`dcp.load`) the bytes of a tensor are inconsistent.
+        FileFormatError: (raised by `dcp.load`) a file is inconsistent with the checkpoint's metadata.
+        ChecksumError: (raised by `dcp.load`) the bytes of a tensor that is read whole are damaged.
+        CorruptTableError: (raised by `dcp.load`) the bytes of a tensor are inconsistent.
     """
 
     def __init__(self, path: Any) -> None:
@@ -168,7 +169,8 @@ class Reader(FileSystemReader):
         return super().read_data(dataclasses.replace(plan, items=others), planner)
 
     def _read_tensors(self, file: ibp.File, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        """Reads parts of tensors into the tensors that the planner names. Whole tables are decompressed in one call."""
+        """Reads parts of tensors into the tensors that the planner gives. All tables that are read whole are
+        decompressed in one call."""
         tables: list[ibp.CompressedTensor] = []
         outs: list[torch.Tensor] = []
         planned = []
@@ -193,8 +195,8 @@ class Reader(FileSystemReader):
             planner.commit_tensor(item, out)
 
     def _value(self, file: ibp.File, index: MetadataIndex) -> ibp.CompressedTensor | torch.Tensor:
-        """Returns a chunk of a tensor as it is stored. Raises FileFormatError if the file does not have the chunk, or
-        if the chunk's dtype or shape is not the one in the metadata."""
+        """Returns a chunk of a tensor in its stored form. Raises FileFormatError if the file does not have the chunk,
+        or if the dtype or shape of the chunk differs from the metadata."""
         name = _name_of(index)
         if name not in file:
             raise ibp.FileFormatError(f"{file.path} has no tensor {name!r}, which the checkpoint's metadata name")
@@ -244,7 +246,7 @@ def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
 
 
 def _write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-    """Writes tensors to a file. A thread writes each tensor while the next one is compressed."""
+    """Writes tensors to a file. While a thread writes a tensor, the next tensor is compressed."""
     shapes = {_name_of(item.index): item.tensor_data.size if item.tensor_data else () for item in items}
     compressor = WeightCompressor({"memory": "host"})
 
@@ -271,8 +273,8 @@ def _write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> 
 
 
 def _part(value: ibp.CompressedTensor | torch.Tensor, item: ReadItem, device: torch.device) -> torch.Tensor:
-    """Returns the part of a stored tensor that an item names. Only the rows of the part are decompressed. device: the
-    device on which a table without dimensions is decompressed."""
+    """Returns the part of a stored tensor that `item` asks for. Only the rows of this part are decompressed. device:
+    the device on which a table without dimensions is decompressed."""
     if not value.shape:
         return value if isinstance(value, torch.Tensor) else ibp.decompress(value, device=device)
     first, count = item.storage_offsets[0], item.lengths[0]

@@ -1,14 +1,15 @@
-"""Features of DGL's graphs in compressed tables.
+"""Keeps features of DGL's graphs in compressed tables.
 
     ibp.integrations.dgl.attach(g, "feat")          # g.ndata["feat"] is compressed; g is used as before
 
-All code that reads features through the graph gets the same bits as before: `DataLoader` with `prefetch_node_feats` and
-`prefetch_edge_feats`, blocks and subgraphs (`block.srcdata["feat"]`), their copies in worker processes, and
-`g.ndata["feat"]` itself, which decodes the whole tensor at every read. `close` puts the plain tensor back.
+All code that reads features through the graph gets the same bits as before. This includes `DataLoader` with
+`prefetch_node_feats` and `prefetch_edge_feats`, blocks and subgraphs (`block.srcdata["feat"]`), their copies in worker
+processes, and `g.ndata["feat"]`, which decodes the complete tensor at every read. `close` puts the plain tensor back.
 
 This module is for DGL's classic graphs, and was tested with DGL 2.1.0; `ibp.integrations.graphbolt` is for features of
-GraphBolt. `import dgl` fails if DGL has no binary of GraphBolt for the installed torch. No release of DGL has a binary
-for a version of torch that ibp supports. So import this module before `dgl`: it leaves GraphBolt out.
+GraphBolt. `import dgl` fails if DGL has no binary of GraphBolt for the installed torch, and no release of DGL has a
+binary for a version of torch that ibp supports. So import this module before `dgl`: it makes DGL work without
+GraphBolt.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from .shared.features import TABLES, Table, check_rows, fetch, refuse_cuda_in_wo
 
 
 def _leave_out_graphbolt() -> None:
-    """Puts an empty module in the place of GraphBolt if GraphBolt's binary does not exist. Does nothing if DGL has
-    already been imported."""
+    """Replaces GraphBolt with an empty module if GraphBolt's binary does not exist. Does nothing if DGL has already
+    been imported."""
     found = None if "dgl" in sys.modules else importlib.util.find_spec("dgl")
     if found is None or found.origin is None:
         return
@@ -52,7 +53,7 @@ _EdgeType = str | tuple[str, str, str]
 
 
 class AttachedFeature(OfThisProcess, Closing):
-    """A feature that `attach` keeps in a table. `close()` or the end of a `with` block puts the plain tensor back.
+    """A feature that `attach` has put into a table. `close()` or the end of a `with` block puts the plain tensor back.
 
     Attributes:
         table: the table, or the cache that `attach` was given.
@@ -94,10 +95,10 @@ def attach(
         graph: a graph on the CPU or a GPU, homogeneous or not.
         name: name of the feature, as in graph.ndata[name].
         ntype: type of the nodes. None: the graph has only one type.
-        edges: whether the feature is one of edges, graph.edata[name].
+        edges: whether it is a feature of edges, graph.edata[name].
         etype: type of the edges, which implies `edges`. None: the graph has only one type.
         table: an existing table of the feature, in host memory or on the graph's device, or an `ibp.RowCache` of such a
-            table. None: the graph's tensor with this name is compressed; if the table is in host memory and there is a
+            table. None: the graph's tensor with this name is compressed. If this table is in host memory and there is a
             GPU, the table is pinned.
         options: options of `ibp.compress`.
 
@@ -155,7 +156,7 @@ def close(
 
 
 def _frame_of(graph: Any, name: str, ntype: str | None, edges: bool, etype: _EdgeType | None) -> tuple[Frame, str, int]:
-    """Returns (the frame that holds a feature, the feature's name in error messages, its number of rows)."""
+    """Returns (the frame that holds a feature, the feature's name in error messages, the feature's number of rows)."""
     if not isinstance(graph, dgl.DGLGraph):
         raise TypeError(f"graph is a {type(graph).__name__}; wanted a dgl.DGLGraph")
     of_edges = edges or etype is not None
@@ -176,8 +177,8 @@ def _frame_of(graph: Any, name: str, ntype: str | None, edges: bool, etype: _Edg
 
 class _TableColumn(Column):
     """A column of a frame whose storage is a table. A column with an index, such as the column of a subgraph, reads its
-    rows from the table when they are first needed, and from then on holds them as a tensor, like DGL's own columns. A
-    column without an index, which has all rows, always keeps its table."""
+    rows from the table when they are first needed. From then on it holds them as a tensor, as DGL's own columns do. A
+    column without an index has all rows, and always keeps its table."""
 
     storage: Any  # a table or a tensor; None while the column comes from a worker process
     index: Any  # None, a tensor, or a dgl.frame._LazyIndex of several tensors
@@ -191,7 +192,7 @@ class _TableColumn(Column):
 
     @property
     def _holds_table(self) -> bool:
-        """Whether this is the column of all rows of a table."""
+        """Whether this is a column without an index, whose storage is a table."""
         return self.is_attached and self.index is None
 
     def _where(self) -> torch.device | None:
@@ -225,7 +226,7 @@ class _TableColumn(Column):
         return self._rows(rowids, self._where()) if self._holds_table else super().__getitem__(rowids)
 
     def fetch(self, indices: torch.Tensor, device: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        """Fetches rows; DGL's loaders prefetch with it. Rows for a GPU are fetched by the GPU, on the current
+        """Fetches rows. DGL's loaders call this method to prefetch. A GPU fetches its rows itself, on the current
         stream, so pin_memory has no effect."""
         if self._holds_table:
             return self._rows(indices, torch.device(device))
@@ -272,8 +273,8 @@ class _TableColumn(Column):
                 tensor.record_stream(stream)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state to pickle. A column of all rows is pickled with its table, or, if a change of dtype is
-        pending, with the converted tensor. A pending move to a device is not pickled."""
+        """Returns the state to pickle. A column without an index is pickled with its table. If a change of its dtype is
+        pending, it is pickled with the converted tensor instead. A pending move to a device is not pickled."""
         if not self._holds_table:
             return super().__getstate__()
         if self.deferred_dtype is not None:

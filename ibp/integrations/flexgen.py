@@ -1,4 +1,4 @@
-"""FlexGen (0.1.8) with compressed weights: weights are kept coded in host memory, and decoded on the GPU.
+"""Makes FlexGen (0.1.8) keep compressed weights in host memory, and decode them on the GPU.
 
     import ibp.integrations.flexgen
 
@@ -35,8 +35,8 @@ from ..adapters import WeightCompressor
 
 __all__ = ["CompressedWeight", "close", "enable", "main"]
 
-# The classes of layers whose load_weight copies weights. TransformerLayer is not among them, because it calls
-# load_weight of two layers of these classes.
+# The classes of layers whose load_weight copies weights. TransformerLayer is not in this list, because its load_weight
+# calls load_weight of two layers of these classes.
 _LAYERS = ("InputEmbed", "SelfAttention", "MLP", "OutputEmbed")
 _NUM_PERCENTS = 6  # number of values that flex_opt requires for --percent
 
@@ -62,7 +62,7 @@ class CompressedWeight(TorchTensor):
         name: str | None = None,
     ) -> None:
         self._compress = compress
-        # FlexGen writes shapes into files; a torch.Size could not be read back.
+        # FlexGen writes shapes into files, and could not read a torch.Size back.
         super().__init__(tuple(x.shape), x.dtype, compress(x), device, name=name)
 
     def load_from_np(self, np_array: np.ndarray) -> None:
@@ -71,7 +71,7 @@ class CompressedWeight(TorchTensor):
         self.data = self._compress(x.copy_(torch.from_numpy(np_array)))
 
     def copy(self, dst: Any, src_indices: Sequence[slice] | None = None) -> TorchTensor:
-        """Copies the weight, or the part that slices select, to new memory on one of FlexGen's devices.
+        """Copies the weight, or the part of it that src_indices selects, to new memory on one of FlexGen's devices.
 
         A copy on a GPU is decoded there, on the current stream; the host does not wait. Within `load_weight` of a
         layer, whole weights are decoded when `load_weight` ends.
@@ -122,12 +122,13 @@ def _rows(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 _Jobs = list[tuple[CompressedTensor, torch.Tensor]]  # (table, the memory to which it is decoded)
-_loading: _Jobs | None = None  # while a layer's load_weight runs, the copies that it has asked for; otherwise None
+# The copies that a layer's load_weight has asked for while it runs; None if no load_weight is running.
+_loading: _Jobs | None = None
 _fetching: dict[str, Any] = {}  # the options path and max_sms of decompress
 
 
 def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
-    """Decodes a table into `out`. If a layer's load_weight is running, this happens when load_weight ends."""
+    """Decodes a table into `out`. If a layer's load_weight is running, the table is decoded when load_weight ends."""
     if _loading is None:
         _decode([(table, out)])
     else:
@@ -141,9 +142,9 @@ def _decode(jobs: _Jobs) -> None:
 
 
 def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a layer's load_weight, so that all weights are decoded in one call at its end. This is possible because
-    FlexGen reads the copies only after load_weight has returned. The current stream is the one on which FlexGen
-    copies."""
+    """Returns a function that calls a layer's load_weight, and then decodes all of the layer's weights in one call.
+    This is possible because FlexGen reads the copies only after load_weight has returned. The current stream is the
+    stream on which FlexGen copies."""
 
     @functools.wraps(load_weight)
     def load(*args: Any) -> None:
@@ -164,7 +165,7 @@ _enabled = contextlib.ExitStack()  # restores FlexGen's functions
 
 
 def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a function of FlexGen with make(function) until `close` is called."""
+    """Until `close` is called, replaces the function `name` of `owner` with make(the function)."""
     original = getattr(owner, name)
     _enabled.callback(setattr, owner, name, original)
     setattr(owner, name, make(original))
@@ -173,13 +174,14 @@ def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def enable(*, path: str | None = None, max_sms: int | None = None, **compress_options: Any) -> contextlib.ExitStack:
     """Makes FlexGen compress the weights that it loads into host memory, until `close` is called.
 
-    If the function is called again, the new options apply to models that are made afterwards. The tables are pinned, in
-    memory of exactly their size, if FlexGen would pin the weights (`--pin-weight`, on by default). Weights are
-    compressed as soon as their layer has been read, so only one layer at a time is raw in memory.
+    If `enable` is called again, the new options apply to models that are made afterwards. If FlexGen would pin the
+    weights (`--pin-weight`, on by default), the tables are pinned, in memory of exactly their size. The weights of a
+    layer are compressed as soon as the layer has been read, so memory holds the raw weights of only one layer at a
+    time.
 
     Args:
-        path, max_sms: as in `ibp.decompress`, for weights that are copied to a GPU. They apply to all models, including
-            those that were made before.
+        path, max_sms: as in `ibp.decompress`, for weights that are copied to a GPU. They also apply to models that were
+            made before.
         compress_options: options of `ibp.compress`, except x and codebook. By default layout is "packed" and row_bytes
             4,096.
 
@@ -211,13 +213,14 @@ def close() -> None:
 
 
 def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightCompressor) -> Callable[..., list]:
-    """Wraps flex_opt.init_weight_list, so that weights in host memory are compressed."""
+    """Returns a function that does the work of flex_opt.init_weight_list, but compresses weights in host memory."""
 
     @functools.wraps(original)
     def init_weight_list(weight_specs: list[tuple], policy: Any, env: Any) -> list[TorchTensor]:
-        if policy.compress_weight:  # FlexGen quantises its matrices itself, so only vectors would remain
+        if policy.compress_weight:  # FlexGen quantises its matrices itself, so only vectors would be left to compress
             return original(weight_specs, policy, env)
-        # Raw weights are soon freed. They are not pinned, because torch keeps pinned memory after it is freed.
+        # Raw weights are soon freed. They are not pinned, because torch does not return freed pinned memory to the
+        # system.
         weights = original(weight_specs, dataclasses.replace(policy, pin_weight=False), env)
         defaults: dict[str, Any] = {"device": env.gpu.dev, "memory": None if policy.pin_weight else "host"}
         for i, (weight, (_, _, file)) in enumerate(zip(weights, weight_specs)):
@@ -231,7 +234,7 @@ def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightC
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs FlexGen's command with compressed weights. arguments: the arguments of `python -m flexgen.flex_opt`. None:
-    the process's own arguments."""
+    the arguments of this process."""
     parser = argparse.ArgumentParser(
         prog="python -m ibp.integrations.flexgen", description="FlexGen's flex_opt, with compressed weights."
     )

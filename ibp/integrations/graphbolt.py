@@ -1,12 +1,12 @@
-"""A feature of DGL's GraphBolt in a compressed table.
+"""Keeps a feature of DGL's GraphBolt in a compressed table.
 
     features = gb.BasicFeatureStore({("node", None, "feat"): ibp.integrations.graphbolt.Feature(x)})
     datapipe = datapipe.fetch_feature(features, node_feature_keys=["feat"])
 
-This module follows GraphBolt's Python source (the class Feature of DGL 2.1.0, and the additions of 2.4.0) and is tested
-with a stand-in for that class. It is untested with GraphBolt's binaries: they need torch 2.4 or older, and ibp needs
-2.10 or newer, so no released build of DGL can use it. It is meant for your own builds; import `dgl.graphbolt` before
-this module.
+This module was written from GraphBolt's Python source (the class Feature of DGL 2.1.0, and the additions of 2.4.0), and
+is tested with a stand-in for that class. It is not tested with GraphBolt's binaries: they need torch 2.4 or older, and
+ibp needs torch 2.10 or newer, so no released build of DGL can use this module. It is meant for your own builds of DGL.
+Import `dgl.graphbolt` before this module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Feature(gb.Feature, Closing):
     """A feature whose rows are fetched from a table. If the ids are on a GPU, that GPU fetches the rows.
 
     Args:
-        x: a tensor or array [N, ...], which is compressed; or a table, or an `ibp.RowCache`, which is used as it is.
+        x: a tensor or array [N, ...], which is compressed; or a table or an `ibp.RowCache`, which is used unchanged.
         metadata: the dict that `metadata()` returns. None: an empty dict.
         options: options of `ibp.compress`.
 
@@ -47,7 +47,7 @@ class Feature(gb.Feature, Closing):
 
     @property
     def table(self) -> Table:
-        """The table, or the cache that was given as x. Raises RuntimeError after close()."""
+        """The table; if x is an `ibp.RowCache`, the cache. Raises RuntimeError after close()."""
         if self._table is None:
             raise RuntimeError("the table of this Feature was freed by close()")
         return self._table
@@ -65,8 +65,8 @@ class Feature(gb.Feature, Closing):
         return self.table.decompress() if ids is None else fetch(self.table, ids, None, "the feature")
 
     def read_async(self, ids: torch.Tensor) -> Iterator[ibp.Prefetch | torch.futures.Future[torch.Tensor]]:
-        """Yields one object, whose `wait()` returns the rows. For ids on a GPU, the rows are fetched on a stream other
-        than the current one."""
+        """Yields one object, whose `wait()` returns the rows. If ids are on a GPU, the rows are fetched on a stream
+        other than the current stream."""
         if ids.is_cuda:
             yield self.table.prefetch(ids)
         else:
@@ -90,8 +90,8 @@ class Feature(gb.Feature, Closing):
         """Replaces all of x with another tensor of the same shape and dtype, which is compressed.
 
         Raises:
-            ValueError: ids are given, although rows of a table are fixed; value has another shape or dtype; or x is an
-                `ibp.RowCache`.
+            ValueError: ids are given (single rows of a table cannot be replaced), value has another shape or dtype, or
+                x is an `ibp.RowCache`.
         """
         if ids is not None:
             raise ValueError("ids are given; wanted None: rows of tables are fixed")
@@ -108,7 +108,7 @@ class Feature(gb.Feature, Closing):
         return self._metadata
 
     def pin_memory_(self) -> Feature:
-        """Pins the table, so that GPUs fetch its rows themselves; see `CompressedTensor.pin_memory`."""
+        """Pins the table, so that GPUs can read its rows directly; see `CompressedTensor.pin_memory`."""
         self.table.pin_memory()
         return self
 

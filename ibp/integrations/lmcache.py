@@ -3,9 +3,9 @@
     lmcache server ... --l2-adapter '{"type": "plugin", "module_path": "ibp.integrations.lmcache",
         "class_name": "IBPL2Adapter", "adapter_params": {"pool_bytes": 34359738368}}'
 
-`docs/serving.md` lists the releases that were tested, and how they were tested. Objects are chunks of a KV-cache.
-Objects of the same size share a pool, an `ibp.kv.KeyedPages`. If a pool is full, it drops the least recently used
-objects, except those that LMCache has locked in order to load them.
+`docs/serving.md` lists the tested releases, and says how they were tested. Objects are chunks of a KV-cache. Objects of
+the same size share a pool, an `ibp.kv.KeyedPages`. If a pool is full, it drops the least recently used objects, except
+those that LMCache has locked in order to load them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = ["IBPL2Adapter"]
 
 
 class IBPL2Adapter(L2AdapterInterface):
-    """The adapter that LMCache makes from `module_path` and `class_name`.
+    """Stores LMCache's objects in coded form. LMCache makes this adapter from `module_path` and `class_name`.
 
     `adapter_params` has these options: `pool_bytes`, the size of each pool's host memory in bytes; optionally `device`,
     the device that codes, "cpu" (the default) or "cuda"; and `level`, "default" or "fast". Stores, lookups and loads
-    run on three threads, one for each kind. If the pool has no room for an object, the object is not stored, and
-    LMCache does not find it later. LMCache is told the original sizes of objects.
+    run on three separate threads. If the pool has no room for an object, the object is not stored, and LMCache does not
+    find it later. The sizes that LMCache is told are the original sizes of objects.
 
     Raises:
         ImportError: LMCache is not installed, or lacks a class that is needed.
@@ -59,7 +59,8 @@ class IBPL2Adapter(L2AdapterInterface):
         self._make_pool = pages_by(adapter_params, "adapter_params")
         super().__init__()
         self._pools: dict[int, ibp.kv.KeyedPages] = {}  # by the size of an object in bytes
-        # Keys and sizes of dropped objects that LMCache has not been told of yet. Several threads put and take them.
+        # (key, size in bytes) of dropped objects that LMCache has not been told of yet. Several threads put and take
+        # entries.
         self._dropped: queue.SimpleQueue[tuple[ObjectKey, int]] = queue.SimpleQueue()
         self._notifiers = [create_event_notifier() for _ in range(3)]
         numbers = itertools.count()
@@ -92,16 +93,17 @@ class IBPL2Adapter(L2AdapterInterface):
         return self._stores.take_all()
 
     def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: Any) -> int:
-        """Begins to look for objects. Returns the number of the task. Objects that are found are not dropped until
+        """Begins to look for objects. Returns the number of the task. Objects that are found cannot be dropped until
         `submit_unlock` is called for them."""
         return self._lookups.submit(self._find, keys, failed=Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """Returns a bitmap of the objects that were found, and forgets it. Returns None if the lookup has not ended."""
+        """Returns a bitmap of the objects that a lookup has found, and drops it. Returns None if the lookup has not
+        ended."""
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Undoes the locking of objects by a lookup, so that they may be dropped again."""
+        """Unlocks objects that a lookup has locked, so that they may be dropped again."""
         for pool in list(self._pools.values()):
             for key in keys:
                 pool.unpin(key)
@@ -111,7 +113,7 @@ class IBPL2Adapter(L2AdapterInterface):
         return self._loads.submit(self._load, keys, objects, failed=Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """Returns a bitmap of the objects that have been loaded, and forgets it. Returns None if the load has not
+        """Returns a bitmap of the objects that have been loaded, and drops it. Returns None if the load has not
         ended."""
         return self._loads.take(task_id)
 
@@ -123,8 +125,8 @@ class IBPL2Adapter(L2AdapterInterface):
         self._tell_dropped()
 
     def report_status(self) -> dict[str, Any]:
-        """Returns LMCache's status fields. Their "pools" is a dict from the size of an object in bytes to the
-        statistics of the pool for this size, the result of `ibp.kv.KeyedPages.stats` as a dict."""
+        """Returns LMCache's status fields. The field "pools" maps the size in bytes of an object to the statistics of
+        the pool for this size: the result of `ibp.kv.KeyedPages.stats`, as a dict."""
         pools = {num_bytes: pool.stats().as_dict() for num_bytes, pool in list(self._pools.items())}
         return {"is_healthy": True, "type": type(self).__name__, "pools": pools}
 
@@ -182,6 +184,7 @@ class IBPL2Adapter(L2AdapterInterface):
 
 
 def _page_of(memory: MemoryObj) -> torch.Tensor:
-    """Returns the memory of an object, without the padding past its end, in the object's dtype if the size allows."""
+    """Returns the memory of an object, without the padding past its end. The result has the object's dtype if its size
+    is a multiple of the dtype's size."""
     page, dtype = memory.raw_tensor[: memory.get_size()], memory.get_dtype()
     return page.view(dtype) if dtype is not None and page.nbytes % dtype.itemsize == 0 else page

@@ -3,7 +3,7 @@
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
     model = model.merge_and_unload()    # the matrices are coded again
 
-If ibp is imported, PEFT treats `ibp.nn.Linear` and `ibp.nn.Conv1D` like torch.nn.Linear. `ibp.nn.compress` and
+If ibp is imported, PEFT treats `ibp.nn.Linear` and `ibp.nn.Conv1D` as it treats torch.nn.Linear. `ibp.nn.compress` and
 `IbpConfig` put these modules into a model. Tested with peft 0.21.
 """
 
@@ -25,8 +25,8 @@ __all__ = ["LoraLinear"]
 
 
 class LoraLinear(lora.Linear):
-    """PEFT's `lora.Linear` over an `ibp.nn.Linear` or `ibp.nn.Conv1D`. Merging decodes the matrix, adds the
-    adapter's product to it, and codes the sum, which replaces the matrix."""
+    """PEFT's `lora.Linear` for a base layer that is an `ibp.nn.Linear` or `ibp.nn.Conv1D`. Merging decodes the matrix,
+    adds the adapter's product to it, and codes the sum, which replaces the matrix."""
 
     base_layer: Any
 
@@ -63,8 +63,8 @@ _dispatch_default = lora.model.dispatch_default
 
 
 def _dispatch(target: torch.nn.Module, adapter_name: str, config: Any, **options: Any) -> torch.nn.Module | None:
-    """Makes the adapter of a module. Replaces PEFT's `dispatch_default`, which does not know coded modules. Raises
-    TypeError for a coded module that cannot have an adapter."""
+    """Returns the adapter module for a module. Replaces PEFT's `dispatch_default`, which does not know coded modules.
+    Raises TypeError if the module is a coded module that cannot have an adapter."""
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if holds_table(base) and (config.use_dora or not isinstance(base, Linear)):
         raise TypeError(
@@ -83,8 +83,8 @@ _check_module = ModulesToSaveWrapper.check_module
 
 
 def _check_that_it_trains(wrapper: Any) -> None:
-    """Raises TypeError if `modules_to_save` has a coded module. PEFT would train a copy of its parameters, but the
-    weights of a coded module are in a table and are fixed."""
+    """Raises TypeError if `modules_to_save` has a coded module. PEFT would train a copy of the module's parameters, but
+    the weights of a coded module are in a table and cannot be trained."""
     for module in wrapper.original_module.modules():
         if holds_table(module):
             raise TypeError(

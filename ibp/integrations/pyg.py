@@ -1,12 +1,12 @@
-"""Features of PyTorch Geometric's graphs in compressed tables.
+"""Keeps features of PyTorch Geometric's graphs in compressed tables.
 
     fetch = pyg.attach(data, "x", device="cuda")            # moves the rows of data.x to a compressed table
     loader = NeighborLoader(data, [25, 10], transform=fetch, filter_per_worker=False, ...)
     for batch in loader:                                    # batch.x is on the GPU, with the bits of data.x[batch.n_id]
 
 `attach` and `FetchFeatures` work with every loader whose batches have `n_id`, the ids of their nodes. For features of
-edges, batches must have `e_id`, the ids of their edges. `FeatureStore` is for code that uses PyG's interface of that
-name. Tested with torch_geometric 2.8.
+edges, batches must have `e_id`, the ids of their edges. `FeatureStore` implements PyG's interface of the same name.
+Tested with torch_geometric 2.8.
 """
 
 from __future__ import annotations
@@ -43,26 +43,28 @@ def attach(
     """Compresses features of a graph, and removes them from the graph. Returns a transform that fetches their rows for
     batches.
 
-    A feature is an attribute of nodes or of edges. In a HeteroData, it is compressed for every type that has it. In the
-    graph, a stand-in replaces the feature. If the stand-in is used as a tensor, it raises a RuntimeError that says how
-    to get the rows. `close()` of the transform, or the end of a `with` block, puts the plain features back into the
-    graph.
+    A feature is an attribute of nodes or of edges. In a HeteroData, the attribute is compressed for every type that has
+    it. In the graph, a stand-in replaces each feature. Code that uses a stand-in as a tensor gets a RuntimeError that
+    says how to get the rows. `close()` of the transform, or the end of a `with` block, puts the plain features back
+    into the graph.
 
     Args:
         data: the graph. It is changed: stand-ins replace the features, and num_nodes is set if PyG derived it from the
             features.
         names: name or names of the attributes, which must be tensors with one row for each node or edge.
-        device: the device of fetched rows. None: without caches, the device of a batch's ids, which is the CPU for most
-            loaders; with caches, the GPU of the features, or the current CUDA device if all features are on the CPU.
+        device: the device of fetched rows. None, without caches: the device of a batch's ids, which is the CPU for most
+            loaders. None, with caches: the GPU of the features, or the current CUDA device if all features are on the
+            CPU.
         cache_bytes: size in bytes of the device memory for the cache (`ibp.RowCache`) of each feature of nodes. 0: no
-            caches. The cache prefers nodes at which many edges begin, because nodes are sampled through these edges.
+            caches. The cache prefers nodes at which many edges begin. Nodes are sampled through these edges, so such
+            nodes are needed most often.
         options: options of `ibp.compress`.
 
     Raises:
         TypeError: data is not a Data or HeteroData, or an attribute is not a tensor.
         KeyError: data has no such attribute.
-        ValueError: an attribute does not have one row for each node or edge; or cache_bytes is given, device is not,
-            and there is no CUDA device.
+        ValueError: an attribute does not have one row for each node or edge, or caches are asked for without a device
+            although there is no CUDA device.
     """
     if not isinstance(data, (Data, HeteroData)):
         raise TypeError(f"data is a {type(data).__name__}; wanted a torch_geometric Data or HeteroData")
@@ -98,8 +100,8 @@ def attach(
 def _put_back(
     graph: weakref.ref[Any], name: str, stand_in: _StandIn, table: Any, home: torch.device | None, counts: bool
 ) -> None:
-    """Puts a plain feature back into a storage of a graph. A storage holds the attributes of one type of nodes or
-    edges. Does nothing if the storage no longer exists, or if its attribute `name` is no longer the stand-in.
+    """Puts a plain feature back into a storage of a graph, which holds the attributes of one type of nodes or edges.
+    Does nothing if the storage no longer exists, or if its attribute `name` is no longer the stand-in.
 
     Args:
         graph: a weak reference to the storage.
@@ -107,7 +109,7 @@ def _put_back(
         stand_in: the object that replaced the feature.
         table: the table of the feature, or a cache of it.
         home: the device of the plain feature. None: the feature was a numpy array.
-        counts: whether `attach` has set num_nodes. If so, num_nodes is removed.
+        counts: whether `attach` has set num_nodes of the storage. If so, num_nodes is removed.
     """
     store = graph()
     if store is None or name not in store or store[name] is not stand_in:
@@ -119,8 +121,8 @@ def _put_back(
 
 
 def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, cache_bytes: int) -> Table:
-    """Returns a cache over the table of a node feature. If the items of the table are not whole rows, returns the table
-    itself. store: the storage of the feature's nodes."""
+    """Returns a cache of the table of a node feature. If the items of the table are not whole rows, returns the table
+    itself. store: the storage that holds the feature."""
     if not table.geometry.has_whole_rows:
         return table
     hotness = torch.zeros(store.num_nodes, dtype=torch.int64, device="cpu")
@@ -132,8 +134,8 @@ def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, ca
 
 
 def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[Any, str, bool, str]]:
-    """Yields (storage, name, whether the attribute belongs to edges, the attribute's name in error messages) for every
-    attribute with one of the given names."""
+    """Yields (its storage, its name, whether it belongs to edges, its name in error messages) for every attribute with
+    one of the given names."""
     for name in names:
         stores = [store for store in data.stores if name in store]
         if not stores:
@@ -189,7 +191,7 @@ class _StandIn:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python and libraries look for such attributes, and expect AttributeError
+        if name.startswith("__"):  # Python and libraries look up such attributes, and expect an AttributeError
             raise AttributeError(name)
         self.refuse()
 
@@ -208,16 +210,16 @@ class _StandIn:
 class FetchFeatures(BaseTransform, Closing):
     """A transform that adds features to the batches of a loader. It fetches the rows at a batch's ids from tables.
 
-    Pass it as `transform=` to a loader. The data of the loader must not have these features, because the loader would
-    gather them. The transform can be pickled. In worker processes, rows are decoded on the CPU. For rows on a GPU, the
-    loader needs `filter_per_worker=False`; the transform then runs in the main process, on its current stream. If an id
-    is out of range, IndexError is raised at once for ids on the CPU, and by the next fetch for ids on a GPU (see
-    `ibp.index_select`).
+    Pass it as `transform=` to a loader. The loader's data must not have these features, because the loader would gather
+    them as well. The transform can be pickled. In worker processes, rows are decoded on the CPU. To get rows on a GPU,
+    pass `filter_per_worker=False` to the loader; the transform then runs in the main process, on the current stream. If
+    an id on the CPU is out of range, IndexError is raised at once. If an id on a GPU is out of range, the next fetch
+    raises it (see `ibp.index_select`).
 
     Args:
         nodes: the features of nodes: {name: table} for a Data, or {type of node: {name: table}} for a HeteroData. For
-            each feature, batch[name] becomes table[batch.n_id]. In place of a table, an `ibp.RowCache` of a table may
-            be given, or a tensor or array, which is then compressed.
+            each feature, batch[name] becomes table[batch.n_id]. A table may also be given as an `ibp.RowCache` of the
+            table, or as a tensor or array, which is then compressed.
         edges: the features of edges, in the same form. Their rows are fetched at batch.e_id.
         device: the device of fetched rows. None: the device of the ids.
 
@@ -253,7 +255,7 @@ class FetchFeatures(BaseTransform, Closing):
         """Adds the features to a batch, in place, and returns the batch.
 
         Raises:
-            RuntimeError: the transform was closed, or a GPU would fetch rows in a worker process.
+            RuntimeError: the transform was closed, or a GPU would have to fetch rows in a worker process.
             TypeError: the batch is a Data although the features are given by type, or vice versa.
             KeyError: the batch has no ids, or lacks a type for which there are features.
             ValueError: the batch already has one of the features.
@@ -292,8 +294,8 @@ class FetchFeatures(BaseTransform, Closing):
     def close(self) -> None:
         """Drops the tables. Their memory is freed when nothing else holds them. If `attach` made the transform, first
         puts the plain features back into the graph, on their former devices. If another value has replaced a stand-in
-        in the graph, that value stays there. Copies of the graph and of the transform are not changed. A second call
-        does nothing.
+        in the graph, that value stays in the graph. Copies of the graph and of the transform are not changed. A second
+        call does nothing.
 
         Raises:
             CorruptTableError: a table is damaged.
@@ -303,7 +305,7 @@ class FetchFeatures(BaseTransform, Closing):
         self.nodes, self.edges, self._undo, self._is_closed = {}, {}, (), True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state of a copy, which does not change the graph when it is closed."""
+        """Returns the state of a copy. Closing the copy does not change the graph."""
         return {name: value for name, value in vars(self).items() if name != "_undo"}
 
     def __repr__(self) -> str:
@@ -330,13 +332,14 @@ def _tables_of(given: Mapping[str, Any], what: str) -> dict[Any, Any]:
 
 
 class FeatureStore(torch_geometric.data.FeatureStore, Closing):
-    """PyG's FeatureStore over compressed tables. Tensors are compressed when they are put into the store.
+    """A PyG FeatureStore that keeps features in compressed tables. Tensors are compressed when they are put into the
+    store.
 
     For a graph without types, PyG's loaders (`NeighborLoader((store, graph_store), ...)`) require that all features
     belong to nodes. Use `FetchFeatures` for features of edges.
 
     Args:
-        device: the device of fetched rows. None: the device of the ids. For a GPU, loaders with workers need
+        device: the device of fetched rows. None: the device of the ids. If it is a GPU, loaders with workers need
             `filter_per_worker=False`.
         options: options of `ibp.compress`, for every tensor that is put into the store.
     """

@@ -1,4 +1,5 @@
-"""The former name of `ibp.integrations.sglang.pool`, which options of engines, imports and pickles still use."""
+"""An alias for `ibp.integrations.sglang.pool` under its former name. Existing engine options, imports and pickles still
+use that name."""
 
 import sys
 

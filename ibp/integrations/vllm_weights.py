@@ -1,4 +1,5 @@
-"""The former name of `ibp.integrations.vllm.weights`, which options of engines, imports and pickles still use."""
+"""An alias for `ibp.integrations.vllm.weights` under its former name. Existing engine options, imports and pickles
+still use that name."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""Hugging Face diffusers: models with coded weights (`weights`), and group offloading with compressed weights
-(`groups`).
+"""Adapters for Hugging Face diffusers: models with coded weights (`weights`), and group offloading with compressed
+weights (`groups`).
 
     from ibp.integrations.diffusers import IbpDiffusersConfig
 

@@ -1,4 +1,4 @@
-"""The group offloading of diffusers with compressed weights.
+"""Compresses the weights of models that use the group offloading of diffusers.
 
 diffusers still runs hooks, prefetches groups and uses its streams. Only the source of a group's parameters changes: raw
 parameters are no longer copied from host memory. Instead, all tables of the group are decoded on the onload device in
@@ -25,8 +25,8 @@ __all__ = ["CompressedGroups", "GroupBytes", "close", "compress_groups"]
 
 @dataclass(frozen=True)
 class GroupBytes(CodedStatistics):
-    """The sizes in bytes of a model's compressed parameters: their original size, and the size of their coded rows and
-    codebooks. A shared parameter counts once."""
+    """The sizes in bytes of a model's compressed parameters: the original size of the parameters, and the size of their
+    coded rows and codebooks. A shared parameter counts once."""
 
     __module__ = "ibp.integrations.diffusers"
 
@@ -50,13 +50,13 @@ class CompressedGroups(ModelChange):
         super().__init__(model, "of a pipeline each of its models")
 
     def stats(self) -> GroupBytes:
-        """Returns the sizes in bytes of all compressed parameters that the model has now."""
+        """Returns the total sizes in bytes of all parameters of the model that are now compressed."""
         tables = self._tables()
         return GroupBytes(sum(table.original_bytes for table in tables), sum(table.stored_bytes for table in tables))
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of all memory that the tables of the compressed parameters take."""
+        """Size in bytes of the memory that the tables of the compressed parameters occupy."""
         return sum(table.nbytes for table in self._tables())
 
     def _tables(self) -> list[CompressedTensor]:
@@ -88,14 +88,15 @@ def compress_groups(
     diffusers itself still moves buffers, parameters of less than 4 KiB, and parameters of classes other than
     torch.nn.Parameter (such as quantised parameters). Tables are in host memory, which is pinned if there is a GPU. The
     option low_cpu_mem_usage of diffusers does not change this, because it only controls additional pinned copies. While
-    a group is offloaded, its parameters keep their shape, dtype and device, and take no memory. Code that reads their
-    values gets a decoded copy; examples are `model.state_dict()` and a module that is called while its group is not on
-    the onload device. The parameters cannot be written to. If the function is called again, it compresses groups that
-    are not compressed yet. When diffusers removes its hooks, for instance to load LoRAs, the parameters become raw
-    again; call this function again afterwards.
+    a group is offloaded, its parameters keep their shape, dtype and device, and take no memory. Code that reads the
+    values of such a parameter gets a decoded copy. Examples are `model.state_dict()`, and a module that is called while
+    its group is not on the onload device. The parameters cannot be written to. If `compress_groups` is called again, it
+    compresses the groups that are not compressed yet. When diffusers removes its hooks, for instance to load LoRAs, the
+    parameters become raw again. Call `compress_groups` again afterwards.
 
     Args:
-        model: a module whose groups are offloaded to the CPU. For a pipeline, call it for each of its models.
+        model: a module whose groups are offloaded to the CPU. For a pipeline, call `compress_groups` for each of its
+            models.
         path, max_sms: as in `ibp.decompress`. If matrix products keep the GPU busy, path "gpu" may be faster.
         compress_options: options of `ibp.compress`, except x and codebook. By default layout is "packed" and row_bytes
             4,096.
@@ -155,8 +156,8 @@ class _CompressedGroup:
     group's functions `_onload_from_memory` and `_offload_to_memory`.
 
     Attributes:
-        weights: the coded weights, by parameter.
-        rest: an ordinary group of diffusers, which has the group's tensors that are not coded.
+        weights: the coded weight of each parameter.
+        rest: an ordinary group of diffusers, which has those tensors of the group that are not coded.
     """
 
     def __init__(
@@ -188,8 +189,8 @@ class _CompressedGroup:
         self._let_go()
 
     def onload(self) -> None:
-        """Decodes the parameters on the onload device, on the group's stream or, if it has none, on the current
-        stream."""
+        """Decodes the parameters on the onload device, on the group's stream. If the group has no stream, decodes them
+        on the current stream."""
         group = self.group
         self.rest.non_blocking = group.non_blocking
         self.rest._onload_from_memory()  # waits for the stream, as diffusers does
@@ -212,8 +213,8 @@ class _CompressedGroup:
         self._let_go()
 
     def restore(self) -> None:
-        """Undoes the compression of the group: its parameters become raw tensors in host memory, and it has diffusers'
-        functions again. Does nothing if the group is not compressed."""
+        """Undoes the compression of the group: its parameters become raw tensors in host memory, and the group gets
+        back diffusers' functions. Does nothing if the group is not compressed."""
         group = self.group
         if _compressed(group) is not self:
             return
@@ -267,7 +268,7 @@ def _compressed(group: ModuleGroup) -> _CompressedGroup | None:
 
 
 def _weights_of(groups: Iterable[ModuleGroup]) -> dict[torch.nn.Parameter, RestingWeight]:
-    """Returns the coded weights of groups, by parameter."""
+    """Returns the coded weight of each parameter of the groups."""
     found: dict[torch.nn.Parameter, RestingWeight] = {}
     for group in groups:
         compressed = _compressed(group)

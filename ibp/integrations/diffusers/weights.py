@@ -30,11 +30,11 @@ class _Method(str, Enum):
 
 
 class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
-    """The argument `quantization_config` of `from_pretrained`, for models of diffusers. The matrices of the model
-    become tables while they are loaded. The tables are like those of `ibp.nn.compress`.
+    """The argument `quantization_config` of `from_pretrained`, for models of diffusers. While a model is loaded, its
+    matrices become tables like those that `ibp.nn.compress` makes.
 
-    For a pipeline, load the model in this way and pass it to the pipeline. During the loading, memory holds the coded
-    model and one memory-mapped file of plain weights. `model.save_pretrained` writes plain weights and a plain
+    For a pipeline, load the model in this way and pass it to the pipeline. While the model is loaded, memory holds the
+    coded model and one memory-mapped file of plain weights. `model.save_pretrained` writes plain weights and a plain
     config.json. A directory that `ibp compress` wrote can be loaded without this argument if ibp is imported.
     `model.hf_quantizer.report` names the coded weights.
 
@@ -81,7 +81,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
 
     def __init__(self, quantization_config: IbpDiffusersConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        self._coded: dict[str, SourceTensor] = {}  # tensors of files of ibp, by name
+        self._coded: dict[str, SourceTensor] = {}  # the tensors in coded files, by name
         self._files = contextlib.ExitStack()  # closes these files
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
@@ -94,7 +94,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: Iterable[Any]) -> list[str]:
         """Returns the names of the tensors in coded files, or loaded_keys if no file is coded. loaded_keys: the names
-        in the files' headers; in coded files, these are names of parts of tables."""
+        in the headers of the files. In a coded file, these are the names of parts of tables."""
         for path in checkpoint_files:
             if is_coded(path):
                 source = self._files.enter_context(ibp.checkpoints.open(path, verify=True))
@@ -102,9 +102,9 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         return list(self._coded) or loaded_keys
 
     def maybe_update_state_dict(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the tensors of a coded file by name. If a weight is to be coded and the file has its table, the
-        result has a placeholder on the meta device for it. state_dict: the tensors of the file as diffusers reads them:
-        plain tensors, and parts of tables."""
+        """Returns the tensors of a coded file by name. For a weight that will be coded and whose table is in the file,
+        the result has a placeholder on the meta device. state_dict: the tensors of the file as diffusers reads them,
+        which are plain tensors and parts of tables."""
         if not self._coded:
             return state_dict
         tensors, tables = {}, {name.rpartition(":")[0] for name in state_dict}  # parts of tables are "<table>:<part>"
@@ -129,8 +129,8 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         *args: Any,
         **options: Any,
     ) -> None:
-        """Codes a weight and puts it into its modules. If it would not get smaller, it becomes an ordinary
-        parameter."""
+        """Codes a weight and puts it into its modules. If coding would not make the weight smaller, it becomes an
+        ordinary parameter."""
         assert self._loading is not None
         source = self._coded.get(param_name)
         if param_value.is_meta and source is not None and source.table is not None:
@@ -171,8 +171,8 @@ _get_file, _fetch_index = modeling_utils._get_model_file, modeling_utils._fetch_
 
 
 def _get_either(pretrained: Any, *, weights_name: str, **options: Any) -> Any:
-    """Finds a file of weights, as the function of diffusers that it replaces does. If there is no plain file, it looks
-    for a coded one, which has another name."""
+    """Replaces a function of diffusers that finds a file of weights. Does the same, but if there is no plain file,
+    looks for a coded file, which has another name."""
     try:
         return _get_file(pretrained, weights_name=weights_name, **options)
     except OSError:
@@ -182,8 +182,8 @@ def _get_either(pretrained: Any, *, weights_name: str, **options: Any) -> Any:
 
 
 def _fetch_either(**options: Any) -> Path | None:
-    """Finds the index of a set of files, as the function of diffusers that it replaces does. If there is no plain set,
-    it looks for the index of a coded set."""
+    """Replaces a function of diffusers that finds the index of a set of files. Does the same, but if there is no plain
+    set, looks for the index of a coded set."""
     found: Path | None = _fetch_index(**options)
     if found is None or not found.is_file():
         plain = modeling_utils._add_variant(modeling_utils.SAFETENSORS_WEIGHTS_NAME, options["variant"])

@@ -1,7 +1,7 @@
-"""SGLang's hierarchical cache with coded pages: `storage` is a storage backend, to which the host pool writes pages,
-and `pool` is a host pool.
+"""Adapters for SGLang's hierarchical cache, which keep coded pages. `pool` is a host pool, and `storage` is a storage
+backend, to which a host pool writes pages.
 
-docs/serving.md has the commands, and the tested releases.
+docs/serving.md has the commands, and lists the tested releases.
 """
 
 import os
@@ -19,7 +19,7 @@ __getattr__ = lazily(__name__, {"storage": __all__, "pool": []})
 
 def register_host_pool() -> None:
     """Calls `pool.register` if the environment variable `SGLANG_PLUGINS` names the plugin `ibp_host_pool`. Otherwise
-    does nothing, and imports nothing of SGLang. SGLang calls this in each of its processes, even if nobody uses the
-    plugin."""
+    does nothing, and does not import SGLang. SGLang calls this function in each of its processes, even if the plugin is
+    not used."""
     if "ibp_host_pool" in os.environ.get("SGLANG_PLUGINS", "").replace(" ", "").split(","):
         import_module("ibp.integrations.sglang.pool").register()

@@ -1,12 +1,12 @@
-"""SGLang's hierarchical cache with coded pages in its host pool: 1.4 times as many tokens fit in the same memory.
+"""A host pool for SGLang's hierarchical cache that keeps coded pages: 1.4 times as many tokens fit in the same memory.
 
     SGLANG_PLUGINS=ibp_host_pool python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache
         --hicache-size 32 --hicache-io-backend direct --page-size 64
 
-The plugin calls `register`. `docs/serving.md` lists the releases that were tested, and how they were tested.
+The plugin calls `register`. `docs/serving.md` lists the tested releases, and says how they were tested.
 
-SGLang cannot handle the loss of a page, and may overwrite GPU blocks as soon as their store has ended. If the pool may
-be too full for pages that are being stored, the host therefore waits for the store, and keeps raw copies of the pages
+SGLang cannot handle the loss of a page, and may overwrite GPU blocks as soon as their store has ended. So if the pool
+may be too full for the pages that are being stored, the host waits for the store, and keeps raw copies of the pages
 that did not fit. `IBPHostPool.blocks.num_raw_pages` counts these pages.
 """
 
@@ -34,7 +34,7 @@ except ImportError as error:
 __all__ = ["IBPHostPool", "register"]
 
 _logger = logging.getLogger(__name__)
-# {group: (pages, blocks)}, as in ibp.kv.BlockStore. Group 0 has the tensors of the layers, group 1 has `_page`.
+# {group: (pages, blocks)}, as in ibp.kv.BlockStore. Group 0 has the tensors of the layers, and group 1 has `_page`.
 _Moves = dict[int, tuple[list[int], list[int]]]
 
 
@@ -57,16 +57,16 @@ def _class_of(found: type, *args: Any, **kwargs: Any) -> type:
 
 
 class IBPHostPool(MHATokenToKVPoolHost):
-    """SGLang's host pool, with coded pages, which an `ibp.kv.BlockStore` holds. SGLang makes it with the arguments of
-    its own pool.
+    """A host pool for SGLang that keeps coded pages in an `ibp.kv.BlockStore`. SGLang makes this pool with the
+    arguments of its own pool.
 
-    With `--hicache-size`, the pool has the given size, and the number of its tokens is `gain` times that of a raw pool.
-    With `--hicache-ratio`, the number of tokens is the same as without coding, and the pool takes less memory.
-    Transfers run on the current stream.
+    With `--hicache-size`, the pool has the given size, and holds `gain` times as many tokens as a raw pool. With
+    `--hicache-ratio`, the pool holds as many tokens as a raw pool, and takes less memory. Transfers run on the current
+    stream.
 
     Attributes:
-        gain: number of coded tokens that the pool keeps in the memory of one raw token. It is an attribute of the
-            class: set it before SGLang starts.
+        gain: average number of coded tokens that fit in the memory of one raw token. This is an attribute of the class.
+            Set it before SGLang starts.
         blocks: the `ibp.kv.BlockStore`.
 
     Raises:
@@ -106,8 +106,8 @@ class IBPHostPool(MHATokenToKVPoolHost):
         return -int(-super().get_size_per_token() // self.gain)
 
     def init_kv_buffer(self) -> torch.Tensor:
-        """Returns a tensor of one element, expanded to a shape from which SGLang can take a view for each layer. It
-        takes the place of the raw pool."""
+        """Returns a tensor that replaces the raw pool. It has one element, expanded to a shape from which SGLang can
+        take a view for each layer."""
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"keys and values are {self.dtype}; wanted torch.bfloat16 or torch.float16")
         self.token_stride_size = self.head_num * self.head_dim * self.dtype.itemsize
@@ -125,7 +125,8 @@ class IBPHostPool(MHATokenToKVPoolHost):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        """Stores pages. host_indices, device_indices: the indices of the pages' tokens in this pool and on the GPU."""
+        """Stores pages. host_indices: the indices of the pages' tokens in this pool. device_indices: their indices on
+        the GPU."""
         self._store({0: (self._pages_of(host_indices), self._pages_of(device_indices))})
 
     def load_to_device_per_layer(
@@ -150,14 +151,15 @@ class IBPHostPool(MHATokenToKVPoolHost):
     # ---- between the pool and storage ----
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
-        """Decodes a page and returns it on the CPU: [2, layers, tokens, heads, width], or flat. Waits for the load."""
+        """Decodes a page and returns it on the CPU, as [2, layers, tokens, heads, width], or 1-D if flat is set. Waits
+        for the load."""
         with self.lock:
             self._load({1: ([int(index) // self.page_size], [0])}, waits=True)
             page = self._page_view().contiguous().to("cpu", copy=True)
         return page.flatten() if flat else page
 
     def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
-        """Stores a page in the form in which `get_data_page` returns it. Waits for the store."""
+        """Stores a page that has the form in which `get_data_page` returns pages. Waits for the store."""
         with self.lock:
             view = self._page_view()
             view.copy_(data_page.view(self.dtype).view(view.shape))
@@ -203,8 +205,8 @@ class IBPHostPool(MHATokenToKVPoolHost):
         self._settle(waits)
 
     def _settle(self, waits: bool) -> None:
-        """Raises RuntimeError if a page that was loaded is damaged, or was never stored. waits: whether to wait for
-        all jobs first."""
+        """Raises RuntimeError if a page that was loaded is damaged, or was never stored. waits: whether to wait for all
+        jobs before the check."""
         if waits:
             self.blocks.wait()
         if not all(success for _, success, _ in self.blocks.finished()):

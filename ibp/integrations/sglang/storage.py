@@ -5,8 +5,8 @@
         --hicache-storage-backend-extra-config '{"backend_name": "ibp", "module_path": "ibp.integrations.sglang",
         "class_name": "IBPHiCacheStorage", "interface_v1": 1, "pool_bytes": 34359738368}'
 
-`docs/serving.md` lists the releases that were tested, and how they were tested. The pages of each of SGLang's host
-pools are kept in a separate `ibp.kv.KeyedPages`. When one of these is full, it drops its least recently used pages.
+`docs/serving.md` lists the tested releases, and says how they were tested. The pages of each of SGLang's host pools are
+kept in a separate `ibp.kv.KeyedPages`. A full `KeyedPages` drops its least recently used pages.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _ALL_PAGES, _BLOCK_GROUPS = "all_pages", "block_groups"  # PoolHitPolicy; BLOCK_
 
 
 class IBPHiCacheStorage(HiCacheStorage):
-    """The storage that SGLang makes from `module_path` and `class_name`.
+    """Stores SGLang's pages in coded form. SGLang makes this storage from `module_path` and `class_name`.
 
     The extra config has these options: `pool_bytes`, the size in bytes of the memory for coded pages of each host pool;
-    optionally `device`, the device that codes, "cpu" (the default) or "cuda"; and `level`, "default" or "fast". Calls
-    return when their work is done. Several threads may call at the same time.
+    optionally `device`, the device that codes, "cpu" (the default) or "cuda"; and `level`, "default" or "fast". Each
+    method returns when its work is done. Several threads may call methods at the same time.
 
     Raises:
         ImportError: SGLang is not installed.
-        ValueError: `pool_bytes` is missing, or an MLA model runs on several tensor-parallel ranks. In that case only
-            one rank gives its pages to the storage, but a page is found only if all ranks have it.
+        ValueError: `pool_bytes` is missing, or an MLA model runs on several tensor-parallel ranks. With such a model,
+            only one rank would give its pages to the storage, but a page is found only if all ranks have it.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -107,13 +107,13 @@ class IBPHiCacheStorage(HiCacheStorage):
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Returns {name of the host pool: the result of `ibp.kv.KeyedPages.stats`, as a dict}. SGLang's own `get_stats`
-        is not overridden and returns None; SGLang's metrics then count transfers themselves."""
+        is not overridden and returns None, so SGLang's metrics count transfers themselves."""
         return {name: pool.stats().as_dict() for name, pool in list(self._pools.items())}
 
     # ---- pages of SGLang's host pools ----
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Stores pages of the registered host pool. host_indices: the indices of their tokens."""
+        """Stores pages of the registered host pool. host_indices: the indices of the pages' tokens in the host pool."""
         return self._write(_KV, self.mem_pool_host, keys, host_indices)
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -131,10 +131,10 @@ class IBPHiCacheStorage(HiCacheStorage):
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[PoolTransfer] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Returns the number of leading pages that can be used: the length of the longest prefix that the pool of the
-        KV-cache has and that all other pools can restore, each by its own policy. A pool with the policy BLOCK_GROUPS
-        has a second form of the KV-cache, and does not shorten the prefix. The result also has the number of hits of
-        each pool."""
+        """Returns a result that has the number of leading pages that can be used, and the number of hits of each pool.
+        The first number is the length of the longest prefix of `keys` that the pool of the KV-cache has, and that each
+        other pool can restore by its policy. A pool with the policy BLOCK_GROUPS has a second form of the KV-cache, and
+        does not shorten the prefix."""
         hits = self._pool().leading(keys)
         found = {_KV: hits} if hits else {}
         usable = list(range(1, hits + 1))

@@ -15,10 +15,10 @@ from typing import Any
 
 def lazily(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """Returns a function `__getattr__` for a package, which imports the package's modules lazily. A module is imported
-    when it is first read from the package, or when one of its names is. So a user needs only those parts of a framework
+    when the module or one of its names is first read from the package. So a user needs only those parts of a framework
     that the used modules import.
 
-    modules: for each module, the names of the module that can also be read from the package.
+    modules: for each module, those of its names that can also be read from the package.
     """
     places = {name: module for module, names in modules.items() for name in names}
 

@@ -19,7 +19,7 @@ from .releases import numbers
 
 _logger = logging.getLogger(__name__)
 
-# For each package: the engine's name, and the first and the last release in tests/integrations/interfaces.
+# (the engine's name, the first and the last release in tests/integrations/interfaces) for each package.
 TRIED = {
     "vllm": ("vLLM", "0.26.0", "0.33.0"),
     "sglang": ("SGLang", "0.5.10.post1", "0.5.23"),
@@ -35,7 +35,7 @@ def check_engine(package: str, missing: ImportError | None, since: str | None = 
 
     Args:
         package: the name of the engine's package, a key of `TRIED`.
-        missing: the error of importing the engine's classes. None: they could be imported.
+        missing: the error that importing the engine's classes raised. None: the classes could be imported.
         since: the first release that works with the calling module. None: the first release of `TRIED`.
 
     Raises:
@@ -61,9 +61,9 @@ def check_engine(package: str, missing: ImportError | None, since: str | None = 
 
 
 def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.KeyedPages]:
-    """Returns a function that makes an `ibp.kv.KeyedPages` with the given options: pool_bytes, device, level. where:
-    the name of the options in error messages. Raises TypeError or ValueError if pool_bytes is missing, or if an option
-    is not as described."""
+    """Returns a function that makes an `ibp.kv.KeyedPages` with the options pool_bytes, device and level. where: the
+    name of the options in error messages. Raises TypeError or ValueError if pool_bytes is missing, or if an option is
+    not as described."""
     if not options.get("pool_bytes"):
         raise ValueError(f"{where} has no pool_bytes: bytes of host memory for coded pages")
     try:
@@ -72,12 +72,12 @@ def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.Ke
         raise ValueError(f"pool_bytes is {options['pool_bytes']!r}; wanted a number of bytes") from None
     device, level = options.get("device", "cpu"), options.get("level", "default")
     made = functools.partial(ibp.kv.KeyedPages, pool_bytes, device=device, level=level)
-    made()  # raises errors of options now; otherwise the first page would raise them on a thread of the engine
+    made()  # raises errors in the options now; otherwise the first page would raise them on a thread of the engine
     return made
 
 
 class Tasks:
-    """Runs tasks one after the other on its own thread, and keeps their results until the caller takes them.
+    """Runs tasks one after the other on a separate thread, and keeps their results until the caller takes them.
 
     Args:
         numbers: an iterator of the numbers of tasks.
@@ -96,12 +96,12 @@ class Tasks:
         return number
 
     def take(self, number: int) -> Any:
-        """Returns a task's result and forgets it. Returns None if the task has not ended, or its result has been taken
+        """Returns the result of a task and drops it. Returns None if the task has not ended, or if its result was taken
         before."""
         return self._results.pop(number, None)
 
     def take_all(self) -> dict[int, Any]:
-        """Returns the results of all tasks that have ended, by number, and forgets them."""
+        """Returns the results of all tasks that have ended, by number, and drops them."""
         return {number: self._results.pop(number) for number in list(self._results)}
 
     def wait(self) -> None:
@@ -122,8 +122,8 @@ class Tasks:
 
 
 def dtype_of(name: str, option: str | None = None) -> torch.dtype:
-    """Returns the torch dtype that an engine calls `name`, or torch.uint8 if the name is unknown. option: the name of a
-    dtype that the user gave, which replaces `name`. Raises ValueError if the option is unknown."""
+    """Returns the torch dtype that an engine calls `name`, or torch.uint8 if the name is unknown. option: if given, the
+    name of a dtype that the user chose, which is used in place of `name`. Raises ValueError if this name is unknown."""
     known = getattr(torch, _CACHE_DTYPES.get(option or name, option or name), None)
     if isinstance(known, torch.dtype):
         return known

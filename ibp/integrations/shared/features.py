@@ -1,4 +1,4 @@
-"""Code that the feature stores share: makes tables from users' data, and fetches rows of tables to a device."""
+"""Code that the feature stores share. It makes tables from users' data, and fetches rows of tables to a device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ Table = ibp.CompressedTensor | ibp.RowCache
 
 
 def table_of(value: Any, what: str, options: dict[str, Any]) -> Table:
-    """Returns `value` itself if it is a table or a cache of a table. Otherwise `value` is a tensor or an array:
-    compresses it with the given options of `ibp.compress`, and returns the table. what: the name of the value in error
-    messages.
+    """Returns `value` itself if it is a table or a cache of a table. If it is a tensor or an array, compresses it with
+    the given options of `ibp.compress`, and returns the table. what: the name of the value in error messages.
 
     Raises:
         TypeError: value is not a tensor, an array, a table or a cache, or has a dtype that tables cannot hold.
@@ -44,12 +43,12 @@ def check_rows(table: Table, num_rows: int, what: str, of: str) -> None:
 
 
 def fetch(table: Table, ids: torch.Tensor, device: torch.device | None, what: str) -> torch.Tensor:
-    """Returns the rows of a table at ids, on a device (None: the device of ids). what: the name of the table in error
-    messages.
+    """Returns the rows of a table at `ids`, on `device`, or on the device of `ids` if `device` is None. what: the name
+    of the table in error messages.
 
     Raises:
         IndexError: an id on the CPU is out of range (for ids on a GPU see `ibp.index_select`).
-        RuntimeError: this is a worker process of a data loader, and a GPU would fetch the rows.
+        RuntimeError: this is a worker process of a data loader, and a GPU would have to fetch the rows.
     """
     refuse_cuda_in_worker(table, device, what)
     try:

@@ -1,4 +1,4 @@
-"""Code that the quantizers of transformers and diffusers share: their configuration, and checks of device maps."""
+"""Code that the quantizers of transformers and diffusers share: the configuration, and checks of device maps."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class CodingFields(ModelOptions):
 
 
 def holds_table(module: torch.nn.Module) -> bool:
-    """Returns whether a module's weights are tables, as in modules of `ibp.nn`."""
+    """Returns whether `module` is a module of `ibp.nn`, whose weights are tables."""
     return isinstance(module, (Conv1D, Embedding, EmbeddingBag, Experts, Linear))
 
 
 def check_device_map(device_map: object) -> None:
-    """Raises ValueError if a device map puts a part of the model on "cpu" or "disk", from where it would have to be
+    """Raises ValueError if a device map puts a part of the model on "cpu" or "disk", because this part would have to be
     moved to a GPU for each use. A map that puts all parts on "cpu" is accepted."""
     for key, place in away_of(device_map).items():
         raise ValueError(
@@ -40,16 +40,16 @@ def check_device_map(device_map: object) -> None:
 
 
 def away_of(device_map: object) -> dict[str, str]:
-    """Returns those entries of a device map that put a part of the model on "cpu" or "disk", from where it would have
-    to be moved to a GPU for each use. If all parts are on "cpu", the CPU computes, and there are no such entries."""
+    """Returns the entries of a device map whose part of the model is on "cpu" or "disk" and would have to be moved to a
+    GPU for each use. If all parts are on "cpu", the CPU computes, and the result is empty."""
     places = {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
     names = {"disk"} if set(places.values()) == {"cpu"} else {"cpu", "disk"}
     return {key: place for key, place in places.items() if place in names}
 
 
 class CodingQuantizer:
-    """The base class of the quantizers of both frameworks. It must come before the framework's class in the list of
-    bases. `report` is the report of the last model that was loaded; `_loading` is set while a model is loaded."""
+    """The base class of the quantizers of both frameworks. In the list of bases, it must come before the framework's
+    class. `report` is the report of the model that was loaded last. `_loading` is set while a model is loaded."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -62,7 +62,7 @@ class CodingQuantizer:
 
     @property
     def is_trainable(self) -> bool:
-        """True, because gradients reach adapters through coded weights."""
+        """True, because gradients pass through coded weights to adapters."""
         return True
 
     @property

@@ -1,12 +1,12 @@
-"""Hugging Face transformers: models with coded weights (`weights`), and KV-caches whose older tokens are compressed
-losslessly (`cache`).
+"""Adapters for Hugging Face transformers: models with coded weights (`weights`), and KV-caches whose older tokens are
+compressed losslessly (`cache`).
 
     from ibp.integrations.transformers import IbpConfig
 
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=IbpConfig())
 
-Matrices become tables while the model is loaded. They also become tables if the model is in a directory that `ibp
-compress` or `save_coded` wrote.
+Matrices become tables while the model is loaded. A model in a directory that `ibp compress` or `save_coded` wrote is
+also loaded with tables.
 
     from ibp.integrations.transformers import CompressedCache
 

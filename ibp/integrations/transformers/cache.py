@@ -27,11 +27,12 @@ class CompressedCacheStats(CodedStatistics):
     num_coded_tokens.
 
     Attributes:
-        num_tokens: number of tokens of each sequence, in the layer that has the most.
-        num_coded_tokens: number of coded tokens of each sequence, in the layer that has the most.
-        original_bytes: uncompressed size in bytes of all tokens whose coded rows are kept. These may include tokens
-            that have been cropped.
-        stored_bytes: size in bytes of the coded rows that are kept, each rounded up to a multiple of 32.
+        num_tokens: number of tokens of each sequence, in the layer that has the most tokens.
+        num_coded_tokens: number of coded tokens of each sequence, in the layer that has the most coded tokens.
+        original_bytes: uncompressed size in bytes of all tokens whose coded rows are kept. These tokens may include
+            tokens that have been cropped.
+        stored_bytes: size in bytes of the coded rows that are kept. The size of each row is rounded up to a multiple of
+            32.
         host_bytes: size in bytes of the host memory for coded rows.
         device_bytes: size in bytes of the GPU memory for raw tokens, indices and staging buffers. With memory "device",
             coded rows are included.
@@ -56,7 +57,7 @@ class CompressedCacheStats(CodedStatistics):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of all memory that the cache takes, on the host and on GPUs."""
+        """Size in bytes of the memory that the cache occupies, on the host and on GPUs."""
         return self.host_bytes + self.device_bytes
 
 
@@ -109,7 +110,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     values = _decoded(1, "All values, decoded; None before the first ones.")
 
     def _all(self) -> tuple[torch.Tensor, ...]:
-        """Returns (keys, values) of all tokens. Decodes the coded tokens."""
+        """Decodes the coded tokens. Returns (keys, values) of all tokens, coded and raw."""
         history = self._coded()
         return self.raw if history is None else self._joined(history.fetch(self.get_seq_length()))
 
@@ -160,18 +161,18 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         return keys, values
 
     def _fetched(self, history: TokenHistory) -> Any:
-        """Returns the fetch that `fetch_ahead` has begun, if its tensors have the present number of tokens. Otherwise
-        begins and returns another fetch."""
+        """If `fetch_ahead` has begun a fetch whose tensors have the present number of tokens, returns it. Otherwise
+        begins a new fetch and returns that."""
         fetch, self._fetch = self._fetch, None
         num_tokens = self.get_seq_length()
         if fetch is not None and fetch.keys.shape[-2] == num_tokens:
             return fetch
-        del fetch  # This must precede the next fetch: it makes the current stream wait for the decoding.
+        del fetch  # This must precede the next fetch. It makes the current stream wait for the decoding.
         return history.fetch(num_tokens)
 
     def _joined(self, fetch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Waits for a fetch of all coded tokens, and copies the raw tokens to the end of its tensors. Returns the
-        fetch's tensors, which are then (keys, values) of all tokens."""
+        """Waits for a fetch of all coded tokens, and copies the raw tokens to the end of its tensors. Returns these
+        tensors: (keys, values) of all tokens."""
         whole, num_raw = fetch.wait(), self._num_raw()
         for tensor, tail in zip(whole, self.raw):
             if num_raw:
@@ -181,21 +182,21 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     # ---- coding ----
 
     def _begin_coding(self) -> None:
-        """Queues the coding of the raw tokens that are older than the window, in whole blocks. Does nothing while other
-        blocks are being coded."""
+        """Queues work that codes those raw tokens that are older than the window, in whole blocks. Does nothing while
+        other blocks are being coded."""
         num_blocks = self._coder.num_due(self._num_raw())
         if self._pending is None and self.history is not None and num_blocks > 0:
             keys, values = (tail[..., : num_blocks * self._coder.block, :] for tail in self.raw)
             self._pending = self.history.encode(keys, values)
 
     def is_coding_much(self) -> bool:
-        """Returns whether more than one block is being coded. It then pays to wait for the coding, because `store`
-        frees much raw memory."""
+        """Returns whether more than one block is being coded. If so, it pays to wait for the coding, because `store`
+        then frees much raw memory."""
         return self._pending is not None and self._pending.num_blocks > 1
 
     def store(self, wait: bool = False) -> None:
-        """Replaces raw tokens with their coded blocks, if the coding has ended. Otherwise the tokens stay raw until a
-        later call. wait: whether to wait for the end of the coding."""
+        """Replaces raw tokens with their coded blocks if the coding has ended. Otherwise the tokens stay raw until a
+        later call of `store`. wait: whether to wait until the coding has ended."""
         pending = self._pending
         if pending is None or self.history is None or not (wait or pending.is_ready()):
             return
@@ -261,7 +262,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self._pending = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorders the sequences: sequence b becomes the former sequence beam_idx[b]. The coded bytes stay as they are;
+        """Reorders the sequences: sequence b becomes the former sequence beam_idx[b]. The coded bytes do not change;
         only the order in which they are decoded changes."""
         if self.get_seq_length() > 0:
             self._take(beam_idx.to(self.device))
@@ -285,9 +286,9 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
                 held.take(sequences)
 
     def _code_anew_if_sparse(self) -> None:
-        """If fewer than half of the coded tokens are in present sequences (`TokenHistory.is_sparse`), decodes the
-        tokens of the present sequences, keeps them raw, and drops all coded bytes. The next call of `update` begins to
-        code them again."""
+        """If fewer than half of the coded tokens belong to present sequences (`TokenHistory.is_sparse`), decodes the
+        tokens of the present sequences, keeps them raw, and drops all coded bytes. The next call of `update` then
+        begins to code these tokens again."""
         if self.history is None or not self.history.is_sparse:
             return
         self.raw, self._pending = self._all(), None
@@ -316,15 +317,16 @@ class CompressedCache(OfThisProcess, DynamicCache):
     `past_key_values`). Models compute the same bits with it as with a DynamicCache.
 
     In each layer of full attention, the newest `window` tokens stay raw, and older tokens are coded in blocks, on the
-    GPU. Separate codebooks for keys and for values are learned from the first blocks, which are usually those of the
-    prompt, as in section 6.4 of the paper. They are learned again when savings fall. While a layer computes, the coded
-    bytes of the next layer are copied to the GPU and decoded there, on separate streams. Other layers (sliding windows,
-    states of linear attention, indexed and hybrid layers) are those of transformers and stay raw on the GPU. Models on
-    the CPU also work; their tokens are coded and decoded within the calls.
+    GPU. As in section 6.4 of the paper, separate codebooks for keys and for values are learned from the first blocks,
+    which are usually those of the prompt. The codebooks are learned again when savings fall. While a layer computes,
+    the coded bytes of the next layer are copied to the GPU and decoded there, on separate streams. For other layers
+    (sliding windows, states of linear attention, indexed and hybrid layers), the cache uses transformers' own classes,
+    and their contents stay raw on the GPU. Models on the CPU also work; their tokens are coded and decoded during the
+    calls.
 
     Beams can be reordered, and sequences repeated, without decoding tokens. `copy.deepcopy` copies the coded bytes, so
-    the cache of a prompt can be used for many answers. Keys and values have no gradients. The cache cannot be used in
-    CUDA graphs, and `torch.compile` breaks the graph at the update of each layer.
+    the cache of a prompt can be copied and used for many answers. Keys and values have no gradients. The cache cannot
+    be used in CUDA graphs, and `torch.compile` breaks the graph at the update of each layer.
 
     Args:
         config: configuration of the model, which lists the kinds of its layers. None: all layers are of full attention.
@@ -335,12 +337,12 @@ class CompressedCache(OfThisProcess, DynamicCache):
         scheme: "planes", "ibp" (the paper's) or "raw", which stores blocks without coding them. Whatever the scheme,
             keys or values are stored raw if a learned codebook would save less than 2 % of their bytes.
         level: level of scheme "planes", as in `ibp.compress`.
-        codebooks: the initial codebooks (for keys, for values) of all layers. `ibp.codecs.analyze` must have made them
-            from tensors whose rows are one or more whole tokens of a head. None: codebooks are learned. Learning one
-            takes a few milliseconds, or about 100 ms with scheme "ibp".
-        max_sms: keep at most this many multiprocessors busy with decoding. None: all if coded tokens are on the device,
-            or if a codebook has separate entries for each column; 32 otherwise, which decode as fast as the link
-            delivers.
+        codebooks: (the codebook for keys, the codebook for values) with which all layers begin. `ibp.codecs.analyze`
+            must have made them from tensors whose rows are one or more whole tokens of a head. None: codebooks are
+            learned. Learning a codebook takes a few milliseconds, or about 100 ms with scheme "ibp".
+        max_sms: the largest number of multiprocessors that decode. None: all multiprocessors if coded tokens are on the
+            device, or if a codebook has separate entries for each column. Otherwise 32, which decode as fast as the
+            link delivers.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -407,7 +409,7 @@ class CompressedCache(OfThisProcess, DynamicCache):
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer):
             self._coding = layer if layer.is_coding_much() else None
-            # Fetch ahead for the layer that is used next, which after the last layer is the first one. Assume that it
+            # Fetch ahead for the layer that is used next; after the last layer, this is the first layer. Assume that it
             # gets the same number of new tokens as this layer. The exception is the first layer after the first tokens
             # (the prompt), which probably gets one token.
             order = (*range(layer_idx + 1, len(self.layers)), *range(layer_idx + 1))
@@ -417,7 +419,7 @@ class CompressedCache(OfThisProcess, DynamicCache):
         return keys, values
 
     def stats(self) -> CompressedCacheStats:
-        """Returns the sizes of the cache, and the numbers of bytes that it has copied so far."""
+        """Returns the present sizes of the cache, and the numbers of bytes that it has copied so far."""
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         histories = [layer.history for layer in layers if layer.history is not None]
         raw = sum(tail.numel() * tail.element_size() for layer in layers for tail in layer.raw)
