@@ -308,7 +308,8 @@ class Given {
             position_++;
     }
 
-    // Adds memory that an argument describes. The size of this memory has been checked already.
+    // Adds a piece of memory of an argument that has several, such as a table or a cache (see kHasParts). The size of
+    // the memory must already be checked.
     void add_part(const char *name, const Memory &memory, bool is_written)
     {
         if (memory.num_bytes != 0) add({position_, name, nullptr, kHere, is_written, memory});

@@ -1,5 +1,5 @@
-/* greedy_gain.h - the gain of the greedy choice of a chunk's mask (analysis.c), compiled for any processor and for
- * AVX-512. */
+/* greedy_gain.h - computes how many bits a greedily chosen mask of a chunk saves. analysis.c compiles this code for any
+ * processor, and x86/masks_avx512.c compiles it for AVX-512. */
 #ifndef IBP_GREEDY_GAIN_H
 #define IBP_GREEDY_GAIN_H
 

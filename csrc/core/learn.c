@@ -51,7 +51,7 @@ enum {
     TRIED_ELEMENTS = 1 << 16,
     /* If every column has its own entries, they are chosen from the MOST_CHOSEN most frequent symbols of the table. */
     MOST_CHOSEN = 255,
-    /* Symbols of more than MOST_PREFIX_BITS bits are found by a hash of this many bits. */
+    /* Number of bits of the hash by which symbols of more than MOST_PREFIX_BITS bits are found. */
     HASH_BITS = 16,
     /* If a sample has fewer rows, no column is taken to be constant. */
     LEAST_CONSTANT_ROWS = 64,
@@ -64,8 +64,8 @@ enum {
     MOST_SAMPLED_BYTES = 1 << 30
 };
 
-/* Plans whose cost is within this factor of the least cost count as equally good. Among them, the plan that decodes
- * faster is taken. */
+/* Plans whose cost is within this factor of the least cost count as equally good. Of these, the one that decodes
+ * fastest is taken. */
 static const double AS_GOOD = 1.001;
 /* A plan that a GPU decodes fastest is taken if its cost is within this factor of the least. */
 static const double FAST_COST = 1.006;

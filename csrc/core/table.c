@@ -342,7 +342,7 @@ static ibp_status open_selection(const ibp_table *table, const ibp_ids *ids, int
     return exist && can_read(table) ? IBP_OK : IBP_INVALID_ARGUMENT;
 }
 
-/* Returns the number, in the table, of row q of a selection; -1 if the id of its item is out of range. */
+/* Returns the index in the table of row q of a selection; -1 if the id of its item is out of range. */
 static int64_t selected_row(const selection *of, int64_t q)
 {
     const int64_t position = of->rows_per_item == 1 ? q : q / of->rows_per_item, id = ibp_id_at(of->ids, position);

@@ -202,8 +202,8 @@ IBP_API ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, 
 IBP_API ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
                                            ibp_stream stream);
 /* Finds the entries of all ids as ibp_find_cached does, for at most 2^31 rows. The array `maps` is in host memory. The
- * rows of the maps and `counts`, which may be NULL, are in device memory. Maps may be in the memory of other GPUs, and
- * are then read from there. */
+ * `rows` arrays that it points to are in device memory, and so is `counts`, which may be NULL. Maps may be in the
+ * memory of other GPUs, and are then read from there. */
 IBP_API ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
                                         uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream);
 /* Gathers all ids as ibp_gather_cached does; fault and max_sms are as in ibp_cuda_gather_items. */

@@ -152,7 +152,7 @@ typedef struct {
 /* Sorts vectors by their matrices and makes groups of them, for ibp_cuda_linear_groups. A vector whose matrix does not
  * exist comes last and is in no group.
  *
- * ids: the matrix of each vector, without positions; at most IBP_MOST_GROUPED vectors.
+ * ids: the matrix of each vector, at most IBP_MOST_GROUPED of them; ids->positions must be NULL.
  * num_matrices: at most IBP_MOST_STACKED.
  * order: [ids->count] receives the numbers of the vectors in their new order; vectors of one matrix keep their order.
  * groups: [num_groups] receives groups of vectors in the new order, then groups without vectors.

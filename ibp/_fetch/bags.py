@@ -30,7 +30,7 @@ _SHORT_ROW_BYTES = 128
 
 
 class Bags(NamedTuple):
-    """The checked arguments of a call of `embedding_bag`."""
+    """The checked arguments of a call to `embedding_bag`."""
 
     ids: torch.Tensor  # int32 or int64 [K], contiguous.
     offsets: torch.Tensor | None  # The position of each bag's first id. None: every bag has bag_size ids.

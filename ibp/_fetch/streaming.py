@@ -102,7 +102,8 @@ def decompress(
         check: whether to wait for the result and raise faults at once, as in `index_select`.
         max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all, except on path "copy", which
             uses only the number that keeps up with the link (32, or more if decoding is slow), so that other work can
-            use the rest. Give a number, such as 16, if other kernels keep all multiprocessors busy.
+            use the rest. If other kernels keep all multiprocessors busy, give a number, such as 16: it selects path
+            "gpu" (see `path`).
         path: how rows come from pinned host memory to a GPU. Both paths give the same bits. None chooses "gpu" if
             max_sms is given, and otherwise chooses by the size.
             "copy": the copy engine moves the rows into the ring. This is the fastest path if the GPU has free

@@ -271,8 +271,8 @@ def _exponents(rows: torch.Tensor, residual_bits: int, listed: bool) -> torch.Te
 
 
 def consecutive(rows: torch.Tensor, residual_bits: int) -> _Family:
-    """Returns a family of scheme planes at level "fast". Its codebook has the fifteen consecutive exponents that
-    together occur most often. residual_bits: the number of bits of sign and mantissa."""
+    """Returns the data for the coders of scheme planes at level "fast". Its codebook has the fifteen consecutive
+    exponents that together occur most often. residual_bits: the number of bits of sign and mantissa."""
     counts = torch.nn.functional.pad(_exponents(rows, residual_bits, listed=False), (0, 15))
     first = int(counts.unfold(0, 15, 1).sum(1).argmax())
     entries = torch.empty(1, 0, dtype=torch.int64, device="cpu")

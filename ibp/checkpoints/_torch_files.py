@@ -52,8 +52,7 @@ _UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in torch's message about a class or fu
 
 
 def open_torch(path: str | os.PathLike[str]) -> Source:
-    """Opens a checkpoint of torch. Nested dicts and lists become flat names (`nested`): ["model"]["w"] becomes
-    "model.w".
+    """Opens a torch checkpoint. Nested dicts and lists become flat names (`nested`): ["model"]["w"] becomes "model.w".
 
     Raises:
         NotTensorsError: it holds values other than tensors, numbers and strings, and dicts and lists of these.

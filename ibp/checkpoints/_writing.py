@@ -134,7 +134,7 @@ class CheckpointWriter(Closing):
         self._open.__exit__(*error)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Ends the file, as leaving the `with` block normally does. A second call does nothing."""
+        """Finishes the file, as leaving the `with` block without an exception does. A second call does nothing."""
         self.__exit__(None, None, None)
 
 

@@ -81,8 +81,8 @@ def compress(
 ) -> CompressedTensor | WholeTensor:
     """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
 
-    The table is where x is, unless `memory` says otherwise: on the GPU of x, or in host memory, pinned if there is a
-    CUDA device. If rows would not become smaller, all rows are left raw, and `table.scheme` is "raw". `table.savings`
+    Unless `memory` says otherwise, the table is where x is: on x's GPU, or in host memory, which is pinned if there is
+    a CUDA device. If rows would not become smaller, all rows are left raw, and `table.scheme` is "raw". `table.savings`
     is the share of the rows' bytes that is saved, `table.nbytes` the size of the table in memory, and
     `table.link_bytes` the number of bytes that go over the link if every row is fetched once. `estimate` gives these
     numbers beforehand.

@@ -125,7 +125,8 @@ class Making:
         if badly_coded:
             for i in badly_coded:
                 rows = self._rows[i]
-                # Marks default rows, which take no bytes.
+                # Marks all rows of the pair as default rows, so that they take no bytes in `overflow` and encode_deltas
+                # skips them.
                 self._lengths.view(torch.int16)[rows.first :][: rows.num_rows] = ROW_BYTES
             self._index()
             starts, sizes, sums = self._read()

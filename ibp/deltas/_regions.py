@@ -102,7 +102,7 @@ class PushHead(NamedTuple):
     version: the number of the version that the weights have after the push.
     base: the number of the version to which the message must be applied; None if all weights are sent whole.
     piece: (index of the message among the messages of this sender's push, number of these messages).
-    regions: the regions whose changes the message has.
+    regions: the regions whose changes the message carries.
     """
 
     sender: str

@@ -260,10 +260,10 @@ class _AllToAll(Collective):
         self._is_coded = [data.numel() >= max(1, plan.least) for data in self._parts]
         self._raw = [data[:0] if coded else data for data, coded in zip(self._parts, self._is_coded)]
         if self._on_gpu and not any(self._is_coded):
-            # This rank has no coded messages, but other ranks may send coded messages to each other. An all-to-all of
-            # NCCL is a group of sends and receives between pairs of ranks, so this rank can leave out the all-to-alls
-            # in which it moves no bytes. Its raw parts are moved as bytes, because the other ranks also send and
-            # receive them as bytes.
+            # This rank has no coded messages, but other ranks may send coded messages to each other. An NCCL all-to-all
+            # is a group of sends and receives between pairs of ranks, so this rank can leave out the all-to-alls in
+            # which it moves no bytes. Its raw parts are moved as bytes, because the other ranks also send and receive
+            # them as bytes.
             to, back = ([data.numel() for data in parts] for parts in (sent, received))
             x, out = as_bytes(self._input), as_bytes(self._output)
             return dist.all_to_all_single(out, x, back, to, group=self.group, async_op=is_async)

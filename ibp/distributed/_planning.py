@@ -1,9 +1,9 @@
 """The state of a process group on one rank: the rate of its link, and the plan for each kind of call.
 
-`Collective.plan` (`_exchange.py`) makes plans. With level="auto", tensors travel coded if this is faster at the rate of
-a raw all-gather. Each group measures this rate once. All ranks decide from the same numbers: the time of the slowest
-rank, and the rates at which rank 0 codes and decodes. If the caller gives a codec or another level, the rate of the
-link does not matter.
+`Collective.plan` (`_exchange.py`) makes plans. With level="auto", tensors are sent coded only if coding is expected to
+save time on the group's link. The rate of the link is measured once for each group, with a raw all-gather. All ranks
+decide from the same numbers: the time of the slowest rank, and the rates at which rank 0 codes and decodes. If the
+caller gives a codec or another level, the rate of the link does not matter.
 """
 
 from __future__ import annotations

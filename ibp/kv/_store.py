@@ -467,7 +467,8 @@ class KVStore(OfThisProcess):
         """Waits for all transfers begun so far, and raises an error if one of them has noted a fault.
 
         Raises:
-            IndexError: a page or block number on the GPU was out of range, or a page that was loaded was not stored.
+            IndexError: a page or block number on the GPU was out of range, or a page that was to be loaded was not
+                stored.
             RuntimeError: a page was given twice in one call of `store`.
             ibp.CorruptTableError: a page is damaged.
         """

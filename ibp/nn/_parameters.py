@@ -28,8 +28,9 @@ _READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__
 
 
 class SharedTable:
-    """Holds a table that one or more modules use, as modules can share a parameter. If the table is loaded or moved,
-    the new table replaces the old one in all of these modules. The table is ready for compiled code and for products.
+    """Holds a table that one or more modules use, just as plain modules can share a parameter. If the table is loaded
+    or moved, the new table replaces the old one in all of these modules. The table is ready for compiled code and for
+    products.
 
     Attributes:
         weight: the table [rows, columns].

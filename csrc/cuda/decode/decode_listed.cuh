@@ -376,8 +376,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             const uint32_t from = ibp_min_u32(i + each * lane_id(), form.upper_bits);
             uint32_t ones = low_bits(shared_bits(start + from), ibp_min_u32(form.upper_bits - from, each));
             const uint32_t count = ibp_popcount(ones), sums = G::inclusive_scan(count);
-            // first: the least of the lane's positions. next: the least valid position after the lane's last one; ~0
-            // once a position has been wrong.
+            // first: the least position that the lane has decoded. next: one more than the position that it decoded
+            // last, which is the least that may follow; ~0 once a position was wrong.
             uint32_t rank = found + sums - count, first = ~0u, next = 0;
             found += G::last_lane(sums);
             if (G::any(found > form.num_positions)) return false;

@@ -438,8 +438,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     {
         return sizeof(T) == 1 ? in_register(with.beside(0, low_bits(0xffu, r) * 0x01010101u)) : 0u;
     }
-    // Combines the names and the residuals of 16 elements of one byte. Residuals have up to four bits, and there are no
-    // invariant bits. nibbles: the result of nibbles_in.
+    // Combines symbols, given by their names (name_of), with residuals, for 16 one-byte elements. Residuals must have
+    // at most four bits, and there must be no invariant bits. nibbles: the result of nibbles_in.
     template <bool SIMPLE>
     __device__ __forceinline__ void join_nibbles(uint32_t nibbles, uint4 symbols, const Cursor &residuals,
                                                  uint32_t word, uint32_t (&words)[4]) const

@@ -14,7 +14,8 @@ __device__ __forceinline__ uint32_t length_of_row(const uint16_t *lengths, int64
 }
 
 // Returns the total number of bytes that the earlier rows with the same base as this row take in overflow, including
-// padding. All these rows have row_bytes bytes.
+// padding. Before coding, each of these rows has row_bytes bytes: only the last row of a table can be shorter, and it
+// is not an earlier row.
 __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t row)
 {
     const int64_t first = ibp_first_of_base(&table, row);

@@ -4,7 +4,7 @@
 // adds all of them and writes the word once. Meanwhile the words for the next elements are loaded. Each changed word
 // also changes the base's sum of words; so the sum of the result is known without reading the result.
 //
-// A call queues these kernels at once:
+// A call queues these kernels one after the other, without waiting for a verdict:
 //
 // 1. sum_versions computes the sums of the bases.
 // 2. judge_deltas compares these sums with those that the deltas require, and sets the verdict.

@@ -106,9 +106,9 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
     return length;
 }
 
-// Counts over a group's rows. spilled: number of rows that were stored with an overflow part. lost: number of rows for
-// whose overflow part there was no room. seen: the last value of the overflow counter that the group's first lane has
-// read.
+// What a group records while it stores its rows. spilled: number of rows that were stored with an overflow part. lost:
+// number of rows for whose overflow part there was no room. seen: the last value of the overflow counter that the
+// group's first lane has read.
 struct Tally {
     uint32_t spilled, lost;
     uint64_t seen;

@@ -35,7 +35,8 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Makes barriers that this thread has begun visible to all blocks of the cluster and to copies.
+    // Makes the barriers that this thread has initialised (see begin) visible to all blocks of the cluster and to
+    // asynchronous copies.
     static __device__ __forceinline__ void publish()
     {
 #ifdef __CUDACC__
