@@ -166,6 +166,8 @@ bool ibp_take_size(ibp_json *json, int64_t *number)
     ibp_text rest = {json->at, (size_t)(json->end - json->at)};
     uint64_t value;
     if (!ibp_take_number(&rest, &value) || value > INT64_MAX) return false;
+    /* Escapes such as \u0031 stand for digits in strings alone. */
+    if (memchr(json->at, '\\', (size_t)(rest.data - json->at)) != NULL) return false;
     json->at = rest.data;
     *number = (int64_t)value;
     return true;

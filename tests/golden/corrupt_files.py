@@ -168,6 +168,11 @@ OF_FILES = {
         r"it has .*\[0,1152921504606846976\].*; wanted a shape of at most",
         data=lambda data: with_header(data, with_empty(header_of(data), "0,1152921504606846976")),
     ),
+    "escaped digits": Case(
+        "raw.safetensors",
+        r"\[\\+u0031\\+u0032\\+u0038\].*wanted JSON: dtype",
+        text=('"shape":[128]', '"shape":[\\u0031\\u0032\\u0038]'),
+    ),
     "not a number": Case("raw.safetensors", r"\[NaN\].*wanted JSON", text=('"shape":[128]', '"shape":[NaN]')),
     "a key that is there twice": Case(
         "raw.safetensors",
