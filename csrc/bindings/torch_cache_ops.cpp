@@ -23,10 +23,11 @@
 //     counts      int64 [10], to which the operation adds: the numbers of rows found in slabs 0 to 7; the number of
 //                 rows not found; and the size in bytes of the rows not found, each row rounded up to sectors of 32
 //                 bytes.
-//     stamps      int32 [sets * 33], zeros at first: for each of the sets * 32 ways the number of the call that used it
-//                 last, then for each set a lock, which is 0 between calls.
+//     stamps      int32 [sets * 33], zeros at first; only for caches that replace rows, whose sets have 32 ways. First,
+//                 for each way, the number of the call that used it last. Then, for each set, a lock, which is 0
+//                 between calls.
 //     clock       int64 [2], zeros at first: two copies of the number of calls so far.
-//     rows        int64 [rows]: numbers of rows; negative numbers are skipped.
+//     rows        int64 [rows]: row numbers; negative ones are skipped.
 #include "torch_tables.h"
 
 #include <optional>

@@ -84,7 +84,7 @@ ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps
 
 /* ---- filling a slab ---- */
 
-/* Finds where the stored bytes of a row lie, and how many they are. Returns IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW
+/* Finds where the stored bytes of a row lie, and how many there are. Returns IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW
  * if the row cannot be copied. */
 static ibp_status find_stored(const ibp_table *table, int64_t row, ibp_row_place *place, uint32_t *stored)
 {

@@ -1,4 +1,5 @@
-/* json.c - reads strings and whole numbers of JSON (RFC 8259), in UTF-8 (RFC 3629). */
+/* json.c - reads strings, whole numbers without a sign, and single symbols of JSON (RFC 8259), in UTF-8 (RFC 3629).
+ * file.c reads the rest of JSON with these. */
 #include "json.h"
 
 #include "format.h"

@@ -1,4 +1,5 @@
-/* schemes.c - the table of schemes, and the checks of codebooks and tables that follow from it. */
+/* schemes.c - the list of schemes (schemes.h), and checks of codebooks, compressed tables, places and sources of rows.
+ * */
 #include "schemes.h"
 
 #include "locate.h"

@@ -1,5 +1,5 @@
-// digits.cuh - spreads digits of scheme planes to nibbles, so that they can be the selector of `prmt`, and reads shared
-// memory at any byte or bit.
+// digits.cuh - spreads digits of scheme planes of two or three bits to nibbles, so that they can be the selector of
+// `prmt`; finds and numbers escapes; spreads residuals over elements; and reads shared memory at any byte or bit.
 #ifndef IBP_DIGITS_CUH
 #define IBP_DIGITS_CUH
 

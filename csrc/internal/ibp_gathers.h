@@ -46,8 +46,8 @@ IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, u
  * ids: ids->positions is not read. An id out of range is sorted into the nearest window.
  * workspace: ibp_partition_workspace_bytes bytes, aligned to 8.
  * sorted_ids, positions: ids->count entries each; sorted_ids[k] = ids[positions[k]]. sorted_ids has the type of ids. If
- *   another thread changes ids during the call, positions still holds each of the numbers 0 to count - 1 once, and each
- *   sorted id is one of the values that ids had at its position.
+ *   another thread changes ids during the call, positions is still a permutation of 0 to count - 1, and sorted_ids[k]
+ *   is a value that ids[positions[k]] had at some time during the call.
  * @return IBP_INVALID_ARGUMENT if there are more than UINT32_MAX ids or more than IBP_MAX_WINDOWS windows, or if
  * num_items is negative. */
 IBP_API ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,

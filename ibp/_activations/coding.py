@@ -1,7 +1,8 @@
-"""Encodes activations into packed pieces of coded rows (`_layout.forms`), and decodes them. A packed piece has an index
-and then the overflow, in which all coded rows lie one after the other. Only the first bytes of the memory of an encoded
-piece are in use, and only these are copied. A training step encodes hundreds of tensors. To keep the host's work small,
-a single operation encodes a piece, and a single operation decodes it."""
+"""Learns recipes for activations, encodes activations into packed pieces of coded rows (`_layout.forms`), and decodes
+them. A packed piece has a head, an index, and then the overflow, in which all coded rows lie one after the other. The
+host does not know how many bytes of a piece are in use; a recipe predicts the number, and only so many bytes are
+copied. A training step encodes hundreds of tensors. To keep the host's work small, a single operation encodes a piece,
+and a single operation decodes it."""
 
 from __future__ import annotations
 

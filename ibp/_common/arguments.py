@@ -10,7 +10,7 @@ from typing import SupportsFloat, SupportsIndex
 
 
 def whole_number(name: str, value: SupportsIndex, least: int | None = None, most: int | None = None) -> int:
-    """Converts an argument to an int. Accepts integers of Python and of numpy, and tensors that hold one integer.
+    """Converts an argument to an int. Accepts Python and numpy integers, and tensors that hold one integer.
 
     Raises:
         TypeError: the value is a bool, a float or not a number.

@@ -222,7 +222,7 @@ def errors_of(path: Path, num_bytes: int) -> Iterator[None]:
     full, the number of bytes that the file needs.
 
     Args:
-        num_bytes: the least size of the file in bytes.
+        num_bytes: the number of bytes that the file needs at least, for the message.
     """
     try:
         yield

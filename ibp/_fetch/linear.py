@@ -79,8 +79,7 @@ def linear(
 
     Gradients reach x and bias, also under autocast. The decoded W is not kept for backward. Instead, backward decodes W
     again for the duration of its product, so rows of the table must not change before that. There are two exceptions:
-    if transforms of torch.func are active, or if `table` is another object than a table, autograd keeps the decoded W
-    until backward.
+    if transforms of torch.func are active, or if `table` is not a table, autograd keeps the decoded W until backward.
 
     The kernel needs a list of the few escaped weights, which the table's digits do not represent. Modules of `ibp.nn`
     make this list when they are given a table; call `table.prepare_linear()` to make it for a table of your own. With

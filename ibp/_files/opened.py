@@ -512,9 +512,9 @@ def stored_in(file: File) -> Iterator[tuple[str, Value, tuple[str, tuple[int, ..
 
 
 def range_verifier(file: File, name: str, value: CompressedTensor | torch.Tensor) -> Callable[[int, int], None]:
-    """Returns a function of (start, end) that compares the checksums of the blocks from which bytes [start, end) of a
-    tensor are read, except blocks that were compared before. For a table, these are the blocks of its index, and the
-    blocks of the rows that are decoded for these bytes. value: the value that `stored_in` yields for the name.
+    """Returns a function of (start, end) that verifies the blocks from which bytes [start, end) of a tensor are read,
+    unless they were verified before. For a table, these are the blocks of its index, and the blocks of the rows that
+    are decoded for these bytes. value: the value that `stored_in` yields for the name.
 
     The function raises ChecksumError if a block is damaged. The message names the file, the block and the tensor.
     """

@@ -1,6 +1,7 @@
-"""Finds out what the bytes and bits of tables are used for: counts raw, default and coded rows, and computes the sizes
-of the parts of coded rows. The sizes follow from the decoded rows and their codebook, by the rules of FORMAT.md, which
-also explains the terms of the two schemes."""
+"""Finds out what the bytes and bits of tables are used for: counts raw, default and coded rows by their lengths in the
+index, and computes the sizes of the parts of coded rows and the entropy of bits. The sizes are computed from decoded
+rows, which may be a sample, and their codebook, by the rules of FORMAT.md, which also explains the terms of the two
+schemes."""
 
 from __future__ import annotations
 

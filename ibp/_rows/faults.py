@@ -50,7 +50,7 @@ class FaultWords(NamedTuple):
 
         Args:
             noted_on: the device that noted the fault during an earlier call. None: the present call noted the fault.
-            names: values for further names in the messages.
+            names: values for the other placeholders of the message.
         """
         status, position, value, _ = record.tolist() if isinstance(record, torch.Tensor) else record
         if status == 0:

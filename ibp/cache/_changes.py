@@ -141,7 +141,7 @@ class _CodedChanges(NamedTuple):
 
     Attributes:
         bytes: uint8 [rows, min(slot_bytes, row_bytes)]. Without a codebook, [rows, row_bytes].
-        lengths: int16 [rows]: the bits of the rows' entries in the uint16 array `lengths` of a table.
+        lengths: int16 [rows]: for each row, its entry of a table's `lengths` (uint16), viewed as int16.
         fits: bool [rows]: whether each row fits in a slot.
     """
 

@@ -94,8 +94,8 @@ class Sender:
     def push(self, weights: Named, *, full: bool = False) -> list[torch.Tensor]:
         """Returns messages that change the weights of receivers to `weights`, which become a new version.
 
-        If the call raises an error, the version stays the same. The copy then stays as it was, or it is lost. If it is
-        lost, the next push sends all weights whole.
+        If the call raises an error, `version` does not change. The sender's copy of the weights is then unchanged or
+        lost; after a loss, the next push sends all weights whole.
 
         Args:
             weights: a module, whose state dict is used; or tensors by name, as a mapping or as pairs (name, tensor).

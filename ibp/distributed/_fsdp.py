@@ -265,8 +265,8 @@ class Rooms:
             self._look()
 
     def end_pass(self) -> None:
-        """At the end of a backward pass, reads the statuses. Discards the result of the check before the pass, because
-        the optimizer changes the parameters next."""
+        """At the end of a backward pass, reads the statuses. Discards the result of the check that was made before the
+        forward pass, because the optimizer changes the parameters next."""
         for shard in self.shards:
             shard.is_seen = False
         self._look()

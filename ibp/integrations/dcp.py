@@ -233,7 +233,7 @@ def _is_at(chunk: ChunkStorageMetadata, index: MetadataIndex) -> bool:
 
 
 def _is_stored(item: WriteItem, planner: SavePlanner) -> bool:
-    """Returns whether an item is a tensor that a file of ibp can hold."""
+    """Returns whether an item is a tensor that an ibp file can hold."""
     return item.type != WriteItemType.BYTE_IO and ibp.checkpoints.CheckpointWriter.takes(
         item.index.fqn, _tensor_of(item, planner)
     )

@@ -143,8 +143,8 @@ def _decode(jobs: _Jobs) -> None:
 
 def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
     """Returns a function that calls a layer's load_weight, and then decodes all of the layer's weights in one call.
-    This is possible because FlexGen reads the copies only after load_weight has returned. The current stream is the
-    stream on which FlexGen copies."""
+    This is possible because FlexGen uses the weights only after load_weight has returned. FlexGen calls load_weight
+    with its copy stream as the current stream, so the tables are decoded on that stream."""
 
     @functools.wraps(load_weight)
     def load(*args: Any) -> None:

@@ -6,7 +6,6 @@
 This module was written from GraphBolt's Python source (the class Feature of DGL 2.1.0, and the additions of 2.4.0), and
 is tested with a stand-in for that class. It is not tested with GraphBolt's binaries: they need torch 2.4 or older, and
 ibp needs torch 2.10 or newer, so no released build of DGL can use this module. It is meant for your own builds of DGL.
-Import `dgl.graphbolt` before this module.
 """
 
 from __future__ import annotations

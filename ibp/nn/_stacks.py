@@ -2,9 +2,10 @@
 experts.
 
 A call has a fixed number of choices: the number of tokens times the number of experts that each token chooses. The
-chosen experts are put into slots. The number of slots is the largest number of experts that this number of choices can
-name, so the host knows the number of slots without waiting for a GPU. The forward of the module's class computes with
-the slots instead of all experts, and with slot numbers instead of expert numbers.
+chosen experts are put into slots. The number of slots is the largest number of different experts that this number of
+choices can name, where all numbers out of range count as one more expert, and at least two. So the host knows the
+number of slots without waiting for a GPU. The forward of the module's class computes with the slots instead of all
+experts, and with slot numbers instead of expert numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-// decode_dense.cuh - decodes all dense rows of scheme planes (FORMAT.md section 6) that decode_fast.cuh and
-// decode_pairs.cuh cannot decode.
+// decode_dense.cuh - decodes dense rows of scheme planes (FORMAT.md section 6) of any codebook. It is used where
+// decode_fast.cuh and decode_pairs.cuh are not.
 //
-// It works as decode_pairs.cuh does, but digits may have any width. tiles.cuh describes the bytes of a row and the
-// levels, which are arrays of names in shared memory.
+// It works as decode_pairs.cuh does, but digits may have 1 to 4 bits. tiles.cuh describes the bytes of a row and the
+// levels, which are arrays of names in shared memory. For each of its tiles, a warp does the following:
 //
 // 1. The warp visits planes 0 to 3 in order. A lane spreads its digits of planes 0 and 1 to nibbles, and counts
 //    escapes, because their number says where the next plane begins. It keeps the nibbles of plane 0 in shared memory,

@@ -1,5 +1,6 @@
-// warp_rows.cuh - functions with which a warp of any kernel decodes a row, and their contract. ibp_device.cuh includes
-// this file.
+// warp_rows.cuh - functions with which a warp of any kernel decodes a row from its coded bytes (warp_decode_coded), or
+// fetches and decodes a row of a table (warp_decode_row). The comment of each function says what callers must do.
+// ibp_device.cuh includes this file. A coded row takes these steps:
 //
 // 1. The coded bytes are copied to the warp's scratch in dynamic shared memory.
 // 2. The codebook's decoder is constructed; its shared memory is the scratch after these bytes.

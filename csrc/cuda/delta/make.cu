@@ -230,9 +230,9 @@ template <typename T> struct DeltaRows {
         }
         if (held != done) put_elements(work, done, held - done);
     }
-    // Writes which of a lane's kPerLane columns hold elements that are coded, either as a part of a bitmap or by
-    // listing the other columns. column: the first of the lane's columns. listed: bit i is set if column + i holds a
-    // coded element. rank: number of listed elements of the row in earlier columns.
+    // Writes the positions of a lane's listed elements: either the lane's part of the bitmap or, if form.is_complement,
+    // a list of the lane's columns that are not listed. column: the first of the lane's kPerLane columns. listed: bit i
+    // is set if the element in column + i is listed. rank: number of the row's listed elements in earlier columns.
     __device__ __forceinline__ void put_positions(const Parts &parts, const BitStage &stage, uint32_t column,
                                                   uint32_t listed, uint32_t rank) const
     {

@@ -1,5 +1,6 @@
-// tiles.cu - launches the kernels that multiply up to 256 vectors. If 9.0 is among the compute capabilities that the
-// library is compiled for, this file is compiled for sm_90a, which has `wgmma`.
+// tiles.cu - plans and launches the kernels of tiles.cuh, which multiply up to 256 vectors and need `wgmma`. For
+// compute capability 9.0, this file is therefore compiled for sm_90a in place of sm_90. On other GPUs multiply_tiles
+// launches nothing, and linear.cu takes another kernel.
 #include "many.h"
 
 #include "tiles.cuh"

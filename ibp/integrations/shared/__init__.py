@@ -15,8 +15,8 @@ from typing import Any
 
 def lazily(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """Returns a function `__getattr__` for a package, which imports the package's modules lazily. A module is imported
-    when the module or one of its names is first read from the package. So a user needs only those parts of a framework
-    that the used modules import.
+    when the module or one of its names is first read from the package. So users need only the parts of a framework that
+    the modules they use import.
 
     modules: for each module, those of its names that can also be read from the package.
     """
