@@ -55,7 +55,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ibp
-from ibp._activations import coding, offload, spans
+from ibp._activations import coding, offload
 
 from . import densities, harness, ideal, nets
 
@@ -194,13 +194,13 @@ class ZeroValues(saved_tensors_hooks):
         return offload.ActivationStats(coded_bytes=self.saved, sent_bytes=self.sent)
 
     def _pack(self, x):
-        is_large = spans.is_plain(x) and x.nbytes >= self.least_bytes and x.itemsize in (2, 4)
-        found = spans.span_of(x) if is_large and not spans.is_of_parameter(x) else None
+        is_large = coding.is_plain(x) and x.nbytes >= self.least_bytes and x.itemsize in (2, 4)
+        found = coding.span_of(x) if is_large and not coding.is_of_parameter(x) else None
         if found is None:
-            return spans.UnchangedTensor.of(x)
+            return coding.UnchangedTensor.of(x)
         span, view = found
         with torch.no_grad():
-            words = spans.bytes_of(x.detach(), span).view(torch.int16 if x.itemsize == 2 else torch.int32)
+            words = coding.bytes_of(x.detach(), span).view(torch.int16 if x.itemsize == 2 else torch.int32)
             flags, values = encoded_zeros(words, self.bits)
         self.saved += words.nbytes
         self.sent += flags.nbytes + values.nbytes
@@ -210,7 +210,7 @@ class ZeroValues(saved_tensors_hooks):
         return torch.empty_like(part, device="cpu", pin_memory=self.is_pinned).copy_(part, non_blocking=True)
 
     def _unpack(self, saved):
-        if isinstance(saved, spans.UnchangedTensor):
+        if isinstance(saved, coding.UnchangedTensor):
             return saved.get()
         view, count, *parts = saved
         flags, values = (part.to(self.bits.device, non_blocking=True) for part in parts)
@@ -310,10 +310,10 @@ def most_times_smaller(net, x, least_bytes):
     spans_seen, sizes = set(), []
 
     def note(saved):
-        found = spans.span_of(saved) if spans.is_plain(saved) and not spans.is_of_parameter(saved) else None
+        found = coding.span_of(saved) if coding.is_plain(saved) and not coding.is_of_parameter(saved) else None
         if found is not None and found[0] not in spans_seen and found[0].num_bytes >= least_bytes:
             spans_seen.add(found[0])
-            data = spans.bytes_of(saved.detach(), found[0])
+            data = coding.bytes_of(saved.detach(), found[0])
             sizes.append((data.numel(), data.numel() * entropy_share(data, found[1])))
         return saved
 
@@ -428,7 +428,7 @@ def relu_outputs(run):
     count = coding.PIECE_BYTES // 1024 if run.quick else BESIDE_BYTES
     x = torch.randn(count // 2, device=run.device).relu().bfloat16()
     data = x.view(torch.uint8)
-    return data, coding.learn(data, spans.span_of(x)[1])
+    return data, coding.learn(data, coding.span_of(x)[1])
 
 
 def measure_beside(run, case, net, x, plain_ms, names):

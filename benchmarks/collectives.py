@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import ibp.distributed as coded
-from ibp.distributed import _planning
+from ibp.distributed import _links
 
 from . import families, harness, inputs
 
@@ -156,7 +156,7 @@ class Rank:
 
 def savings_of(call, dtype, level, name):
     """Returns the savings of the last messages that calls of a kind have sent, or 0 if they were raw."""
-    state = _planning.state_of(None)
+    state = _links.state_of(None)
     if call == FSDP:  # Its codecs are named after modules.
         found = [plan for kind, plan in state.plans.items() if kind.name.isdigit() and kind.level == level]
     else:

@@ -30,7 +30,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ibp
-from ibp._activations import coding, spans
+from ibp._activations import coding
 
 from . import harness, nets, ratio
 
@@ -263,8 +263,8 @@ def ibp_ratio(flat):
 def indices_ratio(indices):
     """Returns the ratio of indices that are compressed as saved activations are: relative to their windows, with their
     own codebook."""
-    span, view = spans.span_of(indices)
-    recipe = coding.learn(spans.bytes_of(indices, span), view)
+    span, view = coding.span_of(indices)
+    recipe = coding.learn(coding.bytes_of(indices, span), view)
     return 1.0 if recipe is None else 1 / recipe.coded_share
 
 

@@ -15,8 +15,8 @@ import sys
 import torch
 
 import ibp
-from ibp._rows.handle import Handle, Parts
-from ibp.calibration import _measuring
+from ibp import calibration
+from ibp._rows.table import Handle, Parts
 
 from . import codec, families, harness, ideal, inputs, small_calls
 
@@ -55,7 +55,7 @@ class Case:
         self.run, self.rates, self.name, self.x = run, rates, name, x
         self.is_fast = name.endswith(FAST)
         self.codebook = (
-            _measuring.consecutive(x, SIGN_AND_MANTISSA_BITS[x.dtype]).codebook(x.shape[1] * x.dtype.itemsize)
+            calibration.consecutive(x, SIGN_AND_MANTISSA_BITS[x.dtype]).codebook(x.shape[1] * x.dtype.itemsize)
             if self.is_fast
             else ibp.codecs.analyze(x, scheme="planes", sample=families.SAMPLE)
         )

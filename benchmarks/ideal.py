@@ -7,7 +7,7 @@ if it was calibrated, and are otherwise an H200's on PCIe 5 x16.
 import torch
 
 import ibp
-from ibp._layout.geometry import stored_sizes
+from ibp._rows.geometry import stored_sizes
 
 SECTOR_BYTES = 32
 # A kernel's reads reach host memory as requests for a line or less. LINE_COST is the number of bytes that a request

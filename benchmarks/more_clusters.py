@@ -15,7 +15,7 @@ import sys
 import torch
 
 import ibp
-from ibp._schemes.clusters import MAX_CLUSTERS
+from ibp._rows.clusters import MAX_CLUSTERS
 
 from . import clusters, harness, ratio, reading
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import ibp
-from ibp._schemes.planes import relearn
+from ibp._rows.planes import relearn
 
 from . import bpc, harness, ndzip, reading, sets
 

@@ -31,7 +31,7 @@ import sys
 import torch
 
 import ibp
-from ibp.spill import _targets
+from ibp import spill
 
 from . import densities, families, harness, ideal, inputs, scattered
 
@@ -186,7 +186,7 @@ def measure_kinds(run, cases):
             for share in shares:
                 case.measure(with_noise(case.x, share), slot_bytes)
             for ratio in ratios:
-                case.measure(case.x, _targets.slot_bytes_of(ratio, case.codebook.row_bytes), ratio)
+                case.measure(case.x, spill.slot_bytes_of(ratio, case.codebook.row_bytes), ratio)
 
 
 def fitting(case):
@@ -204,7 +204,7 @@ def measure_real(run, data):
             x = inputs.replicated(rows, max(1, num_bytes // rows[0].nbytes), run.device)
             case = Case(run, name, x, "default")
             for ratio in REAL[name]:
-                case.measure(x, _targets.slot_bytes_of(ratio, case.codebook.row_bytes), ratio)
+                case.measure(x, spill.slot_bytes_of(ratio, case.codebook.row_bytes), ratio)
 
 
 # ---- pages of a KV-cache -------------------------------------------------------------------------------------------
@@ -364,12 +364,12 @@ def with_ratios(report, ratios):
     return ibp.spill.Profile(tensors, report.threshold, report.num_snapshots).at(report.threshold)
 
 
-def with_one_target(report, most=_targets.THRESHOLD):
+def with_one_target(report, most=spill.THRESHOLD):
     """Returns the profile of Buddy Compression's naive way: the highest of its targets with which at most `most` of all
     rows spill."""
-    for ratio in sorted(filter(math.isfinite, _targets.RATIOS), reverse=True):
+    for ratio in sorted(filter(math.isfinite, spill.RATIOS), reverse=True):
         tensors = {
-            name: dataclasses.replace(tensor, slot_bytes=_targets.slot_bytes_of(ratio, tensor.row_bytes))
+            name: dataclasses.replace(tensor, slot_bytes=spill.slot_bytes_of(ratio, tensor.row_bytes))
             for name, tensor in report.items()
         }
         found = ibp.spill.Profile(tensors, report.threshold, report.num_snapshots)
@@ -397,7 +397,7 @@ def measure_profile(run, name, moments, row_bytes=None, sweep=(0.1, 0.2, 0.3, 0.
 
     report = ibp.spill.profile(seen(), row_bytes=row_bytes)
     print(f"{name}: {str(report).splitlines()[0]}")
-    few = tuple(ratio for ratio in _targets.RATIOS if ratio < 16)
+    few = tuple(ratio for ratio in spill.RATIOS if ratio < 16)
     kinds = {"the paper's ratios": report, "slots of any size": with_ratios(report, None)}
     found = [
         (kind, f"profile, {threshold:.0%}", of.at(threshold))

@@ -15,14 +15,14 @@ import sys
 
 from . import harness, reading
 
-_CODING = ("csrc/core/planes.c", "csrc/core/masks.c", "csrc/core/learn.c", "ibp/_schemes")
+_CODING = ("csrc/core/planes.c", "csrc/core/masks.c", "csrc/core/learn.c", "ibp/_rows")
 _DECODING = ("csrc/cuda/decode", "csrc/cuda/planes_book.cuh", "csrc/cuda/warp.cuh", "csrc/cuda/group.cuh")
 _ENCODING = ("csrc/cuda/encode", "csrc/cuda/planes_book.cuh", "csrc/cuda/warp.cuh", "csrc/cuda/group.cuh")
 _KERNELS = (*_DECODING, "csrc/cuda/encode")
 _FETCHING = (*_DECODING, "ibp/_fetch/gather.py", "csrc/bindings/torch_take_ops.cpp")
 _STREAMING = (*_DECODING, "csrc/cuda/stream", "ibp/_fetch/streaming.py")
 _CACHING = (*_FETCHING, "csrc/cuda/cache", "ibp/cache")
-_LINEAR = ("csrc/cuda/linear", "ibp/_fetch/linear.py", "ibp/_fetch/products.py")
+_LINEAR = ("csrc/cuda/linear", "ibp/_fetch/linear.py", "ibp/_fetch/linear.py")
 _OFFLOADING = (*_STREAMING, "ibp/_offload")
 _KV = (*_KERNELS, "csrc/cuda/kv", "ibp/kv")
 _SAVINGS = (*_CODING, "csrc/core/analysis.c")
@@ -43,14 +43,14 @@ SOURCES = {
     "clusters": _SAVINGS,
     "codec": (*_KERNELS, "ibp/_tables"),
     "collectives": (*_KERNELS, "ibp/distributed"),
-    "compress": (*_ENCODING, "ibp/_tables/coding.py", "ibp/_schemes"),
+    "compress": (*_ENCODING, "ibp/_tables/coding.py", "ibp/_rows"),
     "copy_threads": _FETCHING,
     "cpu": ("csrc/core", "csrc/x86"),
     "deltas": ("csrc/cuda/delta", "ibp/deltas"),
     "densities": (*_CODING, "ibp/_activations"),
     "digit_forms": (),
     "dlrm": _CACHING,
-    "dlrm_train": (*_CACHING, "csrc/cuda/encode", "ibp/optim/rows.py"),
+    "dlrm_train": (*_CACHING, "csrc/cuda/encode", "ibp/optim.py"),
     "encode_into": _ENCODING,
     "entries": (),
     "families": _KERNELS,
@@ -70,9 +70,9 @@ SOURCES = {
     "linear": _LINEAR,
     "llm": (*_LINEAR, *_OFFLOADING, "ibp/nn"),
     "memory": (),
-    "moe": (*_LINEAR, *_CACHING, "ibp/_offload/experts.py", "ibp/nn/_experts.py", "ibp/nn/_stacks.py"),
-    "moe_deepseek": (*_CACHING, "ibp/_offload/experts.py", "ibp/nn/_stacks.py"),
-    "moe_hits": ("csrc/cuda/cache", "csrc/core/cache.c", "csrc/core/cache.h", "ibp/cache", "ibp/_offload/experts.py"),
+    "moe": (*_LINEAR, *_CACHING, "ibp/_offload/events.py", "ibp/nn/_experts.py", "ibp/nn/_parameters.py"),
+    "moe_deepseek": (*_CACHING, "ibp/_offload/events.py", "ibp/nn/_parameters.py"),
+    "moe_hits": ("csrc/cuda/cache", "csrc/core/cache.c", "csrc/core/cache.h", "ibp/cache", "ibp/_offload/events.py"),
     "moe_policies": (),
     "moments": (*_CODING, "ibp/spill"),
     "more_clusters": _SAVINGS,

@@ -7,9 +7,8 @@ import torch
 
 import ibp
 from benchmarks import harness, inputs
-from ibp._layout import geometry
 from ibp._machine import calibration
-from ibp._schemes import learning
+from ibp._rows import geometry, learning
 
 ARMS = {"raw": "raw rows", "ibp": "ibp slots", "planes": "planes slots"}
 MOST_BYTES = 256 << 10  # A choice is made from rows of this many bytes.

@@ -37,7 +37,7 @@ from . import _core, adapters, cache, calibration, checkpoints, codecs, deltas, 
 from ._activations import ActivationOffload, ActivationStats, offload_activations
 from ._common import ops
 from ._common.importing import after_import as _after_import
-from ._common.publishing import published as _published
+from ._common.importing import published as _published
 from ._fetch.bags import embedding_bag
 from ._fetch.gather import index_select
 from ._fetch.linear import linear
@@ -47,8 +47,8 @@ from ._files import ChecksumError, File, FileFormatError, TensorInfo, load, open
 from ._inspect.config import show_config
 from ._machine.memory import release_pinned
 from ._offload import Offloaded, OffloadStats, offload
+from ._rows.estimation import Estimate, estimate
 from ._rows.faults import CorruptTableError
-from ._schemes.estimation import Estimate, estimate
 from ._tables.coded_rows import Buffers, CodedRows, RowCounts, encode_into
 from ._tables.compressed_tensor import CompressedTensor
 from .cache import RowCache

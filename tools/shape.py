@@ -23,8 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     "_common",
     "_machine",
-    "_layout",
-    "_schemes",
     "_rows",
     "_fetch",
     "_tables",

@@ -144,7 +144,7 @@ class Model(torch.nn.Module):
 
 
 def _try_rank(api, places, what):
-    from ibp.integrations.vllm._incoming import incoming
+    from ibp.integrations.vllm._layers import incoming
 
     made = {}
     for is_stacked in (False, True):
@@ -196,7 +196,7 @@ def _try_refusals(api):
 def try_experts():
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
 
-    from ibp.integrations.vllm import _places, weights
+    from ibp.integrations.vllm import _layers, weights
 
     unquantized.select_unquantized_moe_backend = lambda moe_config: (unquantized.UnquantizedMoeBackend.TRITON, Kernel)
     unquantized.convert_to_unquantized_kernel_format = lambda backend, moe_config, w13_weight, w2_weight, **more: (
@@ -208,7 +208,7 @@ def try_experts():
     for rank, size, experts in ((0, 1, False), (0, 2, False), (1, 2, False), (0, 2, True), (1, 2, True)):
         Ranks.rank, Ranks.size, Ranks.experts = rank, size, experts
         kind = "expert" if experts else "tensor"
-        _try_rank(weights, _places, f"{kind}-parallel rank {rank} of {size}")
+        _try_rank(weights, _layers, f"{kind}-parallel rank {rank} of {size}")
     Ranks.rank, Ranks.size, Ranks.experts = 0, 1, False
     _try_refusals(weights)
     print("experts: fused ones of 1 and 2 tensor- and expert-parallel ranks have the bits of plain ones")

@@ -103,7 +103,7 @@ def some_values(*shape):
 def coded(checkpoint):
     """Returns a checkpoint in which tables that products can read, as `save_coded` writes them, replace the
     matrices."""
-    from ibp.nn._stacks import reshaped
+    from ibp.nn._parameters import reshaped
     from ibp.nn._tables import matrix_table
 
     matrices = {name: weight for name, weight in checkpoint.items() if weight.dim() > 1}

@@ -556,7 +556,7 @@ void decode_bytes(const Device &device, const Table &handle, int64_t start, int6
 
 // ---- rows in one piece of memory ----
 
-// The head of a packed piece of memory, as ibp/_layout/forms.py describes it.
+// The head of a packed piece of memory, as ibp/_rows/forms.py describes it.
 struct PieceHead {
     uint64_t used;
     ibp_place_counts counts;

@@ -1,20 +1,153 @@
-"""Learns recipes for activations, encodes activations into packed pieces of coded rows (`_layout.forms`), and decodes
+"""Finds the range of memory that a saved tensor occupies. Bytes that several saved tensors share are then encoded only
+once.
+
+Learns recipes for activations, encodes activations into packed pieces of coded rows (`_rows.forms`), and decodes
 them. A packed piece has a head, an index, and then the overflow, in which all coded rows lie one after the other. The
 host does not know how many bytes of a piece are in use; a recipe predicts the number, and only so many bytes are
 copied. A training step encodes hundreds of tensors. To keep the host's work small, a single operation encodes a piece,
-and a single operation decodes it."""
+and a single operation decodes it.
+
+Narrows the int64 indices that max pooling saves. An index is the position of the maximum of a small window, in the
+image of a channel. The first position of the window is the same for all images and channels. The difference between the
+index and this position fits in one or two bytes, and takes 2 or 3 bits when it is encoded.
+"""
 
 from __future__ import annotations
 
 import functools
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._layout import forms, geometry
-from .._schemes import AnyCodebook, surveyed
-from .._schemes.learning import learned_from
-from .origin import IndexOrigin
-from .spans import SpanView
+from .._rows import forms, geometry
+from .._rows.codebook import AnyCodebook, surveyed
+from .._rows.learning import learned_from
+
+T = TypeVar("T")
+
+# A tensor with gaps is saved as its whole storage if the storage is at most this many times as large as the tensor.
+_MOST_OF_A_STORAGE = 4
+
+
+class ByteSpan(NamedTuple):
+    """A range of bytes in a storage. These bytes are compressed together.
+
+    Attributes:
+        storage: the address of torch's C++ object for the storage.
+        start: offset of the range in the storage, in bytes.
+        num_bytes: size of the range in bytes.
+        version: the saved tensor's version, which torch increases whenever the tensor is changed in place.
+    """
+
+    storage: int
+    start: int
+    num_bytes: int
+    version: int
+
+
+class SpanView(NamedTuple):
+    """The layout of a tensor in its span. offset: the position of its first element in the span, in elements."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor, as a view of `data`. data: the bytes of its span, uint8 [num_bytes]."""
+        rest = data.numel() % self.dtype.itemsize
+        return (data[:-rest] if rest else data).view(self.dtype).as_strided(self.shape, self.strides, self.offset)
+
+
+class UnchangedTensor(NamedTuple):
+    """A tensor that must not be changed any more, and its version at the time of saving."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> UnchangedTensor:
+        return cls(x.detach(), x._version)  # x itself would keep its autograd graph alive
+
+    @property
+    def is_changed(self) -> bool:
+        return self.tensor._version != self.version
+
+    def get(self) -> torch.Tensor:
+        """Returns the tensor. Raises RuntimeError, with autograd's message, if it has been changed since it was
+        saved."""
+        if self.is_changed:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.tensor.dtype} {list(self.tensor.shape)} is at version {self.tensor._version}; expected "
+                f"version {self.version} instead"
+            )
+        return self.tensor
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Returns whether a tensor is an ordinary strided tensor of a dtype that tables can hold. Tensor subclasses,
+    tensors inside a transform of torch.func, and conjugate or negative views are not ordinary."""
+    return (
+        type(x) is torch.Tensor
+        and x.layout == torch.strided
+        and x.dtype in geometry.DTYPES
+        and not x.is_conj()
+        and not x.is_neg()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
+def is_of_parameter(x: torch.Tensor) -> bool:
+    """Returns whether a tensor is a parameter, a view of a parameter, or a parameter that was cast to another dtype,
+    for example by autocast."""
+    base = x if x._base is None else x._base
+    if base.requires_grad and base.is_leaf:
+        return True
+    made_by = base.grad_fn
+    if made_by is None or made_by.name() != "ToCopyBackward0":
+        return False
+    return any(of is not None and of.name().endswith("AccumulateGrad") for of, _ in made_by.next_functions)
+
+
+def span_of(x: torch.Tensor) -> tuple[ByteSpan, SpanView] | None:
+    """Returns (the span of a plain tensor, the tensor's layout in the span). If the tensor is dense, the span consists
+    of the tensor's bytes. Otherwise the span is the tensor's complete storage. Returns None if that storage is more
+    than 4 times as large as the tensor."""
+    storage, size = x.untyped_storage(), x.dtype.itemsize
+    num_bytes, start, offset = int(x.numel() * size), int(x.storage_offset() * size), 0
+    if not (x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)):
+        whole = int(storage.nbytes())
+        if whole > _MOST_OF_A_STORAGE * num_bytes:
+            return None
+        start, offset, num_bytes = 0, int(x.storage_offset()), whole
+    return ByteSpan(storage._cdata, start, num_bytes, x._version), SpanView(x.dtype, x.shape, x.stride(), offset)
+
+
+def bytes_of(x: torch.Tensor, span: ByteSpan) -> torch.Tensor:
+    """Returns the bytes of a span as a view of x's storage, uint8 [num_bytes]. span: as `span_of(x)` returns it."""
+    flat = torch.empty(0, dtype=torch.uint8, device=x.device)
+    return flat.set_(x.untyped_storage(), span.start, (span.num_bytes,), (1,))
+
+
+class SeenSpans(Generic[T]):
+    """A map from spans that were saved, and may be saved again, to values. A value is valid only while the span's
+    storage lives, so that a later storage at the same address is not mistaken for it."""
+
+    def __init__(self) -> None:
+        self._found: dict[ByteSpan, tuple[StorageWeakRef, T]] = {}
+
+    def get(self, span: ByteSpan) -> T | None:
+        entry = self._found.get(span)
+        return None if entry is None or entry[0].expired() else entry[1]
+
+    def put(self, span: ByteSpan, storage: torch.UntypedStorage, value: T) -> None:
+        self._found[span] = StorageWeakRef(storage), value
+
+    def drop_expired(self) -> None:
+        self._found = {span: entry for span, entry in self._found.items() if not entry[0].expired()}
+
 
 ROW_BYTES = 4096  # Size in bytes of the rows into which activations are cut.
 # Size of a piece in bytes. The link copies it in about a millisecond, while the next piece is encoded.
@@ -156,3 +289,76 @@ def _learned(data: torch.Tensor, dtype: torch.dtype, origin: IndexOrigin | None)
         return None
     share = surveyed(rows, codebook).spilled(0)[1] / rows.numel()  # all sectors of the rows
     return ActivationRecipe(codebook, share, origin) if share < 1 else None
+
+
+# `IndexOrigin.of` needs at least this many channels, counted over all images. It takes the smallest index found in a
+# window as the window's first position. With fewer channels, perhaps no channel has its maximum there, and the smallest
+# index would be too large.
+_LEAST_CHANNELS = 16
+_NARROW = (torch.uint8, torch.int16)  # narrowest first
+_ITEM = 8  # size in bytes of an int64 element
+
+
+class IndexOrigin:
+    """The origins that are subtracted from int64 elements: one value for each element of an image. All images share the
+    same origins.
+
+    Args:
+        places: the origins: int64 [number of elements of an image with all its channels], in the order of memory. No
+            origin is negative.
+        dtype: dtype of the differences.
+    """
+
+    def __init__(self, places: torch.Tensor, dtype: torch.dtype) -> None:
+        self._places, self.dtype = places, dtype
+        self._last = places + torch.iinfo(dtype).max  # the largest elements whose differences fit in the dtype
+
+    @classmethod
+    def of(cls, data: torch.Tensor, view: SpanView) -> IndexOrigin | None:
+        """Returns an origin whose value at each position is the minimum over all images and channels. The tensor must
+        be dense int64 [images, channels, one or more dimensions of positions], one image after the other in memory.
+        Returns None for other tensors. Also returns None if the images together have fewer than 16 channels, if an
+        element is negative, or if a difference does not fit in int16. Waits for the device.
+
+        Args:
+            data: uint8 [num_bytes], the tensor's bytes.
+            view: describes the tensor in these bytes.
+        """
+        if view.dtype != torch.int64 or len(view.shape) < 3 or _ITEM * view.shape.numel() != data.numel():
+            return None
+        x = view.of(data)
+        if x.stride(0) * x.shape[0] != x.numel() or x.shape[0] * x.shape[1] < _LEAST_CHANNELS:
+            return None
+        places = torch.empty_strided(x.shape[1:], x.stride()[1:], dtype=x.dtype, device=x.device)
+        places.copy_(x.amin((0, 1)).expand(x.shape[1:]))
+        flat = places.as_strided((places.numel(),), (1,))
+        if int(flat.min()) < 0:
+            return None
+        most = int((data.view(torch.int64).view(-1, len(flat)).amax(0) - flat).max())
+        return next((cls(flat, dtype) for dtype in _NARROW if most <= torch.iinfo(dtype).max), None)
+
+    @property
+    def times_narrower(self) -> int:
+        return _ITEM // self.dtype.itemsize
+
+    def takes(self, num_bytes: int) -> bool:
+        """Returns whether num_bytes is a whole number of images."""
+        return num_bytes % (_ITEM * len(self._places)) == 0
+
+    def narrow(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Subtracts the origins from elements. data: uint8 [num_bytes] of whole images. Returns (the differences as
+        uint8 [bytes]; a bool tensor [], which is True if a difference does not fit in the dtype).
+        """
+        elements = data.view(torch.int64).view(-1, len(self._places))
+        out = torch.empty(elements.shape, dtype=self.dtype, device=data.device)
+        torch.sub(elements, self._places, out=out)
+        least, greatest = torch.aminmax(elements, dim=0)
+        misfits = ((least < self._places) | (greatest > self._last)).any()
+        return out.view(-1).view(torch.uint8), misfits
+
+    def widen(self, data: torch.Tensor) -> torch.Tensor:
+        """Adds the origins to differences. data: the differences, as `narrow` returns them. Returns the elements as
+        uint8 [num_bytes]."""
+        rest = data.view(self.dtype).view(-1, len(self._places))
+        out = torch.empty(rest.shape, dtype=torch.int64, device=data.device)
+        return torch.add(self._places, rest, out=out).view(-1).view(torch.uint8)

@@ -14,16 +14,14 @@ from typing import NamedTuple
 import torch
 
 from .._common.arguments import whole_number
-from .._common.locks import ForkLock
-from .._common.process import OfThisProcess
+from .._common.process import ForkLock, OfThisProcess
 from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
 from .._machine import memory as _memory
 from .._rows.faults import Faults, FaultWords
-from . import spans
-from .origin import IndexOrigin
-from .passes import ForwardPass
-from .policy import KEEP, ActivationPolicy, OffloadOptions
+from . import coding
+from .coding import IndexOrigin
+from .policy import KEEP, ActivationPolicy, ForwardPass, OffloadOptions
 from .region import SavedPiece, SavedRegion
 from .transfers import PieceTransfers
 
@@ -39,7 +37,7 @@ _NO_CHANGE = contextlib.nullcontext()
 
 class _SavedTensor(NamedTuple):
     region: SavedRegion
-    view: spans.SpanView
+    view: coding.SpanView
 
 
 @dataclass
@@ -105,7 +103,7 @@ class ActivationOffload(OfThisProcess):
         self._stats = ActivationStats()
         self._lock = ForkLock()
         self._transfers: dict[torch.device, PieceTransfers] = {}
-        self._seen: spans.SeenSpans[_SpanEntry] = spans.SeenSpans()
+        self._seen: coding.SeenSpans[_SpanEntry] = coding.SeenSpans()
         self._order: list[int] = []
         self._faults = Faults(_WORDS)
         self._pass, self._passes = self._new_pass(), 0
@@ -161,35 +159,35 @@ class ActivationOffload(OfThisProcess):
 
     # ---- hooks ----
 
-    def _pack(self, x: torch.Tensor) -> spans.UnchangedTensor | _SavedTensor:
+    def _pack(self, x: torch.Tensor) -> coding.UnchangedTensor | _SavedTensor:
         with self._lock:  # autograd has switched gradients off here
             self._stats.tensors += 1
             if self._is_offloaded(x) and (found := self._save(x)) is not None:
                 return found
             self._stats.kept_bytes += x.numel() * x.element_size()  # sparse tensors have no nbytes
-            return spans.UnchangedTensor.of(x)
+            return coding.UnchangedTensor.of(x)
 
-    def _unpack(self, saved: spans.UnchangedTensor | _SavedTensor) -> torch.Tensor:
-        if isinstance(saved, spans.UnchangedTensor) and self._pass.is_used:
+    def _unpack(self, saved: coding.UnchangedTensor | _SavedTensor) -> torch.Tensor:
+        if isinstance(saved, coding.UnchangedTensor) and self._pass.is_used:
             return saved.get()
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NO_CHANGE:
             if not self._pass.is_used:
                 self._pass.start()
-            return saved.get() if isinstance(saved, spans.UnchangedTensor) else saved.view.of(saved.region.data())
+            return saved.get() if isinstance(saved, coding.UnchangedTensor) else saved.view.of(saved.region.data())
 
     def _is_offloaded(self, x: torch.Tensor) -> bool:
         """Returns whether a tensor may be moved off the device."""
-        if not spans.is_plain(x) or x.nbytes < max(1, self.least_bytes):
+        if not coding.is_plain(x) or x.nbytes < max(1, self.least_bytes):
             return False
         if not (x.is_cuda if self.device is None else x.device == self.device):
             return False
-        if spans.is_of_parameter(x) or torch._C._current_graph_task_id() != -1:
+        if coding.is_of_parameter(x) or torch._C._current_graph_task_id() != -1:
             return False
         return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def _save(self, x: torch.Tensor) -> _SavedTensor | None:
         """Saves a tensor. Returns None if the tensor is not moved."""
-        found = spans.span_of(x)
+        found = coding.span_of(x)
         if found is None:
             return None
         span, view = found
@@ -215,13 +213,13 @@ class ActivationOffload(OfThisProcess):
         return region
 
     def _new(
-        self, x: torch.Tensor, span: spans.ByteSpan, view: spans.SpanView, entry: _SpanEntry | None
+        self, x: torch.Tensor, span: coding.ByteSpan, view: coding.SpanView, entry: _SpanEntry | None
     ) -> SavedRegion | None:
         """Makes a region for a span that no region holds, and saves the bytes of x in it. Returns None if the span is
         not moved."""
         if entry is not None and entry.region is None and entry.passes == self._passes:
             return None
-        number, data = self._pass.take_number(), spans.bytes_of(x, span)
+        number, data = self._pass.take_number(), coding.bytes_of(x, span)
         mode, recipe = self._policy.choose(number, data, view, self._passes)
         region, transfers = None, self._transfers_of(x.device)
         if mode != KEEP:

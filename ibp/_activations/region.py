@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._layout import forms
+from .._rows import forms
 from . import coding
-from .origin import IndexOrigin
-from .spans import UnchangedTensor
+from .coding import IndexOrigin, UnchangedTensor
 
 if TYPE_CHECKING:
-    from .passes import ForwardPass
+    from .policy import ForwardPass
     from .transfers import PieceTransfers
 
 

@@ -8,8 +8,8 @@ from collections import deque
 
 import torch
 
-from .._layout import forms
-from .._machine.pool import Pool
+from .._machine.memory import Pool
+from .._rows import forms
 from . import coding
 from .region import SavedPiece, SavedRegion
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from .. import _core
-from .graphs import cannot_map, cannot_record
+from .modes import cannot_map, cannot_record
 
 _lib = torch.library.Library("ibp", "FRAGMENT")
 _ON_THE_CPU = {"table", "cache", "host_bases", "host_slots", "host_ids"}  # Arguments that are always on the CPU.

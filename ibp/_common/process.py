@@ -1,8 +1,30 @@
-"""The base of classes whose objects belong to one process."""
+"""The base of classes whose objects belong to one process.
+
+`Closing`, the base of classes whose `close()` undoes a change. A `with` block calls `close()` at its end.
+
+Issues each warning once per process.
+
+Locks for objects that both the parent and the child use after a fork.
+
+A child process has only the thread that forked it. A lock that another thread held at the fork would stay held in the
+child for good. A new lock would not help, because the data that the lock guards may be half changed: the child could
+read a row whose slot another thread was filling. Therefore the forking thread takes all locks before the fork. Then no
+other thread is in the middle of a call on such an object.
+
+The forking thread waits at most `PATIENCE_S` seconds for the locks, because the holder of a lock may itself be waiting
+for the forking thread. After that time it forks anyway, and a lock that is still held raises RuntimeError in the child.
+"""
 
 from __future__ import annotations
 
-from typing import NoReturn
+import os
+import threading
+import time
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import NoReturn, TypeVar
 
 
 class OfThisProcess:
@@ -24,3 +46,118 @@ class OfThisProcess:
         kind = type(self)
         what = "pickled" if hasattr(kind, "__deepcopy__") else "pickled or copied"
         raise TypeError(f"an {kind.__module__}.{kind.__name__} cannot be {what}: {self._instead}")
+
+
+_Self = TypeVar("_Self", bound="Closing")
+
+
+class Closing(ABC):
+    """Base of classes with a method `close()`. Makes their objects context managers, which call `close()` at the end of
+    a `with` block.
+
+    Example:
+        >>> class Attached(ibp.adapters.Closing):
+        ...     def close(self):
+        ...         print("detached")
+        >>> with Attached() as attached:
+        ...     print("attached")
+        attached
+        detached
+    """
+
+    @abstractmethod
+    def close(self) -> object:
+        """Undoes the change."""
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+said: set[str] = set()  # The keys of the warnings that this process has given.
+
+
+def warn_once(message: str, *, key: str | None = None, stacklevel: int = 2) -> None:
+    """Gives a RuntimeWarning, unless the process has already given one with the same key.
+
+    Args:
+        message: the message of the warning.
+        key: a string. Of all warnings with the same key, only the first is given. None: the message is the key.
+        stacklevel: as in `warnings.warn`. 1: the warning names the line that calls `warn_once`.
+    """
+    key = message if key is None else key
+    if key not in said:
+        said.add(key)
+        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel + 1)
+
+
+PATIENCE_S = 10.0
+_FIRST_WAIT_S = 0.05  # Seconds that the first attempt waits. Threads rarely hold a lock for longer.
+
+
+class ForkLock(type(threading.RLock())):  # type: ignore[misc]
+    """A `threading.RLock` that the forking thread takes before a fork and releases after it, in both processes."""
+
+    def __init__(self) -> None:
+        _locks[id(self)] = self
+
+
+class _LeftLock(ForkLock):
+    """A lock in a child process that was held at the fork by a thread that exists only in the parent."""
+
+    def acquire(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            f"another thread used this object for more than {PATIENCE_S:g} s while the process forked, so that the "
+            "child cannot use it: make it anew in the child, or fork while no other thread uses it"
+        )
+
+    __enter__ = acquire
+
+
+# All locks by id, in the order in which they were made.
+_locks: weakref.WeakValueDictionary[int, ForkLock] = weakref.WeakValueDictionary()
+_taken: list[ForkLock] = []  # The locks that the forking thread has taken.
+
+
+def _before_fork() -> None:
+    end, wait_s = time.monotonic() + PATIENCE_S, _FIRST_WAIT_S
+    missed = _take(_all_locks(), wait_s)
+    while missed and time.monotonic() < end:
+        _give_back()  # The holder of a missed lock may be waiting for one of these locks.
+        wait_s = min(2 * wait_s, end - time.monotonic())
+        missed = _take([*missed, *_all_locks()], wait_s)
+
+
+def _in_child() -> None:
+    _give_back()
+    for lock in _all_locks():
+        if lock.acquire(blocking=False):
+            lock.release()
+        else:
+            lock.__class__ = _LeftLock
+
+
+def _all_locks() -> list[ForkLock]:
+    return [lock for held in _locks.valuerefs() if (lock := held()) is not None]
+
+
+def _take(locks: Iterable[ForkLock], wait_s: float) -> list[ForkLock]:
+    """Acquires locks in order, and waits at most wait_s seconds altogether. Returns the locks that it could not
+    acquire."""
+    end, missed = time.monotonic() + wait_s, []
+    for lock in locks:
+        if lock.acquire(timeout=max(0.0, end - time.monotonic())):
+            _taken.append(lock)
+        else:
+            missed.append(lock)
+    return missed
+
+
+def _give_back() -> None:
+    while _taken:
+        _taken.pop().release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_give_back, after_in_child=_in_child)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tqdm as _tqdm
 
-from .closing import Closing
+from .process import Closing
 
 
 class _Bar(_tqdm.tqdm):

@@ -1,4 +1,7 @@
-"""Cuts sequences into parts, and processes items ahead of the caller."""
+"""Rounds numbers up to multiples of a unit.
+
+Cuts sequences into parts, and processes items ahead of the caller.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from typing import TypeVar
+
+
+def rounded_up(number: int, unit: int) -> int:
+    """Returns the least multiple of a unit that is at least `number`."""
+    return -(-number // unit) * unit
+
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

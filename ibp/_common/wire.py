@@ -4,6 +4,9 @@ bytes objects.
 A message is read as data: it can name only a few kinds of values, and classes that are registered here. Nothing in it
 is executed, unlike in a pickle. The fields of named tuples are compared with their annotations; other classes check
 their fields themselves.
+
+Lends memory of a GPU to another process by CUDA IPC, as torch does when it sends tensors. Unlike in torch, plain
+values describe the memory, so no pickle is needed.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 _Class = TypeVar("_Class", bound=type)
 _Record = TypeVar("_Record", bound=tuple[Any, ...])
@@ -196,3 +200,36 @@ class _Reader:
         kind, names = _classes[name]
         found = kind(**dict(zip(names, self._values(fields), strict=True)))
         return checked(found) if isinstance(found, tuple) else found
+
+
+_CLASS, _STORAGE, _DEVICE = 0, 4, 6  # Positions among the arguments of rebuild_cuda_tensor.
+_CLASSES = torch.Tensor, torch.storage.TypedStorage
+
+
+def lent(tensor: torch.Tensor) -> tuple:
+    """Returns plain values that describe a CUDA tensor. One other process can pass them to `opened`, once. Until then,
+    this process keeps the memory."""
+    arguments = reduce_tensor(tensor.detach())[1]
+    assert (arguments[_CLASS], arguments[_STORAGE]) == _CLASSES
+    return (*arguments[_CLASS + 1 : _STORAGE], *arguments[_STORAGE + 1 :])
+
+
+def opened(how: Any, device: int | None = None) -> torch.Tensor:
+    """Opens a tensor that another process has lent.
+
+    Args:
+        how: the values that `lent` has returned in that process.
+        device: the index of the tensor's GPU in this process. None: the same index as in the other process.
+
+    Raises:
+        ValueError: `how` does not have the form of a result of `lent`.
+    """
+    arguments = list(how) if isinstance(how, tuple) else []
+    for place, kind in zip((_CLASS, _STORAGE), _CLASSES):
+        arguments.insert(place, kind)
+    if len(arguments) != rebuild_cuda_tensor.__code__.co_argcount:
+        raise ValueError("what another process has lent is no memory of a GPU")
+    if device is not None:
+        arguments[_DEVICE] = device
+    with torch.cuda.device(arguments[_DEVICE]):
+        return rebuild_cuda_tensor(*arguments)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.modes import outside_of_modes
-from .._common.once import warn_once
+from .._common.process import warn_once
 from .._machine.memory import is_capturing
+from .._rows.planes import PlanesCodebook
 from .._rows.table import Table, handle_on
-from .._schemes import PlanesCodebook
 from .streaming import decode_items, decompress
 
 # A regular row of K columns has at most max(64, K / 128) escapes. The kernel adds the products of that many escapes in

@@ -7,28 +7,31 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._common.graphs import outside_of_graphs
+from .._common.modes import outside_of_graphs
 from .._machine import calibration, memory
 from .._machine.memory import is_capturing
 from .._rows import plan
 from .._rows.faults import ENTRIES, new_record
-from .._rows.handle import Handle
 from .._rows.protocols import Ids, Rows
-from .._rows.table import Table, handle_on
+from .._rows.table import Handle, Table, handle_on
 from . import host_gather
 from .calls import (
     BUCKETED,
+    ID_DTYPES,
     IN_ORDER,
     PLANNED,
     check_out,
     check_path,
+    check_range,
     check_table,
+    checked_ids,
+    flat_ids,
     refusal,
+    refuse_mapped,
     sms_of,
     target_of,
     worker_of,
 )
-from .ids import ID_DTYPES, check_range, checked_ids, flat_ids, refuse_mapped
 
 # For each path, the order in which the operation `take` fetches items. None: the path does not use `take`.
 PATHS = {"gpu": IN_ORDER, "bucketed": BUCKETED, "cpu": None}

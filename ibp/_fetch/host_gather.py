@@ -13,14 +13,13 @@ from __future__ import annotations
 import torch
 
 from .. import _core
-from .._common.locks import ForkLock
 from .._common.modes import outside_of_modes
+from .._common.process import ForkLock
 from .._machine import memory as _memory
-from .._machine.ring import Ring
+from .._machine.staging import Ring
 from .._rows.faults import new_record
-from .._rows.handle import Handle, Parts
 from .._rows.plan import spread_bytes
-from .._rows.table import OF_SELECTIONS, Table, handle_on
+from .._rows.table import OF_SELECTIONS, Handle, Parts, Table, handle_on
 
 # Size in bytes of one chunk, which holds the rows and the index of a selection. The copy engine reaches its full rate
 # with copies of 4 MiB or more.

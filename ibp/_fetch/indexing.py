@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from .._rows.table import Table
+from .calls import ID_DTYPES, checked_ids, refuse_mapped, tensor_of
 from .gather import index_select, select
-from .ids import ID_DTYPES, checked_ids, refuse_mapped, tensor_of
 from .streaming import decode_items, decompress
 
 _WANTED = "wanted an int, a slice, ..., None, or an integer or bool tensor, array or list"

@@ -15,16 +15,15 @@ import torch
 
 from .. import _core
 from .._common.modes import outside_of_modes
-from .._layout.geometry import bytes_of
 from .._machine import calibration, memory
 from .._machine.calibration import FEW_SMS
 from .._machine.memory import is_capturing
+from .._rows.codebook import coder_rates
 from .._rows.faults import ENTRIES, new_record
-from .._rows.handle import Handle
+from .._rows.geometry import bytes_of
 from .._rows.plan import spread_bytes
 from .._rows.protocols import Decodable
-from .._rows.table import Table, handle_on
-from .._schemes.codebook import coder_rates
+from .._rows.table import Handle, Table, handle_on
 from .calls import IN_ORDER, check_out, check_path, check_table, sms_of, target_of, worker_of
 
 # Least number of SMs that decode a stream of tables. On one H200, 32 SMs keep up with the link for every dtype (FP8

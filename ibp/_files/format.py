@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from .. import _core
-from .._common import rounding
-from .._layout.geometry import PAIRS_DTYPE
-from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
-from .._schemes.planes import num_entries, symbol_bytes
+from .._common import sequences
+from .._rows.clusters import ClusteredCodebook
+from .._rows.codebook import AnyCodebook
+from .._rows.geometry import PAIRS_DTYPE
+from .._rows.masks import Codebook
+from .._rows.planes import PlanesCodebook, num_entries, symbol_bytes
 
 ALIGNMENT = 128  # bytes: every tensor's data in a file begin at a multiple of this
 MAX_HEADER_BYTES = 100_000_000  # the largest size in bytes of the JSON that readers of safetensors accept
@@ -64,7 +66,7 @@ def part_names(table: str) -> list[str]:
 
 def rounded_up(num_bytes: int) -> int:
     """Returns the size in bytes, with padding, that a tensor of num_bytes bytes has in a file."""
-    return rounding.rounded_up(num_bytes, ALIGNMENT)
+    return sequences.rounded_up(num_bytes, ALIGNMENT)
 
 
 # ---- dtypes ----

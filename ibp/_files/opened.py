@@ -17,16 +17,16 @@ import torch
 from .. import _core
 from .._common import ops as _ops
 from .._common.arguments import near
-from .._common.closing import Closing
+from .._common.process import Closing
 from .._common.progress import tqdm
 from .._machine import memory as _memory
 from .._machine.segments import FileRows
 from .._machine.staging import to_device
-from .._schemes import AnyCodebook
+from .._rows.codebook import AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
-from ..deltas._fingerprint import fingerprint
+from ..deltas._coding import fingerprint
 from .format import (
     CODEBOOK_KEY,
     STORAGE,

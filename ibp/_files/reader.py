@@ -25,10 +25,10 @@ import torch
 import xxhash
 
 from .. import _core
-from .._layout.geometry import DTYPES, Geometry
 from .._machine import memory
 from .._machine.segments import PART_DTYPES, Segment, SharedHandle
-from .._schemes import AnyCodebook
+from .._rows.codebook import AnyCodebook
+from .._rows.geometry import DTYPES, Geometry
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import CODECS, WholeTensor
 from .format import (

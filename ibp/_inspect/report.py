@@ -18,12 +18,14 @@ from .._common.statistics import Saves
 from .._core import ROWS_PER_BASE
 from .._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header
 from .._files import open as open_file
-from .._layout.geometry import Geometry
+from .._rows.clusters import ClusteredCodebook
+from .._rows.codebook import AnyCodebook
+from .._rows.geometry import Geometry
+from .._rows.learning import Options
 from .._rows.plan import spread_bytes
-from .._schemes import AnyCodebook, ClusteredCodebook, Options
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
-from ..checkpoints._learning import CheckpointLearning, Codebooks
+from ..checkpoints._coding import CheckpointLearning, Codebooks
 from ..checkpoints._outputs import compressed_bytes, table_bytes
 from ..checkpoints._source import Source, SourceTensor, loaded_tensor
 from ..checkpoints._sources import local_path, open_source

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 
 from .._core import ROWS_PER_BASE
-from .._layout.geometry import Geometry, default_length, stored_sizes
-from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
+from .._rows.clusters import ClusteredCodebook
+from .._rows.codebook import AnyCodebook
+from .._rows.geometry import Geometry, default_length, stored_sizes
+from .._rows.masks import Codebook
+from .._rows.planes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor
 
 _MOST_ENTRIES = 16  # Largest number of entries of a codebook that a report lists.

@@ -1,19 +1,32 @@
 """Allocates pinned host memory of exactly the requested size, and makes tensors through which a CUDA device uses pinned
-memory without a copy. The last part of the file interprets the arguments `memory` and `device` of calls."""
+memory without a copy. The last part of the file interprets the arguments `memory` and `device` of calls.
+
+Finds the NUMA node of the host on which new pinned memory is to be allocated.
+
+A pool of pinned buffers for one owner.
+
+Pinning memory takes tens of milliseconds, even for a small buffer. The core keeps the pinned memory of freed tensors
+for the whole process (csrc/bindings/pinned_pool.h, `memory.empty`), but a caller that reuses such memory waits for all
+GPUs. A `Pool` belongs to one object, its owner, which tells the pool when each buffer was last used. The stream that
+writes to the buffer next waits for this use, so the host does not wait. Memory that a pool releases goes back to the
+core.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import _core
 from .._common import ops
 from .._common.arguments import whole_number
-from .._common.once import warn_once
+from .._common.process import warn_once
+from .._common.sequences import rounded_up
 
 if TYPE_CHECKING:
     from .._rows.table import Table
@@ -305,3 +318,114 @@ def _canonical(device: torch.device | str | int) -> torch.device:
     if not ops.cuda_is_available():
         raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+CALLERS_NODE = -1  # The number by which the core denotes the node that the calling thread runs on.
+_NODES = Path("/sys/devices/system/node/online")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+# The number of a node; or a device, which stands for the node nearest to it; or None, which stands for the caller's
+# node.
+Numa = int | torch.device | str | None
+
+
+def node_of(numa: Numa) -> int:
+    """Returns the number of the node that an argument `numa` stands for. Returns CALLERS_NODE for None, for the CPU,
+    and for a GPU whose nearest node is not known.
+
+    Raises:
+        TypeError: the argument is neither a number nor a device.
+        ValueError: the machine has no such node, or no such device.
+    """
+    if numa is None:
+        return CALLERS_NODE
+    if isinstance(numa, (torch.device, str)):
+        device = canonical(numa)
+        return CALLERS_NODE if device.type == "cpu" else node_of_gpu(device)
+    node = whole_number("numa", numa)
+    nodes = online_nodes()
+    if node not in nodes:
+        raise ValueError(f"numa is {node}; this machine has the nodes {', '.join(map(str, sorted(nodes)))}")
+    return node
+
+
+def online_nodes() -> set[int]:
+    """Returns the numbers of the machine's nodes, or {0} if the system does not list them."""
+    try:
+        text = _NODES.read_text()
+    except OSError:
+        return {0}
+    nodes: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        nodes.update(range(int(first), int(last or first) + 1))
+    return nodes
+
+
+def node_of_gpu(device: torch.device) -> int:
+    """Returns the number of the node nearest to a GPU, or CALLERS_NODE if the system does not say."""
+    found: Any = torch.cuda.get_device_properties(device)
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    try:
+        node = int((_PCI_DEVICES / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return CALLERS_NODE
+    return node if node in online_nodes() else CALLERS_NODE
+
+
+class Pool:
+    """Hands out pinned buffers and takes them back. Only one thread at a time may use a pool.
+
+    Sizes of buffers are rounded up to a few size classes. Each buffer is pinned separately, and is reused only for
+    requests of its own size class.
+
+    Attributes:
+        held_bytes: total size in bytes of the buffers that the pool has pinned and not yet released.
+    """
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        # For each size, the free buffers, each with the event after its last use.
+        self._free: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
+
+    def take(self, num_bytes: int, writer: torch.Stream) -> torch.Tensor:
+        """Returns a pinned buffer of at least num_bytes bytes.
+
+        Args:
+            num_bytes: the smallest size in bytes that the caller needs.
+            writer: the stream that will write to the buffer first. This stream waits for the last use of the buffer.
+
+        Raises:
+            PinningError: the system refuses to pin more memory.
+        """
+        size = _size_class(num_bytes)
+        if not self._free.get(size):
+            part = empty(size, _CPU, True)
+            self.held_bytes += size
+            return part
+        part, used = self._free[size][-1]
+        if used is not None:
+            writer.wait_event(used)  # If this call raises, the buffer is still in the list of free buffers.
+        self._free[size].pop()
+        return part
+
+    def give(self, part: torch.Tensor, used: torch.Event | None = None) -> None:
+        """Gives a buffer back to the pool. used: an event recorded after the last work that uses the buffer. None: no
+        work uses the buffer any more."""
+        self._free.setdefault(part.numel(), []).append((part, used))
+
+    def release(self) -> None:
+        """Waits until no work uses the free buffers, and releases their memory."""
+        for size, free in self._free.items():
+            self.held_bytes -= size * len(free)
+            for _, used in free:
+                if used is not None:
+                    used.synchronize()
+        self._free.clear()
+
+
+def _size_class(num_bytes: int) -> int:
+    """Rounds num_bytes up to a size class, a multiple of 4,096 bytes. A size of 64 KiB or more grows by at most a
+    sixteenth."""
+    step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
+    return rounded_up(num_bytes, step)

@@ -19,8 +19,8 @@ import torch
 from .. import _core
 from .._common import wire
 from .._common.arguments import whole_number
-from .._common.locks import ForkLock
-from .._common.rounding import rounded_up
+from .._common.process import ForkLock
+from .._common.sequences import rounded_up
 from .memory import pinning
 
 _ALIGNMENT = 256  # Each tensor begins at a multiple of this many bytes in the memory.

@@ -10,6 +10,16 @@
     an error                 `abandon`: ends the uses that an interrupted call of this thread has begun
 
 Rows of an embedding (`hooks.py`), and experts that a router chooses (`experts.py`), are fetched without these events.
+
+Hooks and forwards that `ibp.offload` installs in the modules of a model. Functions that return `Undo` install
+something, and return the functions that remove it.
+
+Fetches the experts of a mixture. A call for few tokens fetches only the experts that the router chose.
+
+A stacked weight is one tensor with the weights of all experts. In its table, an expert is a fixed number of consecutive
+rows. The experts of a call are decoded into slots, with which the module's original forward computes (`nn/_parameters.py`).
+The host never waits for the GPU. A GPU fetches experts on a separate stream; the caller's stream waits for a stacked
+weight only when the forward first reads the weight. So `down_proj` is fetched while `gate_up_proj` is multiplied.
 """
 
 from __future__ import annotations
@@ -18,19 +28,23 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from .._common.locks import ForkLock
-from .._common.modes import is_transformed, outside_of_modes
-from . import hooks
+from .._common.models import guard_conversions
+from .._common.modes import cannot_record, is_transformed, outside_of_graphs, outside_of_modes
+from .._common.process import ForkLock
+from .._fetch.streaming import STREAM_SMS
+from ..cache import RowCache
+from ..nn._parameters import Calls, are_few, slots_for, stand_in
+from ..nn._tables import CodedModule
 from .fetcher import CudaWeightFetcher, Place, WeightFetcher
 from .plan import Group, OffloadPlan
-from .weights import Weight
+from .weights import Weight, refuse_copy, refuse_pickle
 
 # A call of a module that has begun but not ended: the module, the places of the groups that it uses, and the context of
 # autograd's saved-tensor hooks (None: there are no hooks).
@@ -142,7 +156,7 @@ class Events:
         places = [self.places[group] for group in groups if group in self.places]
         if places:
             self.users[module] = places
-            self.undo += hooks.on_calls(
+            self.undo += on_calls(
                 module, lambda *_: self.begin(module, self.users[module]), lambda *_: self.end(module)
             )
 
@@ -320,3 +334,276 @@ def _decoded(
 
 def _unpacked(saved: Any) -> torch.Tensor:
     return saved() if isinstance(saved, functools.partial) else saved
+
+
+Undo = list[Callable[[], object]]
+
+
+def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[ExpertsForward]:
+    """Installs the hooks and forwards that the plan asks for. Returns the new forwards of those mixtures of experts
+    whose experts are fetched on demand."""
+    for module, groups in plan.users.items():
+        events.install_use(module, groups)
+    for module in plan.lookups:
+        weights = plan.held[module]
+        if all(weight.table is not None for weight in weights.values()):
+            events.undo += instead_of_forward(module, looking_up(module, weights))
+    experts = [
+        ExpertsForward(module, plan, group, events) for module, group in plan.experts.items() if group in events.places
+    ]
+    for forward in experts:
+        events.undo += instead_of_forward(forward.module, forward.call)
+    events.undo += on_calls(model, events.begin_model, events.end_model)
+    if len(plan.devices) > 1:
+        within = {part for block in plan.blocks for part in block.modules()}
+        outside = [
+            module
+            for module in plan.device_numbers
+            if module not in within
+            and (any(True for _ in module.parameters(recurse=False)) or isinstance(module, CodedModule))
+        ]
+        for module in (*plan.blocks, *outside):
+            events.undo += on_moves(module, plan.devices[plan.device_numbers[module]])
+    for module, weights in plan.held.items():
+        if any(weight.table is not None for weight in weights.values()):
+            events.undo += on_states(module, weights, events.place_of)
+    guard_conversions(model)
+    events.undo.append(lambda: guard_conversions(model))
+    return experts
+
+
+class Hook(functools.partial[Any]):
+    """A closure in a module of an offloaded model. It refuses to be copied or pickled with the module, because the copy
+    would act on the original model."""
+
+    __deepcopy__, __reduce_ex__ = refuse_copy, refuse_pickle
+
+
+def on_calls(module: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> Undo:
+    """Installs hooks that call `begin` before each call of a module, and `end` after it, even if the call raises an
+    exception. torch.compile traces neither function."""
+    vars(module)["__prepare_scriptable__"] = _refuse_script
+    return [
+        module.register_forward_pre_hook(Hook(outside_of_graphs(begin)), prepend=True).remove,
+        module.register_forward_hook(Hook(outside_of_graphs(end)), always_call=True).remove,
+        functools.partial(vars(module).pop, "__prepare_scriptable__", None),
+    ]
+
+
+def on_moves(module: nn.Module, device: torch.device) -> Undo:
+    """Makes each call of a module move its arguments to a device first."""
+
+    def before(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return moved(args, device), moved(kwargs, device)
+
+    return [module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True).remove]
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Returns a value with its tensors moved to a device, including tensors in lists, tuples and dicts. Other objects
+    are returned unchanged. For example, the layers of a key-value cache of transformers stay on the devices that fill
+    them."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if type(value) in (tuple, list):
+        return type(value)(moved(held, device) for held in value)
+    if type(value) is dict:
+        return {key: moved(held, device) for key, held in value.items()}
+    return value
+
+
+def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callable[[Weight], Place | None]) -> Undo:
+    """Makes `state_dict()` of a module return the values of its offloaded weights, and makes `load_state_dict()` refuse
+    to load other values.
+
+    Args:
+        weights: the weights of the module, by attribute. Weights without a table are left to torch.
+        place_of: returns the place of a weight's group, or None. After a save, a weight rests again unless a call is
+            using its place.
+    """
+
+    def before_save(*_: Any) -> None:
+        for weight in weights.values():
+            if weight.table is not None:
+                weight.wake()  # so that torch lists the tensor without decoding it
+
+    def after_save(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for attribute, weight in weights.items():
+            if weight.table is not None:
+                place = place_of(weight)
+                if place is None or not place.uses:
+                    weight.rest()
+                if prefix + attribute in state and weight.is_held(module, attribute):
+                    state[prefix + attribute] = weight.saved.of(state, functools.partial(weight.value, "cpu"))
+
+    def before_load(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        for attribute, weight in weights.items():
+            if prefix + attribute in state and weight.table is not None and weight.is_held(module, attribute):
+                raise RuntimeError(f"{prefix}{attribute} is offloaded and cannot be loaded: close() first")
+
+    return [
+        module.register_state_dict_pre_hook(Hook(before_save)).remove,
+        module.register_state_dict_post_hook(Hook(after_save)).remove,
+        module.register_load_state_dict_pre_hook(Hook(before_load)).remove,
+    ]
+
+
+def looking_up(module: nn.Module, weights: Mapping[str, Weight]) -> Callable[..., Any]:
+    """Returns a forward for a module that looks up rows. The new forward calls the module's original forward with
+    tables in place of the weights."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kind: Any = type(module)
+        if is_transformed():  # `vmap` may have batched the ids, which a table cannot look up
+            return kind.forward(module, *args, **kwargs)
+        tables = {attribute: weight.table for attribute, weight in weights.items()}
+        return kind.forward(stand_in(module, tables, kind), *args, **kwargs)
+
+    return forward
+
+
+def instead_of_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+    """Replaces the forward of this one module; other modules of its class keep theirs. torch.compile does not trace the
+    new forward."""
+    module.forward = Hook(outside_of_graphs(forward))
+    return [functools.partial(vars(module).pop, "forward")]
+
+
+def _refuse_script() -> NoReturn:
+    """Raises an error. torch.jit.script calls this function of a module before it compiles the module and its hooks."""
+    raise cannot_record("torch.jit.script")
+
+
+if TYPE_CHECKING:
+    from .plan import Group, OffloadPlan
+
+_BESIDE_ROWS = 512  # Size in bytes that is enough for the map and the counters of a cache of one row.
+
+
+class CachedStack:
+    """One stacked weight and the cache of its rows on a device.
+
+    Slots without an expert request the first row of the table, which is always in the cache, so they cause no traffic
+    on the link.
+
+    cache_bytes: size in bytes of the cache on the device. If this size is too small for an LRU cache, the cache is
+        static and holds only the first row."""
+
+    def __init__(self, weight: Weight, cache_bytes: int) -> None:
+        assert weight.table is not None
+        table = weight.table
+        # Number of rows of an expert, and size of a row in bytes.
+        self.num_rows, self.row_bytes = table.num_rows // weight.shape[0], table.row_bytes
+        self._row_shape, self._dtype = table.shape[1:], table.dtype
+        self._expert_shape, self._stride = weight.shape[1:], weight.stride
+        self.cache = RowCache(table, cache_bytes, [0], devices=weight.device, policy="lru")
+        self.is_cached = self.cache.capacity > 0
+        if not self.is_cached:
+            self.cache = RowCache(table, table.row_bytes + _BESIDE_ROWS, [0], devices=weight.device)
+
+    def room_for(self, rows: torch.Tensor) -> torch.Tensor:
+        """Allocates memory for decoded rows. rows: the numbers of the rows."""
+        return torch.empty((rows.numel(), *self._row_shape), dtype=self._dtype, device=rows.device)
+
+    def fetch(self, rows: torch.Tensor, out: torch.Tensor | None = None, max_sms: int | None = None) -> torch.Tensor:
+        """Fetches the rows with the given numbers, which make up whole experts, and returns them as a tensor of
+        experts. out: memory that `room_for` returned. None: new memory is allocated."""
+        fetched, shape = self.cache.index_select(rows, out=out, max_sms=max_sms, in_order=True), self._expert_shape
+        return fetched.as_strided((rows.numel() // self.num_rows, *shape), self._stride)
+
+
+class ExpertsForward:
+    """Replaces the forward of a module of experts. It fetches experts, and calls the module's original forward with
+    them, whichever implementation of experts transformers is set to use.
+
+    Args:
+        module: the module of experts.
+        group: the group of the module's stacked weights. A call for many tokens fetches it as a whole.
+        events: fetches the group, and records calls for few tokens.
+    """
+
+    def __init__(self, module: nn.Module, plan: OffloadPlan, group: Group, events: Events) -> None:
+        self.module, self._name, self._events, self._place = module, group.name, events, events.places[group]
+        self._calls, self._num_experts = Calls(type(module), plan.held[module]), int(module.num_experts)  # type: ignore
+        self.stacks = {
+            name: CachedStack(weight, plan.cache_bytes[weight]) for name, weight in plan.held[module].items()
+        }
+        self._num_rows = [stack.num_rows for stack in self.stacks.values()]
+        # Number of slots without an expert, over all calls.
+        self.num_spare = torch.zeros(1, dtype=torch.int64, device=group.weights[0].device)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        calls, module, num_experts = self._calls, self.module, self._num_experts
+        ids = calls.ids_of(args, kwargs)
+        if is_transformed() or not are_few(ids, num_experts):
+            with self._events.using_all(module, self._place):
+                return calls.kind.forward(module, *args, **kwargs)
+        calls.check(ids, num_experts, self._name)
+        self._events.note_choice(self._place)
+        slots, held, rows = slots_for(ids, num_experts, self._num_rows, self.num_spare)
+        if rows[0].is_cuda:
+            return self._call_beside(rows, lambda experts: calls.with_slots(module, args, kwargs, slots, held, experts))
+        fetches = {name: functools.partial(stack.fetch, of) for (name, stack), of in zip(self.stacks.items(), rows)}
+        return calls.with_slots(module, args, kwargs, slots, held, fetches)
+
+    def _call_beside(
+        self, rows: Sequence[torch.Tensor], forward: Callable[[dict[str, functools.partial[torch.Tensor]]], Any]
+    ) -> Any:
+        """Calls forward while experts are fetched on a separate stream. Returns the result of forward.
+
+        Args:
+            rows: for each stacked weight, the numbers of the rows that fill the slots.
+            forward: receives a dict that maps the name of each stacked weight to a function, which returns the experts
+                in the slots. The current stream waits for a weight when its function is called, or else when forward
+                has returned.
+        """
+        stacks = [(name, stack, of, stack.room_for(of)) for (name, stack), of in zip(self.stacks.items(), rows)]
+        current, beside = torch.cuda.current_stream(rows[0].device), _stream_beside(rows[0].device)
+        beside.wait_stream(current)
+        left = set(self.stacks)  # names of the weights that the current stream has not waited for
+        try:
+            tensors = {}
+            with torch.cuda.stream(beside):
+                for name, stack, of, out in stacks:
+                    sms = None if stack.is_cached else STREAM_SMS  # cached rows are faster than the link
+                    fetched = stack.fetch(of, out, sms)
+                    ready = functools.partial(current.wait_event, beside.record_event())
+                    tensors[name] = functools.partial(_awaited, fetched, ready, left, name)
+            return forward(tensors)
+        finally:  # the current stream owns the memory, which it may reuse only after the fetches
+            if left:
+                current.wait_stream(beside)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(stack.cache.nbytes for stack in self.stacks.values())
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Returns (number of rows of experts found in the cache, number of missed rows, size of the missed rows in
+        bytes, number of bytes that crossed the link for them). Waits for the device."""
+        found = [(stack, stack.cache.stats()) for stack in self.stacks.values()]
+        num_spare = int(self.num_spare)
+        return (
+            sum(max(0, stats.hits - num_spare * stack.num_rows) for stack, stats in found if stack.is_cached),
+            sum(stats.misses for _, stats in found),
+            sum(stats.misses * stack.row_bytes for stack, stats in found),
+            sum(stats.link_bytes for _, stats in found),
+        )
+
+    def reset_counts(self) -> None:
+        self.num_spare.zero_()
+        for stack in self.stacks.values():
+            stack.cache.reset_stats()
+
+
+def _awaited(tensor: torch.Tensor, wait: Callable[[], None], left: set[str], name: str) -> torch.Tensor:
+    wait()
+    left.discard(name)
+    return tensor
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream on which experts are fetched to a device. Its priority is high, so that the few thread blocks
+    of a fetch are scheduled before those of matrix multiplications."""
+    return torch.cuda.Stream(device, priority=-1)

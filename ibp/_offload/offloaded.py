@@ -12,20 +12,16 @@ from torch import nn
 
 from .._common import ops
 from .._common.arguments import whole_number
-from .._common.closing import Closing
-from .._common.in_place import NotTheModel, check_model
+from .._common.models import NotTheModel, check_model
 from .._common.modes import outside_of_modes
-from .._common.process import OfThisProcess
+from .._common.process import Closing, OfThisProcess
 from .._common.statistics import Statistics, shown_memory
 from .._machine import memory
-from .._schemes import check_scheme
+from .._rows.learning import check_scheme
 from ..nn import TableParameter
-from .events import Events
-from .experts import ExpertsForward
-from .hooks import install
+from .events import Events, ExpertsForward, install
 from .plan import OffloadPlan, plan_for
-from .resting import Resting
-from .weights import Checkpoint, read_checkpoint, store
+from .weights import Checkpoint, Resting, read_checkpoint, store
 
 _GROUP_BYTES = 128 << 20  # size of a group; three such groups are about one layer of a model of 7 billion weights
 _LEAST_GROUPS = 16  # least number of groups of a small model, so that fetches overlap with computing

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .._machine.calibration import Calibration
-from .._schemes.codebook import coder_rates, work_of
+from .codebook import coder_rates, work_of
 
 if TYPE_CHECKING:
     from .table import Table

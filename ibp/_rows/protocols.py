@@ -10,8 +10,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from .handle import Handle
-from .table import Table
+from .table import Handle, Table
 
 Device = torch.device | str | int
 Ids = torch.Tensor | Sequence[int] | np.ndarray

@@ -11,8 +11,8 @@ import torch
 
 from .. import _core
 from .._common.modes import outside_of_modes
-from .._common.rounding import rounded_up
-from .._layout.geometry import Geometry, stored_sizes
+from .._common.sequences import rounded_up
+from .geometry import Geometry, stored_sizes
 
 _NO_BASE = -1  # IBP_NO_BASE of ibp.h: the base of a row without a part in the overflow.
 _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES

@@ -1,4 +1,6 @@
-"""The state of a table: its tensors, the values that are derived from them, its handles for the devices that use it,
+"""The handle of a table: a description of the table that operations on one device take as an argument.
+
+The state of a table: its tensors, the values that are derived from them, its handles for the devices that use it,
 and the faults that operations on it have noted.
 
 `_fetch/` fetches the rows of a `Table`. The class `CompressedTensor` in `_tables/compressed_tensor.py` adds the methods
@@ -8,23 +10,103 @@ that users call, such as `index_select` and `decompress`.
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from .. import _core
 from .._common.modes import outside_of_modes
 from .._common.statistics import Saves
-from .._layout.geometry import DTYPES, Geometry, check_slot_bytes
-from .._layout.manners import TensorManners
 from .._machine import calibration, memory
-from .._machine import numa as _numa
+from .._machine import memory as _memory
+from .._machine.calibration import Calibration
 from .._machine.segments import PART_DTYPES, FileRows, Segment
-from .._schemes import SCHEMES, AnyCodebook, coding_of
+from .codebook import AnyCodebook, coding_of
 from .faults import Faults, FaultWords, refuse_capture
-from .handle import Handle, Parts
+from .geometry import DTYPES, Geometry, check_slot_bytes
+from .learning import SCHEMES
+from .manners import TensorManners
 from .plan import Plan, plan_of
 from .room import Room
+
+
+class Parts(NamedTuple):
+    """The memory of a table as one device reads it: the arguments of torch.ops.ibp.describe_table
+    (csrc/bindings/torch_ops.cpp).
+
+    Attributes:
+        codebook, codec: the words and the codec of the codebook (see `AnyCodebook`).
+        overflow_start: the offset in bytes at which `overflow` begins in the overflow of the whole table. It is 0
+            unless the parts belong to only some of the table's rows.
+        rooms, used: needed only if rows are to be encoded into the memory (see `room.Index`).
+        fault, plan: the fault record and the plan that the operation `take` uses on a GPU.
+    """
+
+    slots: torch.Tensor
+    overflow: torch.Tensor
+    lengths: torch.Tensor
+    bases: torch.Tensor
+    codebook: torch.Tensor
+    codec: list[int]
+    slot_bytes: int
+    overflow_start: int
+    num_items: int
+    item_bytes: int
+    rooms: torch.Tensor | None = None
+    used: torch.Tensor | None = None
+    fault: torch.Tensor | None = None
+    plan: Sequence[int] = ()
+
+
+class Handle:
+    """The description of a table for the operations on one device. It is checked and made once, and used by all later
+    operations. This saves time, because describing a table takes about as long as calling an operation.
+
+    Attributes:
+        parts: the table's memory.
+        table: the tensor that operations take as their argument `table`. It keeps the table's memory alive.
+
+    Raises:
+        RuntimeError: parts are inconsistent.
+    """
+
+    # Only handles that `handle_on` returns have the following attributes. Calls of `take` use them.
+    like: torch.Tensor  # An empty tensor [0, *item_shape] with the table's dtype.
+    plan: Plan
+    machine: Calibration | None  # The calibration that the plan is for; None if the table is in the device's memory.
+    noted: memoryview  # The words of the table's fault records for the device (see `Faults.words`).
+    staged: dict[tuple[int, int], bool]  # (number of ids, number of threads) -> whether the CPU gathers the rows.
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.table = torch.ops.ibp.describe_table.default(*parts)
+        self.table.parts = parts
+
+    def __reduce__(self) -> tuple[type[Handle], tuple[Parts]]:
+        """Copies and pickles only the parts, so that a copy makes its own description of its own parts."""
+        return Handle, (self.parts,)
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        fault: torch.Tensor | None = None,
+        *,
+        buffers: torch.Tensor | None = None,
+        row_ids: torch.Tensor | None = None,
+        first_row: int = 0,
+        max_sms: int = 0,
+        is_new: bool = False,
+    ) -> None:
+        """Encodes the rows of x, or of buffers with the layout of x, into the table's memory.
+
+        For the arguments counts, fault and is_new, see the operation encode_into in csrc/bindings/torch_ops.cpp. For
+        all others, see `_tables.coded_rows.encode_into`.
+        """
+        given = (buffers, row_ids, first_row, max_sms, counts, fault, is_new)
+        torch.ops.ibp.encode_into.default(self.table, x, *given)
+
 
 AnyTable = TypeVar("AnyTable", bound="Table")
 # Index of the fault record (see `Faults.on`) for work that reads a selection of a table's items, which the CPU has
@@ -254,7 +336,7 @@ class Table(TensorManners, Saves):
         """Returns whether the rows are in pinned host memory, from which GPUs can fetch rows without the CPU."""
         return self._is_pinned
 
-    def pin_memory(self, *, numa: _numa.Numa = None) -> Table:
+    def pin_memory(self, *, numa: _memory.Numa = None) -> Table:
         """Moves the rows to pinned host memory, so that GPUs fetch them without the CPU. Returns the table itself.
 
         torch's `pin_memory` returns a pinned copy and keeps the unpinned tensor. Because tables are large, this method
@@ -270,7 +352,7 @@ class Table(TensorManners, Saves):
             RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
             TypeError, ValueError: numa is neither a node nor a device of this machine.
         """
-        node = _numa.node_of(numa)
+        node = _memory.node_of(numa)
         if self.device.type != "cpu":
             return self
         if self._segment is not None:

@@ -9,16 +9,15 @@ from typing import Any
 import torch
 
 from .. import _core
-from .._common.rounding import rounded_up
-from .._fetch.ids import check_range, list_of_ids
-from .._layout.geometry import Geometry, bytes_of, rows_of
+from .._common.sequences import rounded_up
+from .._fetch.calls import check_range, list_of_ids
 from .._machine import memory
 from .._machine.segments import Segment
 from .._rows.faults import new_record
-from .._rows.handle import Handle
+from .._rows.geometry import Geometry, bytes_of, rows_of
 from .._rows.protocols import Ids
 from .._rows.room import Room, room_of
-from .._rows.table import Table, handle_on
+from .._rows.table import Handle, Table, handle_on
 
 _SECTOR = _core.SECTOR_BYTES
 _FEW_IDS = 256  # Up to this many ids are compared on the host, because a GPU would take longer to sort them.

@@ -11,13 +11,13 @@ import torch
 from .. import _core
 from .._common.process import OfThisProcess
 from .._fetch.calls import sms_of
-from .._layout import forms
-from .._layout.geometry import check_bytes, default_length, layout_of
 from .._machine import memory as _memory
+from .._rows import forms
+from .._rows.codebook import AnyCodebook, check_codebook
 from .._rows.faults import FaultWords, new_record
-from .._rows.handle import Handle, Parts
-from .._schemes import AnyCodebook, check_codebook
-from .._schemes.planes import signed
+from .._rows.geometry import check_bytes, default_length, layout_of
+from .._rows.planes import signed
+from .._rows.table import Handle, Parts
 from .compressed_tensor import CompressedTensor
 
 _NO_BASE = -1  # The base of a row without a part in overflow.

@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
-from .._common.once import warn_once
+from .._common.process import warn_once
 from .._fetch.streaming import decompress
-from .._layout import geometry as _rows
 from .._machine import memory, staging
-from .._machine import numa as _numa
+from .._machine import memory as _memory
+from .._rows import geometry as _rows
+from .._rows.codebook import AnyCodebook, measure, surveyed
 from .._rows.faults import FaultWords, new_record
-from .._rows.handle import Handle, Parts
-from .._rows.table import AnyTable, Table
-from .._schemes import AnyCodebook, Options, Request, checked, learn, measure, surveyed
+from .._rows.learning import Options, Request, checked, learn
+from .._rows.table import AnyTable, Handle, Parts, Table
 
 # If the caller names no device, the CPU encodes tensors in host memory of at most this size in bytes, because copying
 # them to a GPU would take longer.
@@ -89,7 +89,7 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
     data, geometry, options = request.data, request.geometry, request.options
     worker, slot_bytes = request.device, request.slot_bytes
     home, pins = memory.home_of(data.device, options.memory, worker)
-    node = _numa.CALLERS_NODE if options.numa is None else _numa.node_of(options.numa)
+    node = _memory.CALLERS_NODE if options.numa is None else _memory.node_of(options.numa)
     is_there = home == data.device
     pin = pins if is_there else False
 

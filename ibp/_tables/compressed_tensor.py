@@ -10,18 +10,19 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from .._common import ipc, wire
+from .._common import wire
 from .._common.statistics import shown_memory
 from .._fetch import escapes, gather, indexing, streaming
 from .._fetch import prefetch as prefetching
-from .._layout.geometry import check_tensor, given_tensor
-from .._layout.manners import CodedManners, Movable
 from .._machine import memory
-from .._machine import numa as _numa
+from .._machine import memory as _memory
 from .._machine.segments import Segment, SharedHandle
 from .._machine.staging import to_device
+from .._rows.codebook import AnyCodebook
+from .._rows.geometry import check_tensor, given_tensor
+from .._rows.learning import Options, Request
+from .._rows.manners import CodedManners, Movable
 from .._rows.table import TENSORS, Table
-from .._schemes import AnyCodebook, Options, Request
 from . import changes, coding, torch_functions
 
 # Size in bytes of the blocks that iteration decodes. A block has many rows, but takes little memory.
@@ -94,7 +95,7 @@ class CompressedTensor(Movable, CodedManners, Table):
 
     # ---- moving and copying ----
 
-    def pin_memory(self, *, numa: _numa.Numa = None) -> CompressedTensor:
+    def pin_memory(self, *, numa: _memory.Numa = None) -> CompressedTensor:
         super().pin_memory(numa=numa)
         return self
 
@@ -155,7 +156,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Returns a copy of the table on the same device. The copy is not pinned, and it shares the codebook."""
         return self._with(torch.clone)
 
-    def share_memory_(self, *, numa: _numa.Numa = None) -> CompressedTensor:
+    def share_memory_(self, *, numa: _memory.Numa = None) -> CompressedTensor:
         """Moves a table from host memory to shared memory, which other processes can map: child processes that are
         forked, and processes that open the handle of `share`. Returns self. Nothing happens if the table is on a GPU or
         is already shared.
@@ -172,7 +173,7 @@ class CompressedTensor(Movable, CodedManners, Table):
                 and the overflow is in host memory.
             TypeError, ValueError: numa is neither a node nor a device of this machine.
         """
-        node = _numa.node_of(numa)
+        node = _memory.node_of(numa)
         if self.is_shared():
             return self
         if self._owner is not None:
@@ -215,7 +216,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         fields = wire.written(state)
         segment = self._segment
         if not isinstance(segment, Segment):
-            loans = wire.written({name: ipc.lent(tensor) for name, tensor in tensors.items()})
+            loans = wire.written({name: wire.lent(tensor) for name, tensor in tensors.items()})
             return SharedHandle(os.getpid(), 0, 0, "", False, fields, loans)
         sizes = wire.written({name: tensor.numel() for name, tensor in tensors.items()})
         return SharedHandle(os.getpid(), segment.num_bytes, segment.file, segment.name, segment.pin, fields, sizes)

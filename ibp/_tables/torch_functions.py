@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from .._fetch.bags import embedding_bag
 from .._fetch.gather import index_select
-from .._fetch.products import differentiable
+from .._fetch.linear import differentiable
 from .._fetch.streaming import decompress
 from .._rows.table import Table
 

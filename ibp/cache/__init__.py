@@ -10,7 +10,7 @@ processes, `_order.py` orders the streams that read and write slabs, `_state.py`
 `_changes.py` changes cached rows, and `_row_cache.py` has the cache itself.
 """
 
-from ._hotness import count_accesses
+from ._peers import count_accesses
 from ._row_cache import CacheStats, RowCache
 
 __all__ = ["CacheStats", "RowCache", "count_accesses"]

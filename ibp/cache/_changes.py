@@ -6,17 +6,15 @@ from typing import NamedTuple
 
 import torch
 
-from .._layout.geometry import bytes_of, default_length, rows_of
+from .._rows.codebook import AnyCodebook, coding_of
 from .._rows.faults import FaultWords, new_record
-from .._rows.handle import Handle, Parts
+from .._rows.geometry import bytes_of, default_length, rows_of
+from .._rows.planes import signed
 from .._rows.protocols import Ids
-from .._rows.table import handle_on
-from .._schemes import AnyCodebook, coding_of
-from .._schemes.planes import signed
+from .._rows.table import Handle, Parts, handle_on
 from .._tables import changes
 from .._tables.changes import put_rows
-from ._slabs import DIRTY, Entries, Generation, Slab
-from ._state import CacheState
+from ._slabs import DIRTY, CacheState, Entries, Generation, Slab
 
 _BLOCK_BYTES = 256 << 20  # size in bytes of the rows that are written back at once
 _WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written back")

@@ -12,43 +12,52 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._common.arguments import whole_number
-from .._common.graphs import outside_of_graphs
+from .._common.modes import outside_of_graphs
 from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
 from .._fetch import prefetch as prefetching
-from .._fetch.calls import IN_ORDER, PLANNED, check_out, refusal, sms_of, target_of
+from .._fetch.calls import (
+    ID_DTYPES,
+    IN_ORDER,
+    PLANNED,
+    check_out,
+    check_range,
+    flat_ids,
+    refusal,
+    refuse_mapped,
+    sms_of,
+    target_of,
+)
 from .._fetch.gather import raise_for
-from .._fetch.ids import ID_DTYPES, check_range, flat_ids, refuse_mapped
-from .._layout.geometry import rows_of
-from .._layout.manners import TensorManners
 from .._machine import memory
 from .._machine.memory import is_capturing
 from .._rows.faults import ENTRIES, new_record
-from .._rows.handle import Handle
+from .._rows.geometry import rows_of
+from .._rows.manners import TensorManners
 from .._rows.protocols import Ids
-from .._rows.table import handle_on
+from .._rows.table import Handle, handle_on
 from .._tables.changes import check_can_change
 from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor
 from . import _changes
-from ._hotness import Hotness, hottest_first
-from ._order import ON_CPU, current_key
-from ._peers import Peers
+from ._peers import Hotness, Peers, hottest_first
 from ._slabs import (
     LRU_WAYS,
     MAX_SLABS,
+    ON_CPU,
     STATIC_WAYS,
+    CacheState,
     Entries,
     Generation,
     SlabPlan,
     copy_maps_near,
+    current_key,
     filled_slab,
     in_sectors,
     plan_slabs,
     replacing_slab,
     slot_for,
 )
-from ._state import CacheState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

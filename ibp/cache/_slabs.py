@@ -1,15 +1,20 @@
-"""Slabs: copies of stored rows in device memory, limited by a budget (the paper's section 5).
+"""Orders the work of a cache on several streams, because one stream may write rows that another stream reads.
+
+Slabs: copies of stored rows in device memory, limited by a budget (the paper's section 5).
 
 A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries, which say
 where the rows are. The map is a hash table, divided into *sets* of *ways*; a way holds one row number and the entry of
 this row. Rows that never change lie back to back. If rows change or replace each other, every row has a slot of fixed
 size. If there are several slabs, the hash of a row's number determines the slab that may hold the row.
+
+The state that the modules of a cache share.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +22,74 @@ import torch
 
 from .. import _core
 from .._common.modes import outside_of_modes
-from .._common.rounding import rounded_up
-from .._layout.geometry import stored_sizes
+from .._common.process import ForkLock
+from .._common.sequences import rounded_up
+from .._machine.memory import is_capturing
+from .._rows.codebook import AnyCodebook
 from .._rows.faults import new_record
+from .._rows.geometry import stored_sizes
 from .._rows.table import Table, handle_on
-from .._schemes import AnyCodebook
-from ._order import Key, key_of
+from .._tables.compressed_tensor import CompressedTensor
+
+Key = tuple[int, int]  # a stream's device and address
+ON_CPU: Key = (-1, 0)
+
+
+class StreamOrder:
+    """Orders work on several streams: a reader waits for the last write, and a writer waits for all earlier reads and
+    writes. The host does not wait, and streams that capture CUDA graphs are left out."""
+
+    def __init__(self) -> None:
+        self._users: dict[Key, torch.cuda.Stream] = {}  # streams used since the last write, including the writer's
+        self._writer: torch.cuda.Stream | None = None
+
+    def read(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Makes the device's current stream wait for the last write, and returns the stream. Must be called before the
+        stream reads. On the CPU, or while a graph is captured, does nothing and returns None."""
+        current = _stream_of(device)
+        if current is None or key_of(current) in self._users:
+            return current
+        if self._writer is not None:
+            current.wait_stream(self._writer)
+        self._users[key_of(current)] = current
+        return current
+
+    def write(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Makes the device's current stream wait for all earlier reads and writes, and returns the stream. Must be
+        called before the stream writes. On the CPU, or while a graph is captured, does nothing and returns None."""
+        current = _stream_of(device)
+        if current is None:
+            return None
+        for stream in self._users.values():
+            if stream != current:
+                current.wait_stream(stream)
+        self._users, self._writer = {key_of(current): current}, current
+        return current
+
+    def is_settled(self, key: Key, writes: bool) -> bool:
+        """Returns whether a stream may read (or write, if `writes` is set) without waiting for other streams."""
+        return key == ON_CPU or (key in self._users and (not writes or len(self._users) == 1))
+
+
+def key_of(stream: torch.cuda.Stream) -> Key:
+    return stream.device.index, stream.cuda_stream
+
+
+def current_key(device: torch.device) -> Key | None:
+    """Returns the key of a device's current stream. Returns None if the device is not the current one, or if the stream
+    captures a CUDA graph."""
+    if device.type != "cuda":
+        return ON_CPU
+    if torch.cuda.current_device() != device.index or torch.cuda.is_current_stream_capturing():
+        return None
+    return device.index, torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda" or is_capturing(device):
+        return None
+    return torch.cuda.current_stream(device)
+
 
 MAX_SLABS = 8
 # For the map of a static cache, which is filled once. STATIC_WAYS: number of ways of a set; the ways of a set fill a
@@ -330,3 +397,79 @@ class Entries:
     @staticmethod
     def offsets(entries: torch.Tensor) -> torch.Tensor:
         return entries & ((1 << _SLAB_SHIFT) - 1)
+
+
+class CacheState:
+    """The rows that a cache holds, and the locks and streams that order readers and writers.
+
+    Args:
+        view: the table whose rows are held.
+        devices: the devices of the slabs.
+        writable: whether changed rows are kept in the slabs until they are flushed.
+    """
+
+    generation: Generation  # the slabs in use
+
+    def __init__(self, view: CompressedTensor, devices: tuple[torch.device, ...], writable: bool) -> None:
+        self.view, self.devices, self.writable = view, devices, writable
+        self.workers = tuple(dict.fromkeys(devices))  # the devices, each once
+        self.rows_per_item = max(1, view.geometry.item_bytes // view.row_bytes)
+        # For each device, the counters of its lookups, see `COUNTERS`.
+        self.counts = {device: torch.zeros(COUNTERS, dtype=torch.int64, device=device) for device in self.workers}
+        self.change_lock = ForkLock()  # held from the beginning of a change to its end; taken before `lock`
+        self.lock = ForkLock()  # held while lookups and changes are issued
+        self.order = StreamOrder()  # orders the streams that read and write the slabs
+        self.captured: list[Generation] = []  # generations that CUDA graphs read
+        self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
+        # True if the system refused to pin the table, so that GPUs cannot read it. Then the cache holds nothing, and
+        # all rows come from the table.
+        self.is_idle = devices[0].type == "cuda" and view._is_refused and not view.is_pinned()
+        self.serving = () if self.is_idle else self.workers  # the devices that look rows up
+
+    def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
+        """Keeps the allocator from reusing the memory of the generation and of the counters until the stream's work is
+        done, even if that memory is freed earlier. worker: the device of the stream. If stream is None, does
+        nothing."""
+        if stream is not None and key_of(stream) not in generation.streams:
+            generation.hold_for(stream)
+            self.counts[worker].record_stream(stream)
+
+    def check(self, generation: Generation) -> None:
+        """Raises RuntimeError if the table has changed since a generation was made."""
+        if generation.codebook is not self.view.codebook:
+            raise RuntimeError("the table has been refit since its rows were cached: refill the cache")
+        if generation.version != self.view.version:
+            raise RuntimeError(
+                "the table's rows have changed other than by this cache: invalidate those, or change them by the "
+                "cache's update_"
+            )
+
+    def generation_of(self, slabs: tuple[Slab, ...], ways: int, slot_bytes: int, capacity: int) -> Generation:
+        """Returns a generation of slabs whose rows were copied from the present version of the table."""
+        return Generation(slabs, ways, slot_bytes, self.view.codebook, self.view.version, capacity)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Makes the cache's own streams the current streams inside the context. The cache's streams first wait for the
+        work that is already queued on the previously current streams. At the end the host waits for the cache's
+        streams."""
+        with ExitStack() as stack:
+            for device in self.workers:
+                if device.type != "cuda":
+                    continue
+                side = self._side_streams.setdefault(device, torch.cuda.Stream(device))
+                side.wait_stream(torch.cuda.current_stream(device))
+                stack.enter_context(torch.cuda.stream(side))
+            yield
+            self.wait_beside()
+
+    def wait_beside(self) -> None:
+        """Makes the host wait for the work on the cache's own streams."""
+        for stream in self._side_streams.values():
+            stream.synchronize()
+
+    def synchronize(self) -> None:
+        """Waits for all work on the cache's devices."""
+        for device in self.workers:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)

@@ -23,11 +23,10 @@ directories: it finds the files of tensors, and copies the other files. `_compre
 `is_coded`.
 """
 
-from .._common.publishing import published
+from .._common.importing import published
 from .._files import coded_name
-from ._compressing import compress
+from ._compressing import CheckpointEstimate, TensorEstimate, compress, estimate
 from ._decompressing import decompress
-from ._estimating import CheckpointEstimate, TensorEstimate, estimate
 from ._outputs import CheckpointReport, TensorReport
 from ._source import Source, SourceFormatError, SourceTensor
 from ._sources import open_source as open

@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 import torch
 
-from .._common.locks import ForkLock
+from .._common.process import ForkLock
 from ._source import Pieces, Source, SourceFormatError, SourceTensor
 
 # Size in bytes of the local header of a member of an archive, and the offset in it of two 16-bit numbers: the lengths

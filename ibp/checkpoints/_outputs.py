@@ -41,7 +41,9 @@ from .._files import (
     rounded_up,
     write_index,
 )
-from .._schemes import AnyCodebook, Options, with_clusters
+from .._rows.clusters import with_clusters
+from .._rows.codebook import AnyCodebook
+from .._rows.learning import Options
 from ._source import Source, SourceTensor
 
 SHARD_BYTES = 5 << 30  # default limit in bytes of the total size, before coding, of the tensors in a file

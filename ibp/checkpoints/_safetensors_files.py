@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .. import _core
-from .._common.rounding import rounded_up
+from .._common.sequences import rounded_up
 from .._files import (
     MAX_HEADER_BYTES,
     STORAGE,

@@ -13,9 +13,9 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from .._common.closing import Closing
+from .._common.process import Closing
 from .._files import VIEW_KEY, View, entry_of
-from .._layout.geometry import bytes_of
+from .._rows.geometry import bytes_of
 from .._tables.compressed_tensor import CompressedTensor
 
 _BLOCK_BYTES = 16 << 20  # number of bytes that `SourceTensor.tensor` reads at once

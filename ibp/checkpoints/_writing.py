@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from .._common.closing import Closing
+from .._common.process import Closing
 from .._common.sequences import ahead
 from .._files import (
     FORMAT,

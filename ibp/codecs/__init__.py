@@ -6,9 +6,12 @@ the choice between these codings.
     whole    = ibp.compress(x, scheme="zstd")             # an `ibp.codecs.WholeTensor`
 """
 
-from .._common.publishing import published
-from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
-from .._schemes.learning import analyze
+from .._common.importing import published
+from .._rows.clusters import ClusteredCodebook
+from .._rows.codebook import AnyCodebook
+from .._rows.learning import analyze
+from .._rows.masks import Codebook
+from .._rows.planes import PlanesCodebook
 from ._choice import Choice, CodingCost, choose
 from ._whole import WholeTensor
 

@@ -13,11 +13,11 @@ import torch
 from .._common.arguments import near, number
 from .._common.statistics import share_saved
 from .._fetch.streaming import decompress
-from .._layout.geometry import bytes_of, check_tensor
 from .._machine import calibration, memory, staging
-from .._machine.timing import timed_once
-from .._schemes import SCHEMES, AnyCodebook
-from .._schemes.learning import analyze
+from .._machine.calibration import timed_once
+from .._rows.codebook import AnyCodebook
+from .._rows.geometry import bytes_of, check_tensor
+from .._rows.learning import SCHEMES, analyze
 from .._tables.compressed_tensor import CompressedTensor
 from . import _nvcomp
 from ._compressing import compress

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from .._common.arguments import near
-from .._layout import geometry as _rows
-from .._machine import numa as _numa
-from .._schemes import SCHEMES, AnyCodebook, Options, Request
+from .._machine import memory as _memory
+from .._rows import geometry as _rows
+from .._rows.codebook import AnyCodebook
+from .._rows.learning import SCHEMES, Options, Request
 from .._tables.coding import compressed, compressed_in_place, warn_of_gradient
 from .._tables.compressed_tensor import CompressedTensor
 from ._whole import CODECS, WholeTensor, compress_whole, is_general
@@ -44,7 +45,7 @@ class CompressOptions(TypedDict, total=False):
     row_bytes: int | None
     device: torch.device | str | int | None
     memory: str | None
-    numa: _numa.Numa
+    numa: _memory.Numa
     inplace: bool
     progress: bool
 
@@ -75,7 +76,7 @@ def compress(
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
     memory: str | None = None,
-    numa: _numa.Numa = None,
+    numa: _memory.Numa = None,
     inplace: bool = False,
     progress: bool = False,
 ) -> CompressedTensor | WholeTensor:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .._common.locks import ForkLock
-from .._layout.geometry import INTEGERS
+from .._common.process import ForkLock
 from .._machine import staging
+from .._rows.geometry import INTEGERS
 from ._codec import GeneralCodec, OnBytes, package
 
 _CHUNK, _TYPE = "codec_chunk_bytes", "codec_data_type"  # names of the options

@@ -11,16 +11,16 @@ from .._common.arguments import near, whole_number
 from .._common.progress import tqdm
 from .._common.statistics import Saves, shown_memory
 from .._fetch.calls import check_out, target_of
-from .._layout.geometry import DTYPES, bytes_of, check_bytes
-from .._layout.manners import CodedManners, Movable
 from .._machine import memory as _memory
 from .._machine import staging
-from .._machine.numa import Numa, node_of
-from . import _host, _nvcomp
+from .._machine.memory import Numa, node_of
+from .._rows.geometry import DTYPES, bytes_of, check_bytes
+from .._rows.manners import CodedManners, Movable
+from . import _codec, _nvcomp
 from ._codec import MAX_BLOCK_BYTES, GeneralCodec
 
 CODECS: Mapping[str, GeneralCodec] = {
-    codec.name: codec for codec in (_host.Zstd(), _host.Lz4(), *_nvcomp.CODECS.values())
+    codec.name: codec for codec in (_codec.Zstd(), _codec.Lz4(), *_nvcomp.CODECS.values())
 }
 _CPU = torch.device("cpu")
 _FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offsets")

@@ -8,14 +8,12 @@
 applies deltas. `_sending.py` and `_receiving.py` keep the weights of several processes the same.
 """
 
-from .._common.publishing import published
-from ._checkpoints import CheckpointDelta
-from ._fingerprint import DeltaMismatchError, fingerprint
+from .._common.importing import published
+from ._coding import DeltaMismatchError, fingerprint
 from ._making import make
-from ._places import PlacedReceiver, ShardPlace
-from ._receiving import OutOfSyncError, Receiver
+from ._receiving import OutOfSyncError, PlacedReceiver, Receiver, ShardPlace
 from ._sending import Sender
-from ._tensors import Delta
+from ._tensors import CheckpointDelta, Delta
 
 __all__ = [
     "CheckpointDelta",

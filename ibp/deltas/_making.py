@@ -9,13 +9,12 @@ import torch
 
 from .._common.sequences import cut, one_ahead
 from .._fetch.streaming import decompress
-from .._layout.geometry import bytes_of
 from .._machine import memory
+from .._rows.geometry import bytes_of
 from .._tables.compressed_tensor import CompressedTensor
 from . import _coding, _on_gpu
-from ._checkpoints import CheckpointDelta, Version, compare
-from ._fingerprint import check_source, fingerprint
-from ._tensors import Delta
+from ._coding import check_source, fingerprint
+from ._tensors import CheckpointDelta, Delta, Version, compare
 
 # Pairs are compared in batches. A batch has one pair, or several pairs whose new versions together have at most this
 # many bytes. The GPU measures the next batch while the deltas of the present batch are made.

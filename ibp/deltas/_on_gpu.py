@@ -11,11 +11,10 @@ import torch
 
 from .. import _core
 from .._machine import staging
-from .._schemes import PlanesCodebook
+from .._rows.planes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor
 from . import _coding
-from ._coding import ROW_BYTES
-from ._fingerprint import finished, mix
+from ._coding import ROW_BYTES, finished, mix
 
 if TYPE_CHECKING:
     from ._tensors import Delta

@@ -15,13 +15,11 @@ from .._fetch.streaming import decode_items, decompress
 from .._machine import staging
 from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor
-from ._coding import bits_of, integers_of
-from ._fingerprint import fingerprint, finished
+from ._coding import bits_of, fingerprint, finished, integers_of
 from ._on_gpu import DeltaBatch, can_apply, coding_key
 
 if TYPE_CHECKING:
-    from ._checkpoints import Version
-    from ._tensors import Delta
+    from ._tensors import Delta, Version
 
 
 class TableRows(NamedTuple):

@@ -1,16 +1,31 @@
-"""Delta: holds the differences between two versions of a tensor, and applies them."""
+"""Delta: holds the differences between two versions of a tensor, and applies them.
+
+Applies the deltas of a call. If an error occurs, no delta is applied: the changes that have been made are undone.
+
+A job is a delta and the base to which it is applied. Jobs are done in batches. There are three classes of batches, with
+the same methods: `InPlace`, `InPieces`, and `DeltaBatch` for several jobs on a GPU. If a batch runs on a GPU, `begin`
+queues its work and `apply` waits for it; otherwise `apply` does the work. `take_back` undoes the changes.
+
+CheckpointDelta: the changes that turn one version of a checkpoint into another.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .._common.arguments import whole_number
-from .._layout.manners import Movable
-from .._machine import memory
+from .._machine import memory, staging
+from .._rows.faults import CorruptTableError, new_record
+from .._rows.geometry import bytes_of
+from .._rows.manners import Movable
+from .._rows.table import handle_on
 from .._tables.compressed_tensor import CompressedTensor
-from ._applying import apply_all
+from . import _on_gpu
+from ._coding import DeltaMismatchError, bits_of, check_source, element_bytes_of, fingerprint, note_change
+from ._on_pieces import InPieces, Pieces, in_one_piece, memory_of
 
 
 class Delta(Movable):
@@ -132,3 +147,335 @@ class Delta(Movable):
     def apply(self, base: torch.Tensor) -> torch.Tensor:
         """Returns the new version. Works like `apply_`, but on a copy of the base."""
         return self.apply_(base.detach().clone())
+
+
+if TYPE_CHECKING:
+    Job = tuple[str, Delta, "Base"]  # name of the base for messages, delta, base
+
+Base = torch.Tensor | Pieces
+
+
+class InPlace:
+    """The batch of one job whose base is on the CPU and contiguous. The differences are added in the base's own memory.
+
+    Attributes:
+        indices: a list of one number, the index of the job.
+    """
+
+    def __init__(self, index: int, delta: Delta, base: torch.Tensor) -> None:
+        self.indices = [index]
+        self._delta, self._base = delta, bytes_of(base)
+        self._table = delta.to("cpu").table
+        self._is_begun = False
+
+    def begin(self) -> None:
+        """Does nothing, because `apply` does all the work."""
+
+    def apply(self) -> int | None:
+        """Applies the delta and returns None. If the base is not the one that the delta was made for, or if the delta
+        is damaged, leaves the base unchanged and returns the index of the job."""
+        before = fingerprint(self._base)
+        if before != self._delta.base:
+            return self.indices[0]
+        self._is_begun = True
+        change, is_good = self._add(False)
+        if is_good and (before + change) % 2**64 == self._delta.result:
+            return None
+        self.take_back()
+        return self.indices[0]
+
+    def take_back(self) -> None:
+        """Undoes `apply`, even if it was interrupted. Does nothing if the base has not changed."""
+        if self._is_begun and fingerprint(self._base) != self._delta.base:
+            self._add(True)
+
+    def _add(self, subtracts: bool) -> tuple[int, bool]:
+        """Adds the differences to the base, or subtracts them. Corrupt rows are skipped. Returns (the change of the
+        base's fingerprint, modulo 2^64; whether no row is corrupt)."""
+        change, fault = torch.zeros(1, dtype=torch.int64, device="cpu"), new_record()
+        width = element_bytes_of(self._delta.dtype)
+        table = handle_on(self._table, torch.device("cpu")).table
+        torch.ops.ibp.add_rows.default(table, width, subtracts, self._base, change, fault)
+        return int(change), not int(fault[0])
+
+
+Batch = _on_gpu.DeltaBatch | InPlace | InPieces
+
+
+def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
+    """Applies deltas to bases that share no memory with each other.
+
+    Args:
+        jobs: (name of the base for messages, delta, base).
+        whole: (tensor, its new values). The values are copied to the tensors after all deltas have been applied.
+
+    Raises:
+        As in `Delta.apply_`. All bases are then as they were before the call.
+    """
+    for job in jobs:
+        _check_base(*job)
+    jobs = [(name, delta, base.detach() if isinstance(base, torch.Tensor) else base) for name, delta, base in jobs]
+    begun: list[Batch] = []
+    try:
+        for batch in _batches(jobs):
+            begun.append(batch)
+            batch.begin()
+        for batch in begun:
+            wrong = batch.apply()
+            if wrong is not None:
+                _refuse(*jobs[wrong])
+        if whole:
+            staging.copy_all([bits_of(base.detach()) for base, _ in whole], [bits_of(new) for _, new in whole])
+    except BaseException:
+        for batch in begun:
+            batch.take_back()
+        raise
+    finally:
+        note_change(base for _, _, base in jobs if isinstance(base, torch.Tensor))
+
+
+def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
+    """Divides jobs into batches. All jobs on one GPU whose deltas have equal codebooks are one batch, if the kernels
+    support these deltas. Every other job is a separate batch. If its base is a contiguous tensor on the CPU, and the
+    size of a row is a multiple of 8 bytes, the delta is applied in place (`InPlace`); otherwise it is applied to a copy
+    of the base (`InPieces`)."""
+    # The results of coding_key, by identity of the codebook and dtype, because deltas often share a codebook.
+    keys: dict[tuple[Hashable, ...], tuple[Hashable, ...] | None] = {}
+    groups: dict[tuple[Hashable, ...], list[tuple[int, Delta, torch.Tensor]]] = {}
+    others: list[Batch] = []
+    for index, (_, delta, base) in enumerate(jobs):
+        if isinstance(base, Pieces):
+            others.append(InPieces(index, delta, base))
+            continue
+        key = None
+        if _on_gpu.can_apply(delta, base):
+            book = id(delta.table.codebook), delta.dtype
+            if book not in keys:
+                keys[book] = _on_gpu.coding_key(delta)
+            key = keys[book]
+        if key is not None:
+            groups.setdefault((base.device, *key), []).append((index, delta, base))
+        elif base.device.type == "cpu" and base.is_contiguous() and base.numel() and delta.table.row_bytes % 8 == 0:
+            others.append(InPlace(index, delta, base))
+        else:
+            others.append(InPieces(index, delta, in_one_piece(base)))
+    for group in groups.values():
+        yield _on_gpu.DeltaBatch(*zip(*group))
+    yield from others
+
+
+def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
+    """Raises the error for a delta that was not applied: DeltaMismatchError if the base does not have the fingerprint
+    that the delta names, else CorruptTableError."""
+    found = fingerprint(base if isinstance(base, torch.Tensor) else base.read())
+    if found != delta.base:
+        advice = "were new and base exchanged in ibp.deltas.make(new, base), or has the delta been applied before?"
+        raise DeltaMismatchError(
+            f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
+            + (f", and makes what is there: {advice}" if found == delta.result else "")
+        )
+    raise CorruptTableError(
+        f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
+    )
+
+
+def _check_base(name: str, delta: Delta, base: Any) -> None:
+    """Raises TypeError or DeltaMismatchError unless a base is a tensor or a `Pieces` with the dtype and shape of a
+    delta."""
+    if not isinstance(base, Pieces):
+        if not isinstance(base, torch.Tensor):
+            raise TypeError(f"{name} is a {type(base).__name__}; wanted a torch.Tensor")
+        check_source(base, name)
+    if base.dtype != delta.dtype:
+        raise TypeError(f"{name} has dtype {base.dtype}; the delta is for {delta.dtype}")
+    if isinstance(base, torch.Tensor) and (base.is_conj() or base.is_neg()):
+        raise TypeError(f"{name} is a conjugated or negated view of other memory; wanted the tensor itself")
+    if base.shape != delta.shape:
+        raise DeltaMismatchError(f"{name} has shape {list(base.shape)}; the delta is for {list(delta.shape)}")
+
+
+Version = torch.Tensor | CompressedTensor
+
+
+class CheckpointDelta(Mapping[str, Delta | Version]):
+    """The changes that turn one version of a checkpoint, the base, into another version. `ibp.deltas.make` returns a
+    CheckpointDelta for two checkpoints. A CheckpointDelta is a read-only mapping.
+
+    It maps the name of each changed tensor to an `ibp.deltas.Delta`. A tensor that is new, or whose shape or dtype has
+    changed, is stored whole. The names of unchanged tensors are not in the mapping.
+
+    Example:
+        >>> old = {"w": torch.zeros(1000, 64), "b": torch.zeros(64), "head": torch.zeros(64)}
+        >>> new = {"w": torch.ones(1000, 64), "b": torch.zeros(64), "tail": torch.zeros(64)}
+        >>> change = ibp.deltas.make(new, old, device="cpu")
+        >>> change.changed, change.new, change.removed
+        (('w',), ('tail',), ('head',))
+        >>> change.original_bytes, change.stored_bytes < 1000
+        (256256, True)
+
+    Args:
+        changes: for each name, an `ibp.deltas.Delta`, or a tensor or table that is stored whole.
+        removed: the names of tensors that the new version does not have.
+
+    Attributes:
+        removed: the argument `removed`, as a tuple.
+        changed: a tuple of the names of the tensors that are stored as deltas.
+        new: a tuple of the names of the tensors that are stored whole.
+
+    Raises:
+        TypeError: a change is not a delta, a tensor or a table.
+        ValueError: a name is in both `changes` and `removed`.
+    """
+
+    def __init__(self, changes: Mapping[str, Delta | Version], removed: Iterable[str] = ()) -> None:
+        self._changes = dict(changes)
+        self.removed = tuple(removed)
+        for name, change in self._changes.items():
+            if not isinstance(change, (Delta, torch.Tensor, CompressedTensor)):
+                raise TypeError(f"{name} is a {type(change).__name__}; wanted an ibp.deltas.Delta, a tensor or a table")
+        both = sorted(set(self.removed) & self._changes.keys())
+        if both:
+            raise ValueError(f"{both[0]} is among the changes and among removed")
+        self.changed = tuple(name for name, change in self._changes.items() if isinstance(change, Delta))
+        self.new = tuple(name for name, change in self._changes.items() if not isinstance(change, Delta))
+
+    def __getitem__(self, name: str) -> Delta | Version:
+        return self._changes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._changes)
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    @property
+    def original_bytes(self) -> int:
+        """Size in bytes of the tensors that have changed or are new, before compression."""
+        changes = self._changes.values()
+        return sum(change.nbytes if isinstance(change, torch.Tensor) else change.original_bytes for change in changes)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Total size in bytes of the changes when they are sent or stored in a file."""
+        return sum(_stored_bytes(change) for change in self._changes.values())
+
+    def __repr__(self) -> str:
+        return (
+            f"ibp.deltas.CheckpointDelta({len(self.changed)} changed, {len(self.new)} new, "
+            f"{len(self.removed)} removed, bytes={self.original_bytes:,} -> {self.stored_bytes:,})"
+        )
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> CheckpointDelta:
+        """Returns a CheckpointDelta with the same changes, whose data are on `device`."""
+        moved = {name: change.to(device, non_blocking=non_blocking) for name, change in self._changes.items()}
+        return CheckpointDelta(moved, self.removed)
+
+    def apply_(self, base: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Turns `base`, the base version of a checkpoint, into the new version, and returns `base`.
+
+        Changed tensors are updated in place. So if base is the state dict of a module, the module's parameters change.
+        Removed tensors are deleted from the mapping, and new tensors are added to it. A new tensor that replaces a
+        tensor of the same name is put on the device of the tensor that it replaces. Any other new tensor is put on the
+        device of the tensors in base if all of them are on one device. Otherwise it stays on the device on which the
+        delta stores it.
+
+        Bases and results are checked as in `Delta.apply_`. If an error is raised, base is unchanged.
+
+        Args:
+            base: the mapping from names to tensors that the delta was made for. It must be mutable if there are new or
+                removed names.
+
+        Raises:
+            KeyError: base has no tensor with the name of a tensor that the delta changes or removes.
+            TypeError, DeltaMismatchError, CorruptTableError: as in `Delta.apply_`; the message names the tensor.
+                DeltaMismatchError is also raised if two tensors of base overlap in memory. The exception is one tensor
+                that has two names, if the delta has the same change for both names.
+        """
+        self._check_names(base)
+        jobs = [(name, self._changes[name], base[name]) for name in self.changed]
+        devices = {tensor.device for tensor in base.values() if isinstance(tensor, torch.Tensor)}
+        only = devices.pop() if len(devices) == 1 else None
+        whole = {}  # the new tensors by name
+        for name in self.new:
+            change = self._changes[name]
+            assert not isinstance(change, Delta)
+            device = base[name].device if name in base else only or change.device
+            whole[name] = (
+                change.decompress(device=device, check=True)
+                if isinstance(change, CompressedTensor)
+                else change.detach().to(device, copy=True)
+            )
+        apply_all(apart([(name, change, tensor) for name, change, tensor in jobs if isinstance(change, Delta)]))
+        if isinstance(base, MutableMapping):
+            for name in self.removed:
+                del base[name]
+            base.update(whole)
+        return base
+
+    def _check_names(self, base: Any) -> None:
+        if not isinstance(base, Mapping):
+            raise TypeError(f"base is a {type(base).__name__}; wanted a mapping from names to tensors")
+        missing = [name for name in (*self.changed, *self.removed) if name not in base]
+        if missing:
+            raise KeyError(f"base has no tensor {missing[0]!r}, which the delta changes or removes")
+        if (self.new or self.removed) and not isinstance(base, MutableMapping):
+            raise TypeError(f"base is a {type(base).__name__}, which cannot change; the delta adds or removes names")
+
+
+def compare(
+    new: Mapping[str, Version],
+    base: Mapping[str, Version],
+    differences: Callable[[list[tuple[Version, Version]]], list[Delta]],
+) -> CheckpointDelta:
+    """Returns the delta from checkpoint `base` to checkpoint `new`.
+
+    differences: a function that takes pairs (new, base) of tensors and returns their deltas. The two tensors of a pair
+    have the same shape and dtype.
+    """
+    changes: dict[str, Delta | Version] = {}
+    pairs: dict[tuple[Any, ...], tuple[Version, Version]] = {}
+    names: dict[str, tuple[Any, ...]] = {}  # each name's key in `pairs`; tied weights share a key
+    for name, tensor in new.items():
+        check_source(tensor, name)
+        older = base.get(name)
+        if older is not None:
+            check_source(older, name)
+        if older is None or older.shape != tensor.shape or older.dtype != tensor.dtype:
+            changes[name] = tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
+        else:
+            names[name] = memory_of(tensor), memory_of(older)
+            pairs.setdefault(names[name], (tensor, older))
+    made = dict(zip(pairs, differences(list(pairs.values()))))
+    changes.update((name, made[pair]) for name, pair in names.items() if not made[pair].is_empty)
+    return CheckpointDelta(
+        {name: changes[name] for name in new if name in changes}, [name for name in base if name not in new]
+    )
+
+
+def apart(jobs: Sequence[Job]) -> list[Job]:
+    """Drops repeated jobs: returns one job for each base. If a base has several names, its job is the one of the first
+    name. Raises DeltaMismatchError if two names of one base have different changes, or if different bases share
+    memory."""
+    kept: dict[tuple[Any, ...], Job] = {}
+    for job in jobs:
+        name, delta, base = job
+        same = kept.setdefault(memory_of(base), job)
+        if (same[1].base, same[1].result) != (delta.base, delta.result):
+            raise DeltaMismatchError(f"{same[0]} and {name} are one tensor in base, but change differently")
+    ends: dict[torch.device, tuple[int, str]] = {}
+    dense = [(name, base) for name, _, base in kept.values() if isinstance(base, torch.Tensor)]
+    for name, base in sorted(dense, key=lambda job: job[1].data_ptr()):
+        if base.numel() == 0 or not base.is_contiguous():
+            continue
+        end, other = ends.get(base.device, (0, ""))
+        if base.data_ptr() < end:
+            raise DeltaMismatchError(f"{other} and {name} share memory in base, but are not the same tensor")
+        ends[base.device] = base.data_ptr() + base.nbytes, name
+    return list(kept.values())
+
+
+def _stored_bytes(change: Delta | Version) -> int:
+    """Returns the size in bytes of a change when it is sent."""
+    if isinstance(change, torch.Tensor):
+        return change.nbytes
+    return change.stored_bytes if isinstance(change, Delta) else change.stored_bytes + change.index_bytes

@@ -12,15 +12,13 @@ ibp.distributed.Codec              says how tensors are coded, for the argument 
 ibp.distributed.measure_link       measures how fast a group's all-gathers are
 """
 
-from .._common.publishing import published
+from .._common.importing import published
 from .._machine.segments import SharedHandle
-from ..deltas._broadcasting import broadcast_delta
-from ._calls import all_gather_into_tensor, all_gather_single, all_to_all_single, broadcast
-from ._codec import Codec
+from ..deltas._sending import broadcast_delta
+from ._calls import all_gather_into_tensor, all_gather_single, all_to_all_single, broadcast, recv, send
 from ._fsdp import compress_all_gather
-from ._links import Link
-from ._pairs import recv, send
-from ._planning import measure_link
+from ._links import Link, measure_link
+from ._messages import Codec
 from ._sharded import ShardedTable
 from ._sharing import open_shared, share_table
 

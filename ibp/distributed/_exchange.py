@@ -47,12 +47,10 @@ import torch
 import torch.distributed as dist
 
 from .._common.group import RankGroup, all_taking_part, same_on_all
-from .._common.once import warn_once
+from .._common.process import warn_once
 from . import _links
-from ._codec import Codec, as_bytes, sample_of
-from ._links import Load
-from ._messages import TURNS, Messages, Part, Slot, Status, on, spans_of
-from ._planning import RAW, CallOptions, Plan, state_of
+from ._links import RAW, CallOptions, Load, Plan, state_of
+from ._messages import TURNS, Codec, Messages, Part, Slot, Status, as_bytes, on, sample_of, spans_of
 
 if TYPE_CHECKING:
     from torch.distributed import Work

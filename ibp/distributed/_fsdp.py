@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from .._common.group import all_taking_part
 from ._calls import AllGather
-from ._codec import Codec, as_bytes
-from ._messages import MessageSlots, Part, Status, has_lost, on, spans_of, status_entries
-from ._planning import RAW, CallOptions, Kind, Plan, State, state_of
+from ._links import RAW, CallOptions, Kind, Plan, State, state_of
+from ._messages import Codec, MessageSlots, Part, Status, as_bytes, has_lost, on, spans_of, status_entries
 
 
 def compress_all_gather(

@@ -12,17 +12,16 @@ import torch.distributed as dist
 from .._common import wire
 from .._common.group import RankGroup, same_on_all
 from .._common.process import OfThisProcess
-from .._fetch.calls import check_out, sms_of, target_of, worker_of
-from .._fetch.ids import check_range, list_of_ids
-from .._layout import geometry as _rows
-from .._layout.manners import TensorManners
-from .._machine import numa as _numa
+from .._fetch.calls import check_out, check_range, list_of_ids, sms_of, target_of, worker_of
+from .._machine import memory as _memory
 from .._machine.memory import usual
+from .._rows import geometry as _rows
+from .._rows.codebook import AnyCodebook, coding_of, surveyed
 from .._rows.faults import CorruptTableError, new_record
-from .._rows.handle import Handle, Parts
+from .._rows.learning import Options, Request, checked, learn
+from .._rows.manners import TensorManners
 from .._rows.protocols import Ids
-from .._rows.table import OF_SELECTIONS, handle_on
-from .._schemes import AnyCodebook, Options, Request, checked, coding_of, learn, surveyed
+from .._rows.table import OF_SELECTIONS, Handle, Parts, handle_on
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
@@ -121,7 +120,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         row_bytes: int | None = None,
         device: torch.device | str | int | None = None,
         memory: str | None = None,
-        numa: _numa.Numa = None,
+        numa: _memory.Numa = None,
     ) -> ShardedTable:
         """Compresses each rank's part of a tensor with one codebook, which is learned from rows of all parts. A
         collective call.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing  # noqa: F401 - This import enables multiprocessing to send tensors.
 
 from .._common import group as _group
-from .._common import ipc, wire
+from .._common import wire
 from .._machine.memory import check_memory
 from .._machine.segments import Segment, SharedHandle
 from .._rows.table import TENSORS
@@ -115,7 +115,7 @@ def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTens
         raise ValueError(f"handle has {sorted(held, key=str)}; wanted {sorted(TENSORS)}, as table.share() gives it")
     table = CompressedTensor.__new__(CompressedTensor)
     if handle.num_bytes == 0:
-        table.__setstate__({**state, **{name: ipc.opened(how) for name, how in held.items()}})
+        table.__setstate__({**state, **{name: wire.opened(how) for name, how in held.items()}})
         return table
     segment = Segment.opened(handle, file)
     segment.pin = segment.pin or pin

@@ -8,6 +8,8 @@
 
 accelerate's hooks are slow: they copy without `non_blocking`, and clear the device's cache for each parameter.
 `ibp.offload` is faster. This module is for models that accelerate already dispatches.
+
+Changes accelerate's hooks: in modules with tables, they move plain tensors and leave tables where they are.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate import big_modeling, hooks
 
 from .. import CompressedTensor
 from ..adapters import CodedWeight, WeightCompressor, checked_device, shown_memory
+from ..nn import TableParameter
 
 __all__ = ["CompressedWeights"]
 
@@ -129,3 +133,26 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
             f"{shown_memory(self.nbytes, self.original_bytes)}, stored_bytes={self.stored_bytes:,}, "
             f"savings={self.savings:.1%}, device={self.device})"
         )
+
+
+_named_module_tensors, _find_tied_parameters = hooks.named_module_tensors, big_modeling.find_tied_parameters
+
+
+def _plain_tensors(*args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) for the tensors that hooks move: all tensors except tables. Tables need not be moved,
+    because their rows are decoded on the device of a module's input. Replaces a function of accelerate."""
+    for name, tensor in _named_module_tensors(*args, **options):
+        if not isinstance(tensor, TableParameter):
+            yield name, tensor
+
+
+def _plain_ties(model: torch.nn.Module, **options: Any) -> list[list[str]]:
+    """Returns the lists of tied parameters that contain no table. `dispatch_model` calls this function, which replaces
+    a function of accelerate."""
+    named = model.named_parameters(remove_duplicate=False)
+    tables = {name for name, parameter in named if isinstance(parameter, TableParameter)}
+    return [names for names in _find_tied_parameters(model, **options) if tables.isdisjoint(names)]
+
+
+hooks.named_module_tensors = _plain_tensors
+big_modeling.find_tied_parameters = _plain_ties

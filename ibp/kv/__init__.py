@@ -18,15 +18,14 @@ build on `BlockStore`, which keeps blocks of layers as numbered pages, and on `K
 Caches that grow token by token, such as `CompressedCache` of `ibp.integrations.transformers`, build on `TokenCoder`.
 """
 
-from .._common.publishing import published
+from .._common.importing import published
 from ._blocks import BlockStore
-from ._history import TokenHistory
 from ._keyed import KeyedPages
 from ._packed import PackedPages, PageCodec, pack, packed_bytes, unpack
 from ._paged import PagedTensors
 from ._rows import KVRows, KVRowsStats
 from ._store import KVStore, KVStoreStats, Transfer
-from ._tokens import TokenCoder
+from ._tokens import TokenCoder, TokenHistory
 
 __all__ = [
     "BlockStore",

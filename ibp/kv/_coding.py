@@ -8,12 +8,13 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
-from .._common.rounding import rounded_up
+from .._common.sequences import rounded_up
 from .._fetch.streaming import STREAM_SMS
-from .._layout import geometry as _rows
-from .._rows.handle import Handle, Parts
-from .._schemes import AnyCodebook, PlanesCodebook, check_codebook, surveyed
-from .._schemes.learning import CLEARLY_LESS, Learner, learned_from
+from .._rows import geometry as _rows
+from .._rows.codebook import AnyCodebook, check_codebook, surveyed
+from .._rows.learning import CLEARLY_LESS, Learner, learned_from
+from .._rows.planes import PlanesCodebook
+from .._rows.table import Handle, Parts
 from .._tables.coded_rows import CodedRows
 
 _SECTOR = _core.SECTOR_BYTES

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from .._common.arguments import whole_number
-from .._common.locks import ForkLock
-from .._common.process import OfThisProcess
+from .._common.process import ForkLock, OfThisProcess
 from .._machine.memory import usual
 from .._rows.faults import CorruptTableError
-from .._schemes import check_scheme
+from .._rows.learning import check_scheme
 from ._store import KVStore, KVStoreStats
 
 _logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Packs pages into messages for other machines: `PageCodec`, `packed_bytes`, `pack`, `unpack`.
 
-A message is a packed piece of coded rows (see `_layout.forms`): a head, an index with a base and a length for each row,
+A message is a packed piece of coded rows (see `_rows.forms`): a head, an index with a base and a length for each row,
 and the rows. Every row begins at a multiple of 32 bytes. The rows lie in the order in which the GPU happened to encode
 them. The head's field `note` is a number that is computed from the codec and the number of rows. By this number
 `unpack` recognises messages of its codec. If a row was not encoded, every byte of its base and of its length is 255.
@@ -19,15 +19,14 @@ import torch
 from .. import _core
 from .._common import wire
 from .._common.arguments import whole_number
-from .._common.rounding import rounded_up
+from .._common.sequences import rounded_up
 from .._fetch.calls import sms_of
-from .._layout import forms
-from .._layout.geometry import check_bytes
+from .._rows import forms
+from .._rows.codebook import AnyCodebook, check_codebook, fingerprint_of
 from .._rows.faults import Faults, FaultWords
-from .._rows.handle import Handle, Parts
-from .._schemes import AnyCodebook, check_codebook
-from .._schemes.codebook import fingerprint_of
-from . import _sizes
+from .._rows.geometry import check_bytes
+from .._rows.table import Handle, Parts
+from . import _paged
 from ._paged import PagedTensors, Pages, check_different, check_paged, numbers_on, plan_pages
 
 _NONE = 255  # value of each byte of the base and the length of a row that has not been encoded
@@ -109,7 +108,7 @@ class PageCodec:
 
     def __post_init__(self) -> None:
         check_codebook(self.codebook)
-        row_bytes = _sizes.row_bytes_of(self.codebook, None, whole_number("page_bytes", self.page_bytes, 1))
+        row_bytes = _paged.row_bytes_of(self.codebook, None, whole_number("page_bytes", self.page_bytes, 1))
         if row_bytes > _MOST_ROW_BYTES:
             raise ValueError(f"a codebook has rows of {row_bytes} bytes; wanted at most {_MOST_ROW_BYTES}")
 
@@ -132,8 +131,8 @@ class PageCodec:
             TypeError, ValueError: an argument is not as described.
         """
         page_bytes = PagedTensors(pages).block_bytes
-        row_bytes = _sizes.row_bytes_of(pages, row_bytes, page_bytes)
-        return cls(_sizes.learned(pages, row_bytes, level), page_bytes)
+        row_bytes = _paged.row_bytes_of(pages, row_bytes, page_bytes)
+        return cls(_paged.learned(pages, row_bytes, level), page_bytes)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PageCodec:

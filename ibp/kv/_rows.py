@@ -10,15 +10,14 @@ import torch
 from .._common.arguments import whole_number
 from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
-from .._fetch.calls import sms_of
-from .._fetch.ids import check_range, checked_ids
+from .._fetch.calls import check_range, checked_ids, sms_of
 from .._machine import memory as _memory
+from .._rows.codebook import AnyCodebook
 from .._rows.faults import Faults, FaultWords
 from .._rows.protocols import Ids
-from .._schemes import AnyCodebook
 from .._tables.coded_rows import CodedRows
 from ..cache import RowCache
-from . import _sizes
+from . import _paged
 
 _WORDS = FaultWords(
     "{status}: row {value} of a layer",
@@ -133,10 +132,10 @@ class KVRows(OfThisProcess):
         if self.dtype is None or (dtype is not None and dtype != self.dtype):
             raise ValueError(f"dtype is {dtype}; wanted that of the rows, which a codebook does not know")
         row_bytes = 0 if sample is None else sample.shape[-1] * sample.element_size()
-        self.codebook = _sizes.learned(codebook, row_bytes, level)
+        self.codebook = _paged.learned(codebook, row_bytes, level)
         self.dim = self.codebook.row_bytes // self.dtype.itemsize
-        num_rows, found = self.num_tokens * self.num_heads, _sizes.chosen(sample, self.codebook)
-        slot_bytes, overflow_bytes = _sizes.checked(slot_bytes, overflow_bytes, num_rows, found)
+        num_rows, found = self.num_tokens * self.num_heads, _paged.chosen(sample, self.codebook)
+        slot_bytes, overflow_bytes = _paged.checked(slot_bytes, overflow_bytes, num_rows, found)
         on_gpu = self.device.type == "cuda"
         self.places = tuple(
             CodedRows(

@@ -13,19 +13,17 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
-from .._common.locks import ForkLock
-from .._common.process import OfThisProcess
+from .._common.process import ForkLock, OfThisProcess
 from .._common.statistics import Statistics
-from .._fetch.calls import sms_of
-from .._fetch.ids import check_range, list_of_ids
-from .._layout.geometry import stored_sizes
+from .._fetch.calls import check_range, list_of_ids, sms_of
 from .._machine import memory as _memory
 from .._machine.memory import is_capturing
+from .._rows.codebook import AnyCodebook
 from .._rows.faults import Faults, FaultWords
-from .._rows.handle import Handle
-from .._schemes import AnyCodebook
+from .._rows.geometry import stored_sizes
+from .._rows.table import Handle
 from .._tables.coded_rows import Buffers, CodedRows
-from . import _sizes
+from . import _paged
 from ._paged import PagedTensors, PageList, Pages, check_different, check_paged, numbers_on, plan_pages
 
 Tensors = torch.Tensor | PagedTensors | Buffers | Sequence[torch.Tensor]
@@ -234,12 +232,12 @@ class KVStore(OfThisProcess):
         spills = overflow_memory == "pinned" and (
             memory == "device" if self.device.type == "cpu" else where == "device"
         )
-        row_bytes = _sizes.row_bytes_of(codebook, row_bytes, self.page_bytes)
+        row_bytes = _paged.row_bytes_of(codebook, row_bytes, self.page_bytes)
         sample = codebook if isinstance(codebook, torch.Tensor) else None
-        self.codebook = _sizes.learned(codebook, row_bytes, level)
+        self.codebook = _paged.learned(codebook, row_bytes, level)
         self._rows_per_tensor = self.page_bytes // row_bytes
         rows_per_page = self._rows_per_tensor * self.num_tensors
-        found = _sizes.chosen(sample, self.codebook) if num_pages is None or pool_bytes is None else None
+        found = _paged.chosen(sample, self.codebook) if num_pages is None or pool_bytes is None else None
         if num_pages is None:
             if pool_bytes is None or found is None:
                 raise ValueError("neither num_pages nor pool_bytes is given; wanted one of them, or both")
@@ -248,12 +246,12 @@ class KVStore(OfThisProcess):
         self.num_pages = whole_number("num_pages", num_pages, 0)
         num_rows = self.num_pages * rows_per_page
         if found is None:
-            found = _sizes.within(whole_number("pool_bytes", pool_bytes or 0, 0), num_rows, row_bytes, spills)
+            found = _paged.within(whole_number("pool_bytes", pool_bytes or 0, 0), num_rows, row_bytes, spills)
         self._spills = spills
         self._rows_own_parts = spills and overflow_bytes is None
         if spills:
-            found = _sizes.with_room_for_all(found, slot_bytes, row_bytes)
-        slot_bytes, overflow_bytes = _sizes.checked(slot_bytes, overflow_bytes, num_rows, found)
+            found = _paged.with_room_for_all(found, slot_bytes, row_bytes)
+        slot_bytes, overflow_bytes = _paged.checked(slot_bytes, overflow_bytes, num_rows, found)
         self.place = CodedRows(
             self.codebook,
             num_rows,

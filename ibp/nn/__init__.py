@@ -14,10 +14,9 @@ tables; `load_state_dict` accepts both, and compresses plain tensors. `parameter
 docs/embeddings.md says how rows are trained.
 """
 
-from .._common.publishing import published
+from .._common.importing import published
 from ._collection import EmbeddingCollection
-from ._compressing import ModelReport, compress
-from ._decompressing import decompress
+from ._compressing import ModelReport, compress, decompress
 from ._embedding import Embedding, EmbeddingBag
 from ._experts import Experts
 from ._parameters import TableParameter

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .._common.modes import outside_of_modes
-from .._fetch.ids import checked_ids, list_of_ids
+from .._fetch.calls import checked_ids, list_of_ids
 from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
-from ._embedding import check_mode
-from ._making import GivenRows, NormalRows, Rows, table_of
+from ._embedding import GivenRows, NormalRows, Rows, check_mode, table_of
 from ._tables import check_forward, saves_tables
 from ._training import RowsModule
 

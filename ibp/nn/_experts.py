@@ -8,14 +8,13 @@ from typing import Any, cast
 
 import torch
 
-from .._common.graphs import outside_of_graphs
+from .._common.modes import outside_of_graphs
+from .._fetch.calls import checked_ids
 from .._fetch.escapes import Escapes, matrix_of
 from .._fetch.gather import index_select
-from .._fetch.ids import checked_ids
 from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, multiply_groups
 from .._tables.compressed_tensor import CompressedTensor
-from ._parameters import SharedTable, TableParameter
-from ._stacks import Calls, are_few, by_rows, slots_for
+from ._parameters import Calls, SharedTable, TableParameter, are_few, by_rows, slots_for
 from ._tables import CodedModule
 
 _DOWN, _BIAS = "down_proj", "_bias"

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .._common.graphs import outside_of_graphs
-from .._common.once import warn_once
+from .._common.modes import outside_of_graphs
+from .._common.process import warn_once
 from .._fetch.bags import embedding_bag
-from .._fetch.ids import checked_ids, list_of_ids
+from .._fetch.calls import checked_ids, list_of_ids
 from .._tables.changes import check_rows, put_items
 from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache

@@ -17,10 +17,10 @@ import ibp
 from benchmarks import nets
 from benchmarks.activations import deterministic
 from helpers import DTYPES, assert_same_bits, in_threads, slow_but
-from ibp._activations import coding, policy, spans, transfers
-from ibp._activations.origin import IndexOrigin
+from ibp._activations import coding, policy, transfers
+from ibp._activations.coding import IndexOrigin
 from ibp._activations.region import SavedRegion
-from ibp._common import once
+from ibp._common import process
 from ibp._machine import memory as machine_memory
 
 LEAST = 1024
@@ -215,7 +215,7 @@ def test_samples_are_not_of_one_part_of_every_image():
 
 
 def view_of(x):
-    return spans.SpanView(x.dtype, x.shape, x.stride(), 0)
+    return coding.SpanView(x.dtype, x.shape, x.stride(), 0)
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_indices_of_pooling_take_few_bits(small_pieces, layout, kernel, stride, 
 
 @pytest.mark.parametrize("most, dtype", [(255, torch.uint8), (256, torch.int16), (32767, torch.int16)])
 def test_narrow_elements_are_widened(most, dtype):
-    view = spans.SpanView(torch.int64, torch.Size((5, 4, 3, 7)), (84, 1, 28, 4), 0)  # channels last
+    view = coding.SpanView(torch.int64, torch.Size((5, 4, 3, 7)), (84, 1, 28, 4), 0)  # channels last
     least = (torch.arange(21) * 1000).repeat_interleave(4)
     elements = least + torch.randint(0, most + 1, (5, 84))
     elements[0], elements[1] = least, least + most
@@ -611,7 +611,7 @@ def test_what_does_not_shrink_counts_in_a_budget_of_bytes():
 @pytest.mark.parametrize("change", [0.0, 0.001, 0.01])
 def test_room_is_for_changes_like_the_last_ones(change):
     recipe = coding.learn(
-        halves((1 << 16,), torch.bfloat16).view(torch.uint8), spans.SpanView(torch.bfloat16, (1,), (1,), 0)
+        halves((1 << 16,), torch.bfloat16).view(torch.uint8), coding.SpanView(torch.bfloat16, (1,), (1,), 0)
     )
     size, used, rooms = 1 << 26, 0.5 * (1 << 26), []
     for step in range(12):
@@ -913,7 +913,7 @@ def test_pieces_stay_from_where_no_memory_is_pinned(linked, monkeypatch, coded):
         return take(*of)
 
     monkeypatch.setattr(way.buffers, "take", three)
-    monkeypatch.setattr(once, "said", set())
+    monkeypatch.setattr(process, "said", set())
     monkeypatch.setattr(Event, "query", lambda self: False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: recorded.append(of))
     with pytest.warns(RuntimeWarning, match="no memory is pinned"):

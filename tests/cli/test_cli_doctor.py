@@ -15,7 +15,7 @@ from ibp import _core
 from ibp._cli import doctor
 from ibp._cli.main import main
 from ibp._inspect.config import config
-from ibp._machine import timing
+from ibp._machine import calibration
 from ibp._machine.memory import PinningError
 
 H200 = ibp.calibration.H200
@@ -24,7 +24,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setitem(timing._TABLE_BYTES, "cpu", (1 << 20, 16))
+    monkeypatch.setitem(calibration._TABLE_BYTES, "cpu", (1 << 20, 16))
     monkeypatch.setattr(doctor, "_KINDS", {kind: doctor._KINDS[kind] for kind in ("BF16 weights", "FP8 weights")})
     monkeypatch.setattr(doctor, "TEST_SECONDS", 0.0)
 
@@ -248,7 +248,7 @@ def test_tables_are_coded_again_by_their_own_codebooks(monkeypatch):
 def test_measurements_with_a_gpu_are_made_of_all_calls(monkeypatch):
     """The CPU takes the GPU's part."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
-    clock = timing.Clock(CPU, 0.01)
+    clock = calibration.Clock(CPU, 0.01)
     monkeypatch.setattr(clock, "gpu_s", clock.wall_s, raising=False)
     found = doctor._with_gpu(clock, "BF16 weights", doctor.made("BF16 weights", 1 << 20))
     assert found.lossless and set(found.gbps) == set(doctor._GPU_COLUMNS) and min(found.gbps.values()) > 0
@@ -335,9 +335,9 @@ def test_a_report_of_a_gpu_fits(small, capsys, monkeypatch):
     [([2.0] * 9, 2.0, 0.0), ([1.0, 2.0, 3.0], 2.0, 0.93 / 3**0.5 / 2), ([1.0] * 14 + [9.0], 1.0, 0.0)],
 )
 def test_repetitions_that_differ(monkeypatch, seconds, median, uncertainty):
-    clock, times = timing.Clock(torch.device("cpu"), 1.0), iter(seconds)
+    clock, times = calibration.Clock(torch.device("cpu"), 1.0), iter(seconds)
     monkeypatch.setattr(clock, "_repeats", lambda call: len(seconds))
-    monkeypatch.setattr(timing, "timed_once", lambda call, device: (None, next(times)))
+    monkeypatch.setattr(calibration, "timed_once", lambda call, device: (None, next(times)))
     assert clock.wall_s(lambda: None) == median
     assert clock.uncertainty == pytest.approx(uncertainty)
 

@@ -15,7 +15,7 @@ from helpers import bytes_of
 from ibp._cli import doctor, work
 from ibp._cli.main import main
 from ibp._files import read_header
-from ibp._machine import timing
+from ibp._machine import calibration
 from ibp.checkpoints import _compressing
 from ibp.checkpoints._sources import open_source
 
@@ -595,7 +595,7 @@ def test_stdin_is_known_by_its_first_bytes(kind, tmp_path, monkeypatch):
 
 
 def test_documents_have_the_members_that_the_page_lists(versions, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(timing._TABLE_BYTES, "cpu", (1 << 20, 16))
+    monkeypatch.setitem(calibration._TABLE_BYTES, "cpu", (1 << 20, 16))
     monkeypatch.setattr(doctor, "TEST_SECONDS", 0.0)
     rows = re.findall(r"^\| (\w+) \| (`.*) \|$", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
     old, new, *_ = versions

@@ -12,12 +12,12 @@ import pytest
 
 from children import in_child, status_of
 from helpers import in_threads
-from ibp._common import locks
-from ibp._common.locks import ForkLock
+from ibp._common import process
+from ibp._common.process import ForkLock
 from native import ROOT
 
 PLAIN_LOCKS = {
-    "ibp/_common/locks.py",
+    "ibp/_common/process.py",
     "ibp/_common/progress.py",  # of bars, which a child may draw anew
 }
 
@@ -100,7 +100,7 @@ def test_the_thread_that_forks_keeps_its_locks():
 
 def test_a_lock_that_is_not_left_in_time(monkeypatch):
     """The child cannot use what it guards, and says so; it can use all else, as the parent can use all."""
-    monkeypatch.setattr(locks, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(process, "PATIENCE_S", 0.2)
     stuck, free, done = ForkLock(), ForkLock(), threading.Event()
 
     def is_refused():
@@ -117,11 +117,11 @@ def test_a_lock_that_is_not_left_in_time(monkeypatch):
 
 
 def test_locks_that_are_gone_are_forgotten():
-    before = len(locks._locks)
+    before = len(process._locks)
     made = [ForkLock() for _ in range(3)]
-    assert len(locks._locks) == before + 3
+    assert len(process._locks) == before + 3
     del made
-    assert len(locks._locks) == before
+    assert len(process._locks) == before
 
 
 @pytest.mark.parametrize("work", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from ibp._common.closing import Closing
+from ibp._common.process import Closing
 from ibp._common.statistics import Saves, Statistics, share_saved
 
 

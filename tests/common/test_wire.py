@@ -14,12 +14,11 @@ import ibp
 from helpers import assert_same_bits, embedding, spiky_rows
 from ibp._common import wire
 from ibp._common.group import RankGroup
-from ibp.deltas._packing import ChangeHead
-from ibp.deltas._regions import Region
-from ibp.distributed import _pairs, _planning
+from ibp.deltas._messages import ChangeHead, Region
+from ibp.distributed import _calls, _links
 from ranks import Ranks
 
-KIND = _planning.Kind("send", 1 << 20, torch.bfloat16, "cpu", "default", "grads", None)
+KIND = _links.Kind("send", 1 << 20, torch.bfloat16, "cpu", "default", "grads", None)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def test_values_come_back(codebooks):
     }
     found = wire.read(wire.written(value))
     assert found == value and [type(held) for held in found[7]] == [str, bytes, tuple, list, dict]
-    assert type(found["torch"][2]) is torch.Size and type(found["kind"]) is _planning.Kind
+    assert type(found["torch"][2]) is torch.Size and type(found["kind"]) is _links.Kind
     codec = ibp.distributed.Codec.learn(torch.randn(1 << 20).bfloat16())
     assert wire.read(wire.written(codec)).fingerprint == codec.fingerprint
 
@@ -82,7 +81,7 @@ def test_tensors_come_back(dtype):
     [
         ("rows", "text", "rows of a Region is a str; wanted <class 'bytes'>"),
         ("dtype", None, "dtype of a Region is a NoneType"),
-        ("change", 3, "change of a Region is a int; wanted ibp.deltas._packing.ChangeHead | None"),
+        ("change", 3, "change of a Region is a int; wanted ibp.deltas._messages.ChangeHead | None"),
         ("shape", (3,), "shape of a ChangeHead is a tuple"),
         ("fields", {7: "raw"}, r"fields of a ChangeHead is a dict; wanted dict\[str, typing.Any\] | None"),
         ("fingerprints", (1, 2, 3), r"fingerprints of a ChangeHead is a tuple; wanted tuple\[int, int\]"),
@@ -166,13 +165,13 @@ def test_a_pickle_in_a_handle(bomb):
 def test_a_pickle_in_a_note(bomb):
     """That says how tensors travel which one rank sends another."""
     content, has_run = bomb
-    note = _pairs._note(KIND, None)
-    assert _pairs._read(note, KIND) is None
+    note = _calls._note(KIND, None)
+    assert _calls._read(note, KIND) is None
     for wrong in (content, wire.written(5), wire.written((1, None)), wire.written((KIND, KIND))):
         note[:8].view(torch.int64).fill_(len(wrong))
         note[8 : 8 + len(wrong)] = torch.frombuffer(bytearray(wrong), dtype=torch.uint8)
         with pytest.raises(ValueError, match="no message of ibp's|no note|wanted a codec"):
-            _pairs._read(note, KIND)
+            _calls._read(note, KIND)
     assert not has_run()
 
 

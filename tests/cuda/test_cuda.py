@@ -149,7 +149,7 @@ def test_where_x_is_makes_no_difference(cuda, layout, scheme):
 @pytest.mark.parametrize("scheme", CODED)
 def test_a_tensor_of_many_blocks(cuda, monkeypatch, scheme):
     """Coded piece by piece: 32 rows at a time."""
-    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 1)
+    monkeypatch.setattr("ibp._rows.geometry._BLOCK_BYTES", 1)
     x = spiky_rows(777, 61)
     codebook = ibp.codecs.analyze(x, scheme=scheme, device="cpu")
     for layout in LAYOUTS:

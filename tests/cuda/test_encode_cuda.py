@@ -26,9 +26,9 @@ from helpers import (
     planes_codebook,
     spiky_rows,
 )
-from ibp._layout.geometry import Survey
 from ibp._machine import memory as _memory
 from ibp._machine import staging
+from ibp._rows.geometry import Survey
 from interrupts import Interrupted, InterruptedOperations, assert_kept, interrupt_at
 from test_cuda import matching_rows, random_codebook
 from test_cuda_planes import any_codebook, ranked_rows
@@ -293,7 +293,7 @@ def in_place(x, where, cuda):
 def test_compress_in_place_interrupted_twice(cuda, monkeypatch, where):
     """At lines and then on the way out, while copies and kernels are under way: x is as it was, or the table is x."""
     monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 240 * 32)
-    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 32)
+    monkeypatch.setattr("ibp._rows.geometry._BLOCK_BYTES", 240 * 32)
     before = one_hot_rows(150, 60)
     codebook, seen = ibp.codecs.analyze(before, scheme="planes", device="cpu"), set()
 
@@ -316,7 +316,7 @@ def test_compress_in_place_interrupted_twice(cuda, monkeypatch, where):
 @pytest.mark.parametrize("where", ["pageable", "pinned", "gpu"])
 def test_compress_in_place_interrupted_at_every_operation(cuda, monkeypatch, where):
     monkeypatch.setattr("ibp._machine.staging.STAGED_BYTES", 240 * 32)
-    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 32)
+    monkeypatch.setattr("ibp._rows.geometry._BLOCK_BYTES", 240 * 32)
     before = one_hot_rows(150, 60)
     codebook, seen = ibp.codecs.analyze(before, scheme="planes", device="cpu"), set()
     for first, others in ((first, others) for first in itertools.count() for others in ([], [1])):

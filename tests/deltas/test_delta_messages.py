@@ -12,10 +12,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import ibp
 from helpers import assert_same_bits
-from ibp.deltas import OutOfSyncError, Receiver, Sender, _applying, _on_pieces
+from ibp.deltas import OutOfSyncError, Receiver, Sender, _on_pieces, _tensors
+from ibp.deltas._messages import ChangeHead, PushHead, Region
 from ibp.deltas._on_pieces import TableRows
-from ibp.deltas._packing import ChangeHead
-from ibp.deltas._regions import PushHead, Region
 from ranks import Ranks
 from test_delta import bits, changed, optimizer_step
 
@@ -458,7 +457,7 @@ def test_weights_of_another_kind(name, there, kind, match, full):
 @pytest.mark.parametrize("number", range(4))
 def test_a_crash_in_the_middle(number, monkeypatch):
     """Amid the changes of the tensors, all stay as they were, and the messages count when they come again."""
-    link, calls, add = Link(), [], _applying.InPlace._add
+    link, calls, add = Link(), [], _tensors.InPlace._add
 
     def interrupted(self, subtracts):
         calls.append(subtracts)
@@ -466,7 +465,7 @@ def test_a_crash_in_the_middle(number, monkeypatch):
             raise KeyboardInterrupt
         return add(self, subtracts)
 
-    monkeypatch.setattr(_applying.InPlace, "_add", interrupted)
+    monkeypatch.setattr(_tensors.InPlace, "_add", interrupted)
     link.refuses(link.pushes[1], None, KeyboardInterrupt)
     assert link.receiver.version == 1
     assert applied(link.receiver, link.pushes[1])

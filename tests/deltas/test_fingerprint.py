@@ -123,4 +123,4 @@ def test_cuda_tensors_and_tables(cuda):
     total = torch.zeros(1, dtype=torch.int64, device=cuda)
     for first, last in ((80_000, 840_000), (0, 80_000)):
         OPS.sum_words(near.view(-1).view(torch.uint8)[first:last], first // 8, total)
-    assert (int(total) + ibp.deltas._fingerprint.mix(840_000)) % 2**64 == ibp.deltas.fingerprint(x)
+    assert (int(total) + ibp.deltas._coding.mix(840_000)) % 2**64 == ibp.deltas.fingerprint(x)

@@ -14,13 +14,12 @@ import torch.distributed as dist
 
 import ibp
 from helpers import assert_same_bits
-from ibp._common import once
+from ibp._common import process
 from ibp.distributed import (
     Codec,
     Link,
     _exchange,
     _links,
-    _planning,
     all_gather_into_tensor,
     all_to_all_single,
     broadcast,
@@ -28,8 +27,8 @@ from ibp.distributed import (
     recv,
     send,
 )
-from ibp.distributed._codec import ROW_BYTES
 from ibp.distributed._messages import (
+    ROW_BYTES,
     Memory,
     Messages,
     MessageSlots,
@@ -184,7 +183,7 @@ def gather_in_pieces(rank):
     x.view(torch.int16)[150_000:] += torch.arange(50_001, dtype=torch.int16) % 60  # payloads
     out = poisoned(size * count, x.dtype)
     all_gather_into_tensor(out, x, level="default", name="pieces")
-    (plan,) = [plan for kind, plan in _planning.state_of(None).plans.items() if kind.name == "pieces"]
+    (plan,) = [plan for kind, plan in _links.state_of(None).plans.items() if kind.name == "pieces"]
     for count_of in (3, 7, 16):
         plan.num_pieces = count_of
         out.view(torch.uint8).fill_(0xA5)
@@ -278,7 +277,7 @@ def exchange_with_sizes_or_without(rank, device):
             out = poisoned(len(wanted), wanted.dtype).to(device)
             all_to_all_single(out, xs[rank].to(device), sizes, sizes, level=level, name="sizes or not")
             assert_same_bits(out.cpu(), wanted)
-            plans = _planning.state_of(None).plans.items()
+            plans = _links.state_of(None).plans.items()
             for plan in [plan for kind, plan in plans if kind.name == "sizes or not" and plan.codec is not None]:
                 plan.least = 1 if call == 0 else 1 << 20  # more than a part has: all of them travel raw
 
@@ -355,7 +354,7 @@ def relay(rank, dtype, level, codec):
             assert work.wait() and work.is_completed()
         assert_same_bits(outs[0], tensor_of(before, dtype))
         assert_same_bits(outs[1], x)
-    pair = _planning.state_of(None).pairs[True, behind, 0]
+    pair = _links.state_of(None).pairs[True, behind, 0]
     return [plan.codec is not None for kind, plan in pair.plans.items() if (kind.dtype, kind.level) == (dtype, level)]
 
 
@@ -368,7 +367,7 @@ def test_from_rank_to_rank(ranks, dtype, codec):
 def relay_by_the_link(rank):
     link = measure_link()
     assert link.gbps > 0 and measure_link() is link
-    assert _planning.state_of(None).link is link
+    assert _links.state_of(None).link is link
     x, out = tensor_of(0, count=1 << 20), torch.empty(1 << 20, dtype=torch.bfloat16)
     for _ in range(3):
         if rank == 0:
@@ -391,7 +390,7 @@ def relay_lost(rank):
         Codec(learned.codebook, learned.slot_bytes, 0.0),
         [tensor_of(k, scale=10.0 ** (9 * k)) for k in range(3)],
     )
-    once.said.add(_exchange.SENT_TWICE)
+    process.said.add(_exchange.SENT_TWICE)
     if rank == 0:
         works = [send(x, 1, codec=codec, async_op=True) for x in xs]
     else:
@@ -448,7 +447,7 @@ def gather_random(rank):
     out = torch.empty(dist.get_world_size() * COUNT, dtype=torch.uint8)
     all_gather_into_tensor(out, x, level="default", name="random")
     assert_same_bits(out.chunk(dist.get_world_size())[rank], x)
-    return [plan.codec is None for kind, plan in _planning.state_of(None).plans.items() if kind.name == "random"]
+    return [plan.codec is None for kind, plan in _links.state_of(None).plans.items() if kind.name == "random"]
 
 
 def test_random_bytes_travel_raw(two):
@@ -458,7 +457,7 @@ def test_random_bytes_travel_raw(two):
 def by_the_link(rank, gbps):
     """Makes calls of each kind over a link of this rate, which only rank 0 has measured to be so fast: the other ranks
     have measured the opposite. Returns which calls travelled coded: (function, elements, whether it was coded)."""
-    state, size = _planning.state_of(None), dist.get_world_size()
+    state, size = _links.state_of(None), dist.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "link", Link(gbps if rank == 0 else 1 / gbps))
         for count in (1000, 1 << 20):
@@ -488,7 +487,7 @@ def test_the_link_decides_for_all_ranks(two, gbps, is_coded):
 
 def measured(rank):
     """Makes calls of three kinds. Returns how often the link was measured, and what it gave."""
-    state, count, links = _planning.state_of(None), 1 << 20, []
+    state, count, links = _links.state_of(None), 1 << 20, []
     measure = _links.measure
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "link", None)
@@ -531,7 +530,7 @@ def test_shares_are_those_of_spans(count):
 
 def lose(rank, what):
     """A codec with too little room: the bits are right, one warning is given."""
-    once.said.discard(_exchange.SENT_TWICE)
+    process.said.discard(_exchange.SENT_TWICE)
     learned = Codec.learn(tensor_of(9))
     codec, size = Codec(learned.codebook, learned.slot_bytes, 0.0), dist.get_world_size()
     x = tensor_of(rank, count=400_000 // 4 * 4, scale=1e20 if rank == 0 else 0.02)
@@ -563,7 +562,7 @@ def test_lost_rows_are_sent_again(ranks, what):
 def lose_in_one_piece(rank, num_pieces):
     """All-gathers in pieces. In each call one piece of rank 0 has rows without room: an early one, a middle one, the
     last one, and then none has."""
-    once.said.add(_exchange.SENT_TWICE)
+    process.said.add(_exchange.SENT_TWICE)
     learned, size, count = Codec.learn(tensor_of(9)), dist.get_world_size(), 2_000_000
     codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
     with pytest.MonkeyPatch.context() as patch:
@@ -632,7 +631,7 @@ def status_as_on_gpus(messages):
 def as_on_gpus(rank, work, *arguments):
     """Ranks tell each other what was lost once all is coded, before it moves; they exchange in pairs."""
     with pytest.MonkeyPatch.context() as patch:
-        slots = _planning.state_of(None).slots(torch.device("cpu"))
+        slots = _links.state_of(None).slots(torch.device("cpu"))
         patch.setattr(slots, "on_gpu", True)
         patch.setattr(Messages, "status", status_as_on_gpus)
         patch.setattr(Messages, "note_heads", lambda *ignored: pytest.fail("on a GPU codecs are told, too"))
@@ -664,7 +663,7 @@ def exchange_unevenly(rank, device):
         out, back = poisoned(len(wanted), wanted.dtype).to(device), [of[rank] for of in sent]
         all_to_all_single(out, xs[rank].to(device), back, sent[rank], level="default", name="uneven")
         assert_same_bits(out.cpu(), wanted)
-        for kind, plan in _planning.state_of(None).plans.items():
+        for kind, plan in _links.state_of(None).plans.items():
             if kind.name == "uneven":
                 plan.least = least
 
@@ -737,7 +736,7 @@ def drift(rank):
             warnings.simplefilter("ignore")
             all_gather_into_tensor(out, x, level="default", name="drift")
         assert_same_bits(out, gathered(size, x.dtype, scale=0.02 if call < 2 else 1e15))
-        (plan,) = [plan for kind, plan in _planning.state_of(None).plans.items() if kind.name == "drift"]
+        (plan,) = [plan for kind, plan in _links.state_of(None).plans.items() if kind.name == "drift"]
         seen.append(plan.has_lost)
     return seen
 
@@ -1026,7 +1025,7 @@ def equal_to_torchs(rank, dtype, level, count):
     whole[rank] = x
     all_gather_into_tensor(whole, whole[rank], level=level)
     assert_same_bits(whole.view(-1).cpu(), wanted.cpu())
-    return [plan.codec is not None for kind, plan in _planning.state_of(None).plans.items() if kind.level == level]
+    return [plan.codec is not None for kind, plan in _links.state_of(None).plans.items() if kind.level == level]
 
 
 @pytest.mark.parametrize(
@@ -1101,7 +1100,7 @@ def test_nccl_with_codecs_mixed_up(nccl):
 
 
 def lose_on_gpus(rank):
-    once.said.add(_exchange.SENT_TWICE)
+    process.said.add(_exchange.SENT_TWICE)
     device, learned = torch.device("cuda", rank), Codec.learn(tensor_of(9))
     codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
     xs = [tensor_of(other, count=1_000_000, scale=1e20 if other == 0 else 0.02).to(device) for other in range(2)]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import ibp
 from helpers import assert_same_bits, torchrun
 from ibp._common import group as _group
-from ibp._layout import geometry
+from ibp._rows import geometry
 from ibp.cache import _peers
 from ibp.distributed import ShardedTable, _sharded, share_table
 from ranks import Ranks, raised

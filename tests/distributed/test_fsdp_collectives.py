@@ -7,7 +7,7 @@ import torch.distributed.fsdp  # here: the processes that are forked need not im
 
 import ibp
 from helpers import assert_same_bits, torchrun
-from ibp.distributed import Codec, _calls, _fsdp, _planning, compress_all_gather
+from ibp.distributed import Codec, _calls, _fsdp, _links, compress_all_gather
 from native import ROOT
 from ranks import Ranks, raised
 from test_collectives import nccl  # noqa: F401, a fixture
@@ -174,7 +174,7 @@ def lose(rank, device, where):
     """What each step of a net raises, whose weights are written in the wrong place in the third one; and whether later
     steps give the loss of a net that was never compressed."""
     device = f"cuda:{rank}" if device == "cuda" else device
-    _planning._states.clear()  # codecs of other tests
+    _links._states.clear()  # codecs of other tests
     net, plain = (sharded(device, None, **options) for options in ({"level": "fast"}, {}))
     x, found = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(rank)).to(device), []
 

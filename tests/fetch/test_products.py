@@ -12,8 +12,8 @@ from torch._dynamo.utils import get_static_address_type
 
 import ibp
 from helpers import assert_same_bits
-from ibp._common import once
-from ibp._fetch import linear, products
+from ibp._common import process
+from ibp._fetch import linear
 from ibp._rows.table import handle_on
 from products import kernels_on_the_cpu, lists
 
@@ -102,7 +102,7 @@ def test_only_what_is_wanted():
     x, table = torch.randn(3, COLUMNS).bfloat16(), module.weight
     decoded = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "matrix_of", lambda *args, **options: decoded.append(1))
+        patch.setattr(linear, "matrix_of", lambda *args, **options: decoded.append(1))
         module(x).sum().backward()  # of the bias alone
     assert not decoded
     assert_same_bits(plain.bias.grad, torch.full((ROWS,), 3).bfloat16())
@@ -350,7 +350,7 @@ def test_neighbours_are_compiled(kernel):
 def test_warning_where_escapes_are_not_listed(kernel, monkeypatch):
     """Once, and the code is compiled anew when they are."""
     torch.compiler.reset()
-    monkeypatch.setattr(once, "said", set())
+    monkeypatch.setattr(process, "said", set())
     module, plain = coded_linear()
     table, x = module.weight, torch.randn(2, COLUMNS).bfloat16()
     run = torch.compile(lambda x: ibp.linear(x, table), fullgraph=True, backend="aot_eager")
@@ -404,7 +404,7 @@ def never_decoded(monkeypatch):
     def fail(*arguments, **options):
         raise AssertionError("the weights are decoded")
 
-    for module in (linear, products):
+    for module in (linear, linear):
         monkeypatch.setattr(module, "matrix_of", fail)
 
 
@@ -493,7 +493,7 @@ def test_a_table_of_ones_own(cuda, never_decoded):
 
 
 def test_warning_where_a_graph_is_captured_first(cuda, monkeypatch):
-    monkeypatch.setattr(once, "said", set())
+    monkeypatch.setattr(process, "said", set())
     module, plain = coded_linear(rows=512, columns=1024)
     table, x = module.weight.to(cuda), torch.randn(4, 1024, device=cuda).bfloat16()
     table.decompress()

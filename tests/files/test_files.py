@@ -10,7 +10,7 @@ import torch
 import ibp
 from helpers import DTYPES, assert_same_bits, make_tensor, one_hot_rows, spiky_rows
 from ibp._files import read_header
-from ibp._layout.geometry import given_tensor
+from ibp._rows.geometry import given_tensor
 
 PAGEABLE = {"device": "cpu", "memory": "host"}
 

@@ -16,7 +16,7 @@ import torch
 import ibp
 from golden.make_files import FILES
 from helpers import assert_same_bits, bytes_of, spiky_rows
-from ibp._common import once
+from ibp._common import process
 from ibp._files import FileWriter, header_room, opened, reader, write_plain, write_table
 from ibp._machine.memory import PinningError
 from ibp._machine.segments import FileRows
@@ -648,7 +648,7 @@ def refused(monkeypatch):
         raise PinningError("a mapped file cannot be pinned (as the test says)")
 
     monkeypatch.setattr(FileRows, "pin_here", pin_here)
-    monkeypatch.setattr(once, "said", set())
+    monkeypatch.setattr(process, "said", set())
 
 
 def test_load_to_a_gpu(cuda, path):

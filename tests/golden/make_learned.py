@@ -13,7 +13,7 @@ import torch
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
 import ibp  # noqa: E402
-from ibp._schemes.planes import learn_planes, relearn  # noqa: E402
+from ibp._rows.planes import learn_planes, relearn  # noqa: E402
 
 FILE = HERE / "learned.json"
 

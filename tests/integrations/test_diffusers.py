@@ -15,7 +15,7 @@ from diffusers.hooks import apply_group_offloading  # noqa: E402
 from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_offloading  # noqa: E402
 
 from helpers import assert_same_bits  # noqa: E402
-from ibp._offload.resting import Resting  # noqa: E402
+from ibp._offload.weights import Resting  # noqa: E402
 from ibp.integrations.diffusers import close, compress_groups  # noqa: E402
 from ibp.integrations.diffusers import groups as adapter  # noqa: E402
 

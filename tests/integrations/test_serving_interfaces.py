@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ibp.integrations.shared import engines
-from ibp.integrations.vllm import _methods, sync, weights
+from ibp.integrations.vllm import _layers, sync, weights
 from native import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -242,7 +242,7 @@ def wrong_calls_of_theirs(tool, interface, source):
         )
     yield from wrong_uses(tool, interface, tree, VARIABLES[package])
     if "experts" in interface["uses"]:
-        yield from wrong_uses(tool, interface, ast.parse(Path(_methods.__file__).read_text()), OF_EXPERTS)
+        yield from wrong_uses(tool, interface, ast.parse(Path(_layers.__file__).read_text()), OF_EXPERTS)
 
 
 def wrong_uses(tool, interface, tree, variables):

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 import ibp
 from helpers import assert_same_bits
-from ibp.integrations.vllm import _methods
+from ibp.integrations.vllm import _layers
 from ibp.integrations.vllm import weights as vllm_weights
-from ibp.integrations.vllm._incoming import IncomingTensor, incoming, joined, noted
+from ibp.integrations.vllm._layers import IncomingTensor, incoming, joined, noted
 from ibp.nn._tables import matrix_table
 from native import ROOT
 from products import kernels_on_the_cpu, lists
@@ -228,7 +228,7 @@ def test_a_config_joins_parts_or_decodes_them(caplog):
     told = [record.getMessage() for record in caplog.records]
     assert told == ["ibp: weights are compressed while they are loaded: a takes 0.0 MB of 0.0"]  # once
     (first, second), plain = matrices(0.02, 200.0)  # one codebook for both saves nothing
-    method, layer = object.__new__(_methods.CodedMethod), torch.nn.Module()
+    method, layer = object.__new__(_layers.CodedMethod), torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.zeros(64, 64).bfloat16(), requires_grad=False)
     method._config, method._name = config, "a"
     method._parts = {"weight": notes([(layer.weight.data[:32], first), (layer.weight.data[32:], second)])}
@@ -263,8 +263,8 @@ def test_loaders_without_values():
 EXPERTS, HIDDEN, WIDTH, CHOICES = 6, 64, 32, 2
 
 
-class ExpertsMethod(_methods.IBPExpertsMethod):
-    __init__ = _methods.CodedMethod.__init__  # vLLM's class wants its configuration
+class ExpertsMethod(_layers.IBPExpertsMethod):
+    __init__ = _layers.CodedMethod.__init__  # vLLM's class wants its configuration
 
 
 def coded_table(weight, name, parts):
@@ -337,7 +337,7 @@ def test_experts_of_many_tokens(monkeypatch):
     """vLLM's kernel multiplies by decoded weights."""
     with kernels_on_the_cpu(monkeypatch) as calls:
         layer, method, weights = coded_experts()
-        monkeypatch.setattr("ibp.adapters._products.MOST_GROUPED", 7)
+        monkeypatch.setattr("ibp.adapters.MOST_GROUPED", 7)
         x, ids = torch.randn(4, HIDDEN).bfloat16(), torch.arange(8).view(4, 2) % EXPERTS
         topk_weights = torch.rand(ids.shape)
         got = method.apply(layer, x, topk_weights, ids, None, None)
@@ -375,5 +375,5 @@ def test_experts_that_stay_plain(backend, moe, balances, said):
         unquantized_backend=types.SimpleNamespace(name=backend, value=backend),
         moe=types.SimpleNamespace(**(MOE | moe), moe_parallel_config=parallel),
     )
-    why = _methods.why_plain_experts(plain)
+    why = _layers.why_plain_experts(plain)
     assert why.startswith(said) and bool(why) == bool(said)

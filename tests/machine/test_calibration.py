@@ -11,15 +11,13 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with, sized
+from ibp import calibration as measuring
 from ibp._common import ops
 from ibp._fetch import streaming
-from ibp._layout import geometry
 from ibp._machine import calibration
 from ibp._machine import memory as _memory
-from ibp._rows import plan
-from ibp._schemes import codebook as codebooks
-from ibp._schemes import learning
-from ibp.calibration import _measuring
+from ibp._rows import codebook as codebooks
+from ibp._rows import geometry, learning, plan
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 READ, WRITE = calibration._read, calibration._write  # which the other tests do without
@@ -51,7 +49,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(_memory, "canonical", lambda device: CPU if str(device) == "cpu" else GPU)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found.properties)
-    monkeypatch.setattr(_measuring, "measure", measure)
+    monkeypatch.setattr(measuring, "measure", measure)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return found
 
@@ -206,7 +204,7 @@ def test_arguments(machine, arguments, error):
 
 
 def test_nothing_measures_by_itself(monkeypatch):
-    monkeypatch.setattr(_measuring, "measure", lambda *arguments: pytest.fail("measured"))
+    monkeypatch.setattr(measuring, "measure", lambda *arguments: pytest.fail("measured"))
     x = embedding(3000, 64)
     table = ibp.compress(x, memory="host")
     assert_same_bits(ibp.index_select(table, torch.arange(3000)), x)
@@ -308,7 +306,7 @@ def test_it_is_shown(machine):
 # ---- how it is measured --------------------------------------------------------------------------------------------
 
 
-FAMILIES = _measuring._families(types.SimpleNamespace(device=CPU, table_bytes=1 << 20))
+FAMILIES = measuring._families(types.SimpleNamespace(device=CPU, table_bytes=1 << 20))
 
 
 @pytest.mark.parametrize("name", calibration.CODER_FAMILIES)
@@ -326,7 +324,7 @@ def test_families_of_coders(name, row_bytes):
 @pytest.mark.parametrize("name", calibration.CODER_FAMILIES)
 def test_rows_are_coded_into_places_that_have_room(name):
     family = FAMILIES[name]
-    place = _measuring._place_for(family.table(2048, 1 << 20, CPU), family.codebook(2048), CPU)
+    place = measuring._place_for(family.table(2048, 1 << 20, CPU), family.codebook(2048), CPU)
     ibp.encode_into(family.rows, place)
     assert place.counts().lost == 0
     assert_same_bits(place.decode(dtype=family.rows.dtype), family.rows)
@@ -334,23 +332,23 @@ def test_rows_are_coded_into_places_that_have_room(name):
 
 def test_raw_tables_are_the_memory():
     memory = torch.randint(256, (4096,), dtype=torch.uint8)
-    table = _measuring._raw_table(memory, 32)
+    table = measuring._raw_table(memory, 32)
     assert table.slots.data_ptr() == memory.data_ptr()
     assert_same_bits(ibp.index_select(table, [3, 127]), memory.view(128, 32)[[3, 127]])
 
 
 def rows_take(monkeypatch, nanoseconds):
-    monkeypatch.setattr(_measuring, "_row_ns", lambda clock, table, **options: nanoseconds(table, **options))
+    monkeypatch.setattr(measuring, "_row_ns", lambda clock, table, **options: nanoseconds(table, **options))
 
 
 def test_the_reach_of_address_translation(monkeypatch):
     host = torch.empty(1 << 12, dtype=torch.uint8)
-    monkeypatch.setattr(_measuring, "_NEAR_BYTES", 1 << 8)
+    monkeypatch.setattr(measuring, "_NEAR_BYTES", 1 << 8)
     for reach in (1 << 8, 1 << 10, 1 << 12):
         rows_take(monkeypatch, lambda table: 1.5 if table.slots.numel() <= reach else 5.0)
-        assert _measuring._reach_bytes(None, host) == reach
+        assert measuring._reach_bytes(None, host) == reach
     rows_take(monkeypatch, lambda table: 1.5 + 1e-4 * table.slots.numel())  # gradually
-    assert _measuring._reach_bytes(None, host) == 1 << 11
+    assert measuring._reach_bytes(None, host) == 1 << 11
 
 
 def test_the_rows_that_a_thread_gathers(monkeypatch):
@@ -358,12 +356,12 @@ def test_the_rows_that_a_thread_gathers(monkeypatch):
         _memory, "empty", lambda num_bytes, *others, **options: torch.empty(num_bytes, dtype=torch.uint8)
     )
     clock = types.SimpleNamespace(wall_s=lambda call: 1e-3 if call() else None)  # in which some MB are gathered
-    assert 4 < _measuring._gather_gbps(clock, torch.empty(1 << 20, dtype=torch.uint8)) < 9
+    assert 4 < measuring._gather_gbps(clock, torch.empty(1 << 20, dtype=torch.uint8)) < 9
 
 
 def test_how_many_multiprocessors_fetch_ids_in_order(monkeypatch):
     rows_take(monkeypatch, lambda table, max_sms, path: {8: 4.0, 16: 2.0, 32: 1.97}[max_sms])
-    assert _measuring._bucketed_sms(None, None) == 16
+    assert measuring._bucketed_sms(None, None) == 16
 
 
 def test_the_least_time_of_a_row(monkeypatch):
@@ -376,14 +374,14 @@ def test_the_least_time_of_a_row(monkeypatch):
     slower = 1.08 * 2.6
     for coded_ns, raw_ns, expected in ((2.6, 128 / 51.4, slower), (5.2, 256 / 51.4, slower), (1.9, 128 / 51.4, 1.45)):
         rows_take(monkeypatch, lambda table: raw_ns if table.scheme == "raw" else coded_ns)
-        assert _measuring._least_row_ns(clock, family, known) == pytest.approx(expected)
+        assert measuring._least_row_ns(clock, family, known) == pytest.approx(expected)
 
 
 def test_the_share_of_coded_rows(monkeypatch):
     family, clock = FAMILIES["pairs"], types.SimpleNamespace(table_bytes=1 << 20)
     for coded_ns, expected in ((5.0, 192 / 5.0 / 51.4), (1.0, 1.0)):
         rows_take(monkeypatch, lambda table: coded_ns)
-        assert _measuring._coded_read_share(clock, family, ibp.calibration.H200) == pytest.approx(expected, rel=0.01)
+        assert measuring._coded_read_share(clock, family, ibp.calibration.H200) == pytest.approx(expected, rel=0.01)
 
 
 def test_the_start_of_a_stream(monkeypatch):
@@ -392,15 +390,15 @@ def test_the_start_of_a_stream(monkeypatch):
     clock = types.SimpleNamespace(table_bytes=1 << 20, device=CPU, wall_s=lambda call: next(taken))
     num_bytes = plan.spread_bytes(FAMILIES["pairs"].table(2048, 1 << 20, CPU))
     expected = 100 + num_bytes * (1 / 51.4 - 1 / 55.4) / 1e3
-    assert _measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.calibration.H200) == pytest.approx(expected)
-    assert _measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.calibration.H200) == 1.0
+    assert measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.calibration.H200) == pytest.approx(expected)
+    assert measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.calibration.H200) == 1.0
 
 
 def test_ids_differ_from_call_to_call(monkeypatch):
-    table, seen = _measuring._raw_table(torch.zeros(1 << 16, dtype=torch.uint8), 32), []
-    monkeypatch.setattr(_measuring, "index_select", lambda table, ids, **others: seen.append((ids, others)))
+    table, seen = measuring._raw_table(torch.zeros(1 << 16, dtype=torch.uint8), 32), []
+    monkeypatch.setattr(measuring, "index_select", lambda table, ids, **others: seen.append((ids, others)))
     clock = types.SimpleNamespace(table_bytes=1 << 20, device=CPU, gpu_s=lambda call: [call(), call()] and 1e-6)
-    assert _measuring._row_ns(clock, table, num_ids=100, in_order=True, path="bucketed") == pytest.approx(10.0)
+    assert measuring._row_ns(clock, table, num_ids=100, in_order=True, path="bucketed") == pytest.approx(10.0)
     (first, others), (second, _) = seen
     assert not torch.equal(first, second) and torch.equal(first, first.sort().values) and len(first) == 100
     assert others["path"] == "bucketed" and others["out"].shape == (100, 32)

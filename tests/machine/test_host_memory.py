@@ -11,7 +11,6 @@ import ibp
 from helpers import assert_same_bits
 from ibp import _core
 from ibp._machine import memory as _memory
-from ibp._machine import numa as _numa
 from ibp._machine import segments
 from native import (
     CSRC,
@@ -109,21 +108,21 @@ def test_no_more_is_kept_than_the_limit(cuda):
 
 
 def test_nodes_of_this_machine():
-    nodes = _numa.online_nodes()
+    nodes = _memory.online_nodes()
     assert nodes and all(node >= 0 for node in nodes)
-    assert _numa.node_of(None) == _numa.node_of("cpu") == _numa.node_of(CPU) == _numa.CALLERS_NODE
+    assert _memory.node_of(None) == _memory.node_of("cpu") == _memory.node_of(CPU) == _memory.CALLERS_NODE
     for node in nodes:
-        assert _numa.node_of(node) == node
+        assert _memory.node_of(node) == node
 
 
 def test_lists_of_nodes(tmp_path, monkeypatch):
     file = tmp_path / "online"
-    monkeypatch.setattr(_numa, "_NODES", file)
-    assert _numa.online_nodes() == {0}  # the system does not say
+    monkeypatch.setattr(_memory, "_NODES", file)
+    assert _memory.online_nodes() == {0}  # the system does not say
     for text, nodes in (("0\n", {0}), ("0-1\n", {0, 1}), ("0,2-4,7\n", {0, 2, 3, 4, 7})):
         file.write_text(text)
-        assert _numa.online_nodes() == nodes
-    assert _numa.node_of(7) == 7
+        assert _memory.online_nodes() == nodes
+    assert _memory.node_of(7) == 7
 
 
 @pytest.mark.parametrize("text, node", [("1\n", 1), ("0\n", 0), ("-1\n", -1), ("5\n", -1), ("", -1), (None, -1)])
@@ -134,13 +133,13 @@ def test_the_node_of_a_gpu(text, node, tmp_path, monkeypatch):
         pci_domain_id, pci_bus_id, pci_device_id = 0, 0x9B, 0
 
     (tmp_path / "online").write_text("0-1")
-    monkeypatch.setattr(_numa, "_NODES", tmp_path / "online")
-    monkeypatch.setattr(_numa, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(_memory, "_NODES", tmp_path / "online")
+    monkeypatch.setattr(_memory, "_PCI_DEVICES", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     if text is not None:
         (tmp_path / "0000:9b:00.0").mkdir()
         (tmp_path / "0000:9b:00.0" / "numa_node").write_text(text)
-    assert _numa.node_of_gpu(torch.device("cuda", 0)) == node
+    assert _memory.node_of_gpu(torch.device("cuda", 0)) == node
 
 
 def test_nodes_that_are_none():
@@ -189,7 +188,7 @@ def test_new_memory_asks_for_its_node(numa):
     if not can_bind(address, 4096):
         pytest.skip("the system refuses to bind memory to nodes")
     preferred = 1
-    assert mode == preferred and len(nodes) == 1 and nodes[0] in _numa.online_nodes()
+    assert mode == preferred and len(nodes) == 1 and nodes[0] in _memory.online_nodes()
     assert numa is None or nodes == [numa]
 
 
@@ -208,7 +207,7 @@ def test_pinned_memory_on_a_node(cuda, numa):
     table = ibp.compress(x, numa=numa)
     mode, nodes = policy_at(table.slots.data_ptr())
     if can_bind(table.slots.data_ptr(), 4096):
-        assert mode == 1 and len(nodes) == 1 and nodes[0] in _numa.online_nodes()
+        assert mode == 1 and len(nodes) == 1 and nodes[0] in _memory.online_nodes()
     assert table.is_pinned()
     assert_same_bits(table.decompress(device=cuda).cpu(), x)
     assert ibp.compress(x, memory="host").pin_memory(numa=numa).is_pinned()

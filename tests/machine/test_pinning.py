@@ -10,7 +10,7 @@ import ibp
 from fault_cases import CASES
 from helpers import assert_same_bits, embedding, spiky_rows
 from ibp import _core
-from ibp._common import once, ops
+from ibp._common import ops, process
 from ibp._fetch import host_gather
 from ibp._machine import memory, segments
 from models import IDS, Net
@@ -43,7 +43,7 @@ def refused(monkeypatch):
     monkeypatch.setattr(_core, "PinnedRange", refuse)
     monkeypatch.setattr(_core.FilePages, "pin", refuse)
     monkeypatch.setattr(torch, "empty", pageable_only)
-    monkeypatch.setattr(once, "said", set())
+    monkeypatch.setattr(process, "said", set())
     monkeypatch.setattr(host_gather, "_refused", set())
     monkeypatch.setattr(host_gather, "_rings", {})
     monkeypatch.setattr(host_gather, "_stages", {})

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ibp._machine import memory
-from ibp._machine.pool import Pool
+from ibp._machine.memory import Pool
 
 
 class Waits:

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from helpers import assert_same_bits
 from ibp._machine import memory, staging
-from ibp._machine.ring import Ring, Turn
+from ibp._machine.staging import Ring, Turn
 from ibp.checkpoints import _coding
-from ibp.kv._decoder import HostTokenDecoder
-from ibp.kv._history import TokenHistory
+from ibp.kv._tokens import HostTokenDecoder, TokenHistory
 from kv_blocks import Raw, any_changes
 from stream_clocks import Gpu, clock_copies, clocked_gpu
 

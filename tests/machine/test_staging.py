@@ -124,7 +124,7 @@ def test_outlet(fake_gpu, monkeypatch, worker, home, pageable, kind):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_compress_in_place_through_staging_interrupted_twice(fake_gpu, monkeypatch):
     """As a GPU compresses a tensor in host memory: blocks arrive late, while the next ones are coded."""
-    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 32)
+    monkeypatch.setattr("ibp._rows.geometry._BLOCK_BYTES", 240 * 32)
     monkeypatch.setattr(_staging, "outlet", lambda worker, home, pageable: _staging.Outlet(worker, pageable))
     before = one_hot_rows(150, 60)
     codebook, seen = ibp.codecs.analyze(before, scheme="planes"), set()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import ibp
 from helpers import assert_same_bits, embedding, pairwise
-from ibp.nn import _making
+from ibp.nn import _embedding
 
 ON_CPU = {"device": "cpu", "memory": "host"}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -72,13 +72,13 @@ def test_new_weights_are_torchs(kind, mode):
 @pytest.mark.parametrize("num_sources", [1, 3])
 def test_weights_are_made_block_by_block(monkeypatch, num_sources):
     """Blocks of 256 rows: rows and random numbers are as if made at once."""
-    monkeypatch.setattr(_making, "_BLOCK_BYTES", 256 * 128 * 2)
+    monkeypatch.setattr(_embedding, "_BLOCK_BYTES", 256 * 128 * 2)
     torch.manual_seed(3)
     expected = torch.empty(700, 128, dtype=torch.bfloat16).normal_()
     torch.manual_seed(3)
-    drawn, others = _making.NormalRows(700, 128, torch.bfloat16), embedding(300, 128, torch.bfloat16)
-    given = [_making.GivenRows(ibp.compress(others, **ON_CPU)), _making.GivenRows(expected[:5])]
-    table = _making.table_of([drawn, *given][:num_sources], 128, torch.bfloat16, "cpu")
+    drawn, others = _embedding.NormalRows(700, 128, torch.bfloat16), embedding(300, 128, torch.bfloat16)
+    given = [_embedding.GivenRows(ibp.compress(others, **ON_CPU)), _embedding.GivenRows(expected[:5])]
+    table = _embedding.table_of([drawn, *given][:num_sources], 128, torch.bfloat16, "cpu")
     wanted = [expected, others, expected[:5]][:num_sources]
     assert_same_bits(table.decompress(), torch.cat(wanted))
     assert table.scheme == "planes" and table.savings > 0.2

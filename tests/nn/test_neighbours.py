@@ -8,7 +8,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from ibp.nn import _neighbours
+from ibp.nn import _tables
 
 
 def plain_modules(count=3, columns=96, **options):
@@ -28,13 +28,13 @@ def pairs():
 @pytest.fixture
 def calls(monkeypatch):
     """How many tables each product takes."""
-    counts, multiply = [], _neighbours.linear
+    counts, multiply = [], _tables.linear
 
     def watched(x, tables, biases):
         counts.append(len(tables) if isinstance(tables, list) else 1)
         return multiply(x, tables, biases)
 
-    monkeypatch.setattr(_neighbours, "linear", watched)
+    monkeypatch.setattr(_tables, "linear", watched)
     return counts
 
 

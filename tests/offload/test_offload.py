@@ -18,11 +18,10 @@ from torch._subclasses import FakeTensorMode
 
 import ibp
 from helpers import assert_same_bits, in_threads
-from ibp._offload.events import Schedule
+from ibp._offload.events import Schedule, moved
 from ibp._offload.fetcher import WeightArena, WeightFetcher, overlap
-from ibp._offload.hooks import moved
 from ibp._offload.plan import plan_for, spread
-from ibp._offload.resting import Resting
+from ibp._offload.weights import Resting
 from ibp._rows.table import handle_on
 from ibp._tables.weights import WeightCompressor
 from models import IDS, WIDTH, Net, Wide

@@ -11,10 +11,10 @@ from torch import nn
 
 import ibp
 from helpers import assert_same_bits, embedding
-from ibp._offload import experts
+from ibp._offload import events
 from ibp._offload.fetcher import CudaWeightFetcher
 from ibp._rows.table import handle_on
-from ibp.nn._stacks import slots_for
+from ibp.nn._parameters import slots_for
 from stream_clocks import Event, Gpu, clocked_gpu
 from test_experts import SIZES, Experts
 
@@ -214,7 +214,7 @@ def test_damage_is_raised_by_the_use_of_a_weight(gpu):
 @pytest.mark.parametrize("missing", ["", "wait_event", "wait_stream"])
 def test_experts_come_on_a_stream_of_their_own(monkeypatch, missing):
     """The caller's stream waits for a weight when it reads it, and for the others before it uses their memory again."""
-    gpu, fetch, memory = clocked_gpu(monkeypatch), experts.CachedStack.fetch, []
+    gpu, fetch, memory = clocked_gpu(monkeypatch), events.CachedStack.fetch, []
     beside = Gpu.Stream(gpu)
 
     def record_event(stream):
@@ -228,8 +228,8 @@ def test_experts_come_on_a_stream_of_their_own(monkeypatch, missing):
         return fetch(stack, rows, out, max_sms)
 
     monkeypatch.setattr(Gpu.Stream, "record_event", record_event, raising=False)
-    monkeypatch.setattr(experts, "_stream_beside", lambda device: beside)
-    monkeypatch.setattr(experts.CachedStack, "fetch", clocked_fetch)
+    monkeypatch.setattr(events, "_stream_beside", lambda device: beside)
+    monkeypatch.setattr(events.CachedStack, "fetch", clocked_fetch)
     if missing:
         monkeypatch.setattr(Gpu.Stream, missing, lambda stream, other: None)
     model = Experts()

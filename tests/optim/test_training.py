@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import ibp
 from benchmarks import dlrm_train, harness
 from helpers import assert_same_bits, embedding, pairwise
-from ibp._common import once
+from ibp._common import process
 from ibp.nn._training import RowsModule
 from ranks import Ranks
 
@@ -153,7 +153,7 @@ def test_gradients_stay_until_they_are_dropped():
 
 def unread_passes(module, count, calls=1):
     """The warnings of so many backward passes, of several calls each, and the sum of torch's gradients."""
-    once.said.discard("unread gradients")
+    process.said.discard("unread gradients")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(count):

@@ -33,7 +33,7 @@ from helpers import (
     reference_planes_codebook,
     slow_but,
 )
-from ibp._schemes import clusters as learned_clusters
+from ibp._rows import clusters as learned_clusters
 
 CPU = torch.device("cpu")
 CORRUPT = 3  # IBP_CORRUPT_ROW

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ibp
-from ibp._schemes import SCHEMES
+from ibp._rows.learning import SCHEMES
 
 CPU = torch.device("cpu")
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from ibp._layout import geometry
-from ibp._schemes import masks
-from ibp._schemes.learning import Learner
-from ibp._schemes.masks import CHUNK_BYTES
+from ibp._rows import geometry, masks
+from ibp._rows.learning import Learner
+from ibp._rows.masks import CHUNK_BYTES
 
 
 @pytest.mark.parametrize("total", [1, 2, 200])

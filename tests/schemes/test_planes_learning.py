@@ -19,9 +19,8 @@ import reference_planes as reference
 from golden import make_learned
 from golden.make_planes import CASES, load
 from helpers import DTYPES, assert_same_bits, bytes_of, make_tensor, planes_codebook, reference_planes_codebook
-from ibp._layout.geometry import stored_sizes
-from ibp._schemes import PlanesCodebook
-from ibp._schemes.planes import learn_planes, num_entries
+from ibp._rows.geometry import stored_sizes
+from ibp._rows.planes import PlanesCodebook, learn_planes, num_entries
 from test_planes_rows import codec_of as coder_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

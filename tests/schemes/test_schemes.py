@@ -26,7 +26,7 @@ from helpers import (
     reference_row,
     spiky_rows,
 )
-from ibp._schemes import estimation
+from ibp._rows import estimation
 
 CPU = torch.device("cpu")
 NAMED = ["raw", "ibp", "planes"]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import ibp
 from helpers import assert_same_bits
-from ibp._layout.geometry import Survey, stored_sizes
+from ibp import spill
+from ibp._rows.geometry import Survey, stored_sizes
+from ibp._rows.learning import Options
 from ibp._rows.table import Table
-from ibp._schemes import Options
 from ibp._tables import coding
-from ibp.spill import _profiling
 
 COLUMNS = 96  # of bfloat16: rows of 192 bytes
 TARGETS = [1, 4 / 3, 2, 4, 16, math.inf]
@@ -345,7 +345,7 @@ def test_pages_that_grow_again_and_again(slot_bytes):
 def test_profile_chooses_the_largest_ratio_within_the_threshold():
     """Against rows that are compressed with the profile's codebook, and counted."""
     snapshots = [{"x": torch.cat([rows(80 - 4 * k, "sparse"), rows(20 + 4 * k, "noise")])} for k in range(3)]
-    for ratios in (ibp.spill._targets.RATIOS, None):
+    for ratios in (ibp.spill.RATIOS, None):
         for threshold in (0.1, 0.2, 0.25, 0.29, 1.0):
             found = ibp.spill.profile(snapshots, threshold, ratios=ratios, device="cpu")["x"]
             tables = [ibp.compress(of["x"], codebook=found.codebook, layout="packed") for of in snapshots]
@@ -400,7 +400,7 @@ def test_a_profile_keeps_tensors_that_change_in_place(monkeypatch):
             yield {"x": x}
             x.copy_(rows(500, "noise"))
 
-    monkeypatch.setattr(_profiling, "_SAMPLE_BYTES", 200 * 192)
+    monkeypatch.setattr(spill, "_SAMPLE_BYTES", 200 * 192)
     report = ibp.spill.profile(run(), device="cpu")["x"]
     assert [sum(sectors) for sectors in report.histograms] == [200] * 3
     assert report.spill(0).rows == 0 and report.slot_bytes == 192

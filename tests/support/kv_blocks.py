@@ -4,8 +4,7 @@ import torch
 
 from helpers import assert_same_bits
 from ibp.kv._coding import Form, Options
-from ibp.kv._decoder import decoder_for
-from ibp.kv._history import TokenHistory
+from ibp.kv._tokens import TokenHistory, decoder_for
 
 HEADS, BLOCK = 2, 4
 CPU = torch.device("cpu")

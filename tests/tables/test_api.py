@@ -26,7 +26,7 @@ from helpers import (
     spiky_rows,
     tensor_from,
 )  # fmt: skip
-from ibp._layout import geometry
+from ibp._rows import geometry
 from interrupts import Interrupted, InterruptedOperations, assert_kept, interrupt_at
 
 LAYOUTS = [{}, {"slot_bytes": 32}, {"slot_bytes": "row"}, {"layout": "packed"}]
@@ -552,7 +552,7 @@ def test_compress_in_place_interrupted_between_blocks(blocks_done, scheme, monke
     x = one_hot_rows(1000, 60)
     before = x.clone()
     codebook = ibp.codecs.analyze(x, scheme=scheme)
-    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 96)
+    monkeypatch.setattr("ibp._rows.geometry._BLOCK_BYTES", 240 * 96)
     monkeypatch.setattr(geometry, "blocks", interrupted)
     with pytest.raises(Interrupted) as interruption:
         ibp.compress(x, codebook=codebook, device="cpu", memory="host", inplace=True)
@@ -563,7 +563,7 @@ def test_compress_in_place_interrupted_between_blocks(blocks_done, scheme, monke
 
 def test_blocks_of_host_memory(x, monkeypatch):
     whole = ibp.compress(x, scheme="planes", slot_bytes=32, device="cpu", memory="host")
-    monkeypatch.setattr("ibp._layout.geometry._NEAR_BLOCK_BYTES", 240 * 96)
+    monkeypatch.setattr("ibp._rows.geometry._NEAR_BLOCK_BYTES", 240 * 96)
     table = ibp.compress(x, codebook=whole.codebook, slot_bytes=32, device="cpu", memory="host")
     assert table.overflow.numel() > 0
     assert_same_table(table, whole)
@@ -572,7 +572,7 @@ def test_blocks_of_host_memory(x, monkeypatch):
 @pytest.fixture
 def in_blocks(monkeypatch):
     """200 rows in blocks of 96, and a codebook for them."""
-    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 240 * 96)
+    monkeypatch.setattr("ibp._rows.geometry._BLOCK_BYTES", 240 * 96)
     x = one_hot_rows(200, 60)
     return x, ibp.codecs.analyze(x, scheme="planes")
 
@@ -640,7 +640,7 @@ def test_compress_in_place_interrupted_at_every_operation(in_blocks, before_it):
 @pytest.mark.parametrize("scheme", ["ibp", "planes"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_compress_in_place_interrupted_by_a_signal(share, scheme, monkeypatch):
-    monkeypatch.setattr("ibp._layout.geometry._BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr("ibp._rows.geometry._BLOCK_BYTES", 1 << 16)
     before = one_hot_rows(20000, 60)
     codebook = ibp.codecs.analyze(before[:1000], scheme=scheme)
     start = time.perf_counter()

@@ -11,7 +11,7 @@ import ibp
 from handles import BY_VALUES as OPS
 from handles import values_of
 from helpers import assert_same_bits, compress_in_place, embedding, make_tensor, one_hot_rows
-from ibp._common import once
+from ibp._common import process
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +76,13 @@ def test_what_is_no_tensor_is_told_what_takes_it(function, given, way):
 
 @pytest.mark.parametrize("make_table", [ibp.compress, lambda x: ibp.spill.place(x, 1.25, device="cpu")])
 def test_tensors_that_require_grad_are_warned_of_once(make_table):
-    once.said.clear()
+    process.said.clear()
     weight = torch.nn.Parameter(embedding(64, 64))
     with pytest.warns(RuntimeWarning, match="^x requires grad, and a table of it has no gradient") as told:
         for x in (weight, weight, 2 * weight):
             assert_same_bits(make_table(x).decompress(), x.detach())
     assert [Path(warning.filename) for warning in told] == [Path(__file__)]
-    once.said.clear()
+    process.said.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_table(weight.detach())

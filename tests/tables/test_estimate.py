@@ -5,9 +5,9 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding, make_tensor, one_hot_rows, spiky_rows
-from ibp._layout.geometry import Geometry
-from ibp._schemes import estimation, masks, planes
-from ibp._schemes.learning import row_ns
+from ibp._rows import estimation, masks, planes
+from ibp._rows.geometry import Geometry
+from ibp._rows.learning import row_ns
 
 SETS = {
     "BF16 rows of 96 B": lambda: embedding(400, 48, torch.bfloat16),

@@ -1,4 +1,4 @@
-"""Where coded rows lie in one piece of memory (ibp/_layout/forms.py), and how many bytes messages take by it."""
+"""Where coded rows lie in one piece of memory (ibp/_rows/forms.py), and how many bytes messages take by it."""
 
 import itertools
 
@@ -9,7 +9,7 @@ import torch
 
 import ibp
 from helpers import embedding
-from ibp._layout import forms
+from ibp._rows import forms
 
 SIZES = st.integers(0, 5000)
 

@@ -6,7 +6,7 @@ import torch
 import ibp
 from helpers import assert_same_bits
 from ibp._fetch.linear import slot_bytes_for
-from ibp._tables.joining import Items, join
+from ibp._tables.weights import Items, join
 from ibp.nn._tables import matrix_table
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from ibp._activations.offload import ActivationOffload
 from ibp._common import progress
 from ibp._fetch import host_gather
 from ibp._offload.events import Events
-from ibp.cache._order import StreamOrder
+from ibp.cache._slabs import StreamOrder
 
 NUM_ITEMS, THREADS, ROUNDS = 3000, 4, 8
 

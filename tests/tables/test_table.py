@@ -23,8 +23,8 @@ from helpers import (
     plain_table,
     spiky_rows,
 )
-from ibp._layout import geometry
-from ibp._schemes import Options, Request
+from ibp._rows import geometry
+from ibp._rows.learning import Options, Request
 from ibp._tables import coding
 from ibp._tables.compressed_tensor import CompressedTensor
 

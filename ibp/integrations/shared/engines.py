@@ -1,21 +1,39 @@
-"""Code that the adapters of serving engines share. It checks the engines' releases, reads options of pools, runs tasks
-on threads, and converts names of dtypes."""
+"""Compares the installed release of a framework with the releases that an adapter works with.
+
+Code that the adapters of serving engines share. It checks the engines' releases, reads options of pools, runs tasks
+on threads, and converts names of dtypes.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
 import torch
 
 import ibp
 
-from .releases import numbers
+
+def numbers(version: str) -> list[int]:
+    """Returns the numbers in a version string as a list; versions are compared by these lists. The part after a "+" is
+    ignored."""
+    return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]
+
+
+def check_release(framework: ModuleType, first: str) -> None:
+    """Raises ImportError if an imported framework is older than `first`, the first release that its adapter works
+    with."""
+    name, installed = framework.__name__, framework.__version__
+    if numbers(installed) < numbers(first):
+        raise ImportError(f"ibp.integrations.{name} needs {name} {first} or newer; {installed} is installed")
+
 
 _logger = logging.getLogger(__name__)
 

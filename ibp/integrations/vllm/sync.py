@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..shared.engines import check_engine
-from ._places import ModelReceiver
+from ._layers import ModelReceiver
 
 try:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # type: ignore

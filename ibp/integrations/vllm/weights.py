@@ -22,8 +22,7 @@ from ...adapters import compress_matrix
 from ...checkpoints import coded_name, is_coded
 from ..shared.engines import check_engine
 from ..shared.loading import METHOD, CodingFields
-from ._incoming import TablePart, incoming, joined
-from ._methods import CodedMethod, IBPExpertsMethod, why_plain_experts
+from ._layers import CodedMethod, IBPExpertsMethod, TablePart, incoming, joined, why_plain_experts
 
 try:
     from vllm.config import get_current_vllm_config  # type: ignore
