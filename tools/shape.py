@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Folders of ibp/. Each folder imports only from itself and from the folders listed before it.
+# Folders and modules of ibp/. Each one imports only from itself and from those listed before it.
 FLOORS = (
     "_common",
     "_machine",

@@ -15,7 +15,7 @@ from ibp.checkpoints._decompressing import write_source
 from ibp.checkpoints._source import Source, SourceTensor
 from ibp.checkpoints._sources import local_path, open_sources
 
-from .._rows.geometry import bytes_of
+from ibp._rows.geometry import bytes_of
 from . import output, work
 
 

@@ -26,8 +26,8 @@ import ibp
 from ibp import _core
 from ibp._inspect.config import config
 
-from .._machine import memory
-from .._machine.calibration import Clock
+from ibp._machine import memory
+from ibp._machine.calibration import Clock
 from . import output, work
 
 TEST_SECONDS = 2.0  # The self-test is repeated with other data until this number of seconds has passed.

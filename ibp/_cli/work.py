@@ -19,7 +19,7 @@ from ibp._common.progress import tqdm
 from ibp._files import INDEX_SUFFIX, file_system, is_url, path_text, paths
 from ibp.checkpoints import _model_files, _outputs, _source, _sources
 
-from .._machine import memory
+from ibp._machine import memory
 from . import output
 
 STREAM = "-"

@@ -19,9 +19,9 @@ def package():
     return Package()
 
 
-def test_floors_are_all_folders(package):
-    folders = {name.split(".")[1] for name in package.packages if name != "ibp"}
-    assert folders == set(FLOORS)
+def test_floors_are_all_folders_and_modules(package):
+    names = {name.split(".")[1] for name in package.trees if "." in name} - {"__main__"}
+    assert names == set(FLOORS)
 
 
 def test_imports_go_up(package):
