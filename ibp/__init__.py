@@ -21,6 +21,7 @@ ibp.adapters         building blocks for framework adapters
 ibp.integrations     framework adapters
 """
 
+import sys as _sys
 from contextlib import suppress as _suppress
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
@@ -104,6 +105,10 @@ __all__ = [
     "spill",
 ]
 _published(__name__)
+
+# Pickles of earlier commits name these modules, which have been merged into others.
+_sys.modules["ibp._schemes.estimation"] = _sys.modules["ibp._rows.estimation"]
+_sys.modules["ibp._rows.handle"] = _sys.modules["ibp._rows.table"]
 
 # ibp 0.2 had these classes in the root module, so pickles and torch.save files of 0.2 refer to them there.
 # `__getattr__` finds them under the old names, so that such files can still be loaded. Programs should import the

@@ -500,7 +500,9 @@ def write_result(args, config, named, options, answers, result):
     if kind == "load" and (bound := bound_on_card(args, config, load, "coded" in row["arm"], result["weight_bytes"])):
         row |= {"bound_tokens_per_s": bound.tokens_per_s, "bound_sequences": bound.sequences}
         row["share_of_bound"] = row["tokens_per_s"] / bound.tokens_per_s
-    if kind in ("answers", "load") and "KV" in row["arm"]:
+    if (
+        kind in ("answers", "load") and "kv_transfer_config" in options
+    ):  # The arm keeps keys and values on the host, too.
         row["host_bytes"] = options["kv_transfer_config"]["kv_connector_extra_config"]["cpu_bytes_to_use"]
     row = {column: row[column] for column in columns if column in row}
     row = {name: harness.four_digits(x) if isinstance(x, float) else x for name, x in row.items()}

@@ -25,9 +25,9 @@ import torch
 import ibp
 from ibp import _core
 from ibp._inspect.config import config
-
 from ibp._machine import memory
 from ibp._machine.calibration import Clock
+
 from . import output, work
 
 TEST_SECONDS = 2.0  # The self-test is repeated with other data until this number of seconds has passed.

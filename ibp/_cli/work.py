@@ -17,9 +17,9 @@ import torch
 
 from ibp._common.progress import tqdm
 from ibp._files import INDEX_SUFFIX, file_system, is_url, path_text, paths
+from ibp._machine import memory
 from ibp.checkpoints import _model_files, _outputs, _source, _sources
 
-from ibp._machine import memory
 from . import output
 
 STREAM = "-"
