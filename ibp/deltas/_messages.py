@@ -209,7 +209,7 @@ Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
 # If more than 16 rows of a tensor fit in a region, the tensor is cut after a multiple of 16 rows. So the next region
 # begins at a multiple of 16 bytes, whatever the dtype is. Kernels are fastest with this alignment.
 _ROW_STEP = 16
-# Tensors of at most 1/16 of the size of a piece are joined, because every region takes some time on the host.
+# Tensors of at most 1/16 of the largest size of a region are joined, because every region takes time on the host.
 _JOINED_SHARE = 16
 
 
@@ -296,35 +296,39 @@ class PushHead(NamedTuple):
     regions: list[Region]
 
 
-class OwnRegion:
+class OwnRegion(NamedTuple):
     """A region that this process sends.
 
-    Args:
-        members: (rows, the values of these rows) for each tensor of the region.
-
-    Attributes:
-        rows: as in `Region`.
-        names: the names of the first tensor.
-        nbytes: the size of the region in bytes.
-        dtype, device: the dtype and the device of the tensors.
+    rows: as in `Region`.
+    names: the names of the first tensor.
+    tensors: for each tensor of the region, the values of its rows.
     """
 
-    def __init__(self, members: Sequence[tuple[TensorRows, torch.Tensor]]) -> None:
-        self.rows = json.dumps([rows for rows, _ in members]).encode()
-        self.names = members[0][0].names
-        self._tensors = [tensor for _, tensor in members]
-        self.nbytes = sum(tensor.nbytes for tensor in self._tensors)
-        self.dtype, self.device = self._tensors[0].dtype, self._tensors[0].device
+    rows: bytes
+    names: tuple[str, ...]
+    tensors: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
 
     @property
     def is_joined(self) -> bool:
-        return len(self._tensors) > 1
+        return len(self.tensors) > 1
 
     def values(self) -> torch.Tensor:
         """Returns the values of the rows. If tensors are joined, the result is a copy of their elements, 1-D."""
         if not self.is_joined:
-            return self._tensors[0]
-        return torch.cat([bits_of(tensor).reshape(-1) for tensor in self._tensors]).view(self.dtype)
+            return self.tensors[0]
+        return torch.cat([bits_of(tensor).reshape(-1) for tensor in self.tensors]).view(self.dtype)
 
 
 def named(weights: Named) -> dict[str, Any]:
@@ -332,73 +336,118 @@ def named(weights: Named) -> dict[str, Any]:
     return dict(weights.state_dict() if isinstance(weights, torch.nn.Module) else weights)
 
 
-def own_regions(weights: Named, part: tuple[int, int], most_bytes: int) -> list[OwnRegion]:
-    """Returns the regions that this process sends. Tied tensors are sent once. A region has at most most_bytes bytes;
-    the exception is a region of one row that is larger.
+class _Shard(NamedTuple):
+    """The rows of a tensor that this process sends.
 
-    A DTensor is not gathered if it is replicated, or sharded by rows along one dimension of its mesh. All other
-    DTensors are gathered, and then this is a collective call.
+    name, full_shape, start: the name of the tensor, its complete shape, and the index of the first row.
+    is_alone: whether other senders may send the same rows. Such rows are not joined with others, because each sender
+        could join them with different ones.
+    memory: identifies the values in memory (`memory_of`).
+    """
+
+    name: str
+    full_shape: torch.Size
+    start: int
+    is_alone: bool
+    memory: tuple[Any, ...]
+
+
+# The rows of one tensor in a region: (the rows; the index of the tensor among the weights; the first and the last of
+# the rows in the values that this process has of it).
+_Member = tuple[TensorRows, int, tuple[int, int] | None]
+
+
+class RegionPlan:
+    """Divides the weights that a process sends into regions. The division depends only on names, shapes and places in
+    memory. It takes several microseconds for each tensor, so it is kept for the next push, which mostly has the same
+    weights.
 
     Args:
         part: as in `PushHead`.
-
-    Raises:
-        TypeError: a weight is not a tensor that can be compressed.
-        ValueError: a DTensor is sharded over more ranks than there are senders.
+        most_bytes: a region has at most this many bytes; the exception is a region of one row that is larger.
     """
-    # For each key that `memory_of` returns: the names of the tensor, and the values that _shard_of returns for it.
-    found: dict[tuple[Any, ...], tuple[list[str], torch.Size, int, torch.Tensor]] = {}
-    # The keys of tensors that other senders may send, too. These tensors are not joined, because each sender could join
-    # them with different tensors.
-    alone: list[tuple[Any, ...]] = []
-    for name, tensor in named(weights).items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
-        shard = _shard_of(name, tensor.detach(), part)
-        if shard is not None:
-            check_source(shard[2], name)
-            memory = memory_of(shard[2])
-            found.setdefault(memory, ([], *shard))[0].append(name)
-            alone += [memory] if part[1] > 1 and shard[2].shape == tensor.shape else []
-    members = {
-        memory: [
-            (TensorRows(tuple(names), full_shape, start + first, rows.shape), rows)
-            for first, rows in _cut(tensor, most_bytes)
+
+    def __init__(self, part: tuple[int, int], most_bytes: int) -> None:
+        self._part, self._most_bytes = part, most_bytes
+        self._shards: list[_Shard] = []
+        self._regions: list[tuple[bytes, list[_Member]]] = []  # the JSON of the rows, and the members
+
+    def regions(self, weights: Named) -> list[OwnRegion]:
+        """Returns the regions that this process sends. Tied tensors are sent once.
+
+        A DTensor is not gathered if it is replicated, or sharded by rows along one dimension of its mesh. All other
+        DTensors are gathered, and then this is a collective call.
+
+        Raises:
+            TypeError: a weight is not a tensor that can be compressed.
+            ValueError: a DTensor is sharded over more ranks than there are senders.
+        """
+        shards: list[_Shard] = []
+        tensors: list[torch.Tensor] = []
+        for name, tensor in named(weights).items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
+            shard = _shard_of(name, tensor.detach(), self._part)
+            if shard is not None:
+                full_shape, start, values = shard
+                check_source(values, name)
+                is_alone = self._part[1] > 1 and values.shape == tensor.shape
+                shards.append(_Shard(name, full_shape, start, is_alone, memory_of(values)))
+                tensors.append(values)
+        if shards != self._shards:
+            self._regions = _divided(shards, tensors, self._most_bytes)
+            self._shards = shards
+        return [
+            OwnRegion(
+                text,
+                members[0][0].names,
+                [tensors[i] if rows is None else tensors[i][rows[0] : rows[1]] for _, i, rows in members],
+            )
+            for text, members in self._regions
         ]
-        for memory, (names, full_shape, start, tensor) in found.items()
-    }
-    apart = [OwnRegion([rows]) for memory in alone for rows in members.pop(memory, [])]
-    return apart + _joined((rows for each in members.values() for rows in each), most_bytes)
 
 
-def _joined(members: Iterable[tuple[TensorRows, torch.Tensor]], most_bytes: int) -> list[OwnRegion]:
-    """Returns regions that together consist of the rows of `members`. Small members with the same dtype and device are
-    joined. members: (rows, the values of these rows)."""
-    regions: list[OwnRegion] = []
-    small: dict[tuple[Any, ...], list[tuple[TensorRows, torch.Tensor]]] = {}
+def _divided(
+    shards: Sequence[_Shard], tensors: Sequence[torch.Tensor], most_bytes: int
+) -> list[tuple[bytes, list[_Member]]]:
+    """Returns the regions of `RegionPlan`. tensors: the values of each shard."""
+    names: dict[tuple[Any, ...], list[str]] = {}  # the names of the tensors in a place in memory
+    first: dict[tuple[Any, ...], int] = {}  # the index of the first of these tensors
+    for index, shard in enumerate(shards):
+        names.setdefault(shard.memory, []).append(shard.name)
+        first.setdefault(shard.memory, index)
+    alone = {shard.memory for shard in shards if shard.is_alone}
+    regions: list[list[_Member]] = []
+    small: dict[tuple[Any, ...], list[_Member]] = {}  # the members of the joined region that is not full yet
     sizes: dict[tuple[Any, ...], int] = {}
-    for rows, tensor in members:
-        kind, num_bytes = (tensor.dtype, tensor.device), tensor.nbytes
-        if num_bytes * _JOINED_SHARE > most_bytes:
-            regions.append(OwnRegion([(rows, tensor)]))
-            continue
-        if sizes.get(kind, 0) + num_bytes > most_bytes:
-            regions.append(OwnRegion(small.pop(kind)))
-            sizes[kind] = 0
-        small.setdefault(kind, []).append((rows, tensor))
-        sizes[kind] = sizes.get(kind, 0) + num_bytes
-    return regions + [OwnRegion(each) for each in small.values()]
+    for memory in sorted(first, key=lambda memory: memory not in alone):
+        index, tensor = first[memory], tensors[first[memory]]
+        kind = tensor.dtype, tensor.device
+        for rows, part in _cut(tensor, most_bytes):
+            start = shards[index].start + (rows[0] if rows is not None else 0)
+            found = TensorRows(tuple(names[memory]), shards[index].full_shape, start, part.shape), index, rows
+            if memory in alone or part.nbytes * _JOINED_SHARE > most_bytes:
+                regions.append([found])
+                continue
+            if sizes.get(kind, 0) + part.nbytes > most_bytes:
+                regions.append(small.pop(kind))
+                sizes[kind] = 0
+            small.setdefault(kind, []).append(found)
+            sizes[kind] = sizes.get(kind, 0) + part.nbytes
+    return [(json.dumps([rows for rows, *_ in each]).encode(), each) for each in (*regions, *small.values())]
 
 
-def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Cuts a tensor into parts of at most most_bytes bytes, or of one row if a row is larger. Yields (index of the
-    part's first row, the rows of the part)."""
+def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[tuple[int, int] | None, torch.Tensor]]:
+    """Cuts a tensor into parts of at most most_bytes bytes, or of one row if a row is larger. Yields (the indices of
+    the part's first row and of the row after its last one, the part). If one part is the whole tensor, it yields None
+    in place of the indices."""
     if tensor.nbytes <= most_bytes or tensor.dim() == 0:
-        yield 0, tensor
+        yield None, tensor
         return
     step = max(1, most_bytes * tensor.shape[0] // tensor.nbytes)
     step -= step % _ROW_STEP if step > _ROW_STEP else 0
-    yield from ((first, tensor[first : first + step]) for first in range(0, tensor.shape[0], step))
+    for first in range(0, tensor.shape[0], step):
+        yield (first, first + step), tensor[first : first + step]
 
 
 def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[torch.Size, int, torch.Tensor] | None:

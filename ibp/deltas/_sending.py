@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import uuid
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,11 +21,13 @@ from .._machine import memory as _memory
 from . import _messages
 from ._coding import bits_of, fingerprint
 from ._making import begin_differences
-from ._messages import Change, Named, OwnRegion, PushHead, Region, head_of, message_of, own_regions
+from ._messages import Change, Named, OwnRegion, PushHead, Region, RegionPlan, head_of, message_of
 from ._tensors import CheckpointDelta, Delta, Version
 
-PIECE_BYTES = 256 << 20
-_CODED_SHARE = 4  # The changes of a piece usually take at most 1/4 of the size of the piece's weights.
+# A message takes about half a millisecond on both sides, besides its bytes, so it holds the changes of much at once.
+PIECE_BYTES = 1 << 30
+# A receiver needs memory for a copy of a region's weights if they are coded or joined there, so regions are smaller.
+_REGIONS_OF_PIECE = 4
 
 
 class Sender:
@@ -61,10 +62,10 @@ class Sender:
         memory: where the copy of the weights is kept. "device": on the device of the weights. "pinned" or "host": in
             host memory. Each push then copies it to the GPU of the weights, piece by piece, and compares it there.
         piece_bytes: the size in bytes of a piece. One message holds the changes of at most this many bytes of weights;
-            only a single row may be larger. Tensors of at most 1/16 of this size are coded together. A push takes
-            memory for more than its messages, because a GPU measures the next pieces while messages are made. If the
-            copy is in host memory, this is memory for two pieces of the weights, and otherwise for the changes of four
-            pieces.
+            only a single row may be larger. Tensors of at most 1/64 of this size are coded together. A push takes
+            memory for more than its messages, because a GPU measures the next piece while a message is made: for the
+            changes of two pieces, for copies of those of their tensors that are coded together, and, if the sender's
+            copy is in host memory, for two pieces of it.
         device: the device on which messages are made. None: the device of the weights.
 
     Attributes:
@@ -91,10 +92,11 @@ class Sender:
         self._is_pinned = None if memory == "device" else bool(_memory.pins(memory))
         self._device = None if device is None else _memory.canonical(device)
         self._id = uuid.uuid4().hex
+        self._plan = RegionPlan(self._part, max(1, self._piece_bytes // _REGIONS_OF_PIECE))
         self._kept: dict[bytes, torch.Tensor] = {}  # the copy of each region, by OwnRegion.rows
         self.version = 0
         if weights is not None:
-            regions = own_regions(weights, self._part, self._piece_bytes)
+            regions = self._plan.regions(weights)
             self._kept = {region.rows: self._copy(region, region.values(), None, None) for region in regions}
 
     def push(self, weights: Named, *, full: bool = False) -> list[torch.Tensor]:
@@ -117,38 +119,31 @@ class Sender:
             TypeError: a weight is not a tensor that can be compressed.
             ValueError: a DTensor is sharded over more ranks than there are senders.
         """
-        regions = own_regions(weights, self._part, self._piece_bytes)
+        regions = self._plan.regions(weights)
         kept, self._kept = self._kept, {}  # if the call is interrupted, the next push sends all weights
         base = None if full or not kept else self.version  # `_like` takes copies out of kept, so this comes first
         pieces = cut(regions, lambda region: region.nbytes, self._piece_bytes)
-        rounds = cut(enumerate(pieces), lambda piece: sum(map(self._beside, piece[1])), self._piece_bytes)
         made: dict[bytes, torch.Tensor] = {}
 
-        def begin(numbered: list[tuple[int, list[OwnRegion]]]) -> Callable[[], list[torch.Tensor]]:
-            """Queues work on GPUs that measures the changes of numbered pieces. Returns a function that makes the
-            messages of these pieces and returns them."""
-            held = [region for _, piece in numbered for region in piece]
-            values, olds = [region.values() for region in held], [self._like(region, kept) for region in held]
-            bases = olds if base is not None else [None] * len(held)
+        def begin(number: int, piece: list[OwnRegion]) -> Callable[[], torch.Tensor]:
+            """Queues work on GPUs that measures the changes of a piece. Returns a function that makes and returns the
+            message of the piece."""
+            values, olds = [region.values() for region in piece], [self._like(region, kept) for region in piece]
+            bases = olds if base is not None else [None] * len(piece)
             pairs = [(new, old) for new, old in zip(values, bases) if old is not None]
             differences = begin_differences(pairs, None, updates_bases=self._is_pinned is None)
 
-            def finish() -> list[torch.Tensor]:
+            def finish() -> torch.Tensor:
                 found = iter(differences())
                 changes: list[Change] = [new if old is None else next(found) for new, old in zip(values, bases)]
-                parts = iter(zip(held, values, changes))
-                messages = [
-                    self._message(list(itertools.islice(parts, len(piece))), base, (number, len(pieces)))
-                    for number, piece in numbered
-                ]
-                for region, new, old, change in zip(held, values, olds, changes):
+                message = self._message(list(zip(piece, values, changes)), base, (number, len(pieces)))
+                for region, new, old, change in zip(piece, values, olds, changes):
                     made[region.rows] = self._copy(region, new, old, change)
-                return messages
+                return message
 
             return finish
 
-        done = map(lambda finish: finish(), one_ahead(map(begin, rounds)))
-        messages = list(itertools.chain.from_iterable(done))
+        messages = [finish() for finish in one_ahead(begin(*numbered) for numbered in enumerate(pieces))]
         self._kept = made
         self.version += 1
         return messages
@@ -158,10 +153,6 @@ class Sender:
         Returns the copy. Returns None if there is no copy, or if its dtype differs from that of the region."""
         base = kept.pop(region.rows, None)
         return base if base is not None and base.dtype == region.dtype else None
-
-    def _beside(self, region: OwnRegion) -> int:
-        """Returns approximately how many bytes of memory are needed to compare and code a region."""
-        return region.nbytes if region.is_joined or self._is_pinned is not None else region.nbytes // _CODED_SHARE
 
     def _message(
         self, piece: Sequence[tuple[OwnRegion, torch.Tensor, Change]], base: int | None, number: tuple[int, int]

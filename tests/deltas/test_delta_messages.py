@@ -357,6 +357,25 @@ def test_messages_that_contradict_their_push(name, value, kind, match):
     assert_same_weights(link.here, link.versions[2])
 
 
+def test_the_plan_of_a_push_follows_the_weights():
+    """A sender keeps the division into regions for the next push, but not if tensors move, are untied or change."""
+    tied = torch.randn(40, 8)
+    there = {"a": tied, "b": tied, "c": torch.randn(64, 48), "d": torch.randn(3)}
+    here, sender = {name: tensor.clone() for name, tensor in there.items()}, Sender(there, piece_bytes=8192)
+    receiver = Receiver(here)
+    for change in (
+        lambda: None,
+        lambda: there.update(c=there["c"] + 1),  # in other memory
+        lambda: there.update(b=torch.randn(40, 8)),  # not tied any more
+        lambda: there["a"].add_(1),
+        lambda: there.update(a=there["b"]),  # tied again
+    ):
+        change()
+        for message in sender.push(there):
+            receiver.apply(message)
+        assert all(torch.equal(here[name], there[name]) for name in there)
+
+
 def test_a_part_of_a_push_is_not_the_whole():
     """A count of one makes a message the whole push; the rows that it lacks tell."""
     there = {"w": torch.randn(64, 48)}
@@ -364,7 +383,7 @@ def test_a_part_of_a_push_is_not_the_whole():
     there["w"] += 1
     first, *_ = sender.push(there)
     receiver, before = Receiver(here), copies(here)
-    with pytest.raises(OutOfSyncError, match="the first 16 of 64 rows of w alone"):
+    with pytest.raises(OutOfSyncError, match="the first 24 of 64 rows of w alone"):
         receiver.apply(with_head(first, field("piece", ["tuple", [0, 1]])))
     assert_same_weights(here, before)
 
