@@ -4,8 +4,10 @@
     delta.apply_(base)                      # base is new, bit for bit
     ibp.save("delta.safetensors", delta)
 
-`_tensors.py` and `_checkpoints.py` define the classes of deltas. `_coding.py` codes differences, and `_applying.py`
-applies deltas. `_sending.py` and `_receiving.py` keep the weights of several processes the same.
+`_tensors.py` has the classes of deltas and applies them. `_making.py` makes deltas; `_coding.py` says how differences
+are coded, and computes fingerprints. `_on_gpu.py` makes and applies deltas of many tensors at once on a GPU, and
+`_on_pieces.py` changes weights that lie in several tensors or in tables. `_sending.py` and `_receiving.py` keep the
+weights of several processes the same, by the messages of `_messages.py`.
 """
 
 from .._common.importing import published

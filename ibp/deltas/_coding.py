@@ -1,7 +1,7 @@
-"""Fingerprints of tensors (FORMAT.md section 10).
+"""Computes fingerprints of tensors (FORMAT.md section 10), and codes the differences between two versions of a tensor.
 
-Codes the differences between two versions of a tensor. They are coded with the *known codebook*, which is the same
-for all tensors whose elements have the same size, or with a codebook that is learned from the differences.
+Differences are coded with the *known codebook*, which is the same for all tensors whose elements have the same size, or
+with a codebook that is learned from the differences.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ def byte_blocks(x: torch.Tensor | CompressedTensor) -> Iterator[tuple[int, torch
         items = decode_items(x, first, last, check=x.is_cuda) if isinstance(x, CompressedTensor) else x[first:last]
         yield first * item_bytes, geometry.bytes_of(items)
 
+
+# ---- differences ----
 
 # Size of a row in bytes, before coding. A coded row lists the elements that have changed, and takes 5 to 7 bytes more
 # than this list. So rows should be long.

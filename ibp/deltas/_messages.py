@@ -9,11 +9,9 @@ their sizes.
 A message consists of a prefix (_PREFIX), a head that `wire` has written, zeros up to a multiple of 16 bytes, and the
 buffer with the parts.
 
-Divides weights into the regions that a sender sends, and defines the heads of its messages.
-
-A region is some rows of a tensor. A sender compares and codes one region at a time. Small tensors are *joined*: one
-region then has the elements of several tensors, one after the other. A piece is a list of regions; one message holds
-their changes.
+A sender divides the weights into *regions* (`RegionPlan`), which it compares and codes. A region is some rows of a
+tensor. Small tensors are *joined*: one region then has the elements of several tensors, one after the other. A *piece*
+is a list of regions. One message holds their changes, and its head (`PushHead`) names them.
 """
 
 from __future__ import annotations
@@ -203,6 +201,8 @@ def read_message(message: torch.Tensor) -> tuple[Any, torch.Tensor]:
     except ValueError as error:
         raise CorruptTableError(str(error)) from error
 
+
+# ---- regions ----
 
 Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
 

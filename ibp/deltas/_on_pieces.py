@@ -181,7 +181,7 @@ def in_one_piece(memory: Memory) -> Pieces:
 
 
 class InPieces:
-    """The batch (see `_applying.py`) of one job whose base is in pieces. It needs memory for all elements of the base
+    """The batch (see `_tensors.py`) of one job whose base is in pieces. It needs memory for all elements of the base
     and for their differences.
 
     Attributes:

@@ -1,11 +1,12 @@
-"""`ibp.deltas.Receiver`: keeps an engine's weights equal to those of a trainer, which has the `ibp.deltas.Sender`.
+"""Receives the messages of an `ibp.deltas.Sender`, and keeps an engine's weights equal to those of a trainer.
+
+`ibp.deltas.Receiver` changes weights that have the layout of the trainer's, and `PlacedReceiver` those of an engine
+that keeps them merged, sharded or compressed.
 
 A push is one call of `Sender.push`, which makes one or more messages. If several senders send the same weights, each of
 them is called a part, and the messages of all parts together form the push. A message names regions. A region is some
 rows of a tensor, or of several tensors that are joined. The *bases* of a region are the memory in this process that
 holds these rows.
-
-`PlacedReceiver`: receives weights for an engine that keeps them merged, sharded or compressed.
 """
 
 from __future__ import annotations

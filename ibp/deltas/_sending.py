@@ -1,7 +1,5 @@
-"""`ibp.deltas.Sender`: makes the messages that keep an engine's weights equal to those of a trainer.
-
-`broadcast_delta`: sends a delta from one process to others over torch.distributed.
-"""
+"""Sends deltas to other processes: `ibp.deltas.Sender` makes the messages that keep an engine's weights equal to those
+of a trainer, and `ibp.distributed.broadcast_delta` sends one delta over torch.distributed."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from .._common import group as _group
 from .._common import wire
 from .._common.arguments import whole_number
 from .._common.sequences import cut, one_ahead
-from .._machine import memory, staging
 from .._machine import memory as _memory
+from .._machine import staging
 from . import _messages
 from ._coding import bits_of, fingerprint
 from ._making import begin_differences
@@ -189,6 +187,8 @@ class Sender:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
+# ---- broadcasts ----
+
 # Largest size of one broadcast in bytes. A larger delta takes several broadcasts, because gloo counts bytes in a 32-bit
 # int.
 _MOST_BYTES = 1 << 30
@@ -242,7 +242,7 @@ def broadcast_delta(
         RuntimeError: torch.distributed is not initialised, or another rank has failed.
     """
     members = _group.RankGroup(group)
-    target = None if device is None else memory.canonical(device)
+    target = None if device is None else _memory.canonical(device)
 
     def offer() -> _Offer:
         if not isinstance(delta, (Delta, CheckpointDelta)):

@@ -1,12 +1,10 @@
-"""Delta: holds the differences between two versions of a tensor, and applies them.
+"""The deltas of tensors (`Delta`) and of checkpoints (`CheckpointDelta`), and how they are applied.
 
-Applies the deltas of a call. If an error occurs, no delta is applied: the changes that have been made are undone.
-
-A job is a delta and the base to which it is applied. Jobs are done in batches. There are three classes of batches, with
-the same methods: `InPlace`, `InPieces`, and `DeltaBatch` for several jobs on a GPU. If a batch runs on a GPU, `begin`
-queues its work and `apply` waits for it; otherwise `apply` does the work. `take_back` undoes the changes.
-
-CheckpointDelta: the changes that turn one version of a checkpoint into another.
+`apply_all` applies all deltas of a call. If an error occurs, it applies none: it undoes the changes that have been
+made. A job is a delta and the base to which it is applied. Jobs are done in batches. There are three classes of
+batches, with the same methods: `InPlace`, `InPieces` (_on_pieces.py), and `DeltaBatch` (_on_gpu.py) for several jobs on
+a GPU. If a batch runs on a GPU, `begin` queues its work and `apply` waits for it; otherwise `apply` does the work.
+`take_back` undoes the changes.
 """
 
 from __future__ import annotations
