@@ -1,9 +1,10 @@
-"""Decides which tensors of a checkpoint are coded, and with which codebooks. Tensors of the same kind share a codebook:
-their names differ only in numbers, and their shapes and dtypes are equal. The codebook is learned from rows of up to 8
-of these tensors.
+"""Codes the tensors of a checkpoint in two steps. `Codebooks` decides which tensors are coded, and with which
+codebooks. Then a coder, `CpuCoder` or `CudaCoder`, reads and codes the tensors block by block, on the CPU's cores or on
+a GPU.
 
-Reads and codes tensors block by block, on the CPU's cores or on a GPU. Several blocks are read and coded at the same
-time, and are returned in order.
+Tensors of the same kind share a codebook: their names differ only in numbers, and their shapes and dtypes are equal.
+The codebook is learned from rows of up to 8 of these tensors. A coder reads and codes several blocks at the same time,
+and returns them in order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ TRIED_BYTES = 1 << 18  # the same size for codebooks that can code every row
 _SAMPLED_TENSORS = 8  # largest number of tensors of a kind from which the kind's sample is taken
 _LEAST_ROWS = 16  # smallest number of rows that are sampled from a tensor, unless it has fewer rows
 _LEAST_SAVED_BYTES = 1024  # A table must save more than this, which is about the size of its entries in the header.
+_WORD_BYTES = 8  # size in bytes of a word of a fingerprint (FORMAT.md section 10)
+# Number of bytes that one call of `sum_words` adds to a fingerprint. It is small enough that the call uses a single
+# thread.
+_HASHED_BYTES = 1 << 20
 _CPU = torch.device("cpu")
+
+
+# ---- codebooks ----
 
 
 @dataclass(frozen=True)
@@ -149,16 +157,16 @@ class Codebooks:
         return tensor.name not in self._kept and self._learning.is_worth_coding(tensor)
 
     def _found(self, tensor: SourceTensor) -> tuple[AnyCodebook | None, float | None]:
+        """Returns (the codebook of a tensor, the share of bytes that it saved where it was tried). Finds them at the
+        first call for this tensor."""
         if tensor not in self._of_tensors:
-            self._of_tensors[tensor] = self._find(tensor)
+            kind = self._learning.kind_of(tensor)
+            codebook = self._of_kinds[kind].found
+            if codebook is None or (len(self._kinds[kind]) == 1 and not codebook.is_partial):
+                self._of_tensors[tensor] = codebook, None
+            else:
+                self._of_tensors[tensor] = self._tried(tensor, kind, codebook)
         return self._of_tensors[tensor]
-
-    def _find(self, tensor: SourceTensor) -> tuple[AnyCodebook | None, float | None]:
-        kind = self._learning.kind_of(tensor)
-        codebook = self._of_kinds[kind].found
-        if codebook is None or (len(self._kinds[kind]) == 1 and not codebook.is_partial):
-            return codebook, None
-        return self._tried(tensor, kind, codebook)
 
     def _geometry(self, kind: tuple) -> _rows.Geometry:
         return self._learning.geometry_of(self._kinds[kind][0])
@@ -225,10 +233,7 @@ def _pays(savings: float, geometry: _rows.Geometry) -> bool:
     return savings > CLEARLY_LESS and savings * geometry.num_bytes > _LEAST_SAVED_BYTES
 
 
-_WORD_BYTES = 8  # size in bytes of a word of a fingerprint (FORMAT.md section 10)
-# Number of bytes that one call of `sum_words` adds to a fingerprint. It is small enough that the call uses a single
-# thread.
-_HASHED_BYTES = 1 << 20
+# ---- blocks ----
 
 
 class Block(NamedTuple):
@@ -265,7 +270,7 @@ def _kept(block: Block, data: np.ndarray) -> CodedBlock:
     return CodedBlock(block, data, np.empty(0, np.uint16), 0, lambda: None)
 
 
-# ---- on the CPU ----
+# ---- coding on the CPU ----
 
 
 class CpuCoder:
@@ -305,7 +310,7 @@ class CpuCoder:
         return CodedBlock(block, buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
 
 
-# ---- on a GPU ----
+# ---- coding on a GPU ----
 
 
 class _Slot:
