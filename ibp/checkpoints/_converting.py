@@ -667,11 +667,7 @@ def _pieces(
 ) -> Iterator[np.ndarray]:
     """Yields the bytes of a tensor in order, block by block. While the caller uses a block, the next blocks are read on
     `threads`. on_bytes: called with the size of each block after the caller has used it."""
-
-    def read(span: tuple[int, int]) -> np.ndarray:
-        return tensor.read(*span)
-
-    for piece in ahead(threads, read, tensor.spans(_BLOCK_BYTES), _AHEAD):
+    for piece in ahead(threads, lambda span: tensor.read(*span), tensor.spans(_BLOCK_BYTES), _AHEAD):
         yield piece
         on_bytes(piece.size)
 
