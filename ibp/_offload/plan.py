@@ -1,5 +1,6 @@
 """Plans how a model is offloaded: which weights are fetched together, in which order and to which device, which weights
-stay on a device, and how much memory this takes. A plan is data; it does not change while the model runs."""
+stay on a device, and how much memory this takes. `plan_for` makes an `OffloadPlan`; each `Group` in it is one or more
+weights that are fetched together. A plan is data; it does not change while the model runs."""
 
 from __future__ import annotations
 
@@ -108,6 +109,9 @@ def plan_for(
     return plan
 
 
+# ---- blocks and tensors ----
+
+
 def _find_blocks(model: nn.Module, plan: OffloadPlan) -> None:
     """Fills in `device_numbers` and `blocks` of a plan."""
 
@@ -171,6 +175,9 @@ def _can_be_stored(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and tensor.numel() > 0
     )
+
+
+# ---- groups ----
 
 
 def _divide(model: nn.Module, plan: OffloadPlan, group_bytes: int) -> dict[int, int]:
@@ -278,6 +285,9 @@ def _has_forward(module: nn.Module) -> bool:
     """Returns whether a module is certainly called when its children are used. A list or a sequence may be iterated
     over instead."""
     return type(module).forward is not nn.Module.forward and not isinstance(module, nn.Sequential)
+
+
+# ---- memory ----
 
 
 def _plan_memory(plan: OffloadPlan, number: int, resident_bytes: int, lookahead: int, nested_bytes: int) -> None:

@@ -358,7 +358,7 @@ def compress(
             sets[path] = shards_of(source, path, most if is_cut else None, checked)
             outputs_of(target.parent / path, len(sets[path]))
         shards = list(itertools.chain(*sets.values()))
-        writing = _Writing(learning, shards, kept, threads, progress)
+        writing = _Writing(learning, target, shards, kept, threads, progress)
         if len(shards) > 1:
             with Journal(target, plan_of(shards, learning.options, kept)) as journal:
                 if not journal.open(restart) and not force:
@@ -366,43 +366,18 @@ def compress(
                     there = there or next(filter(is_there, (os.fspath(target.parent / path) for path in sets)), None)
                     if there is not None:
                         raise exists(there)
-                records, num_kept = _write_set(target, shards, writing, journal)
+                records, num_kept = writing.write_set(journal)
                 journal.publish(sets, records)
         elif there is not None:
             raise exists(there)
         else:
-            records, num_kept = {shards[0].file: _write_one(target, shards[0], writing, force)}, 0
+            records, num_kept = {shards[0].file: writing.write_one(force)}, 0
         in_order = [records[shard.file] for shard in shards]
         report = report_of(_opened(output, target, sets), in_order, num_kept, writing.peak.num_bytes)
         if conversion is None:
             return report
         conversion.finish()
         return replace(report, other_files=conversion.other_files())
-
-
-def _write_one(target: Path, shard: Shard, writing: _Writing, force: bool) -> dict[str, Any]:
-    """Writes the only file of an output. Returns its record."""
-    path = target.parent / shard.file
-    path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
-    with writing.bar([shard]), replacing(path, [path.name]):
-        fields = writing.write(path, shard, like=shard.inputs, replace=force)
-    return {**fields, "file": shard.file, "size": path.stat().st_size}
-
-
-def _write_set(
-    target: Path, shards: list[Shard], writing: _Writing, journal: Journal
-) -> tuple[dict[str, dict[str, Any]], int]:
-    """Writes the files of a set to the journal's directory, except those that an earlier call has finished. Returns
-    (the records of all files, by their paths; the number of files that were finished before)."""
-    records = {shard.file: record for shard in shards if (record := journal.finished(shard.file)) is not None}
-    num_kept, missing = len(records), [shard for shard in shards if shard.file not in records]
-    with writing.bar(missing):
-        for shard in missing:
-            earlier = target.parent / shard.file  # if it exists, its permissions are kept
-            like = [os.fspath(earlier)] if earlier.exists() else shard.inputs
-            fields = writing.write(journal.path_of(shard.file), shard, like=like, replace=True)
-            records[shard.file] = journal.write_record(shard.file, fields)
-    return records, num_kept
 
 
 def _opened(output: str, target: Path, sets: Mapping[Path, list[Shard]]) -> str:
@@ -416,10 +391,11 @@ def _opened(output: str, target: Path, sets: Mapping[Path, list[Shard]]) -> str:
 
 
 class _Writing:
-    """Writes the files of an output block by block, and updates the progress bar that `bar` makes.
+    """Writes the files of an output block by block, and shows a progress bar.
 
     Args:
         learning: how codebooks are learned, and on which device blocks are coded.
+        target: the path of the output.
         shards: all files of the output.
         kept: names of the tensors that are stored uncompressed, because the caller's patterns do not choose them.
         jobs: the number of threads.
@@ -430,15 +406,44 @@ class _Writing:
     """
 
     def __init__(
-        self, learning: CheckpointLearning, shards: list[Shard], kept: frozenset[str], jobs: int, progress: bool
+        self,
+        learning: CheckpointLearning,
+        target: Path,
+        shards: list[Shard],
+        kept: frozenset[str],
+        jobs: int,
+        progress: bool,
     ) -> None:
+        self._home, self._shards = target.parent, shards
         self._books = Codebooks(learning, [tensor for shard in shards for tensor in shard.tensors], kept)
         device = learning.device
         self._coder = CpuCoder(jobs) if device.type == "cpu" else CudaCoder(device, jobs)
         self._jobs, self._progress = jobs, progress
         self.peak = PeakMemory()
 
-    def bar(self, shards: Iterable[Shard]) -> Bar:
+    def write_one(self, force: bool) -> dict[str, Any]:
+        """Writes the only file of the output. Returns its record."""
+        (shard,) = self._shards
+        path = self._home / shard.file
+        path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
+        with self._new_bar([shard]), replacing(path, [path.name]):
+            fields = self.write(path, shard, like=shard.inputs, replace=force)
+        return {**fields, "file": shard.file, "size": path.stat().st_size}
+
+    def write_set(self, journal: Journal) -> tuple[dict[str, dict[str, Any]], int]:
+        """Writes the files of the output, a set, to the journal's directory, except those that an earlier call has
+        finished. Returns (the records of all files, by their paths; the number of files that were finished before)."""
+        records = {shard.file: record for shard in self._shards if (record := journal.finished(shard.file)) is not None}
+        num_kept, missing = len(records), [shard for shard in self._shards if shard.file not in records]
+        with self._new_bar(missing):
+            for shard in missing:
+                earlier = self._home / shard.file  # if it exists, its permissions are kept
+                like = [os.fspath(earlier)] if earlier.exists() else shard.inputs
+                fields = self.write(journal.path_of(shard.file), shard, like=like, replace=True)
+                records[shard.file] = journal.write_record(shard.file, fields)
+        return records, num_kept
+
+    def _new_bar(self, shards: Iterable[Shard]) -> Bar:
         """Makes and returns the progress bar, a context manager, for the files that `write` will write next."""
         total = sum(shard.num_bytes for shard in shards)
         self._bar = tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not self._progress)
