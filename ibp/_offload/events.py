@@ -1,5 +1,5 @@
-"""What happens in an offloaded model while it runs. `Events` handles the events of the model. `install` puts hooks and
-forwards in the model's modules, which call `Events`, and returns an `ExpertsForward` for each mixture of experts.
+"""What happens in an offloaded model while it runs. `Events` handles the events of the model. `install` installs hooks
+and forwards in the model's modules, which call `Events`. `ExpertsForward` is the forward of a mixture of experts.
 
 The events, in the order in which they occur during a call of a module, and the code that handles them:
 
@@ -61,7 +61,8 @@ from .weights import Weight, refuse_copy, refuse_pickle
 # A call of a module that has begun but not ended: the module, the places of the groups that it uses, and the context of
 # autograd's saved-tensor hooks (None: there are no hooks).
 Call = tuple[nn.Module, Sequence[Place], Any]
-Undo = list[Callable[[], object]]  # functions that remove what was installed in a model
+# Functions that remove something from a model. Each function of this file that returns them has installed it.
+Undo = list[Callable[[], object]]
 Item = TypeVar("Item", bound=Hashable)
 _BESIDE_ROWS = 512  # size in bytes that is enough for the map and the counters of a cache of one row
 

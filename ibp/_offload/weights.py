@@ -45,7 +45,7 @@ _LEAST_STACKED_ROW_BYTES = 64
 
 
 class ValueSource(Protocol):
-    """The weight that a resting tensor stands for."""
+    """The weight that a resting tensor stands for, which has the tensor's values."""
 
     @property
     def name(self) -> str: ...

@@ -281,10 +281,12 @@ class CpuCoder:
         self._free: deque[torch.Tensor] = deque()
 
     def coded(self, blocks: Iterable[Block]) -> Generator[CodedBlock, None, None]:
+        """Yields the stored forms of blocks, in order."""
         with ThreadPoolExecutor(self._jobs, "ibp-coder") as threads:
             yield from ahead(threads, self._code, blocks, 2 * self._jobs)
 
     def _code(self, block: Block) -> CodedBlock:
+        """Reads a block, and codes it if it has a codebook. Returns its stored form."""
         data = block.tensor.read(block.start, block.end)
         if block.codebook is None:
             return _kept(block, data)
@@ -346,6 +348,7 @@ class CudaCoder:
             self._up = torch.cuda.Stream()
 
     def coded(self, blocks: Iterable[Block]) -> Generator[CodedBlock, None, None]:
+        """Yields the stored forms of blocks, in order."""
         reading: deque[_Passing] = deque()
         coding: deque[_Passing] = deque()
         coming: deque[_Passing] = deque()

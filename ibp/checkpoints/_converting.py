@@ -454,8 +454,9 @@ class _Writing:
         another call is writing the same file. like, replace: as in `FileWriter`."""
         self._books.prepare(shard.tensors, self._jobs)
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
-        options: dict[str, Any] = {"like": like, "alone": True, "replace": replace}
-        with FileWriter(path, metadata=shard.metadata, header_bytes=room, **options) as writer:
+        with FileWriter(
+            path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace
+        ) as writer:
             file = _BlockWriter(writer, shard.file)
             of, block_bytes = self._books.of, self._coder.block_bytes
             blocks = (block for tensor in shard.tensors for block in blocks_of(tensor, of(tensor), block_bytes))
