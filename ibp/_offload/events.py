@@ -90,6 +90,7 @@ class Schedule(Generic[Item]):
             self._after_one[item] = items[(number + 1) % len(items)]
 
     def saw(self, item: Item) -> None:
+        """Records that an item is used."""
         before, last = self._last
         if last is not None:
             self._after_one[last] = item
@@ -281,6 +282,7 @@ class Events:
                         self._fetch_ahead()
 
     def _end(self, call: Call) -> None:
+        """Ends the uses of a call. Weights that no other call uses rest."""
         _, places, saving = call
         if saving is not None:
             saving.__exit__()
@@ -352,6 +354,7 @@ def _decoded(
 
 
 def _unpacked(saved: Any) -> torch.Tensor:
+    """Returns the tensor for which `Events._packed` returned `saved`."""
     return saved() if isinstance(saved, functools.partial) else saved
 
 
@@ -613,6 +616,7 @@ class ExpertsForward:
 
 
 def _awaited(tensor: torch.Tensor, wait: Callable[[], None], left: set[str], name: str) -> torch.Tensor:
+    """Returns a tensor after `wait` has been called, and removes its name from the names that are left."""
     wait()
     left.discard(name)
     return tensor

@@ -61,6 +61,7 @@ class Place:
 
 
 def overlap(one: Region, other: Region) -> bool:
+    """Returns whether two regions have bytes in common."""
     return one[0] < other[1] and other[0] < one[1]
 
 
