@@ -24,8 +24,8 @@ functions `compress`, `decompress` and `estimate`, which put these parts togethe
 
 from .._common.importing import published
 from .._files import coded_name
-from ._converting import CheckpointEstimate, TensorEstimate, compress, decompress, estimate
-from ._outputs import CheckpointReport, CheckpointWriter, TensorReport, is_coded
+from ._converting import compress, decompress, estimate
+from ._outputs import CheckpointEstimate, CheckpointReport, CheckpointWriter, TensorEstimate, TensorReport, is_coded
 from ._source import Source, SourceFormatError, SourceTensor
 from ._sources import open_source as open
 

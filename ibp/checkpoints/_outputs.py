@@ -1,5 +1,6 @@
-"""The files of ibp that this folder writes. For `compress`: which tensors each file holds (`Shard`), which files are
-finished (`Journal`), and the report. For programs that make tensors one after the other: `CheckpointWriter`. `is_coded`
+"""The files of ibp that this folder writes. For `compress`, this file plans which tensors each file holds (`Shard`),
+keeps a record of finished files (`Journal`), and makes the report. For `estimate`, it has the sizes that the files
+would have, and the estimate. `CheckpointWriter` is for programs that make tensors one after the other, and `is_coded`
 recognises such files.
 
 While `compress` makes a set of files, its finished files wait in a directory beside the output, `.<name>.ibp-work`, so
@@ -333,7 +334,7 @@ class Journal:
             self.directory.rmdir()
 
 
-# ---- the report ----
+# ---- reports and estimates ----
 
 
 @dataclass(frozen=True)
@@ -470,6 +471,80 @@ def report_of(path: str, records: Sequence[dict[str, Any]], kept_files: int, pea
         kept_files,
         peak_bytes,
     )
+
+
+@dataclass(frozen=True)
+class TensorEstimate:
+    """An estimate of how `compress` would store a tensor.
+
+    Example:
+        >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
+        >>> for tensor in ibp.checkpoints.estimate("model.pt").tensors:
+        ...     print(tensor.name, tensor.num_bytes, tensor.best)
+        w 1024000 planes
+        b 1024 None
+
+    Attributes:
+        name, dtype, shape, num_bytes: name, dtype, shape and size in bytes of the tensor.
+        savings: for each scheme, the share of the tensor's bytes that a table would save in a file. The size of the
+            table includes its index and its padding, but not its codebook. The share is approximate for schemes that
+            `compress` would not choose. The mapping is empty for a tensor that is never coded, because it is smaller
+            than 4 KiB, because tables do not support its dtype, or because the patterns do not choose it.
+        best: the scheme that `compress` chooses. None if `compress` would store the tensor uncompressed, for example
+            because no scheme saves more than 1 %.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+    savings: Mapping[str, float]
+    best: str | None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size in bytes of the tensor in a file, as in `TensorReport`."""
+        return self.num_bytes - (round(self.savings[self.best] * self.num_bytes) if self.best else 0)
+
+
+@dataclass(frozen=True)
+class CheckpointEstimate:
+    """An estimate of the files that `compress` would write for a checkpoint.
+
+    Example:
+        >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
+        >>> estimate = ibp.checkpoints.estimate("model.pt")
+        >>> f"{estimate.savings:.0%} of {estimate.num_bytes:,} bytes"
+        '16% of 1,025,024 bytes'
+
+    Attributes:
+        tensors: a `TensorEstimate` for each tensor.
+        num_bytes, stored_bytes: size in bytes of all tensors before and after compression, without headers and
+            codebooks.
+        file_bytes: size in bytes of the files, with headers, codebooks and checksums.
+    """
+
+    tensors: tuple[TensorEstimate, ...]
+    num_bytes: int
+    stored_bytes: int
+    file_bytes: int
+
+    @property
+    def savings(self) -> float:
+        """1 - file_bytes / num_bytes: an estimate of `CheckpointReport.savings`."""
+        return share_saved(self.num_bytes, self.file_bytes)
+
+    def __repr__(self) -> str:
+        return (
+            f"ibp.checkpoints.CheckpointEstimate({len(self.tensors)} tensors, {self.num_bytes:,} -> "
+            f"{self.file_bytes:,} bytes, {self.savings:.1%} saved)"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields as a dict that JSON can hold."""
+        tensors = [{**as_json(tensor), "stored_bytes": tensor.stored_bytes} for tensor in self.tensors]
+        own = {key: getattr(self, key) for key in ("num_bytes", "stored_bytes", "file_bytes", "savings")}
+        return {**own, "tensors": tensors}
 
 
 # ---- files that are written tensor by tensor ----
