@@ -12,7 +12,7 @@ import torch
 import ibp
 from ibp._common.whole_files import replaced
 from ibp._rows.geometry import bytes_of
-from ibp.checkpoints._decompressing import write_source
+from ibp.checkpoints._converting import write_source
 from ibp.checkpoints._source import Source, SourceTensor
 from ibp.checkpoints._sources import local_path, open_sources
 

@@ -8,8 +8,7 @@ import shlex
 import ibp
 from ibp._files import dtype_name
 from ibp.checkpoints import CheckpointReport
-from ibp.checkpoints._model_files import lines_that_load
-from ibp.checkpoints._sources import local_path
+from ibp.checkpoints._sources import lines_that_load, local_path
 
 from . import output, work
 

@@ -18,7 +18,7 @@ import torch
 from ibp._common.progress import tqdm
 from ibp._files import INDEX_SUFFIX, file_system, is_url, path_text, paths
 from ibp._machine import memory
-from ibp.checkpoints import _model_files, _outputs, _source, _sources
+from ibp.checkpoints import _outputs, _source, _sources
 
 from . import output
 
@@ -104,10 +104,8 @@ def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None 
     with contextlib.ExitStack() as stack:
         conversion = None
         if to_coded is not None:
-            conversion = _model_files.conversion_of(arguments.inputs, target, to_coded, stack)
-        there = _model_files.already_there(
-            target, _model_files.CODED_WEIGHTS if to_coded else paths.WEIGHTS, conversion
-        )
+            conversion = _sources.conversion_of(arguments.inputs, target, to_coded, stack)
+        there = _sources.already_there(target, _sources.CODED_WEIGHTS if to_coded else paths.WEIGHTS, conversion)
     # If an interrupted run has left files, return True: `compress` continues that run, or reports the existing output.
     if there is None or (to_coded and unfinished_files(target)):
         return True
@@ -129,7 +127,7 @@ def unfinished_files(target: str) -> int:
     if is_url(target):
         return 0
     return len(
-        list(_outputs.work_directory(paths.target_of(target, _model_files.CODED_WEIGHTS)).rglob(f"*{_outputs.RECORD}"))
+        list(_outputs.work_directory(paths.target_of(target, _sources.CODED_WEIGHTS)).rglob(f"*{_outputs.RECORD}"))
     )
 
 
@@ -150,7 +148,7 @@ def files_to_verify(paths: Sequence[str]) -> list[str]:
     """Returns the paths to verify. These are the inputs, except for a directory that has several safetensors files or
     sets of files, at any depth: it is replaced by the paths of the files and of the sets' indices."""
     found = _sources.expand(paths)
-    return [file for path in found for file in (_model_files.files_to_verify(path) if os.path.isdir(path) else [path])]
+    return [file for path in found for file in (_sources.files_to_verify(path) if os.path.isdir(path) else [path])]
 
 
 def report_files(arguments: argparse.Namespace, document: dict[str, Any], files: list[str], *more: str) -> None:

@@ -3,13 +3,12 @@
 
     ibp.offload(model)         offloaded.py   checks the arguments, and returns the object that undoes all of this
       makes a plan               plan.py        which weights are fetched together, in which order, to which device
-      compresses the weights     weights.py     of the model or a checkpoint; the tensors give up their memory: they
-                                                rest (resting.py)
-      installs hooks             hooks.py       in the modules; the hooks call the events
+      compresses the weights     weights.py     of the model or a checkpoint; its tensors give up their memory and rest
+      installs hooks             events.py      in the modules; the hooks call the events
     model(x)
       a module begins and ends   events.py      what these events do, and the prediction of the next group
       a group is fetched         fetcher.py     into the memory of a device, on a separate stream
-      experts are fetched        experts.py     only those that a router chose, through a cache
+      experts are fetched        events.py      only those that a router chose, through a cache
 """
 
 from .offloaded import Offloaded, OffloadStats, offload

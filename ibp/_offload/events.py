@@ -1,25 +1,37 @@
-"""The events of an offloaded model while it runs, in the order in which they occur during a call of a module:
+"""What happens in an offloaded model while it runs. `Events` handles the events of the model. `install` installs hooks
+and forwards in the model's modules, which call `Events`. `ExpertsForward` is the forward of a mixture of experts.
 
-    a module begins          `begin`, by a hook before each call of a module that uses weights
+The events, in the order in which they occur during a call of a module, and the code that handles them:
+
+    a module begins          `Events.begin`, by a hook before each call of a module that uses weights (`on_calls`)
       a group is needed        `WeightFetcher.begin_use`: fetches the group if it was not fetched ahead
       its weights arrive       `CudaWeightFetcher._wait`: the caller's stream waits for them, the host does not
-                             the model's tensors get the memory of the weights; the next groups are fetched ahead
+                             the model's tensors get the memory of the weights; the next groups, which `Schedule`
+                             predicts, are fetched ahead
     (the module computes)
-    a module ends            `end`, by a hook after the call: the tensors rest (`resting.py`), which means that they
-                             give up the memory, and other groups may use it
-    an error                 `abandon`: ends the uses that an interrupted call of this thread has begun
+    a module ends            `Events.end`, by a hook after the call: the tensors rest (`weights.py`), which means that
+                             they give up the memory, and other groups may use it
+    an error                 `Events.abandon`: ends the uses that an interrupted call of this thread has begun
 
-Rows of an embedding (`hooks.py`), and experts that a router chooses (`experts.py`), are fetched without these events.
+Two kinds of modules have another forward, which fetches single rows or experts without these events:
 
-Hooks and forwards that `ibp.offload` installs in the modules of a model. Functions that return `Undo` install
-something, and return the functions that remove it.
+    an embedding is called   `looking_up`: the original forward looks the rows up in the table, which fetches only them
+    experts are called       `ExpertsForward.call`
+      for few tokens           `Events.note_choice`; fetches only the experts that the router chose, through a cache
+                               for each stacked weight (`CachedStack`)
+      for many tokens          `Events.using_all`: the module begins and ends as above, with the group of all experts
 
-Fetches the experts of a mixture. A call for few tokens fetches only the experts that the router chose.
+Other hooks do not fetch groups:
+
+    the model is called      `Events.begin_model` and `Events.end_model`
+    a module is called       `on_moves`, if there are several devices: moves the arguments to the module's device
+    state_dict() is called   `on_states`: returns the values of the weights that rest
 
 A stacked weight is one tensor with the weights of all experts. In its table, an expert is a fixed number of consecutive
-rows. The experts of a call are decoded into slots, with which the module's original forward computes (`nn/_parameters.py`).
-The host never waits for the GPU. A GPU fetches experts on a separate stream; the caller's stream waits for a stacked
-weight only when the forward first reads the weight. So `down_proj` is fetched while `gate_up_proj` is multiplied.
+rows. The experts of a call are decoded into slots, with which the module's original forward computes
+(`nn/_parameters.py`). The host never waits for the GPU. A GPU fetches experts on a separate stream; the caller's stream
+waits for a stacked weight only when the forward first reads the weight. So `down_proj` is fetched while `gate_up_proj`
+is multiplied.
 """
 
 from __future__ import annotations
@@ -30,7 +42,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -49,7 +61,13 @@ from .weights import Weight, refuse_copy, refuse_pickle
 # A call of a module that has begun but not ended: the module, the places of the groups that it uses, and the context of
 # autograd's saved-tensor hooks (None: there are no hooks).
 Call = tuple[nn.Module, Sequence[Place], Any]
+# Functions that remove something from a model. Each function of this file that returns them has installed it.
+Undo = list[Callable[[], object]]
 Item = TypeVar("Item", bound=Hashable)
+_BESIDE_ROWS = 512  # size in bytes that is enough for the map and the counters of a cache of one row
+
+
+# ---- the order of uses ----
 
 
 class Schedule(Generic[Item]):
@@ -72,6 +90,7 @@ class Schedule(Generic[Item]):
             self._after_one[item] = items[(number + 1) % len(items)]
 
     def saw(self, item: Item) -> None:
+        """Records that an item is used."""
         before, last = self._last
         if last is not None:
             self._after_one[last] = item
@@ -88,6 +107,9 @@ class Schedule(Generic[Item]):
                 return
             yield item
             before, last = last, item
+
+
+# ---- events ----
 
 
 class _ThreadState(threading.local):
@@ -127,7 +149,7 @@ class Events:
             group: Place(group, self.fetchers[group.device_number]) for group in plan.groups if not group.stays
         }
         self.users: dict[nn.Module, list[Place]] = {}
-        self.undo: list[Callable[[], object]] = []
+        self.undo: Undo = []
         self._schedule: Schedule[Place] = Schedule(list(self.places.values()))
         # For each module, its parent. The model and its children have no entry.
         self._parents = {child: part for part in model.modules() if part is not model for child in part.children()}
@@ -193,7 +215,13 @@ class Events:
                 for place in begun:
                     for weight, value in zip(place.group.weights, place.values):
                         weight.bind(value)
-                self.thread.calls.append((module, begun, self._saving() if saves else None))
+                saving = None
+                if saves:
+                    # With these hooks, autograd saves a function that decodes a weight, instead of the weight's memory,
+                    # which other weights will overwrite. `_end` removes the hooks.
+                    saving = torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked)
+                    saving.__enter__()
+                self.thread.calls.append((module, begun, saving))
                 self._fetch_ahead()
 
     def note_choice(self, place: Place) -> None:
@@ -254,6 +282,7 @@ class Events:
                         self._fetch_ahead()
 
     def _end(self, call: Call) -> None:
+        """Ends the uses of a call. Weights that no other call uses rest."""
         _, places, saving = call
         if saving is not None:
             saving.__exit__()
@@ -303,14 +332,6 @@ class Events:
                     self.users[reader] = [*self.users[reader], place]
         return weight.value(weight.device)
 
-    def _saving(self) -> Any:
-        """Installs saved-tensor hooks. With them, autograd saves a function that decodes a weight, instead of the
-        weight's memory, which other weights will overwrite. Returns torch's context of the hooks; its `__exit__`
-        removes them."""
-        saving = torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked)
-        saving.__enter__()
-        return saving
-
     def _packed(self, tensor: torch.Tensor) -> Any:
         """Returns what autograd saves for a tensor. For a part of a loaded weight, this is a function that decodes the
         part; for any other tensor, it is the tensor itself."""
@@ -333,10 +354,11 @@ def _decoded(
 
 
 def _unpacked(saved: Any) -> torch.Tensor:
+    """Returns the tensor for which `Events._packed` returned `saved`."""
     return saved() if isinstance(saved, functools.partial) else saved
 
 
-Undo = list[Callable[[], object]]
+# ---- hooks ----
 
 
 def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[ExpertsForward]:
@@ -474,10 +496,7 @@ def _refuse_script() -> NoReturn:
     raise cannot_record("torch.jit.script")
 
 
-if TYPE_CHECKING:
-    from .plan import Group, OffloadPlan
-
-_BESIDE_ROWS = 512  # Size in bytes that is enough for the map and the counters of a cache of one row.
+# ---- experts ----
 
 
 class CachedStack:
@@ -597,6 +616,7 @@ class ExpertsForward:
 
 
 def _awaited(tensor: torch.Tensor, wait: Callable[[], None], left: set[str], name: str) -> torch.Tensor:
+    """Returns a tensor after `wait` has been called, and removes its name from the names that are left."""
     wait()
     left.discard(name)
     return tensor

@@ -1,9 +1,11 @@
-"""Fetches groups of weights into an arena: the memory of a device for weights in use."""
+"""Fetches groups of weights into an arena: the memory of a device for weights in use. A `Place` is the memory that a
+group has there. A `WeightFetcher` decides which memory a group gets, and decodes it on the CPU; `CudaWeightFetcher`
+decodes on a GPU, on a separate stream."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,34 +60,8 @@ class Place:
             self.values = [weight.view(part) for weight, part in zip(weights, self.data)]
 
 
-class WeightArena:
-    """A ring of memory for groups. Each new region begins where the last region ended, or at the start of the memory if
-    not enough memory is left there.
-
-    So if every pass asks for the same sizes in the same order, each new region overwrites the least recently used one.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._cursor = 0
-
-    def region(self, num_bytes: int, held: Iterable[Region], wish: Region | None = None) -> Region | None:
-        """Returns a region of num_bytes bytes that does not overlap any region in `held`: `wish` if it is free,
-        otherwise the first free region after the last returned region. Returns None if there is no such region."""
-        held = list(held)
-        after_held = sorted(end for _, end in held)
-        starts = [self._cursor, *(end for end in after_held if end > self._cursor), 0, *after_held]
-        if wish is not None:
-            starts.insert(0, wish[0])
-        for start in starts:
-            region = start, start + num_bytes
-            if region[1] <= self.num_bytes and not any(overlap(region, other) for other in held):
-                self._cursor = region[1]
-                return region
-        return None
-
-
 def overlap(one: Region, other: Region) -> bool:
+    """Returns whether two regions have bytes in common."""
     return one[0] < other[1] and other[0] < one[1]
 
 
@@ -97,6 +73,10 @@ class WeightFetcher:
     group that was fetched ahead, and whose use is still expected, is overwritten only if another group is needed at
     once and the arena has no other room for it.
 
+    The arena is a ring: each new region begins where the last region ended, or at the start of the memory if not enough
+    memory is left there. So if every pass asks for the same sizes in the same order, each new region overwrites the
+    least recently used one.
+
     Args:
         device: the device that uses the weights.
         arena_bytes: size of the arena in bytes. The arena holds several groups.
@@ -107,7 +87,8 @@ class WeightFetcher:
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
         self.device, self.max_sms = device, max_sms
         self.memory = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
-        self._arena = WeightArena(arena_bytes)
+        self._arena_bytes = arena_bytes
+        self._cursor = 0  # the end of the region that was given to a group last
         self._loaded: list[Place] = []
         self.reset_counts()
 
@@ -210,7 +191,22 @@ class WeightFetcher:
         free one. Returns None if there is none. A region is free if no group that is in use lies in it. If keeps_ahead
         is set, no group that was fetched ahead may lie in it either."""
         held = [other for other in self._loaded if other.uses or (keeps_ahead and other.is_ahead)]
-        return self._arena.region(place.group.num_bytes, [o.region for o in held if o.region is not None], place.region)
+        return self.free_region(place.group.num_bytes, [o.region for o in held if o.region is not None], place.region)
+
+    def free_region(self, num_bytes: int, held: Sequence[Region], wish: Region | None) -> Region | None:
+        """Returns a region of num_bytes bytes that does not overlap any region in `held`: one that begins as `wish`
+        does if it is free, otherwise the first free region after the last returned region. Returns None if there is no
+        such region."""
+        after_held = sorted(end for _, end in held)
+        starts = [self._cursor, *(end for end in after_held if end > self._cursor), 0, *after_held]
+        if wish is not None:
+            starts.insert(0, wish[0])
+        for start in starts:
+            region = start, start + num_bytes
+            if region[1] <= self._arena_bytes and not any(overlap(region, other) for other in held):
+                self._cursor = region[1]
+                return region
+        return None
 
     def _fetch(self, place: Place, region: Region | None) -> None:
         """Fetches a group to a region of the arena. If region is None, the group gets a separate allocation."""

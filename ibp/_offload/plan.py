@@ -1,5 +1,6 @@
 """Plans how a model is offloaded: which weights are fetched together, in which order and to which device, which weights
-stay on a device, and how much memory this takes. A plan is data; it does not change while the model runs."""
+stay on a device, and how much memory this takes. `plan_for` makes an `OffloadPlan`; each `Group` in it is one or more
+weights that are fetched together. A plan is data; it does not change while the model runs."""
 
 from __future__ import annotations
 
@@ -102,11 +103,13 @@ def plan_for(
     plan = OffloadPlan(list(devices))
     _find_blocks(model, plan)
     _find_tensors(model, plan, min_bytes, buffers)
-    divider = _Divider(plan, group_bytes)
-    divider.visit(model, "", {})
+    nested_bytes = _divide(model, plan, group_bytes)
     for number in range(len(devices)):
-        _plan_memory(plan, number, resident_bytes, lookahead, divider.nested_bytes.get(number, 0))
+        _plan_memory(plan, number, resident_bytes, lookahead, nested_bytes.get(number, 0))
     return plan
+
+
+# ---- blocks and tensors ----
 
 
 def _find_blocks(model: nn.Module, plan: OffloadPlan) -> None:
@@ -174,102 +177,117 @@ def _can_be_stored(tensor: torch.Tensor) -> bool:
     )
 
 
-class _Divider:
-    """Divides the weights of a plan into groups, and finds the modules that use them.
+# ---- groups ----
 
-    Attributes:
-        nested_bytes: for each device number, the largest total size in bytes of the groups that modules keep in use
-            while their submodules use other groups.
-    """
 
-    def __init__(self, plan: OffloadPlan, group_bytes: int) -> None:
-        self._plan, self._group_bytes = plan, group_bytes
-        self._visited: set[nn.Module] = set()
-        self.nested_bytes: dict[int, int] = {}
+def _divide(model: nn.Module, plan: OffloadPlan, group_bytes: int) -> dict[int, int]:
+    """Divides the weights of a plan into groups, and finds the modules that use them: fills in `groups`, `users`,
+    `lookups` and `experts` of a plan. Returns, for each device number, the largest total size in bytes of the groups
+    that modules keep in use while their submodules use other groups."""
+    visited: set[nn.Module] = set()
+    nested_bytes: dict[int, int] = {}
 
-    def visit(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
+    def visit(module: nn.Module, name: str, outer: dict[int, int]) -> None:
         """Divides the weights of a module and of its submodules into groups. outer: for each device number, the size in
         bytes of the groups that the modules which contain this module use."""
-        if module in self._visited:
+        if module in visited:
             return
-        self._visited.add(module)
-        below = self._weights_of(module.modules())
+        visited.add(module)
+        below = _weights_of(module.modules(), plan)
         if not below:
             return
         for number, num_bytes in outer.items():
-            self.nested_bytes[number] = max(self.nested_bytes.get(number, 0), num_bytes)
+            nested_bytes[number] = max(nested_bytes.get(number, 0), num_bytes)
         used: list[Group] = []
-        if self._looks_rows_up(module):
-            self._plan.lookups.append(module)
-            for weight in self._plan.held[module].values():
+        if _looks_rows_up(module, plan):
+            plan.lookups.append(module)
+            for weight in plan.held[module].values():
                 weight.unit = "row"
             return
-        if self._is_stack(module):
-            used = [self._new_group(module, name, list(self._plan.held[module].values()), are_experts=True)]
-            self._plan.experts[module] = used[0]
+        if _is_stack(module, plan):
+            used = [_new_group(module, name, list(plan.held[module].values()), plan, are_experts=True)]
+            plan.experts[module] = used[0]
             for weight in used[0].weights:
                 weight.unit = "expert"
-        elif isinstance(module, _WHOLE) or (name and self._fits(module, below)):
-            self._visited.update(module.modules())
-            self._use(module, name, below)
+        elif isinstance(module, _WHOLE) or (name and _is_one_group(module, below, plan, group_bytes)):
+            visited.update(module.modules())
+            _use(module, name, below, plan)
             return
         elif _has_forward(module):  # it uses its own weights, and those in its lists of parameters
             lists = [child for child in module.children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))]
-            used = self._use(module, name, self._weights_of([module, *lists]))
+            used = _use(module, name, _weights_of([module, *lists], plan), plan)
         held = dict(outer)
         for group in used:
             held[group.device_number] = held.get(group.device_number, 0) + group.num_bytes
         for child_name, child in module.named_children():
-            self.visit(child, f"{name}.{child_name}" if name else child_name, held)
+            visit(child, f"{name}.{child_name}" if name else child_name, held)
 
-    def _weights_of(self, modules: Iterable[nn.Module]) -> list[Weight]:
-        """Returns the weights that the given modules hold themselves, each weight once. Weights of their submodules are
-        not included."""
-        return list(dict.fromkeys(weight for part in modules for weight in self._plan.held.get(part, {}).values()))
+    visit(model, "", {})
+    return nested_bytes
 
-    def _fits(self, module: nn.Module, below: list[Weight]) -> bool:
-        return (
-            _has_forward(module)
-            and sum(weight.num_bytes for weight in below) <= self._group_bytes
-            and not any(self._looks_rows_up(part) or self._is_stack(part) for part in module.modules())
-        )
 
-    def _is_stack(self, module: nn.Module) -> bool:
-        weights = self._plan.held.get(module, {}).values()
-        return (
-            bool(weights)
-            and is_stack(module)
-            and all(len(weight.holders) == 1 and weight.stacked_row_bytes is not None for weight in weights)
-        )
+def _weights_of(modules: Iterable[nn.Module], plan: OffloadPlan) -> list[Weight]:
+    """Returns the weights that the given modules hold themselves, each weight once. Weights of their submodules are not
+    included."""
+    return list(dict.fromkeys(weight for part in modules for weight in plan.held.get(part, {}).values()))
 
-    def _looks_rows_up(self, module: nn.Module) -> bool:
-        is_usual = isinstance(module, nn.Embedding) and module.max_norm is None and "forward" not in vars(module)
-        return is_usual and module in self._plan.held
 
-    def _use(self, module: nn.Module, name: str, weights: list[Weight]) -> list[Group]:
-        """Makes one group of those weights that have no group yet. Records that the module uses the groups of all the
-        weights, and returns these groups."""
-        new = [weight for weight in weights if weight.group is None]
-        if new:
-            self._new_group(module, name, new)
-        groups = list(dict.fromkeys(weight.group for weight in weights if weight.group is not None))
-        if groups:
-            self._plan.users[module] = groups
-        return groups
+def _is_one_group(module: nn.Module, below: list[Weight], plan: OffloadPlan, group_bytes: int) -> bool:
+    """Returns whether the weights of a module and of its submodules, which are given, are one group."""
+    return (
+        _has_forward(module)
+        and sum(weight.num_bytes for weight in below) <= group_bytes
+        and not any(_looks_rows_up(part, plan) or _is_stack(part, plan) for part in module.modules())
+    )
 
-    def _new_group(self, module: nn.Module, name: str, weights: list[Weight], are_experts: bool = False) -> Group:
-        number = self._plan.device_numbers[module]
-        group = Group(name or type(module).__name__, number, weights, are_experts)
-        for weight in weights:
-            weight.device = self._plan.devices[number]
-        self._plan.groups.append(group)
-        return group
+
+def _is_stack(module: nn.Module, plan: OffloadPlan) -> bool:
+    """Returns whether a module holds stacks of experts, of which a call may fetch a few."""
+    weights = plan.held.get(module, {}).values()
+    return (
+        bool(weights)
+        and is_stack(module)
+        and all(len(weight.holders) == 1 and weight.stacked_row_bytes is not None for weight in weights)
+    )
+
+
+def _looks_rows_up(module: nn.Module, plan: OffloadPlan) -> bool:
+    """Returns whether a module is an embedding of torch that looks up rows of a weight of the plan."""
+    is_usual = isinstance(module, nn.Embedding) and module.max_norm is None and "forward" not in vars(module)
+    return is_usual and module in plan.held
+
+
+def _use(module: nn.Module, name: str, weights: list[Weight], plan: OffloadPlan) -> list[Group]:
+    """Makes one group of those weights that have no group yet. Records that the module uses the groups of all the
+    weights, and returns these groups."""
+    new = [weight for weight in weights if weight.group is None]
+    if new:
+        _new_group(module, name, new, plan)
+    groups = list(dict.fromkeys(weight.group for weight in weights if weight.group is not None))
+    if groups:
+        plan.users[module] = groups
+    return groups
+
+
+def _new_group(
+    module: nn.Module, name: str, weights: list[Weight], plan: OffloadPlan, are_experts: bool = False
+) -> Group:
+    """Adds a group to a plan, and assigns its weights to the module's device."""
+    number = plan.device_numbers[module]
+    group = Group(name or type(module).__name__, number, weights, are_experts)
+    for weight in weights:
+        weight.device = plan.devices[number]
+    plan.groups.append(group)
+    return group
 
 
 def _has_forward(module: nn.Module) -> bool:
     """Returns whether a module is certainly called when its children are used. A list or a sequence may be iterated
     over instead."""
     return type(module).forward is not nn.Module.forward and not isinstance(module, nn.Sequential)
+
+
+# ---- memory ----
 
 
 def _plan_memory(plan: OffloadPlan, number: int, resident_bytes: int, lookahead: int, nested_bytes: int) -> None:

@@ -1,7 +1,11 @@
-"""A resting tensor stands for a weight of an offloaded model between uses. It has the weight's shape, dtype and device,
-but not the weight's values. Code that reads the values gets a decoded copy.
+"""The weights of an offloaded model, and what stands for them between uses.
 
-Holds the weights of an offloaded model and makes their tables from the values of the model or of a checkpoint.
+Between uses, each parameter or buffer of a weight is a resting tensor. It has the weight's shape, dtype and device, but
+not the weight's values. Code that reads the values gets a decoded copy. `rest` and `wake` change a tensor of the model
+in place.
+
+A `Weight` has the tensors of a weight, and the table of its values. `store` makes the tables from the values of the
+model or of a checkpoint, which `read_checkpoint` reads.
 """
 
 from __future__ import annotations
@@ -25,9 +29,23 @@ from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor, memory_order
 from ..nn._parameters import by_rows
 
+if TYPE_CHECKING:
+    from .plan import Group, OffloadPlan
 
-class Source(Protocol):
-    """The weight that a resting tensor stands for."""
+Value = torch.Tensor | CompressedTensor
+Checkpoint = str | Path | Mapping[str, Value] | Iterable[tuple[str, Value]]
+
+_INDEX_NAME = "model.safetensors.index.json"
+_LONGEST_ELEMENT = 16  # size in bytes of an element of complex128
+# Least size in bytes of a row of a stacked weight. The index of smaller rows takes more bytes than compression saves.
+_LEAST_STACKED_ROW_BYTES = 64
+
+
+# ---- resting tensors ----
+
+
+class ValueSource(Protocol):
+    """The weight that a resting tensor stands for, which has the tensor's values."""
 
     @property
     def name(self) -> str: ...
@@ -101,7 +119,7 @@ class _Reading(TorchDispatchMode):
         self._given: list[tuple[torch.Tensor, Any]] = []  # (plain values, the argument that they stand for)
 
     def values(self, given: Any) -> Any:
-        """Returns arguments of a function with plain tensors in place of `Resting` and `ReadOnly` tensors."""
+        """Returns arguments of a function with plain tensors in place of resting and other `ReadOnly` tensors."""
         if isinstance(given, Resting):
             with outside_of_modes():
                 values = vars(given)[_SOURCE].read()
@@ -172,7 +190,7 @@ def _call(cls: type, function: Callable, types: tuple, args: tuple = (), kwargs:
             return function(vars(first)[_SOURCE].like(), *args[1:], **kwargs)
         if function == _SETS_DATA and args[1] is first:
             return None
-    if isinstance(first, _Refusing):
+    if isinstance(first, ReadOnly):
         if function in _MOVES and _changes_nothing(function, first, *args[1:], **kwargs):
             return first
         # `_Reading` does not see methods that write without dispatching an operator, such as `apply_` and
@@ -198,8 +216,9 @@ def refuse_pickle(*_: Any) -> NoReturn:
     raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
 
 
-class _Refusing:
-    """A tensor that refuses to be written to."""
+class ReadOnly(torch.Tensor):
+    """A tensor that refuses to be written to: a resting tensor, or values that were read from one, or a part of such
+    values."""
 
     __torch_function__: Any = classmethod(_call)
 
@@ -207,8 +226,8 @@ class _Refusing:
         _refuse_to_write(self)
 
 
-class Resting(_Refusing):
-    """The base of the classes of resting tensors."""
+class Resting(ReadOnly):
+    """A resting tensor."""
 
     __deepcopy__, __reduce_ex__ = refuse_copy, refuse_pickle
 
@@ -224,22 +243,14 @@ class Resting(_Refusing):
 
 
 class RestingParameter(Resting, torch.nn.Parameter):
-    pass
+    """A resting tensor that is a parameter."""
 
 
-class RestingTensor(Resting, torch.Tensor):
-    pass
-
-
-class ReadOnly(_Refusing, torch.Tensor):
-    """Values that were read from a resting tensor, or a part of them."""
-
-
-_CLASSES: dict[type, type] = {torch.nn.Parameter: RestingParameter, torch.Tensor: RestingTensor}
+_CLASSES: dict[type, type] = {torch.nn.Parameter: RestingParameter, torch.Tensor: Resting}
 _AWAKE: dict[type, type] = {resting: awake for awake, resting in _CLASSES.items()}
 
 
-def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
+def rest(tensor: torch.Tensor, source: ValueSource, blank: torch.Tensor) -> None:
     """Makes a model's tensor rest. The tensor gets the memory of `blank`, a tensor of the same shape, dtype and device,
     in place of its own. From now on, its values are read from `source`."""
     kind = tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
@@ -271,17 +282,7 @@ def release(tensor: torch.Tensor) -> None:
     vars(tensor).pop(_SOURCE, None)
 
 
-if TYPE_CHECKING:
-    from .plan import Group, OffloadPlan
-
-_INDEX_NAME = "model.safetensors.index.json"
-
-_LONGEST_ELEMENT = 16  # size in bytes of an element of complex128
-# Least size in bytes of a row of a stacked weight. The index of smaller rows takes more bytes than compression saves.
-_LEAST_STACKED_ROW_BYTES = 64
-
-Value = torch.Tensor | CompressedTensor
-Checkpoint = str | Path | Mapping[str, Value] | Iterable[tuple[str, Value]]
+# ---- weights ----
 
 
 class Weight:
@@ -385,8 +386,7 @@ class Weight:
             wake(tensor)
 
     def read(self) -> torch.Tensor:
-        """Decodes the weight into newly allocated memory, for code that reads the parameter while it rests (see
-        resting.py)."""
+        """Decodes the weight into newly allocated memory, for code that reads the parameter while it rests."""
         assert self._read is not None
         return self._read(self)
 
@@ -459,6 +459,9 @@ class Weight:
     def value(self, device: torch.device | str) -> torch.Tensor:
         """Returns the weight as a new tensor on a device."""
         return self.view(self.data(device))
+
+
+# ---- storing ----
 
 
 def store(

@@ -14,23 +14,20 @@ A tensor passes through these forms, block by block:
     file of any format -> SourceTensor -> Block  -> CodedBlock -> file of ibp    `compress`
     file of any format -> SourceTensor -> bytes                -> plain file     `decompress`
 
-`_source.py` has what all formats share, and `_sources.py` opens paths of every kind. Each format is read and written in
-a file of its own: `_safetensors_files.py`, `_numpy_files.py`, `_torch_files.py`. `_learning.py` decides which codebook
-a tensor gets, and `_coding.py` codes blocks on the CPU or a GPU. `_outputs.py` plans the files of ibp, keeps the
-finished ones if a call is interrupted, and makes the report. `_model_files.py` is for calls whose input and output are
-directories: it finds the files of tensors, and copies the other files. `_compressing.py`, `_decompressing.py` and
-`_estimating.py` have the functions `compress`, `decompress` and `estimate`. `_writing.py` has `CheckpointWriter` and
-`is_coded`.
+`_source.py` has what all formats share. Each format is read and written in a file of its own: `_safetensors_files.py`,
+`_numpy_files.py`, `_torch_files.py`. `_sources.py` opens paths of every kind; if the input and the output of a call are
+directories, it also finds the files of tensors, and copies the other files. `_coding.py` decides which codebook a
+tensor gets, and codes blocks on the CPU or a GPU. `_outputs.py` plans the files of ibp, keeps the finished ones if a
+call is interrupted, and makes the report; it also has `CheckpointWriter` and `is_coded`. `_converting.py` has the
+functions `compress`, `decompress` and `estimate`, which put these parts together.
 """
 
 from .._common.importing import published
 from .._files import coded_name
-from ._compressing import CheckpointEstimate, TensorEstimate, compress, estimate
-from ._decompressing import decompress
-from ._outputs import CheckpointReport, TensorReport
+from ._converting import compress, decompress, estimate
+from ._outputs import CheckpointEstimate, CheckpointReport, CheckpointWriter, TensorEstimate, TensorReport, is_coded
 from ._source import Source, SourceFormatError, SourceTensor
 from ._sources import open_source as open
-from ._writing import CheckpointWriter, is_coded
 
 __all__ = [
     "CheckpointEstimate",

@@ -1,9 +1,10 @@
-"""Decides which tensors of a checkpoint are coded, and with which codebooks. Tensors of the same kind share a codebook:
-their names differ only in numbers, and their shapes and dtypes are equal. The codebook is learned from rows of up to 8
-of these tensors.
+"""Codes the tensors of a checkpoint in two steps. `Codebooks` decides which tensors are coded, and with which
+codebooks. Then a coder, `CpuCoder` or `CudaCoder`, reads and codes the tensors block by block, on the CPU's cores or on
+a GPU.
 
-Reads and codes tensors block by block, on the CPU's cores or on a GPU. Several blocks are read and coded at the same
-time, and are returned in order.
+Tensors of the same kind share a codebook: their names differ only in numbers, and their shapes and dtypes are equal.
+The codebook is learned from rows of up to 8 of these tensors. A coder reads and codes several blocks at the same time,
+and returns them in order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ TRIED_BYTES = 1 << 18  # the same size for codebooks that can code every row
 _SAMPLED_TENSORS = 8  # largest number of tensors of a kind from which the kind's sample is taken
 _LEAST_ROWS = 16  # smallest number of rows that are sampled from a tensor, unless it has fewer rows
 _LEAST_SAVED_BYTES = 1024  # A table must save more than this, which is about the size of its entries in the header.
+_WORD_BYTES = 8  # size in bytes of a word of a fingerprint (FORMAT.md section 10)
+# Number of bytes that one call of `sum_words` adds to a fingerprint. It is small enough that the call uses a single
+# thread.
+_HASHED_BYTES = 1 << 20
 _CPU = torch.device("cpu")
+
+
+# ---- codebooks ----
 
 
 @dataclass(frozen=True)
@@ -77,18 +85,12 @@ class CheckpointLearning:
                 row_bytes = whole.item_bytes
         return replace(whole, row_bytes=row_bytes)
 
-    def is_worth_coding(self, tensor: SourceTensor) -> bool:
-        """Returns whether a tensor may become a table: the scheme is not "raw", tables can have the tensor's dtype, and
-        the tensor has at least 4 KiB."""
-        has_dtype = tensor.dtype in _rows.DTYPES and tensor.entry is None
-        return self.options.scheme != "raw" and has_dtype and tensor.num_bytes >= LEAST_BYTES
-
     def kind_of(self, tensor: SourceTensor) -> tuple:
         """Returns (kind of a tensor as in `_rows/learning.py`, size in bytes of its rows). Tensors for which both
         are equal share a codebook. In this file, a kind is this pair."""
         return kind_of(tensor.name, torch.Size(tensor.shape), tensor.dtype), self.geometry_of(tensor).row_bytes
 
-    def learn(self, scheme: str, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
+    def learn(self, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
         """Learns a codebook from a sample of rows. Returns the codebook, or None if raw rows are best.
 
         Args:
@@ -96,7 +98,8 @@ class CheckpointLearning:
             geometry: the geometry of the tensors that the rows belong to.
             all_rows: whether every row must have a coded form; see `codes_invariant` of `Request`.
         """
-        return learn(scheme, Request(sample, geometry, self.device, self.options, 0, codes_invariant=all_rows))
+        request = Request(sample, geometry, self.device, self.options, 0, codes_invariant=all_rows)
+        return learn(self.options.scheme, request)
 
 
 class Codebooks:
@@ -128,7 +131,7 @@ class Codebooks:
         step is left to the first call of `of` or `savings` for this tensor."""
         for tensor in tensors:
             if self.is_coded(tensor) and (kind := self._learning.kind_of(tensor)) not in self._of_kinds:
-                self._of_kinds[kind] = self._learned(kind, sample_of(self._kinds[kind], self._geometry(kind)))
+                self._of_kinds[kind] = self._learned(self._kinds[kind])
         if len(tensors) == 1:
             return
         with ThreadPoolExecutor(jobs, "ibp-learner") as pool:
@@ -145,23 +148,23 @@ class Codebooks:
         return self._found(tensor)[1] if self.is_coded(tensor) else None
 
     def is_coded(self, tensor: SourceTensor) -> bool:
-        """Returns whether a tensor may have a codebook."""
-        return tensor.name not in self._kept and self._learning.is_worth_coding(tensor)
+        """Returns whether a tensor may have a codebook: its name is not among those that are not to be coded, the
+        scheme is not "raw", tables can have the tensor's dtype, and the tensor has at least 4 KiB."""
+        has_dtype = tensor.dtype in _rows.DTYPES and tensor.entry is None
+        is_wanted = tensor.name not in self._kept and self._learning.options.scheme != "raw"
+        return is_wanted and has_dtype and tensor.num_bytes >= LEAST_BYTES
 
     def _found(self, tensor: SourceTensor) -> tuple[AnyCodebook | None, float | None]:
+        """Returns (the codebook of a tensor, the share of bytes that it saved where it was tried, or None if it was
+        not tried). Finds them at the first call for this tensor."""
         if tensor not in self._of_tensors:
-            self._of_tensors[tensor] = self._find(tensor)
+            kind = self._learning.kind_of(tensor)
+            codebook = self._of_kinds[kind].found
+            if codebook is None or (len(self._kinds[kind]) == 1 and not codebook.is_partial):
+                self._of_tensors[tensor] = codebook, None
+            else:
+                self._of_tensors[tensor] = self._tried(tensor, kind, codebook)
         return self._of_tensors[tensor]
-
-    def _find(self, tensor: SourceTensor) -> tuple[AnyCodebook | None, float | None]:
-        kind = self._learning.kind_of(tensor)
-        codebook = self._of_kinds[kind].found
-        if codebook is None or (len(self._kinds[kind]) == 1 and not codebook.is_partial):
-            return codebook, None
-        return self._tried(tensor, kind, codebook)
-
-    def _geometry(self, kind: tuple) -> _rows.Geometry:
-        return self._learning.geometry_of(self._kinds[kind][0])
 
     def _tried(
         self, tensor: SourceTensor, kind: tuple, codebook: AnyCodebook
@@ -170,22 +173,23 @@ class Codebooks:
         more than one percentage point, learns a codebook for this tensor alone, and uses the better of the two. Returns
         (the codebook, the share of the sample's bytes that the codebook saves), or (None, None) if that share is too
         small for a table."""
-        geometry = self._geometry(kind)
+        geometry = self._learning.geometry_of(tensor)
         sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else TRIED_BYTES)
         savings = savings_of(sample, codebook)
         if self._of_kinds[kind].fits(1 - savings, 1):
             return codebook, savings
         sample = sample if codebook.is_partial else sample_of([tensor], geometry)
-        own = self._learning.learn(self._learning.options.scheme, sample, geometry, codebook.is_partial)
+        own = self._learning.learn(sample, geometry, codebook.is_partial)
         tried = {one: savings_of(sample, one) for one in (codebook, own) if one is not None}
         best = max(tried, key=tried.__getitem__)
         return (best, tried[best]) if _pays(tried[best], geometry) else (None, None)
 
-    def _learned(self, kind: tuple, sample: torch.Tensor) -> Learner[AnyCodebook]:
-        """Learns the codebook of a kind from a sample. Returns a `Learner` that holds the codebook, or that holds None
-        if the codebook would save too little."""
-        geometry = self._geometry(kind)
-        codebook = self._learning.learn(self._learning.options.scheme, sample, geometry, False)
+    def _learned(self, tensors: Sequence[SourceTensor]) -> Learner[AnyCodebook]:
+        """Learns the codebook of a kind from a sample of its tensors. Returns a `Learner` that holds the codebook, or
+        that holds None if the codebook would save too little."""
+        geometry = self._learning.geometry_of(tensors[0])
+        sample = sample_of(tensors, geometry)
+        codebook = self._learning.learn(sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
         return Learner(codebook, 1 - savings) if _pays(savings, geometry) else Learner()
 
@@ -225,10 +229,7 @@ def _pays(savings: float, geometry: _rows.Geometry) -> bool:
     return savings > CLEARLY_LESS and savings * geometry.num_bytes > _LEAST_SAVED_BYTES
 
 
-_WORD_BYTES = 8  # size in bytes of a word of a fingerprint (FORMAT.md section 10)
-# Number of bytes that one call of `sum_words` adds to a fingerprint. It is small enough that the call uses a single
-# thread.
-_HASHED_BYTES = 1 << 20
+# ---- blocks ----
 
 
 class Block(NamedTuple):
@@ -265,7 +266,7 @@ def _kept(block: Block, data: np.ndarray) -> CodedBlock:
     return CodedBlock(block, data, np.empty(0, np.uint16), 0, lambda: None)
 
 
-# ---- on the CPU ----
+# ---- coding on the CPU ----
 
 
 class CpuCoder:
@@ -280,10 +281,12 @@ class CpuCoder:
         self._free: deque[torch.Tensor] = deque()
 
     def coded(self, blocks: Iterable[Block]) -> Generator[CodedBlock, None, None]:
+        """Yields the stored forms of blocks, in order."""
         with ThreadPoolExecutor(self._jobs, "ibp-coder") as threads:
             yield from ahead(threads, self._code, blocks, 2 * self._jobs)
 
     def _code(self, block: Block) -> CodedBlock:
+        """Reads a block, and codes it if it has a codebook. Returns its stored form."""
         data = block.tensor.read(block.start, block.end)
         if block.codebook is None:
             return _kept(block, data)
@@ -305,7 +308,7 @@ class CpuCoder:
         return CodedBlock(block, buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
 
 
-# ---- on a GPU ----
+# ---- coding on a GPU ----
 
 
 class _Slot:
@@ -345,6 +348,7 @@ class CudaCoder:
             self._up = torch.cuda.Stream()
 
     def coded(self, blocks: Iterable[Block]) -> Generator[CodedBlock, None, None]:
+        """Yields the stored forms of blocks, in order."""
         reading: deque[_Passing] = deque()
         coding: deque[_Passing] = deque()
         coming: deque[_Passing] = deque()

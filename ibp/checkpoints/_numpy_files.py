@@ -170,6 +170,7 @@ def write_npz(file: IO[bytes], source: Source, pieces: Pieces) -> None:
 
 
 def _dtype_of(tensor: SourceTensor) -> np.dtype:
+    """Returns the dtype of numpy for a tensor. Raises ValueError if numpy does not have the tensor's dtype."""
     try:
         return torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
     except TypeError:
@@ -177,6 +178,7 @@ def _dtype_of(tensor: SourceTensor) -> np.dtype:
 
 
 def _write_array(file: IO[bytes], tensor: SourceTensor, dtype: np.dtype, pieces: Pieces) -> None:
+    """Writes a tensor in the format of an .npy file. dtype: its dtype, as `_dtype_of` returns it."""
     fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tensor.shape}
     np.lib.format.write_array_header_1_0(file, fields)
     for piece in pieces(tensor):

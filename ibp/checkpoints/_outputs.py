@@ -1,10 +1,13 @@
-"""The files that `compress` writes: which tensors each file holds, which files are finished, and the report.
+"""The files of ibp that this folder writes. For `compress`, this file plans which tensors each file holds (`Shard`),
+keeps a record of finished files (`Journal`), and makes the report. For `estimate`, it has the sizes that the files
+would have, and the estimate. `CheckpointWriter` is for programs that make tensors one after the other, and `is_coded`
+recognises such files.
 
-While a set is being made, its finished files wait in a directory beside the output, `.<name>.ibp-work`, so that an
-interrupted call can be repeated. The directory also has a record of each finished file, and a plan of the whole set.
-When all files are finished, they are moved to their final paths, and the directory is removed. Only one call at a time
-uses the directory: it locks a file there. When the call's process ends, for whatever reason, the system releases the
-lock.
+While `compress` makes a set of files, its finished files wait in a directory beside the output, `.<name>.ibp-work`, so
+that an interrupted call can be repeated. The directory also has a record of each finished file, and a plan of the whole
+set. When all files are finished, they are moved to their final paths, and the directory is removed. Only one call at a
+time uses the directory: it locks a file there. When the call's process ends, for whatever reason, the system releases
+the lock.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,26 +29,39 @@ from typing import Any
 import torch
 
 from .. import _core
-from .._common.sequences import cut
+from .._common.process import Closing
+from .._common.sequences import ahead, cut
 from .._common.statistics import share_saved
 from .._common.whole_files import NO_LOCKS, sync_directory, write_whole
 from .._files import (
+    FORMAT,
+    MAX_HEADER_BYTES,
     SUFFIX,
+    FileWriter,
+    PathLike,
     as_json,
+    check_names_safetensors,
     checksum_bytes,
     codebook_bytes,
     dtype_of,
+    entry_of,
     header_room,
     names_of_set,
     open_locked,
+    open_regular,
     outputs_of,
+    path_text,
     replacing,
     rounded_up,
     write_index,
+    write_plain,
+    write_table,
+    written_to,
 )
 from .._rows.clusters import with_clusters
 from .._rows.codebook import AnyCodebook
 from .._rows.learning import Options
+from .._tables.compressed_tensor import CompressedTensor
 from ._source import Source, SourceTensor
 
 SHARD_BYTES = 5 << 30  # default limit in bytes of the total size, before coding, of the tensors in a file
@@ -52,6 +70,13 @@ _PLAN, _LOCK = "plan.json", "lock"
 _OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # options on which coded bytes depend
 # Formats of input whose files are not joined; files of ibp have the format "ibp".
 _FILES_OF_THEIR_OWN = ("safetensors", "torch")
+# Number of tensors that wait in memory while `CheckpointWriter.write_all` writes another tensor.
+_AHEAD = 1
+# Bytes that are reserved in the header for each dimension; `header_room` alone suffices for at most 8 dimensions.
+_DIMENSION_BYTES = 32
+# Matches names that the format reserves, and the form of names that the format gives to parts of a table or of a
+# tensor.
+_UNUSUAL_NAME = re.compile(r"ibp\.|__metadata__|.*[:\[]", re.DOTALL)
 
 
 # ---- which tensors a file holds ----
@@ -309,7 +334,7 @@ class Journal:
             self.directory.rmdir()
 
 
-# ---- the report ----
+# ---- reports and estimates ----
 
 
 @dataclass(frozen=True)
@@ -446,3 +471,199 @@ def report_of(path: str, records: Sequence[dict[str, Any]], kept_files: int, pea
         kept_files,
         peak_bytes,
     )
+
+
+@dataclass(frozen=True)
+class TensorEstimate:
+    """An estimate of how `compress` would store a tensor.
+
+    Example:
+        >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
+        >>> for tensor in ibp.checkpoints.estimate("model.pt").tensors:
+        ...     print(tensor.name, tensor.num_bytes, tensor.best)
+        w 1024000 planes
+        b 1024 None
+
+    Attributes:
+        name, dtype, shape, num_bytes: name, dtype, shape and size in bytes of the tensor.
+        savings: for each scheme, the share of the tensor's bytes that a table would save in a file. The size of the
+            table includes its index and its padding, but not its codebook. The share is approximate for schemes that
+            `compress` would not choose. The mapping is empty for a tensor that is never coded, because it is smaller
+            than 4 KiB, because tables do not support its dtype, or because the patterns do not choose it.
+        best: the scheme that `compress` chooses. None if `compress` would store the tensor uncompressed, for example
+            because no scheme saves more than 1 %.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+    savings: Mapping[str, float]
+    best: str | None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size in bytes of the tensor in a file, as in `TensorReport`."""
+        return self.num_bytes - (round(self.savings[self.best] * self.num_bytes) if self.best else 0)
+
+
+@dataclass(frozen=True)
+class CheckpointEstimate:
+    """An estimate of the files that `compress` would write for a checkpoint.
+
+    Example:
+        >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
+        >>> estimate = ibp.checkpoints.estimate("model.pt")
+        >>> f"{estimate.savings:.0%} of {estimate.num_bytes:,} bytes"
+        '16% of 1,025,024 bytes'
+
+    Attributes:
+        tensors: a `TensorEstimate` for each tensor.
+        num_bytes, stored_bytes: size in bytes of all tensors before and after compression, without headers and
+            codebooks.
+        file_bytes: size in bytes of the files, with headers, codebooks and checksums.
+    """
+
+    tensors: tuple[TensorEstimate, ...]
+    num_bytes: int
+    stored_bytes: int
+    file_bytes: int
+
+    @property
+    def savings(self) -> float:
+        """1 - file_bytes / num_bytes: an estimate of `CheckpointReport.savings`."""
+        return share_saved(self.num_bytes, self.file_bytes)
+
+    def __repr__(self) -> str:
+        return (
+            f"ibp.checkpoints.CheckpointEstimate({len(self.tensors)} tensors, {self.num_bytes:,} -> "
+            f"{self.file_bytes:,} bytes, {self.savings:.1%} saved)"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields as a dict that JSON can hold."""
+        tensors = [{**as_json(tensor), "stored_bytes": tensor.stored_bytes} for tensor in self.tensors]
+        own = {key: getattr(self, key) for key in ("num_bytes", "stored_bytes", "file_bytes", "savings")}
+        return {**own, "tensors": tensors}
+
+
+# ---- files that are written tensor by tensor ----
+
+
+class CheckpointWriter(Closing):
+    """A file of tables and tensors that is written tensor by tensor, for programs that produce tensors one after the
+    other. For tensors that are in memory already, `ibp.save` is simpler. `ibp.open` reads the file.
+
+    It is a context manager. When the `with` block ends normally, the file appears under its name, complete and on disk.
+    When the block ends with an exception, an earlier file of that name stays unchanged.
+
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> with ibp.checkpoints.CheckpointWriter("weights.safetensors", {"a": x.shape, "b": [4]}) as writer:
+        ...     a_bytes = writer.write("a", ibp.compress(x))
+        ...     b_bytes = writer.write("b", torch.ones(4))
+        >>> a_bytes < x.nbytes, torch.equal(ibp.open("weights.safetensors")["b"], torch.ones(4))
+        (True, True)
+
+    Args:
+        output: path of the file; or a directory, in which the file is "model.safetensors"; or a URL that fsspec
+            supports.
+        shapes: the shapes, by name, of all tables and tensors that will be written, so that enough space is reserved
+            for the header.
+        metadata: a dict of strings, which is stored in the file. No key may begin with "ibp.".
+
+    Raises:
+        TypeError, ValueError: metadata is invalid, or output has the suffix of another format.
+        OSError: (on entering, writing and leaving) the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        output: PathLike,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        check_names_safetensors(output)
+        room = header_room(shapes, metadata, len(shapes)) + _DIMENSION_BYTES * sum(map(len, shapes.values()))
+        self._output, self._metadata, self._header_bytes = output, metadata, room
+        self._file: FileWriter | None = None
+        self._open = contextlib.ExitStack()
+
+    @staticmethod
+    def takes(name: str, tensor: torch.Tensor) -> bool:
+        """Returns whether a file can hold a tensor under a name.
+
+        The tensor must be a dense torch.Tensor or torch.nn.Parameter, not of another subclass, and have a dtype of
+        safetensors. The name must be printable. It must not be reserved, and must not have the form of the name of a
+        part of a table, such as "weight:slots".
+
+        Example:
+            >>> [ibp.checkpoints.CheckpointWriter.takes(name, torch.ones(3)) for name in ("weight", "weight:slots")]
+            [True, False]
+        """
+        if not name.isprintable() or _UNUSUAL_NAME.match(name):
+            return False
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        return is_plain and entry_of(tensor.dtype, tuple(tensor.shape)) is not None and not tensor.is_meta
+
+    def write(self, name: str, value: CompressedTensor | torch.Tensor) -> int:
+        """Writes a table or tensor, block by block. The value may be on any device. Returns the number of bytes that
+        the value takes in the file.
+
+        Raises:
+            ValueError: the file is not open, already has a value of this name, or cannot have such a name; or
+                safetensors does not have the tensor's dtype.
+        """
+        file = self._file
+        if file is None:
+            raise ValueError("the file is not open; wanted `with ibp.checkpoints.CheckpointWriter(...) as writer:`")
+        start = file.data_bytes
+        if isinstance(value, CompressedTensor):
+            write_table(file, name, value)
+        else:
+            write_plain(file, name, value)
+        return file.data_bytes - start
+
+    def write_all(self, values: Iterable[tuple[str, CompressedTensor | torch.Tensor]]) -> dict[str, int]:
+        """Writes tables and tensors. A separate thread writes a value while the calling thread gets the next one from
+        `values`. Returns the sizes of the values in the file in bytes, by name. values: pairs (name, value)."""
+        with ThreadPoolExecutor(1, "ibp-writer") as thread:
+            written = ahead(thread, lambda pair: (pair[0], self.write(*pair)), values, _AHEAD)
+            with contextlib.closing(written):
+                return dict(written)
+
+    def __enter__(self) -> CheckpointWriter:
+        with contextlib.ExitStack() as stack:
+            target = stack.enter_context(written_to(self._output))
+            file = FileWriter(target, metadata=self._metadata, header_bytes=self._header_bytes)
+            self._file = stack.enter_context(file)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file = None
+        self._open.__exit__(*error)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Finishes the file, as leaving the `with` block without an exception does. A second call does nothing."""
+        self.__exit__(None, None, None)
+
+
+def is_coded(path: PathLike) -> bool:
+    """Returns whether a file is a file of ibp. Only the header is read. Returns False for a file of another format.
+
+    Example:
+        >>> ibp.save("coded.safetensors", {"a": ibp.compress(torch.ones(1000, 1024))})
+        >>> ibp.checkpoints.is_coded("coded.safetensors"), ibp.checkpoints.is_coded("pytorch_model.bin")
+        (True, False)
+
+    Raises:
+        OSError: a file whose name ends in ".safetensors" cannot be read.
+    """
+    text = path_text(path)
+    if not text.endswith(SUFFIX):
+        return False
+    with os.fdopen(open_regular(text), "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        return header_bytes <= MAX_HEADER_BYTES and f'"{FORMAT}":'.encode() in file.read(header_bytes)

@@ -1,13 +1,14 @@
-"""`Source` and `SourceTensor`, which present files of every format in the same way: as tensors with a name, a shape, a
-dtype, and a function that reads ranges of bytes."""
+"""`Source` and `SourceTensor`, which present files of every format, and models in memory, in the same way: as tensors
+with a name, a shape, a dtype, and a function that reads ranges of bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from .._common.process import Closing
 from .._files import VIEW_KEY, View, entry_of
-from .._rows.geometry import bytes_of
+from .._rows.geometry import bytes_of, check_tensor
 from .._tables.compressed_tensor import CompressedTensor
 
 _BLOCK_BYTES = 16 << 20  # number of bytes that `SourceTensor.tensor` reads at once
@@ -205,3 +206,21 @@ class Source(Closing):
 
     def __repr__(self) -> str:
         return f"Source({self.path!r}, {self.format}, {len(self.tensors)} tensors, {self.num_bytes:,} bytes)"
+
+
+def source_of(state: Mapping[str, torch.Tensor]) -> Source:
+    """Returns the tensors of a model, on any device, as a source. Values that are not tensors are left out."""
+    tensors, of_memory = dict[str, SourceTensor](), dict[tuple, SourceTensor]()
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            check_tensor(value, name)
+            read = functools.partial(_read, bytes_of(value.detach()))
+            tensor = SourceTensor(name, value.dtype, tuple(value.shape), read)
+            memory = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
+            first = of_memory.setdefault(memory, tensor)
+            tensors[name] = tensor if first is tensor else replace(tensor, base=first)
+    return Source("the model", "torch", tensors)
+
+
+def _read(data: torch.Tensor, start: int, end: int) -> np.ndarray:
+    return data[start:end].cpu().numpy()

@@ -340,4 +340,6 @@ def _content(node: Any, path: str | None, left: dict[str, Any]) -> Any:
 
 
 def _joined(path: str | None, key: Any) -> str | None:
+    """Returns the path of the value that a container has under a key. path: the container's path. None: there are no
+    paths, so the result is None, too."""
     return None if path is None else f"{path}.{key}" if path else str(key)

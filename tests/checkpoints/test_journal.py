@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ibp
-from ibp.checkpoints import _compressing
+from ibp.checkpoints import _converting
 from ibp.checkpoints._outputs import Journal
 
 PLAN = {"a": "plan"}
@@ -68,7 +68,7 @@ def test_two_calls_with_one_output(tmp_path, monkeypatch):
         refused.append(record["file"])
         move(self, record)
 
-    monkeypatch.setattr(_compressing.Journal, "move", interfere)
+    monkeypatch.setattr(_converting.Journal, "move", interfere)
     report = compress()
     assert list(report.files) == refused and len(refused) == 6
     found = ibp.load(report.path, verify=True, memory="host")
@@ -103,7 +103,7 @@ def test_the_lock_of_a_killed_process_is_none(tmp_path):
 
 def test_a_directory_that_goes_while_it_is_asked_for(tmp_path, monkeypatch):
     """By a call that ends between the steps of one that begins."""
-    target, flock = tmp_path / "out.safetensors", _compressing.Journal._take
+    target, flock = tmp_path / "out.safetensors", _converting.Journal._take
     first = Journal(target, PLAN)
     first.open(True)
 

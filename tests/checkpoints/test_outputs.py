@@ -12,7 +12,7 @@ import torch
 import ibp
 from ibp._cli.main import main
 from ibp._files import FileWriter
-from ibp.checkpoints import _compressing
+from ibp.checkpoints import _converting
 
 OLD = {f"w{number}": torch.zeros(64, 256).bfloat16() for number in range(4)}
 NEW = {name: torch.ones_like(value) for name, value in OLD.items()}
@@ -163,7 +163,7 @@ def test_a_directory_is_made_and_goes_if_nothing_is_written(file, monkeypatch):
     ibp.save("c/", NEW)
     for made in "abc":
         assert_holds(made, NEW)
-    monkeypatch.setattr(_compressing._Writing, "write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(_converting._Writing, "write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))
     for options in ({}, {"shard_bytes": 70_000}):
         with pytest.raises(OSError, match="full"):
             compress(file, "d/", **options)
@@ -210,7 +210,7 @@ def test_the_second_of_two_calls_is_refused(call, file):
 @pytest.mark.parametrize("shard_bytes", [None, 70_000])
 def test_a_call_that_has_ended_meanwhile_is_not_replaced(shard_bytes, file, monkeypatch):
     """Both find no output; one ends before the other begins to write."""
-    where, name = (_compressing, "Codebooks") if shard_bytes is None else (_compressing.Journal, "open")
+    where, name = (_converting, "Codebooks") if shard_bytes is None else (_converting.Journal, "open")
     original = getattr(where, name)
     ibp.save("old.safetensors", OLD)
 

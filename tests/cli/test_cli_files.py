@@ -16,7 +16,7 @@ from ibp._cli import doctor, work
 from ibp._cli.main import main
 from ibp._files import read_header
 from ibp._machine import calibration
-from ibp.checkpoints import _compressing
+from ibp.checkpoints import _converting
 from ibp.checkpoints._sources import open_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,7 +192,7 @@ def test_interrupted(source, tmp_path, capsys, monkeypatch):
 
 
 def test_an_interrupted_set_goes_on(source, tensors, tmp_path, capsys, monkeypatch):
-    write, written = _compressing._Writing.write, []
+    write, written = _converting._Writing.write, []
 
     def interrupted(self, path, shard, **options):
         if written:
@@ -201,7 +201,7 @@ def test_an_interrupted_set_goes_on(source, tensors, tmp_path, capsys, monkeypat
         return write(self, path, shard, **options)
 
     command = ["compress", source, "-o", "a set.safetensors", "--shard-bytes", "100K", "--device", "cpu"]
-    monkeypatch.setattr(_compressing._Writing, "write", interrupted)
+    monkeypatch.setattr(_converting._Writing, "write", interrupted)
     assert run(*command) == 130
     said = capsys.readouterr().err
     assert said.startswith("ibp compress: interrupted: 1 file of the set is finished and kept. The same command")

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 import ibp
 from helpers import assert_same_bits, in_threads
 from ibp._offload.events import Schedule, moved
-from ibp._offload.fetcher import WeightArena, WeightFetcher, overlap
+from ibp._offload.fetcher import WeightFetcher, overlap
 from ibp._offload.plan import plan_for, spread
 from ibp._offload.weights import Resting
 from ibp._rows.table import handle_on
@@ -301,10 +301,10 @@ def test_schedule():
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), max_size=60), st.integers(1, 100))
 def test_arena_gives_places_that_are_free(wanted, num_bytes):
-    arena, held = WeightArena(num_bytes), []
+    fetcher, held = WeightFetcher(torch.device("cpu"), num_bytes, None), []
     for size, num_held in wanted:
         held = held[-num_held:] if num_held else []
-        region = arena.region(size, held, held[0] if held else None)
+        region = fetcher.free_region(size, held, held[0] if held else None)
         if region is None:
             # No gap is large enough.
             ends = [0, *sorted(end for _, end in held)]

@@ -1,19 +1,25 @@
-"""`estimate`: estimates the result of compressing a checkpoint or a model from samples of its rows.
+"""The three functions that convert checkpoints. `estimate` estimates the result of compressing a checkpoint or a model
+from samples of its rows, `compress` compresses checkpoints, and `decompress` writes the tensors of compressed
+checkpoints to ordinary files.
 
-`compress`: compresses checkpoints.
+Both directions work block by block, so tensors may be larger than the memory. `compress` divides the tensors of a file
+into blocks, and a coder of `_coding.py` codes the blocks in order; `_Writing` drives it, and `_BlockWriter` writes its
+blocks to the file on another thread. `decompress` passes the blocks of each tensor to the function that writes its
+format.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -22,14 +28,18 @@ from .._common.arguments import whole_number
 from .._common.progress import Bar, tqdm
 from .._common.sequences import ahead
 from .._common.statistics import share_saved
+from .._common.whole_files import replaced
 from .._files import (
+    SUFFIXES,
+    WEIGHTS,
     FileWriter,
     PathLike,
     TableFields,
-    as_json,
     check_names_safetensors,
     checked_metadata,
     dtype_name,
+    file_of,
+    format_of_name,
     index_of,
     is_of_weights,
     is_there,
@@ -38,11 +48,12 @@ from .._files import (
     outputs_of,
     replacing,
     target_of,
+    write_index,
     written_to,
 )
 from .._rows.codebook import AnyCodebook
 from .._rows.estimation import expected_savings
-from .._rows.geometry import as_tensor, bytes_of, check_tensor
+from .._rows.geometry import as_tensor
 from .._rows.learning import Options, Request
 from ..deltas._coding import finished
 from ._coding import (
@@ -57,13 +68,14 @@ from ._coding import (
     sample_of,
     savings_of,
 )
-from ._model_files import CODED_WEIGHTS, already_there, check_output, conversion_of, exists
 from ._outputs import (
     SHARD_BYTES,
+    CheckpointEstimate,
     CheckpointReport,
     Journal,
     PeakMemory,
     Shard,
+    TensorEstimate,
     TensorReport,
     compressed_bytes,
     plan_of,
@@ -72,85 +84,17 @@ from ._outputs import (
     table_bytes,
     work_directory,
 )
-from ._source import Source, SourceTensor, chosen
-from ._sources import open_sources
+from ._source import Source, SourceTensor, chosen, source_of
+from ._sources import CODED_WEIGHTS, FORMATS, already_there, check_output, conversion_of, exists, open_sources
 
-_COMPARED = ("ibp", "planes")
+_COMPARED = ("ibp", "planes")  # the schemes that `estimate` compares
+_AHEAD = 2  # number of blocks that have been coded or decoded, and that wait to be written
+_BLOCK_BYTES = 4 << 20  # number of bytes of a tensor that `decompress` decodes at once
+_A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # ".1" does not match, so "llama-3.1" has no suffix
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class TensorEstimate:
-    """An estimate of how `compress` would store a tensor.
-
-    Example:
-        >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
-        >>> for tensor in ibp.checkpoints.estimate("model.pt").tensors:
-        ...     print(tensor.name, tensor.num_bytes, tensor.best)
-        w 1024000 planes
-        b 1024 None
-
-    Attributes:
-        name, dtype, shape, num_bytes: name, dtype, shape and size in bytes of the tensor.
-        savings: for each scheme, the share of the tensor's bytes that a table would save in a file. The size of the
-            table includes its index and its padding, but not its codebook. The share is approximate for schemes that
-            `compress` would not choose. The mapping is empty for a tensor that is never coded, because it is smaller
-            than 4 KiB, because tables do not support its dtype, or because the patterns do not choose it.
-        best: the scheme that `compress` chooses. None if `compress` would store the tensor uncompressed, for example
-            because no scheme saves more than 1 %.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    num_bytes: int
-    savings: Mapping[str, float]
-    best: str | None
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size in bytes of the tensor in a file, as in `TensorReport`."""
-        return self.num_bytes - (round(self.savings[self.best] * self.num_bytes) if self.best else 0)
-
-
-@dataclass(frozen=True)
-class CheckpointEstimate:
-    """An estimate of the files that `compress` would write for a checkpoint.
-
-    Example:
-        >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
-        >>> estimate = ibp.checkpoints.estimate("model.pt")
-        >>> f"{estimate.savings:.0%} of {estimate.num_bytes:,} bytes"
-        '16% of 1,025,024 bytes'
-
-    Attributes:
-        tensors: a `TensorEstimate` for each tensor.
-        num_bytes, stored_bytes: size in bytes of all tensors before and after compression, without headers and
-            codebooks.
-        file_bytes: size in bytes of the files, with headers, codebooks and checksums.
-    """
-
-    tensors: tuple[TensorEstimate, ...]
-    num_bytes: int
-    stored_bytes: int
-    file_bytes: int
-
-    @property
-    def savings(self) -> float:
-        """1 - file_bytes / num_bytes: an estimate of `CheckpointReport.savings`."""
-        return share_saved(self.num_bytes, self.file_bytes)
-
-    def __repr__(self) -> str:
-        return (
-            f"ibp.checkpoints.CheckpointEstimate({len(self.tensors)} tensors, {self.num_bytes:,} -> "
-            f"{self.file_bytes:,} bytes, {self.savings:.1%} saved)"
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields as a dict that JSON can hold."""
-        tensors = [{**as_json(tensor), "stored_bytes": tensor.stored_bytes} for tensor in self.tensors]
-        own = {key: getattr(self, key) for key in ("num_bytes", "stored_bytes", "file_bytes", "savings")}
-        return {**own, "tensors": tensors}
+# ---- estimating ----
 
 
 def estimate(
@@ -188,7 +132,7 @@ def estimate(
     learning = CheckpointLearning.of(Options(level=level, row_bytes=row_bytes, device="cpu"))
     if isinstance(inputs, torch.nn.Module):
         inputs = inputs.state_dict()
-    with _source_of(inputs) if isinstance(inputs, Mapping) else open_sources(inputs) as source:
+    with source_of(inputs) if isinstance(inputs, Mapping) else open_sources(inputs) as source:
         kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
         codebooks = Codebooks(learning, source.stored(), kept)
         of_others: dict[tuple, float] = {}  # savings of schemes that are not chosen, by kind and scheme
@@ -227,25 +171,7 @@ def _rows_of(tensor: SourceTensor, learning: CheckpointLearning) -> torch.Tensor
     return as_tensor(tensor.read(0, tensor.num_bytes))
 
 
-def _source_of(state: Mapping[str, torch.Tensor]) -> Source:
-    """Returns the tensors of a model as a source. Values that are not tensors are left out."""
-    tensors, of_memory = dict[str, SourceTensor](), dict[tuple, SourceTensor]()
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            check_tensor(value, name)
-            read = partial(_read, bytes_of(value.detach()))
-            tensor = SourceTensor(name, value.dtype, tuple(value.shape), read)
-            memory = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
-            first = of_memory.setdefault(memory, tensor)
-            tensors[name] = tensor if first is tensor else replace(tensor, base=first)
-    return Source("the model", "torch", tensors)
-
-
-def _read(data: torch.Tensor, start: int, end: int) -> np.ndarray:
-    return data[start:end].cpu().numpy()
-
-
-_AHEAD = 2  # number of coded blocks that wait to be written
+# ---- compressing ----
 
 
 def compress(
@@ -359,7 +285,7 @@ def compress(
             sets[path] = shards_of(source, path, most if is_cut else None, checked)
             outputs_of(target.parent / path, len(sets[path]))
         shards = list(itertools.chain(*sets.values()))
-        writing = _Writing(learning, shards, kept, threads, progress)
+        writing = _Writing(learning, target, shards, kept, threads, progress)
         if len(shards) > 1:
             with Journal(target, plan_of(shards, learning.options, kept)) as journal:
                 if not journal.open(restart) and not force:
@@ -367,43 +293,18 @@ def compress(
                     there = there or next(filter(is_there, (os.fspath(target.parent / path) for path in sets)), None)
                     if there is not None:
                         raise exists(there)
-                records, num_kept = _write_set(target, shards, writing, journal)
+                records, num_kept = writing.write_set(journal)
                 journal.publish(sets, records)
         elif there is not None:
             raise exists(there)
         else:
-            records, num_kept = {shards[0].file: _write_one(target, shards[0], writing, force)}, 0
+            records, num_kept = {shards[0].file: writing.write_one(force)}, 0
         in_order = [records[shard.file] for shard in shards]
         report = report_of(_opened(output, target, sets), in_order, num_kept, writing.peak.num_bytes)
         if conversion is None:
             return report
         conversion.finish()
         return replace(report, other_files=conversion.other_files())
-
-
-def _write_one(target: Path, shard: Shard, writing: _Writing, force: bool) -> dict[str, Any]:
-    """Writes the only file of an output. Returns its record."""
-    path = target.parent / shard.file
-    path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
-    with writing.bar([shard]), replacing(path, [path.name]):
-        fields = writing.write(path, shard, like=shard.inputs, replace=force)
-    return {**fields, "file": shard.file, "size": path.stat().st_size}
-
-
-def _write_set(
-    target: Path, shards: list[Shard], writing: _Writing, journal: Journal
-) -> tuple[dict[str, dict[str, Any]], int]:
-    """Writes the files of a set to the journal's directory, except those that an earlier call has finished. Returns
-    (the records of all files, by their paths; the number of files that were finished before)."""
-    records = {shard.file: record for shard in shards if (record := journal.finished(shard.file)) is not None}
-    num_kept, missing = len(records), [shard for shard in shards if shard.file not in records]
-    with writing.bar(missing):
-        for shard in missing:
-            earlier = target.parent / shard.file  # if it exists, its permissions are kept
-            like = [os.fspath(earlier)] if earlier.exists() else shard.inputs
-            fields = writing.write(journal.path_of(shard.file), shard, like=like, replace=True)
-            records[shard.file] = journal.write_record(shard.file, fields)
-    return records, num_kept
 
 
 def _opened(output: str, target: Path, sets: Mapping[Path, list[Shard]]) -> str:
@@ -417,10 +318,11 @@ def _opened(output: str, target: Path, sets: Mapping[Path, list[Shard]]) -> str:
 
 
 class _Writing:
-    """Writes the files of an output block by block, and updates the progress bar that `bar` makes.
+    """Writes the files of an output block by block, and shows a progress bar.
 
     Args:
         learning: how codebooks are learned, and on which device blocks are coded.
+        target: the path of the output.
         shards: all files of the output.
         kept: names of the tensors that are stored uncompressed, because the caller's patterns do not choose them.
         jobs: the number of threads.
@@ -431,15 +333,44 @@ class _Writing:
     """
 
     def __init__(
-        self, learning: CheckpointLearning, shards: list[Shard], kept: frozenset[str], jobs: int, progress: bool
+        self,
+        learning: CheckpointLearning,
+        target: Path,
+        shards: list[Shard],
+        kept: frozenset[str],
+        jobs: int,
+        progress: bool,
     ) -> None:
+        self._home, self._shards = target.parent, shards
         self._books = Codebooks(learning, [tensor for shard in shards for tensor in shard.tensors], kept)
         device = learning.device
         self._coder = CpuCoder(jobs) if device.type == "cpu" else CudaCoder(device, jobs)
         self._jobs, self._progress = jobs, progress
         self.peak = PeakMemory()
 
-    def bar(self, shards: Iterable[Shard]) -> Bar:
+    def write_one(self, force: bool) -> dict[str, Any]:
+        """Writes the only file of the output. Returns its record."""
+        (shard,) = self._shards
+        path = self._home / shard.file
+        path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
+        with self._new_bar([shard]), replacing(path, [path.name]):
+            fields = self.write(path, shard, like=shard.inputs, replace=force)
+        return {**fields, "file": shard.file, "size": path.stat().st_size}
+
+    def write_set(self, journal: Journal) -> tuple[dict[str, dict[str, Any]], int]:
+        """Writes the files of the output, a set, to the journal's directory, except those that an earlier call has
+        finished. Returns (the records of all files, by their paths; the number of files that were finished before)."""
+        records = {shard.file: record for shard in self._shards if (record := journal.finished(shard.file)) is not None}
+        num_kept, missing = len(records), [shard for shard in self._shards if shard.file not in records]
+        with self._new_bar(missing):
+            for shard in missing:
+                earlier = self._home / shard.file  # if it exists, its permissions are kept
+                like = [os.fspath(earlier)] if earlier.exists() else shard.inputs
+                fields = self.write(journal.path_of(shard.file), shard, like=like, replace=True)
+                records[shard.file] = journal.write_record(shard.file, fields)
+        return records, num_kept
+
+    def _new_bar(self, shards: Iterable[Shard]) -> Bar:
         """Makes and returns the progress bar, a context manager, for the files that `write` will write next."""
         total = sum(shard.num_bytes for shard in shards)
         self._bar = tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not self._progress)
@@ -450,8 +381,9 @@ class _Writing:
         another call is writing the same file. like, replace: as in `FileWriter`."""
         self._books.prepare(shard.tensors, self._jobs)
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
-        options: dict[str, Any] = {"like": like, "alone": True, "replace": replace}
-        with FileWriter(path, metadata=shard.metadata, header_bytes=room, **options) as writer:
+        with FileWriter(
+            path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace
+        ) as writer:
             file = _BlockWriter(writer, shard.file)
             of, block_bytes = self._books.of, self._coder.block_bytes
             blocks = (block for tensor in shard.tensors for block in blocks_of(tensor, of(tensor), block_bytes))
@@ -506,6 +438,7 @@ class _BlockWriter:
         """Ends a tensor after its last block, and adds its report. If the tensor is coded, first writes the lengths of
         its rows, the bases if any row has stored bytes, and the fields of the table."""
         self._sink.close()
+        scheme, stored = None, tensor.num_bytes
         if codebook is not None:
             lengths = torch.from_numpy(np.concatenate(self._lengths))
             with self._writer.part(f"{tensor.name}:lengths", "U16") as sink:
@@ -518,8 +451,177 @@ class _BlockWriter:
             content = finished(self._words, tensor.num_bytes)
             fields = TableFields(*form, codebook=self._writer.codebook(codebook), content=content)
             self._writer.table(tensor.name, fields)
-        scheme, stored = None, tensor.num_bytes
-        if codebook is not None:
             scheme, stored = codebook.scheme, self._writer.data_bytes - self._start
         report = TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, self._file)
         self.reports.append(report)
+
+
+# ---- decompressing ----
+
+
+def decompress(
+    inputs: PathLike | Iterable[PathLike],
+    output: PathLike,
+    *,
+    format: str | None = None,
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    verify: bool = True,
+    progress: bool = False,
+    force: bool = False,
+) -> list[str]:
+    """Restores a checkpoint: writes its tensors with the names, shapes, dtypes and bytes that they had before
+    compression, and its metadata.
+
+    Tensors are decoded and written block by block. A file gets its name only when it is complete. If the input is a set
+    of files and the output is safetensors, the output is a set of the same number of files, with an index; all files of
+    a set get their names once the last of them is complete. In other formats the output is one file. If a directory is
+    decompressed to a directory, each coded file or set gets the name and format from which it was compressed, all other
+    files are copied, and the original config.json is restored.
+
+    Example:
+        >>> torch.save({"w": torch.arange(100_000.0)}, "model.pt")
+        >>> report = ibp.checkpoints.compress("model.pt", "model.ibp", device="cpu")
+        >>> ibp.checkpoints.decompress("model.ibp", "again.pt")
+        ['again.pt']
+        >>> torch.load("again.pt")["w"][:3]
+        tensor([0., 1., 2.])
+
+    Args:
+        inputs: as in `ibp.checkpoints.compress`; usually a file of ibp, or an index or a directory of such files.
+        output: path of the file; or a directory, in which the file is "model.safetensors" unless the input is a
+            directory, too; or a URL of fsspec. An output whose name has no suffix is a directory if the input is a
+            directory, and otherwise a safetensors file.
+        format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all tensors in memory).
+            It must agree with the suffix of the output. None: the suffix of the output decides; if a directory is
+            decompressed to a directory, each file gets the format from which it was compressed.
+        include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
+            and no pattern of exclude, are written.
+        verify: whether to check the checksums of inputs that are files of ibp, while their bytes are read. Inputs of
+            other formats have no checksums.
+        progress: whether to show a progress bar.
+        force: whether to replace an existing output.
+
+    Returns:
+        Paths or URLs of the files that were written; the index of a set follows its files.
+
+    Raises:
+        FileNotFoundError: there is no such input, or no such directory for the output.
+        FileExistsError: the output exists, and force is not set.
+        ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged. With `verify`, damaged bytes
+            raise ibp.ChecksumError, a FileFormatError, which names the file and the tensor.
+        ValueError: the format does not exist, differs from that of the suffix, or does not support a tensor's dtype; a
+            format is given although a directory is decompressed to a directory; a pattern of include matches no name;
+            or there are no tensors to write.
+        OSError: a file cannot be read or written, or another call is writing the same output.
+    """
+    output = output_of(inputs, output)
+    with contextlib.ExitStack() as stack:
+        conversion = conversion_of(inputs, output, False, stack, verify)
+        if conversion is None:
+            sources = [stack.enter_context(open_sources(inputs, verify=verify))]
+        else:
+            sources = list(conversion.sources.values())
+        names = list(dict.fromkeys(name for source in sources for name in source.tensors))
+        wanted = frozenset(chosen(names, include, exclude))
+        if names and not wanted:
+            given = sources[0].path if conversion is None else conversion.source
+            raise ValueError(f"{given} has no tensor whose name the patterns choose")
+        if conversion is not None and format is not None:
+            raise ValueError(f"format is {format!r}; wanted None for a directory, whose files keep their kinds")
+        check_output(output, WEIGHTS, conversion, force)
+
+        def write(source: Source, target: PathLike, as_set: bool = False) -> list[str]:
+            begin = functools.partial(replaced, like=source.files, alone=True, replace=force)
+            return write_source(source.only(wanted), target, format, "decompress", progress, begin, as_set)
+
+        if conversion is None:
+            return write(sources[0], output)
+        stack.enter_context(written_to(output))
+        written = []
+        for path, source in list(conversion.sources.items()):
+            is_coded = any(part.format == "ibp" for part in source.parts)
+            if not is_coded and wanted.issuperset(source.tensors):
+                conversion.keep(path)
+            elif wanted.isdisjoint(source.tensors):
+                conversion.skip(path)
+            else:
+                target = conversion.target / path
+                target.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
+                written += write(source, target, path in conversion.sets)
+        conversion.finish()
+        return written
+
+
+def write_source(
+    source: Source,
+    output: PathLike,
+    format: str | None,
+    what: str,
+    progress: bool,
+    begin: Callable[[Path, int], contextlib.AbstractContextManager[IO[bytes]]],
+    as_set: bool = False,
+) -> list[str]:
+    """Writes the tensors of a source. Returns the paths or URLs of the files.
+
+    Args:
+        source, output, format, progress: as in `decompress`.
+        what: the description that the progress bar shows.
+        begin: called with the path of each file and the size of its data in bytes; returns a context manager for the
+            new file. `decompress` passes `whole_files.replaced` with some of its options set.
+        as_set: whether a set of files is written as a set even in formats other than safetensors.
+    """
+    shown = file_of(output)
+    kind = format_of_output(Path(shown), format)
+    _, write_file = FORMATS[kind]
+    parts = source.parts if as_set or kind == "safetensors" else [source]
+    with written_to(output) as target:
+        names = outputs_of(target, len(parts))
+        with (
+            tqdm(total=source.num_bytes, desc=what, unit="B", unit_scale=True, disable=not progress) as bar,
+            ThreadPoolExecutor(1, "ibp-decoder") as pool,
+            replacing(target, names),
+        ):
+            pieces = functools.partial(_pieces, threads=pool, on_bytes=bar.update)
+            weight_map: dict[str, str] = {}
+            with contextlib.ExitStack() as files:  # when this block ends, all files get their names
+                for name, part in zip(names, parts):
+                    file = files.enter_context(begin(target.with_name(name), part.num_bytes))
+                    write_file(file, part, pieces)
+                    weight_map.update(dict.fromkeys(part.tensors, name))
+            if len(parts) > 1:
+                write_index(target, weight_map, source.num_bytes)
+    folder, slash, _ = shown.rpartition("/")
+    return [f"{folder}{slash}{name}" for name in names]
+
+
+def _pieces(
+    tensor: SourceTensor, threads: ThreadPoolExecutor, on_bytes: Callable[[int], object]
+) -> Iterator[np.ndarray]:
+    """Yields the bytes of a tensor in order, block by block. While the caller uses a block, the next blocks are read on
+    `threads`. on_bytes: called with the size of each block after the caller has used it."""
+    for piece in ahead(threads, lambda span: tensor.read(*span), tensor.spans(_BLOCK_BYTES), _AHEAD):
+        yield piece
+        on_bytes(piece.size)
+
+
+def format_of_output(target: Path, format: str | None) -> str:
+    """Returns the format in which to write a file: `format` if it is given, otherwise the format of the suffix of
+    `target`, or safetensors if the name has no suffix.
+
+    Raises:
+        ValueError: the format cannot be written, or the suffix is that of another format.
+    """
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format is {format!r}; wanted one of {sorted(FORMATS)}")
+    named = format_of_name(target)
+    if format is None and named is None and _A_SUFFIX.fullmatch(target.suffix):
+        named = target.suffix
+    kind = format or named or "safetensors"
+    if kind not in FORMATS or named not in (None, kind):
+        wanted = FORMATS if format is None else (format,)
+        raise ValueError(
+            f"the output is {os.fspath(target)!r}, whose suffix does not say {format or 'a format that is written'}; "
+            f"wanted a name that ends in {', '.join(end for end, told in SUFFIXES.items() if told in wanted)}"
+        )
+    return kind
