@@ -65,7 +65,8 @@ class PieceTransfers:
         source = region.to_send(piece)
         copied = source[: forms.HEAD_BYTES] if self._keeps_codes else source
         num_bytes, copied_bytes = source.numel(), copied.numel()
-        piece.buffer, piece.room_bytes = self.buffers.take(copied_bytes, self.out), num_bytes
+        piece.buffer = self.buffers.take(copied_bytes, self.out, self._raw_bytes(piece))
+        piece.room_bytes = num_bytes
         host = piece.buffer[:copied_bytes]
         if self._keeps_codes:
             piece.kept = source.clone()
@@ -77,6 +78,11 @@ class PieceTransfers:
         self._leaving.append((weakref.ref(region), weakref.ref(piece), held_bytes))
         self.leaving_bytes += held_bytes
         return num_bytes
+
+    def _raw_bytes(self, piece: SavedPiece) -> int | None:
+        """Returns the number of bytes that a piece would take in pinned memory if it were raw. Returns None if only the
+        head of an encoded piece is copied to pinned memory."""
+        return None if self._keeps_codes else piece.num_bytes
 
     def ask_for_misfits(self, region: SavedRegion) -> None:
         """Starts to copy to the host the flag that says whether an element of a region does not fit its narrower dtype.
@@ -141,7 +147,7 @@ class PieceTransfers:
             region.leave(piece)
             return
         region.of.note_outgrown(piece.num_bytes)
-        self.buffers.give(piece.buffer)
+        self.buffers.give(piece.buffer, raw_bytes=self._raw_bytes(piece))
         piece.buffer = piece.host = piece.kept = piece.sent = None
 
     # ---- back ----
@@ -228,7 +234,7 @@ class PieceTransfers:
                 continue
             if recipe is not None and piece.sent is not None and piece.sent.query():
                 piece.note_used(recipe, piece.buffer)
-            self.buffers.give(piece.buffer, piece.arrived or piece.sent)
+            self.buffers.give(piece.buffer, piece.arrived or piece.sent, self._raw_bytes(piece))
 
 
 def _copy(to: torch.Tensor, data: torch.Tensor, stream: torch.Stream, after: torch.Stream) -> torch.Event:

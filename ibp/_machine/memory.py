@@ -376,52 +376,94 @@ def node_of_gpu(device: torch.device) -> int:
 class Pool:
     """Hands out pinned buffers and takes them back. Only one thread at a time may use a pool.
 
-    Sizes of buffers are rounded up to a few size classes. Each buffer is pinned separately, and is reused only for
-    requests of its own size class.
+    Sizes of buffers are rounded up to a few size classes. Each buffer is pinned separately. A request gets a free
+    buffer of its own size class if there is one.
+
+    A request for coded bytes also says how many bytes they have raw, because coded sizes change from use to use, and a
+    pool that kept buffers of all sizes could hold more memory than the raw bytes need. Such a request also gets a
+    larger free buffer: one that is at most an eighth larger, or, if the pool would otherwise hold more than
+    `raw_held_bytes`, any buffer in which the raw bytes have room at most. If no buffer is large enough, the pool
+    releases free buffers until a new buffer fits within `raw_held_bytes`, the longest unused size classes first.
 
     Attributes:
         held_bytes: total size in bytes of the buffers that the pool has pinned and not yet released.
+        raw_held_bytes: the value that held_bytes would have if the requests had been for the raw bytes.
     """
 
     def __init__(self) -> None:
-        self.held_bytes = 0
-        # For each size, the free buffers, each with the event after its last use.
+        self.held_bytes = self.raw_held_bytes = 0
+        # For each size, the free buffers, each with the event after its last use. The size whose last buffer was given
+        # back first comes first.
         self._free: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
+        # For each size class of raw bytes: (number of requests whose buffers are in use, largest number so far).
+        self._requests: dict[int, tuple[int, int]] = {}
 
-    def take(self, num_bytes: int, writer: torch.Stream) -> torch.Tensor:
+    def take(self, num_bytes: int, writer: torch.Stream, raw_bytes: int | None = None) -> torch.Tensor:
         """Returns a pinned buffer of at least num_bytes bytes.
 
         Args:
             num_bytes: the smallest size in bytes that the caller needs.
             writer: the stream that will write to the buffer first. This stream waits for the last use of the buffer.
+            raw_bytes: the size of the caller's bytes before they were coded. None: they are not coded.
 
         Raises:
             PinningError: the system refuses to pin more memory.
         """
         size = _size_class(num_bytes)
+        raw_size = size if raw_bytes is None else _size_class(raw_bytes)
+        in_use, most = self._requests.get(raw_size, (0, 0))
+        raw_held = self.raw_held_bytes + raw_size * (in_use == most)
+        found = size
         if not self._free.get(size):
+            larger = [other for other, free in self._free.items() if free and size < other <= raw_size]
+            found = min(larger, default=0)
+            if found > size + size // 8 and self.held_bytes + size <= raw_held:
+                found = 0
+        if found:
+            part, used = self._free[found][-1]
+            if used is not None:
+                writer.wait_event(used)  # If this call raises, the buffer is still in the list of free buffers.
+            self._free[found].pop()
+        else:
+            self._release_down_to(raw_held - size)
             part = empty(size, _CPU, True)
             self.held_bytes += size
-            return part
-        part, used = self._free[size][-1]
-        if used is not None:
-            writer.wait_event(used)  # If this call raises, the buffer is still in the list of free buffers.
-        self._free[size].pop()
+        self._requests[raw_size] = in_use + 1, max(most, in_use + 1)
+        self.raw_held_bytes = raw_held
         return part
 
-    def give(self, part: torch.Tensor, used: torch.Event | None = None) -> None:
-        """Gives a buffer back to the pool. used: an event recorded after the last work that uses the buffer. None: no
-        work uses the buffer any more."""
-        self._free.setdefault(part.numel(), []).append((part, used))
+    def give(self, part: torch.Tensor, used: torch.Event | None = None, raw_bytes: int | None = None) -> None:
+        """Gives a buffer back to the pool.
+
+        Args:
+            part: the buffer.
+            used: an event recorded after the last work that uses the buffer. None: no work uses the buffer any more.
+            raw_bytes: as for the call of `take` that returned the buffer.
+        """
+        size = part.numel()
+        free = self._free.pop(size, [])
+        free.append((part, used))
+        self._free[size] = free  # The size is now the last one.
+        raw_size = size if raw_bytes is None else _size_class(raw_bytes)
+        in_use, most = self._requests[raw_size]
+        self._requests[raw_size] = in_use - 1, most
 
     def release(self) -> None:
         """Waits until no work uses the free buffers, and releases their memory."""
+        self._release_down_to(0)
+        self._requests = {size: (in_use, in_use) for size, (in_use, _) in self._requests.items()}
+        self.raw_held_bytes = sum(size * in_use for size, (in_use, _) in self._requests.items())
+
+    def _release_down_to(self, num_bytes: int) -> None:
+        """Releases free buffers until the pool holds at most num_bytes bytes or has no free buffer. Waits until no work
+        uses these buffers."""
         for size, free in self._free.items():
-            self.held_bytes -= size * len(free)
-            for _, used in free:
+            while free and self.held_bytes > num_bytes:
+                used = free[0][1]
                 if used is not None:
                     used.synchronize()
-        self._free.clear()
+                del free[0]
+                self.held_bytes -= size
 
 
 def _size_class(num_bytes: int) -> int:

@@ -921,6 +921,21 @@ def test_pieces_stay_from_where_no_memory_is_pinned(linked, monkeypatch, coded):
     assert len(taken) > 4 and way.out in recorded, "copies of the first pieces may still read them"
 
 
+def test_coded_pieces_pin_no_more_than_raw_ones(linked, monkeypatch):
+    """From step to step they become smaller: buffers of all their sizes would be larger than raw ones."""
+    coded, raw = linked(), linked(coded=False)
+    monkeypatch.setattr(coding, "PIECE_BYTES", 1 << 18)
+    for step in range(8):
+        for offload in (coded, raw):
+            torch.manual_seed(step)
+            kept = torch.rand(1 << 17) < 0.9 - 0.1 * step
+            assert_comes_back(offload, *[torch.randn(1 << 17).bfloat16() * kept for _ in range(4)])
+        assert coded.stats().coded_bytes and not raw.stats().coded_bytes
+        assert coded.pinned_bytes <= raw.pinned_bytes
+    (way,) = raw._transfers.values()
+    assert raw.pinned_bytes == way.buffers.raw_held_bytes
+
+
 def test_regions_end_in_other_threads(linked):
     """What ended is counted by calls that hold the lock, and by none twice."""
     offload = linked()
