@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -379,11 +380,12 @@ class Pool:
     Sizes of buffers are rounded up to a few size classes. Each buffer is pinned separately. A request gets a free
     buffer of its own size class if there is one.
 
-    A request for coded bytes also says how many bytes they have raw, because coded sizes change from use to use, and a
-    pool that kept buffers of all sizes could hold more memory than the raw bytes need. Such a request also gets a
-    larger free buffer: one that is at most an eighth larger, or, if the pool would otherwise hold more than
-    `raw_held_bytes`, any buffer in which the raw bytes have room at most. If no buffer is large enough, the pool
-    releases free buffers until a new buffer fits within `raw_held_bytes`, the longest unused size classes first.
+    The sizes of coded bytes change from use to use. A pool that kept buffers of all these sizes could hold more memory
+    than the raw bytes need. Therefore a request for coded bytes also says how many bytes they have raw, and the pool
+    holds at most `raw_held_bytes`, if no coded bytes are larger than the raw ones. Such a request also gets a free
+    buffer that is at most an eighth larger. If there is none, and a new buffer would exceed `raw_held_bytes`, the
+    request gets any larger buffer that is not larger than a buffer for the raw bytes. If there is none either, the pool
+    first releases free buffers, those of the size class that has been unused longest first.
 
     Attributes:
         held_bytes: total size in bytes of the buffers that the pool has pinned and not yet released.
@@ -395,8 +397,8 @@ class Pool:
         # For each size, the free buffers, each with the event after its last use. The size whose last buffer was given
         # back first comes first.
         self._free: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
-        # For each size class of raw bytes: (number of requests whose buffers are in use, largest number so far).
-        self._requests: dict[int, tuple[int, int]] = {}
+        # For each size class of raw bytes: [number of requests whose buffers are in use, largest number so far].
+        self._requests: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
 
     def take(self, num_bytes: int, writer: torch.Stream, raw_bytes: int | None = None) -> torch.Tensor:
         """Returns a pinned buffer of at least num_bytes bytes.
@@ -411,26 +413,39 @@ class Pool:
         """
         size = _size_class(num_bytes)
         raw_size = size if raw_bytes is None else _size_class(raw_bytes)
-        in_use, most = self._requests.get(raw_size, (0, 0))
-        raw_held = self.raw_held_bytes + raw_size * (in_use == most)
-        found = size
-        if not self._free.get(size):
-            larger = [other for other, free in self._free.items() if free and size < other <= raw_size]
-            found = min(larger, default=0)
-            if found > size + size // 8 and self.held_bytes + size <= raw_held:
-                found = 0
-        if found:
-            part, used = self._free[found][-1]
+        requests = self._requests[raw_size]
+        raw_held = self.raw_held_bytes + raw_size * (requests[0] == requests[1])
+        free = self._free.get(size) or self._larger(size, raw_size, self.held_bytes + size <= raw_held)
+        if free:
+            part, used = free[-1]
             if used is not None:
                 writer.wait_event(used)  # If this call raises, the buffer is still in the list of free buffers.
-            self._free[found].pop()
+            free.pop()
         else:
             self._release_down_to(raw_held - size)
             part = empty(size, _CPU, True)
             self.held_bytes += size
-        self._requests[raw_size] = in_use + 1, max(most, in_use + 1)
-        self.raw_held_bytes = raw_held
+        requests[0] += 1
+        if requests[0] > requests[1]:
+            requests[1], self.raw_held_bytes = requests[0], raw_held
         return part
+
+    def _larger(self, size: int, most: int, may_pin: bool) -> list[tuple[torch.Tensor, torch.Event | None]] | None:
+        """Returns the free buffers of the smallest size class above `size` that a request may get, or None if there are
+        none.
+
+        Args:
+            size: the size class of the request.
+            most: the largest size that the request may get.
+            may_pin: whether the pool may pin a new buffer instead. If so, sizes that are more than an eighth larger do
+                not count.
+        """
+        step = _step(size)
+        for other in range(size + step, min(most, size + size // 8) + 1, step):
+            if self._free.get(other):
+                return self._free[other]
+        larger = [] if may_pin else [other for other, free in self._free.items() if free and size < other <= most]
+        return self._free[min(larger)] if larger else None
 
     def give(self, part: torch.Tensor, used: torch.Event | None = None, raw_bytes: int | None = None) -> None:
         """Gives a buffer back to the pool.
@@ -441,17 +456,15 @@ class Pool:
             raw_bytes: as for the call of `take` that returned the buffer.
         """
         size = part.numel()
-        free = self._free.pop(size, [])
+        self._free[size] = free = self._free.pop(size, [])  # The size is now the last one.
         free.append((part, used))
-        self._free[size] = free  # The size is now the last one.
-        raw_size = size if raw_bytes is None else _size_class(raw_bytes)
-        in_use, most = self._requests[raw_size]
-        self._requests[raw_size] = in_use - 1, most
+        self._requests[size if raw_bytes is None else _size_class(raw_bytes)][0] -= 1
 
     def release(self) -> None:
         """Waits until no work uses the free buffers, and releases their memory."""
         self._release_down_to(0)
-        self._requests = {size: (in_use, in_use) for size, (in_use, _) in self._requests.items()}
+        for requests in self._requests.values():
+            requests[1] = requests[0]
         self.raw_held_bytes = sum(size * in_use for size, (in_use, _) in self._requests.items())
 
     def _release_down_to(self, num_bytes: int) -> None:
@@ -466,8 +479,13 @@ class Pool:
                 self.held_bytes -= size
 
 
+@functools.lru_cache(1024)
 def _size_class(num_bytes: int) -> int:
     """Rounds num_bytes up to a size class, a multiple of 4,096 bytes. A size of 64 KiB or more grows by at most a
     sixteenth."""
-    step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
-    return rounded_up(num_bytes, step)
+    return rounded_up(num_bytes, _step(num_bytes))
+
+
+def _step(num_bytes: int) -> int:
+    """Returns the difference between two size classes near num_bytes."""
+    return max(4096, 1 << max(0, num_bytes.bit_length() - 5))
