@@ -156,7 +156,7 @@ class ActivationPolicy:
         return CODED if link_ns > 1 / rates.encode_gbps + 1 / rates.decode_gbps else RAW
 
 
-# ---- hooks ---------------------------------------------------------------------------------------------------------
+# ---- the context and its hooks -------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -235,18 +235,26 @@ class ShardedTable(OfThisProcess, TensorManners):
             CorruptTableError: a rank cannot send rows, because its shard is damaged or has been refit.
             RuntimeError: a rank does not take part.
         """
-        request, refused = None, None
+        refused, unique = None, torch.empty(0, dtype=torch.int64, device="cpu")
         try:
-            request = self._request(ids, device, out, max_sms)
+            ids = list_of_ids(ids).to(torch.int64)
+            target = target_of(device, out, ids.device)
+            if out is not None:
+                check_out(out, (ids.numel(), *self.shape[1:]), self.dtype)
+            sms = sms_of(max_sms)
+            if target.type == "cuda":
+                self.local_table._raise_pending(target)
+            check_range(ids, len(self))
+            # The distinct ids in ascending order, and the position among them of each item of the result.
+            unique, places = torch.unique(ids, return_inverse=True)
         except (IndexError, TypeError, ValueError) as error:
             refused = error
-        received = self._fetched(torch.empty(0, dtype=torch.int64, device="cpu") if request is None else request.unique)
-        if request is None:
-            assert refused is not None
+        received = self._fetched(unique)
+        if refused is not None:
             raise refused
         if isinstance(received, CorruptTableError):
             raise received
-        return self._decoded(received, request, out)
+        return self._decoded(received, unique.numel(), places, target, sms, out)
 
     def __getitem__(self, ids: Ids) -> torch.Tensor:
         """Returns `index_select(ids)`."""
@@ -283,21 +291,6 @@ class ShardedTable(OfThisProcess, TensorManners):
 
         group.together(what, change)
         return self
-
-    def _request(
-        self, ids: Ids, device: torch.device | str | int | None, out: torch.Tensor | None, max_sms: int | None
-    ) -> _Wanted:
-        """Checks the arguments of index_select. Returns a description of the items that the caller asks for."""
-        ids = list_of_ids(ids).to(torch.int64)
-        target = target_of(device, out, ids.device)
-        if out is not None:
-            check_out(out, (ids.numel(), *self.shape[1:]), self.dtype)
-        sms = sms_of(max_sms)
-        if target.type == "cuda":
-            self.local_table._raise_pending(target)
-        check_range(ids, len(self))
-        unique, places = torch.unique(ids, return_inverse=True)
-        return _Wanted(unique, places, target, sms)
 
     def _counts_of(self, ordered: torch.Tensor) -> list[int]:
         """Returns, for each rank, the number of ids in `ordered` that belong to the rank's shard. ordered: ids in
@@ -337,15 +330,29 @@ class ShardedTable(OfThisProcess, TensorManners):
             )
         return _StoredRows(lengths.view(torch.uint16), rows)
 
-    def _decoded(self, received: _StoredRows, wanted: _Wanted, out: torch.Tensor | None) -> torch.Tensor:
-        """Decodes the rows that this rank has received. Returns the items that the caller asked for."""
-        table, target = self.local_table, wanted.target
-        shape = (wanted.places.numel(), *self.shape[1:])
+    def _decoded(
+        self,
+        received: _StoredRows,
+        num_items: int,
+        places: torch.Tensor,
+        target: torch.device,
+        sms: int,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Decodes the rows that this rank has received. Returns the items that the caller asked for.
+
+        Args:
+            num_items: the number of items that have been received.
+            places: int64 [K], the position among these items of each item of the result.
+            target: the device of the result.
+            sms: the largest number of multiprocessors to decode on. 0: all.
+            out: as for `index_select`.
+        """
+        table, shape = self.local_table, (places.numel(), *self.shape[1:])
         direct = out is not None and out.is_contiguous()
         result = out if direct and out is not None else torch.empty(shape, dtype=self.dtype, device=target)
         if result.numel():
             lengths, rows, nothing = received.lengths.to(target), received.rows.to(target), received.rows[:0].to(target)
-            num_items = wanted.unique.numel()
             codec, words = coding_of(self._codebook, table.row_bytes, target)
             sizes, row_bytes = (0, num_items, table.geometry.item_bytes), table.row_bytes
             if self._codebook is None:
@@ -354,8 +361,7 @@ class ShardedTable(OfThisProcess, TensorManners):
                 parts = Parts(nothing, rows, lengths, self._places(lengths)[:-1], words, codec, 0, *sizes)
             on_gpu = target.type == "cuda"
             fault = table._faults.on(target, OF_SELECTIONS) if on_gpu else new_record(target)
-            places = wanted.places.to(target)
-            torch.ops.ibp.gather_items.default(Handle(parts).table, places, wanted.sms, result, fault, None)
+            torch.ops.ibp.gather_items.default(Handle(parts).table, places.to(target), sms, result, fault, None)
             if not on_gpu:
                 table._raise_fault(fault, of_selections=True)
         return out.copy_(result.view(out.shape)) if out is not None and not direct else result
@@ -465,22 +471,6 @@ class _Shard(NamedTuple):
         """Returns the properties that must be the same for all shards, by the names that they have in error
         messages."""
         return {"shape of items": list(self.item_shape), "dtype": self.dtype, "row_bytes": self.row_bytes}
-
-
-class _Wanted(NamedTuple):
-    """Describes the items that a rank asks for.
-
-    Attributes:
-        unique: int64, the ids of the items in ascending order, without repeats.
-        places: int64 [K], the position in `unique` of each item of the result.
-        target: the device of the result.
-        sms: the largest number of multiprocessors to decode on. 0: all.
-    """
-
-    unique: torch.Tensor
-    places: torch.Tensor
-    target: torch.device
-    sms: int
 
 
 class _StoredRows(NamedTuple):

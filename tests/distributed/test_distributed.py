@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 import ibp
 from helpers import assert_same_bits, torchrun
-from ibp._common import group as _group
 from ibp._rows import geometry
 from ibp.cache import _peers
 from ibp.distributed import ShardedTable, _tables, share_table
@@ -520,7 +519,7 @@ def test_one_table_for_all(ranks):
 
 
 def share_far(rank):
-    _group.machine = lambda: "one" if rank < 3 else "other"
+    _tables.machine = lambda: "one" if rank < 3 else "other"
     return raised(lambda: share_table(ibp.compress(torch.ones(3, 4), **OPTIONS) if rank == 0 else None))
 
 
