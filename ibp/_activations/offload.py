@@ -75,7 +75,7 @@ class ActivationPolicy:
 
     def __init__(self, memory: str, coded: bool, device_bytes: int | None) -> None:
         # The arguments of `offload_activations`.
-        self._memory, self._coded, self._device_bytes = memory, coded, device_bytes
+        self.memory, self._coded, self._device_bytes = memory, coded, device_bytes
         # The learners of recipes, keyed by a region's number, dtype and device.
         self._learners: defaultdict[tuple[int, torch.dtype, torch.device], Learner[coding.ActivationRecipe]]
         self._learners = defaultdict(Learner)
@@ -146,7 +146,7 @@ class ActivationPolicy:
         if encoding saves more than _LEAST_SAVED, and otherwise KEEP. On a GPU it is CODED if encoding and decoding take
         less time than the link would take to move the saved bytes out and back, and otherwise RAW."""
         saved = 0.0 if recipe is None else 1 - recipe.coded_share
-        if device.type == "cpu" or self._memory == "device":
+        if device.type == "cpu" or self.memory == "device":
             return DEVICE if saved > _LEAST_SAVED else KEEP
         if recipe is None:
             return RAW
@@ -224,19 +224,11 @@ class ActivationOffload(OfThisProcess):
     _instead = "call ibp.offload_activations() where another one is needed"
 
     def __init__(
-        self,
-        memory: str,
-        device_bytes: int | None,
-        coded: bool,
-        least_bytes: int,
-        window_bytes: int,
-        max_sms: int,
-        device: torch.device | None,
+        self, policy: ActivationPolicy, least_bytes: int, window_bytes: int, max_sms: int, device: torch.device | None
     ) -> None:
         # device: the device whose tensors are moved; None: all CUDA devices. max_sms: 0: all.
         self.least_bytes, self.device = least_bytes, device
-        self._memory, self._window_bytes, self._max_sms = memory, window_bytes, max_sms
-        self._policy = ActivationPolicy(memory, coded, device_bytes)
+        self._policy, self._window_bytes, self._max_sms = policy, window_bytes, max_sms
         self._stats = ActivationStats()
         self._lock = ForkLock()
         self._transfers: dict[torch.device, PieceTransfers] = {}
@@ -420,8 +412,8 @@ class ActivationOffload(OfThisProcess):
         except _memory.PinningError as error:  # the bytes stay on the device
             _memory.warn_of_pageable(error)
         else:
-            self._stats.sent_bytes += moved * (self._memory == "pinned")
-            self._stats.device_bytes += moved * (self._memory == "device")
+            self._stats.sent_bytes += moved * (self._policy.memory == "pinned")
+            self._stats.device_bytes += moved * (self._policy.memory == "device")
 
     def _begin_pass(self) -> None:
         for device in self._faults.devices:
@@ -439,7 +431,7 @@ class ActivationOffload(OfThisProcess):
         if device.type != "cuda":
             return None
         if device not in self._transfers:
-            window_bytes = self._window_bytes if self._memory == "pinned" else None
+            window_bytes = self._window_bytes if self._policy.memory == "pinned" else None
             self._transfers[device] = PieceTransfers(device, window_bytes, self._max_sms)
         return self._transfers[device]
 
@@ -509,5 +501,5 @@ def offload_activations(
         of = None if torch.cuda.is_available() else torch.device("cpu")
     else:
         of = _memory.canonical(device)
-    sms = sms_of(max_sms)
-    return ActivationOffload(memory, device_bytes, bool(coded), least_bytes, window_bytes, sms, of)
+    policy = ActivationPolicy(memory, bool(coded), device_bytes)
+    return ActivationOffload(policy, least_bytes, window_bytes, sms_of(max_sms), of)
