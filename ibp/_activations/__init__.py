@@ -3,9 +3,9 @@
 The bytes of a saved tensor form a *span* of memory. A *region* holds the bytes of one span, even if several tensors
 share them. It is encoded and moved in *pieces* of 64 MiB.
 
-spans.py finds the span of a saved tensor; coding.py and origin.py encode bytes; region.py holds saved bytes on the
-device or the host; transfers.py moves them; passes.py knows the order in which the backward pass needs regions;
-policy.py decides which regions leave the device; offload.py has the hooks of autograd.
+coding.py finds the span of a saved tensor and encodes its bytes. regions.py holds saved bytes on the device or the
+host, moves them, and knows the order in which the backward pass needs them. offload.py decides which regions leave the
+device, and has the hooks of autograd.
 """
 
 from .offload import ActivationOffload, ActivationStats, offload_activations

@@ -1,33 +1,35 @@
-"""Finds the range of memory that a saved tensor occupies. Bytes that several saved tensors share are then encoded only
-once.
+"""Finds the bytes of saved tensors, and encodes and decodes them.
 
-Learns recipes for activations, encodes activations into packed pieces of coded rows (`_rows.forms`), and decodes
-them. A packed piece has a head, an index, and then the overflow, in which all coded rows lie one after the other. The
-host does not know how many bytes of a piece are in use; a recipe predicts the number, and only so many bytes are
-copied. A training step encodes hundreds of tensors. To keep the host's work small, a single operation encodes a piece,
-and a single operation decodes it.
+Bytes that several saved tensors share are encoded only once, so the first part finds the span of memory that a saved
+tensor occupies.
 
-Narrows the int64 indices that max pooling saves. An index is the position of the maximum of a small window, in the
-image of a channel. The first position of the window is the same for all images and channels. The difference between the
-index and this position fits in one or two bytes, and takes 2 or 3 bits when it is encoded.
+The second part learns a recipe for activations of one kind, encodes activations into packed pieces of coded rows
+(`_rows.forms`), and decodes them. A packed piece has a head, an index, and then the overflow, in which all coded rows
+lie one after the other. The host does not know how many bytes of a piece are in use; a recipe predicts the number, and
+only so many bytes are copied. A training step encodes hundreds of tensors. To keep the host's work small, a single
+operation encodes a piece, and a single operation decodes it.
+
+The third part narrows the int64 indices that max pooling saves. An index is the position of the maximum of a small
+window, in the image of a channel. The first position of the window is the same for all images and channels. The
+difference between the index and this position fits in one or two bytes, and takes 2 or 3 bits when it is encoded.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._rows import forms, geometry
 from .._rows.codebook import AnyCodebook, surveyed
 from .._rows.learning import learned_from
 
-T = TypeVar("T")
-
 # A tensor with gaps is saved as its whole storage if the storage is at most this many times as large as the tensor.
 _MOST_OF_A_STORAGE = 4
+
+
+# ---- spans ---------------------------------------------------------------------------------------------------------
 
 
 class ByteSpan(NamedTuple):
@@ -131,23 +133,7 @@ def bytes_of(x: torch.Tensor, span: ByteSpan) -> torch.Tensor:
     return flat.set_(x.untyped_storage(), span.start, (span.num_bytes,), (1,))
 
 
-class SeenSpans(Generic[T]):
-    """A map from spans that were saved, and may be saved again, to values. A value is valid only while the span's
-    storage lives, so that a later storage at the same address is not mistaken for it."""
-
-    def __init__(self) -> None:
-        self._found: dict[ByteSpan, tuple[StorageWeakRef, T]] = {}
-
-    def get(self, span: ByteSpan) -> T | None:
-        entry = self._found.get(span)
-        return None if entry is None or entry[0].expired() else entry[1]
-
-    def put(self, span: ByteSpan, storage: torch.UntypedStorage, value: T) -> None:
-        self._found[span] = StorageWeakRef(storage), value
-
-    def drop_expired(self) -> None:
-        self._found = {span: entry for span, entry in self._found.items() if not entry[0].expired()}
-
+# ---- recipes and pieces --------------------------------------------------------------------------------------------
 
 ROW_BYTES = 4096  # Size in bytes of the rows into which activations are cut.
 # Size of a piece in bytes. The link copies it in about a millisecond, while the next piece is encoded.
@@ -290,6 +276,8 @@ def _learned(data: torch.Tensor, dtype: torch.dtype, origin: IndexOrigin | None)
     share = surveyed(rows, codebook).spilled(0)[1] / rows.numel()  # all sectors of the rows
     return ActivationRecipe(codebook, share, origin) if share < 1 else None
 
+
+# ---- indices of pooling --------------------------------------------------------------------------------------------
 
 # `IndexOrigin.of` needs at least this many channels, counted over all images. It takes the smallest index found in a
 # window as the window's first position. With fewer channels, perhaps no channel has its maximum there, and the smallest

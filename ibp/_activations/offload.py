@@ -1,5 +1,10 @@
 """`ibp.offload_activations`: moves the tensors that a forward pass saves for the backward pass off the device, in
-compressed form."""
+compressed form.
+
+The first part decides which regions leave the device, and in which form. Regions that have the same number in different
+passes share a codebook. A budget, if there is one, limits the bytes that may stay on the device. The second part has
+the hooks that autograd calls for saved tensors.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,26 @@ import contextlib
 import dataclasses
 import warnings
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._common.arguments import whole_number
 from .._common.process import ForkLock, OfThisProcess
 from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
+from .._machine import calibration
 from .._machine import memory as _memory
+from .._rows.codebook import coder_rates
 from .._rows.faults import Faults, FaultWords
+from .._rows.learning import Learner
 from . import coding
-from .coding import IndexOrigin
-from .policy import KEEP, ActivationPolicy, ForwardPass, OffloadOptions
-from .region import SavedPiece, SavedRegion
-from .transfers import PieceTransfers
+from .coding import IndexOrigin, SpanView
+from .regions import ForwardPass, PieceTransfers, SavedPiece, SavedRegion
 
 LEAST_BYTES = 1 << 20  # Default of least_bytes. The host's work for a smaller tensor takes longer than the copy.
 # Default of window_bytes. Copying this many bytes takes several milliseconds, even if they are compressed.
@@ -35,17 +43,136 @@ _WORDS = FaultWords(
 _NO_CHANGE = contextlib.nullcontext()
 
 
-class _SavedTensor(NamedTuple):
-    region: SavedRegion
-    view: coding.SpanView
+# ---- what is moved -------------------------------------------------------------------------------------------------
+
+
+# The modes of a region, in this order: not moved; encoded, on the device; raw, on the host; encoded, on the host.
+KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"
+_LEAST_SAVED = 0.05  # least fraction of the bytes that encoding must save to be worth the time that it takes
+
+
+class _RegionSize(NamedTuple):
+    """The sizes of one region. Sorting puts the most compressible regions first.
+
+    Attributes:
+        share: the expected encoded size as a fraction of the region's size, rounded to 0.01. It is 1 if the region is
+            not encoded.
+        number: the number of the region in its pass.
+        num_bytes: size of the region in bytes on the device if it stays there uncompressed.
+        left_bytes: size in bytes that the region takes on the device if it is moved or encoded.
+    """
+
+    share: float
+    number: int
+    num_bytes: int
+    left_bytes: int
+
+
+class ActivationPolicy:
+    """Chooses the form in which each region is saved. A codebook is learned when a region is first saved. With a
+    budget, the first pass moves all regions. Later passes use the sizes of the previous pass to choose which regions
+    stay on the device, within the budget."""
+
+    def __init__(self, memory: str, coded: bool, device_bytes: int | None) -> None:
+        # The arguments of `offload_activations`.
+        self.memory, self._coded, self._device_bytes = memory, coded, device_bytes
+        # The learners of recipes, keyed by a region's number, dtype and device.
+        self._learners: defaultdict[tuple[int, torch.dtype, torch.device], Learner[coding.ActivationRecipe]]
+        self._learners = defaultdict(Learner)
+        self._sizes: dict[torch.device, list[_RegionSize]] = {}
+        self._staying: set[tuple[torch.device, int]] = set()
+        self.is_settled = False
+
+    def begin_pass(self, was_used: bool) -> None:
+        """Begins a pass. was_used: True if the backward pass of the previous pass has begun and all regions of that
+        pass have been destroyed."""
+        if was_used:
+            self.is_settled = True
+            self._staying = {(device, k) for device, sizes in self._sizes.items() for k in self._that_fit(sizes)}
+        self._sizes = {}
+
+    def _that_fit(self, sizes: list[_RegionSize]) -> list[int]:
+        """Returns the numbers of the regions that stay on the device. The most compressible regions are moved first,
+        until the others fit in the budget."""
+        assert self._device_bytes is not None
+        left, staying = sum(size.num_bytes for size in sizes), []
+        for size in sorted(sizes):
+            if left <= self._device_bytes:
+                staying.append(size.number)
+            left -= (size.num_bytes - size.left_bytes) * (left > self._device_bytes)
+        return staying
+
+    def choose(
+        self, number: int, data: torch.Tensor, view: SpanView, passes: int
+    ) -> tuple[str, coding.ActivationRecipe | None]:
+        """Returns (mode, recipe) for a region.
+
+        Args:
+            number: the number of the region in its pass.
+            data: uint8 [num_bytes].
+            view: describes a tensor in the region.
+            passes: number of passes that have begun.
+        """
+        recipe = self._recipe(number, data, view, passes) if self._coded else None
+        mode = self._mode(recipe, data.device)
+        if self._device_bytes is not None:
+            self._note_size(number, data, mode, recipe)
+            if (data.device, number) in self._staying:
+                mode = KEEP
+        return mode, recipe if mode in (CODED, DEVICE) else None
+
+    def _note_size(self, number: int, data: torch.Tensor, mode: str, recipe: coding.ActivationRecipe | None) -> None:
+        num_bytes, share, left = data.numel(), 1.0, data.numel() if mode == KEEP else 0
+        if recipe is not None and mode in (CODED, DEVICE):
+            share = round(recipe.coded_share, 2)
+            left = recipe.expected_bytes(num_bytes) if mode == DEVICE else 0
+        self._sizes.setdefault(data.device, []).append(_RegionSize(share, number, num_bytes, left))
+
+    def _recipe(self, number: int, data: torch.Tensor, view: SpanView, passes: int) -> coding.ActivationRecipe | None:
+        """Returns the recipe that all regions with this number share, or None if the region stays raw. The recipe is
+        learned when the first of these regions is saved. If no recipe was found, or if encoded sizes have grown since,
+        it is learned again once the number of passes has doubled."""
+        learner = self._learners[number, view.dtype, data.device]
+        if learner.found is not None:
+            learner.note(learner.found.needed_share, 1)
+        if learner.is_due(passes + 1):
+            recipe = coding.learn(data, view)
+            learner.take(recipe, None if recipe is None else recipe.needed_share, passes + 1)
+        recipe = learner.found
+        return recipe if recipe is None or recipe.takes(data.numel()) else None
+
+    def _mode(self, recipe: coding.ActivationRecipe | None, device: torch.device) -> str:
+        """Returns the mode of a region if there is no budget. On the CPU, and with memory="device", the mode is DEVICE
+        if encoding saves more than _LEAST_SAVED, and otherwise KEEP. On a GPU it is CODED if encoding and decoding take
+        less time than the link would take to move the saved bytes out and back, and otherwise RAW."""
+        saved = 0.0 if recipe is None else 1 - recipe.coded_share
+        if device.type == "cpu" or self.memory == "device":
+            return DEVICE if saved > _LEAST_SAVED else KEEP
+        if recipe is None:
+            return RAW
+        machine = calibration.in_force(device)
+        rates = coder_rates(recipe.codebook, machine)
+        link_ns = saved * (1 / machine.copy_out_gbps + 1 / machine.copy_in_gbps)
+        return CODED if link_ns > 1 / rates.encode_gbps + 1 / rates.decode_gbps else RAW
+
+
+# ---- the context and its hooks -------------------------------------------------------------------------------------
 
 
 @dataclass
 class _SpanEntry:
-    """A record of a span that was saved."""
+    """A record of a span that was saved. It is valid only while the span's storage lives, so that a later storage at
+    the same address is not mistaken for it.
 
-    region: weakref.ref[SavedRegion] | None  # the region that holds the span; None: the span is not moved
-    passes: int  # number of the last pass that saved the span
+    Attributes:
+        storage: the span's storage.
+        region: the region that holds the span. None: the span is not moved.
+        passes: the number of the last pass that saved the span.
+    """
+
+    storage: StorageWeakRef
+    region: weakref.ref[SavedRegion] | None
+    passes: int
 
 
 @dataclass
@@ -96,14 +223,16 @@ class ActivationOffload(OfThisProcess):
 
     _instead = "call ibp.offload_activations() where another one is needed"
 
-    def __init__(self, options: OffloadOptions, least_bytes: int, device: torch.device | None) -> None:
-        # device: the device whose tensors are moved; None: all CUDA devices.
+    def __init__(
+        self, policy: ActivationPolicy, least_bytes: int, window_bytes: int, max_sms: int, device: torch.device | None
+    ) -> None:
+        # device: the device whose tensors are moved; None: all CUDA devices. max_sms: 0: all.
         self.least_bytes, self.device = least_bytes, device
-        self._options, self._policy = options, ActivationPolicy(options)
+        self._policy, self._window_bytes, self._max_sms = policy, window_bytes, max_sms
         self._stats = ActivationStats()
         self._lock = ForkLock()
         self._transfers: dict[torch.device, PieceTransfers] = {}
-        self._seen: coding.SeenSpans[_SpanEntry] = coding.SeenSpans()
+        self._seen: dict[coding.ByteSpan, _SpanEntry] = {}
         self._order: list[int] = []
         self._faults = Faults(_WORDS)
         self._pass, self._passes = self._new_pass(), 0
@@ -159,7 +288,7 @@ class ActivationOffload(OfThisProcess):
 
     # ---- hooks ----
 
-    def _pack(self, x: torch.Tensor) -> coding.UnchangedTensor | _SavedTensor:
+    def _pack(self, x: torch.Tensor) -> coding.UnchangedTensor | tuple[SavedRegion, SpanView]:
         with self._lock:  # autograd has switched gradients off here
             self._stats.tensors += 1
             if self._is_offloaded(x) and (found := self._save(x)) is not None:
@@ -167,13 +296,16 @@ class ActivationOffload(OfThisProcess):
             self._stats.kept_bytes += x.numel() * x.element_size()  # sparse tensors have no nbytes
             return coding.UnchangedTensor.of(x)
 
-    def _unpack(self, saved: coding.UnchangedTensor | _SavedTensor) -> torch.Tensor:
+    def _unpack(self, saved: coding.UnchangedTensor | tuple[SavedRegion, SpanView]) -> torch.Tensor:
         if isinstance(saved, coding.UnchangedTensor) and self._pass.is_used:
             return saved.get()
         with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NO_CHANGE:
             if not self._pass.is_used:
                 self._pass.start()
-            return saved.get() if isinstance(saved, coding.UnchangedTensor) else saved.view.of(saved.region.data())
+            if isinstance(saved, coding.UnchangedTensor):
+                return saved.get()
+            region, view = saved
+            return view.of(region.data())
 
     def _is_offloaded(self, x: torch.Tensor) -> bool:
         """Returns whether a tensor may be moved off the device."""
@@ -185,8 +317,9 @@ class ActivationOffload(OfThisProcess):
             return False
         return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
-    def _save(self, x: torch.Tensor) -> _SavedTensor | None:
-        """Saves a tensor. Returns None if the tensor is not moved."""
+    def _save(self, x: torch.Tensor) -> tuple[SavedRegion, SpanView] | None:
+        """Saves a tensor. Returns (the region that holds it, its layout in the region), or None if the tensor is not
+        moved."""
         found = coding.span_of(x)
         if found is None:
             return None
@@ -194,11 +327,13 @@ class ActivationOffload(OfThisProcess):
         if self._pass.alive == 0 and self._pass.is_used:
             self._begin_pass()
         entry = self._seen.get(span)
+        if entry is not None and entry.storage.expired():
+            entry = None
         region = self._shared(entry) or self._new(x, span, view, entry)
         if region is None:
             return None
         region.saves += 1
-        return _SavedTensor(region, view)
+        return region, view
 
     def _shared(self, entry: _SpanEntry | None) -> SavedRegion | None:
         """Returns the region in which a span has already been saved, or None. If this pass has not saved the span yet,
@@ -213,7 +348,7 @@ class ActivationOffload(OfThisProcess):
         return region
 
     def _new(
-        self, x: torch.Tensor, span: coding.ByteSpan, view: coding.SpanView, entry: _SpanEntry | None
+        self, x: torch.Tensor, span: coding.ByteSpan, view: SpanView, entry: _SpanEntry | None
     ) -> SavedRegion | None:
         """Makes a region for a span that no region holds, and saves the bytes of x in it. Returns None if the span is
         not moved."""
@@ -228,8 +363,8 @@ class ActivationOffload(OfThisProcess):
             self._fill(region, x, data)
         elif transfers is not None:
             transfers.free()
-        entry = _SpanEntry(None if region is None else weakref.ref(region), self._passes)
-        self._seen.put(span, x.untyped_storage(), entry)
+        held_by = None if region is None else weakref.ref(region)
+        self._seen[span] = _SpanEntry(StorageWeakRef(x.untyped_storage()), held_by, self._passes)
         return region
 
     def _fill(self, region: SavedRegion, x: torch.Tensor, data: torch.Tensor) -> None:
@@ -257,7 +392,7 @@ class ActivationOffload(OfThisProcess):
         """Returns the narrower elements of x as bytes. data: the bytes of x. The region keeps these bytes until the
         host knows that narrowing lost nothing."""
         region.hold(data, x)
-        rest = region.narrow(origin, data)
+        rest, region.misfits = origin.narrow(data)
         if region.transfers is None:
             region.note_narrow(not bool(region.misfits))
         else:
@@ -277,15 +412,15 @@ class ActivationOffload(OfThisProcess):
         except _memory.PinningError as error:  # the bytes stay on the device
             _memory.warn_of_pageable(error)
         else:
-            self._stats.sent_bytes += moved * (self._options.memory == "pinned")
-            self._stats.device_bytes += moved * (self._options.memory == "device")
+            self._stats.sent_bytes += moved * (self._policy.memory == "pinned")
+            self._stats.device_bytes += moved * (self._policy.memory == "device")
 
     def _begin_pass(self) -> None:
         for device in self._faults.devices:
             self._faults.raise_pending(device)
         self._order = self._pass.uses or self._order
         self._policy.begin_pass(self._pass.is_used and self._pass.alive == 0)
-        self._seen.drop_expired()
+        self._seen = {span: entry for span, entry in self._seen.items() if not entry.storage.expired()}
         self._passes += 1
         self._pass = self._new_pass()
 
@@ -296,8 +431,8 @@ class ActivationOffload(OfThisProcess):
         if device.type != "cuda":
             return None
         if device not in self._transfers:
-            window_bytes = self._options.window_bytes if self._options.memory == "pinned" else None
-            self._transfers[device] = PieceTransfers(device, window_bytes, self._options.max_sms)
+            window_bytes = self._window_bytes if self._policy.memory == "pinned" else None
+            self._transfers[device] = PieceTransfers(device, window_bytes, self._max_sms)
         return self._transfers[device]
 
     def _note_outgrown(self, num_bytes: int) -> None:
@@ -366,5 +501,5 @@ def offload_activations(
         of = None if torch.cuda.is_available() else torch.device("cpu")
     else:
         of = _memory.canonical(device)
-    options = OffloadOptions(memory, bool(coded), device_bytes, window_bytes, sms_of(max_sms))
-    return ActivationOffload(options, least_bytes, of)
+    policy = ActivationPolicy(memory, bool(coded), device_bytes)
+    return ActivationOffload(policy, least_bytes, window_bytes, sms_of(max_sms), of)

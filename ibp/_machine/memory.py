@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -376,56 +377,115 @@ def node_of_gpu(device: torch.device) -> int:
 class Pool:
     """Hands out pinned buffers and takes them back. Only one thread at a time may use a pool.
 
-    Sizes of buffers are rounded up to a few size classes. Each buffer is pinned separately, and is reused only for
-    requests of its own size class.
+    Sizes of buffers are rounded up to a few size classes. Each buffer is pinned separately. A request gets a free
+    buffer of its own size class if there is one.
+
+    The sizes of coded bytes change from use to use. A pool that kept buffers of all these sizes could hold more memory
+    than the raw bytes need. Therefore a request for coded bytes also says how many bytes they have raw, and the pool
+    holds at most `raw_held_bytes`, if no coded bytes are larger than the raw ones. Such a request also gets a free
+    buffer that is at most an eighth larger. If there is none, and a new buffer would exceed `raw_held_bytes`, the
+    request gets any larger buffer that is not larger than a buffer for the raw bytes. If there is none either, the pool
+    first releases free buffers, those of the size class that has been unused longest first.
 
     Attributes:
         held_bytes: total size in bytes of the buffers that the pool has pinned and not yet released.
+        raw_held_bytes: the value that held_bytes would have if the requests had been for the raw bytes.
     """
 
     def __init__(self) -> None:
-        self.held_bytes = 0
-        # For each size, the free buffers, each with the event after its last use.
+        self.held_bytes = self.raw_held_bytes = 0
+        # For each size, the free buffers, each with the event after its last use. The size whose last buffer was given
+        # back first comes first.
         self._free: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}
+        # For each size class of raw bytes: [number of requests whose buffers are in use, largest number so far].
+        self._requests: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
 
-    def take(self, num_bytes: int, writer: torch.Stream) -> torch.Tensor:
+    def take(self, num_bytes: int, writer: torch.Stream, raw_bytes: int | None = None) -> torch.Tensor:
         """Returns a pinned buffer of at least num_bytes bytes.
 
         Args:
             num_bytes: the smallest size in bytes that the caller needs.
             writer: the stream that will write to the buffer first. This stream waits for the last use of the buffer.
+            raw_bytes: the size of the caller's bytes before they were coded. None: they are not coded.
 
         Raises:
             PinningError: the system refuses to pin more memory.
         """
         size = _size_class(num_bytes)
-        if not self._free.get(size):
+        raw_size = size if raw_bytes is None else _size_class(raw_bytes)
+        requests = self._requests[raw_size]
+        raw_held = self.raw_held_bytes + raw_size * (requests[0] == requests[1])
+        free = self._free.get(size) or self._larger(size, raw_size, self.held_bytes + size <= raw_held)
+        if free:
+            part, used = free[-1]
+            if used is not None:
+                writer.wait_event(used)  # If this call raises, the buffer is still in the list of free buffers.
+            free.pop()
+        else:
+            self._release_down_to(raw_held - size)
             part = empty(size, _CPU, True)
             self.held_bytes += size
-            return part
-        part, used = self._free[size][-1]
-        if used is not None:
-            writer.wait_event(used)  # If this call raises, the buffer is still in the list of free buffers.
-        self._free[size].pop()
+        requests[0] += 1
+        if requests[0] > requests[1]:
+            requests[1], self.raw_held_bytes = requests[0], raw_held
         return part
 
-    def give(self, part: torch.Tensor, used: torch.Event | None = None) -> None:
-        """Gives a buffer back to the pool. used: an event recorded after the last work that uses the buffer. None: no
-        work uses the buffer any more."""
-        self._free.setdefault(part.numel(), []).append((part, used))
+    def _larger(self, size: int, most: int, may_pin: bool) -> list[tuple[torch.Tensor, torch.Event | None]] | None:
+        """Returns the free buffers of the smallest size class above `size` that a request may get, or None if there are
+        none.
+
+        Args:
+            size: the size class of the request.
+            most: the largest size that the request may get.
+            may_pin: whether the pool may pin a new buffer instead. If so, sizes that are more than an eighth larger do
+                not count.
+        """
+        step = _step(size)
+        for other in range(size + step, min(most, size + size // 8) + 1, step):
+            if self._free.get(other):
+                return self._free[other]
+        larger = [] if may_pin else [other for other, free in self._free.items() if free and size < other <= most]
+        return self._free[min(larger)] if larger else None
+
+    def give(self, part: torch.Tensor, used: torch.Event | None = None, raw_bytes: int | None = None) -> None:
+        """Gives a buffer back to the pool.
+
+        Args:
+            part: the buffer.
+            used: an event recorded after the last work that uses the buffer. None: no work uses the buffer any more.
+            raw_bytes: as for the call of `take` that returned the buffer.
+        """
+        size = part.numel()
+        self._free[size] = free = self._free.pop(size, [])  # The size is now the last one.
+        free.append((part, used))
+        self._requests[size if raw_bytes is None else _size_class(raw_bytes)][0] -= 1
 
     def release(self) -> None:
         """Waits until no work uses the free buffers, and releases their memory."""
+        self._release_down_to(0)
+        for requests in self._requests.values():
+            requests[1] = requests[0]
+        self.raw_held_bytes = sum(size * in_use for size, (in_use, _) in self._requests.items())
+
+    def _release_down_to(self, num_bytes: int) -> None:
+        """Releases free buffers until the pool holds at most num_bytes bytes or has no free buffer. Waits until no work
+        uses these buffers."""
         for size, free in self._free.items():
-            self.held_bytes -= size * len(free)
-            for _, used in free:
+            while free and self.held_bytes > num_bytes:
+                used = free[0][1]
                 if used is not None:
                     used.synchronize()
-        self._free.clear()
+                del free[0]
+                self.held_bytes -= size
 
 
+@functools.lru_cache(1024)
 def _size_class(num_bytes: int) -> int:
     """Rounds num_bytes up to a size class, a multiple of 4,096 bytes. A size of 64 KiB or more grows by at most a
     sixteenth."""
-    step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
-    return rounded_up(num_bytes, step)
+    return rounded_up(num_bytes, _step(num_bytes))
+
+
+def _step(num_bytes: int) -> int:
+    """Returns the difference between two size classes near num_bytes."""
+    return max(4096, 1 << max(0, num_bytes.bit_length() - 5))

@@ -19,8 +19,7 @@ from ._calls import all_gather_into_tensor, all_gather_single, all_to_all_single
 from ._fsdp import compress_all_gather
 from ._links import Link, measure_link
 from ._messages import Codec
-from ._sharded import ShardedTable
-from ._sharing import open_shared, share_table
+from ._tables import ShardedTable, open_shared, share_table
 
 __all__ = [
     "Codec",

@@ -1,12 +1,12 @@
-"""The collective functions. Each function has a class, which determines the messages of a call and how they move.
-`_exchange.py` describes the steps of a coded call.
+"""The functions that move tensors between ranks: first the collective functions, then `send` and `recv`. Each function
+has a class, which determines the messages of a call and how they move. `_exchange.py` describes the steps of a coded
+call.
 
-Sends coded tensors from one rank to another: `send` and `recv`.
-
-The first tensor of a kind travels raw, followed by a note, which says how the next tensors are coded. Some later
-tensors are followed by a new note. So both ranks know how a tensor travels, without asking each other. If rows do not
-fit in a tensor's messages, the tensor is sent again, raw. This happens before any other tensor travels in the same
-direction, because both ranks finish one call before they begin the next call.
+The ranks of a collective call agree on how tensors travel. With `send` and `recv`, the first tensor of a kind travels
+raw, followed by a note, which says how the next tensors are coded. Some later tensors are followed by a new note. So
+both ranks know how a tensor travels, without asking each other. If rows do not fit in a tensor's messages, the tensor
+is sent again, raw. This happens before any other tensor travels in the same direction, because both ranks finish one
+call before they begin the next call.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from . import _links
 from ._exchange import Collective, ExchangePiece, OneTensor, Work, finished, movable
 from ._links import RAW, CallOptions, Kind, Load, Pair, Plan, raw_all_gather
 from ._messages import Codec, Messages, Part, Status, as_bytes, sample_of, spans_of
+
+# ---- collective functions ------------------------------------------------------------------------------------------
 
 # In an all-to-all, ranks may send different numbers of bytes. The call is planned as if each rank sent 64 MiB.
 _NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)
@@ -363,6 +365,8 @@ def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | N
     assert src is not None
     return src if group is None else dist.get_group_rank(group, src)
 
+
+# ---- from rank to rank ---------------------------------------------------------------------------------------------
 
 _NOTE_BYTES = 1 << 14  # Size of a note in bytes. If a codec does not fit in it, the note says that tensors travel raw.
 _LENGTH_BYTES = 8  # A note begins with the length of its content in bytes, an int64.

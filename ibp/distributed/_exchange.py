@@ -9,7 +9,7 @@ Each call takes these steps:
                                        GPUs if a codec is given, or if the  ranks and sends it to them
                                        kind is new or due to be checked
               `call` of a pair         the previous call in this direction  the sender learns a codec, and the receiver
-              (_pairs.py)                                                   reads it in a note after a raw tensor
+              (_calls.py)                                                   reads it in a note after a raw tensor
     size      Collective.pieces,       nothing                              nobody: sizes of messages follow from the
               Messages                                                      codec and the sizes of tensors
     encode    CodedWork._start         nothing                              the sender: which messages lose rows

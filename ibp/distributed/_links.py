@@ -1,11 +1,11 @@
-"""Measures how fast tensors travel between ranks and how fast they are coded, and decides whether coding pays.
+"""Decides how calls are made. The first part measures how fast tensors travel between ranks and how fast they are
+coded, and decides whether coding pays. The second part has the state of a process group on one rank: the rate of its
+link, and the plan for each kind of call, which `Collective.plan` (`_exchange.py`) makes.
 
-The state of a process group on one rank: the rate of its link, and the plan for each kind of call.
-
-`Collective.plan` (`_exchange.py`) makes plans. With level="auto", tensors are sent coded only if coding is expected to
-save time on the group's link. The rate of the link is measured once for each group, with a raw all-gather. All ranks
-decide from the same numbers: the time of the slowest rank, and the rates at which rank 0 codes and decodes. If the
-caller gives a codec or another level, the rate of the link does not matter.
+With level="auto", tensors are sent coded only if coding is expected to save time on the group's link. The rate of the
+link is measured once for each group, with a raw all-gather. All ranks decide from the same numbers: the time of the
+slowest rank, and the rates at which rank 0 codes and decodes. If the caller gives a codec or another level, the rate of
+the link does not matter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .._common import group as _group
 from .._common import wire
 from .._common.group import RankGroup
 from .._machine import calibration
@@ -30,6 +29,8 @@ from .._rows.codebook import coder_rates
 from .._rows.learning import Learner
 from .._rows.planes import LEVELS as CODED_LEVELS
 from ._messages import Codec, Messages, MessageSlots, Part, Slot, learned, shares_of
+
+# ---- rates ---------------------------------------------------------------------------------------------------------
 
 _MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # Number of bytes that each rank sends in a call that is timed.
 # A measurement times _REPEATS repeats and takes the fastest. Each repeat makes _IN_A_ROW calls one after the other.
@@ -211,6 +212,8 @@ def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
     return Rates(encode_gbps / _CODING_AT_ONCE, decode_gbps / _CODING_AT_ONCE, hides=False)
 
 
+# ---- plans and the state of a group --------------------------------------------------------------------------------
+
 LEVELS = ("auto", *CODED_LEVELS)
 _MOST_LAYOUTS = 64  # A plan keeps at most this many layouts of messages.
 # The ranks tell each other whether rows were lost after 8 calls of a kind, after 32 calls, and then after every 64th
@@ -356,7 +359,7 @@ class State:
         pairs: the state of each direction of `send` and `recv`, by (whether this rank sends, the other rank, the tag).
     """
 
-    def __init__(self, members: _group.RankGroup) -> None:
+    def __init__(self, members: RankGroup) -> None:
         self.rank, self.size = members.rank, members.size
         self.link: Link | None = None
         self.plans: dict[Kind, Plan] = {}
@@ -370,7 +373,7 @@ class State:
             self._slots[device] = MessageSlots(device)
         return self._slots[device]
 
-    def measure(self, members: _group.RankGroup, refresh: bool = False) -> Link:
+    def measure(self, members: RankGroup, refresh: bool = False) -> Link:
         """Returns the rate of the group's all-gathers. Measures it first if it is not known yet. A collective call.
 
         Args:
@@ -406,7 +409,7 @@ def measure_link(group: dist.ProcessGroup | None = None, *, refresh: bool = Fals
     Raises:
         RuntimeError: torch.distributed is not initialised, or a rank does not take part.
     """
-    return state_of(group).measure(_group.RankGroup(group), refresh)
+    return state_of(group).measure(RankGroup(group), refresh)
 
 
 _states: weakref.WeakKeyDictionary[dist.ProcessGroup, State] = weakref.WeakKeyDictionary()
@@ -422,7 +425,7 @@ def state_of(group: dist.ProcessGroup | None) -> State:
     key = dist.group.WORLD if group is None and dist.is_initialized() else group
     state = _states.get(key) if isinstance(key, dist.ProcessGroup) else None
     if state is None:
-        state = State(_group.RankGroup(group))
+        state = State(RankGroup(group))
         assert key is not None  # RankGroup raises if there is no default group.
         _states[key] = state
     return state

@@ -1,6 +1,5 @@
-"""`Codec`: how tensors are coded into messages of fixed size.
-
-The messages of collective calls: their layout, the memory in which they lie, and the record of their lost rows.
+"""The messages of collective calls: how tensors are coded into messages of fixed size (`Codec`), the memory in which
+messages lie, the record of their lost rows, their layout, and the spans into which a tensor is divided.
 
 A message carries one part of a tensor to another rank. It holds either coded rows, in the form of a fixed piece
 (`_rows/forms.py`), or the raw bytes. The size of a message follows from the codec and from the size of the part, so
@@ -30,6 +29,8 @@ from .._rows.learning import learned_from
 from .._rows.planes import check_level
 from .._rows.table import Handle
 from .._tables.coded_rows import CodedRows
+
+# ---- codecs --------------------------------------------------------------------------------------------------------
 
 ROW_BYTES = 4096  # A message cuts a tensor's bytes into rows of this size.
 # The overflow of a message has 1.25 times the size that rows like those of the sample need, plus this fraction of the
@@ -164,13 +165,8 @@ def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
     return codec if codec.savings >= _LEAST_SAVINGS else None
 
 
-# A span is the bytes of a tensor that one piece of a call carries. If a tensor has three or more spans, the first and
-# the last span each have 1 / _EDGE of the size of each other span.
-_EDGE = 8
-# If a tensor has two spans, the first has 1 / _FIRST_OF_TWO of the rows. The first span is the smaller one, because the
-# link is idle while this span is coded. The link is also idle while the last span is decoded, but decoding is faster
-# than coding.
-_FIRST_OF_TWO = 4
+# ---- messages ------------------------------------------------------------------------------------------------------
+
 TURNS = 2  # Number of pieces of a call that are under way at the same time: while one travels, the next one is coded.
 _ENTRIES = 8  # Number of int64 entries that the coder of a message writes to the status.
 _LOST, _FINGERPRINT = 1, 7  # Indices of the number of lost rows and of the codec's fingerprint among these entries.
@@ -188,30 +184,20 @@ class Part(NamedTuple):
     data: torch.Tensor
 
 
-class _CodedMessage(NamedTuple):
-    """A coded message in a slot's memory.
-
-    Attributes:
-        start: the first bytes of the message, which have to be reset before rows are coded into the message.
-        handle: a handle of the message's rows, for the operations that code and decode.
-    """
-
-    start: torch.Tensor
-    handle: Handle
-
-
 class Memory(NamedTuple):
     """Views of the memory in which messages lie.
 
     Attributes:
         whole: uint8, all messages, one after the other.
         each: uint8, the bytes of each message.
-        coded: the coded messages that have been used so far, by their numbers.
+        coded: for each coded message that has been used so far, by its number: (the first bytes of the message, which
+            have to be reset before rows are coded into the message; a handle of the message's rows, for the operations
+            that code and decode).
     """
 
     whole: torch.Tensor
     each: Sequence[torch.Tensor]
-    coded: dict[int, _CodedMessage]
+    coded: dict[int, tuple[torch.Tensor, Handle]]
 
 
 @dataclass(eq=False)
@@ -220,13 +206,13 @@ class Slot:
 
     Attributes:
         memory: uint8.
-        clean: the message that has already been reset, so that rows can be coded into it at once. None: there is no
-            such message.
+        clean: the first bytes of the message that has already been reset, so that rows can be coded into it at once.
+            None: there is no such message.
         views: views of the memory, for each layout (`Messages`) that the slot was used with.
     """
 
     memory: torch.Tensor
-    clean: _CodedMessage | None = None
+    clean: torch.Tensor | None = None
     views: MutableMapping[Messages, Memory] = field(default_factory=weakref.WeakKeyDictionary)
 
 
@@ -464,17 +450,17 @@ class Messages:
         if not self.is_coded[k]:
             self.of(slot).each[k][: data.numel()].copy_(data)
             return
-        coded = self._coded_in(slot, k)
-        if slot.clean is not coded:
-            coded.start.copy_(self._starts[self.payloads[k]])
+        start, handle = self._coded_in(slot, k)
+        if slot.clean is not start:
+            start.copy_(self._starts[self.payloads[k]])
         slot.clean = None
-        coded.handle.encode(data, status.counts[k], status.unused, max_sms=max_sms)
+        handle.encode(data, status.counts[k], status.unused, max_sms=max_sms)
 
     def clean(self, slot: Slot, k: int) -> None:
         """Resets message k after it was sent, so that the next call can code rows into it at once."""
         if self.is_coded[k]:
-            slot.clean = self._coded_in(slot, k)
-            slot.clean.start.copy_(self._starts[self.payloads[k]])
+            slot.clean, _ = self._coded_in(slot, k)
+            slot.clean.copy_(self._starts[self.payloads[k]])
 
     def decode(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
         """Decodes a message into its part of a tensor. If the message is raw, copies the bytes. max_sms: as for
@@ -483,20 +469,20 @@ class Messages:
         if not self.is_coded[k]:
             data.copy_(self.of(slot).each[k][: data.numel()])
             return
-        table = self._coded_in(slot, k).handle.table
-        torch.ops.ibp.decode_bytes.default(table, 0, data.numel(), max_sms, data, status.faults[k])
+        _, handle = self._coded_in(slot, k)
+        torch.ops.ibp.decode_bytes.default(handle.table, 0, data.numel(), max_sms, data, status.faults[k])
 
     def note_heads(self, slot: Slot, status: Status) -> None:
         """Copies the fingerprints in the heads of the coded messages to a status."""
         status.heads[self._coded] = self.of(slot).whole.view(torch.int64)[self._notes]
 
-    def _coded_in(self, slot: Slot, k: int) -> _CodedMessage:
-        """Returns coded message k in a slot."""
+    def _coded_in(self, slot: Slot, k: int) -> tuple[torch.Tensor, Handle]:
+        """Returns (the first bytes of coded message k in a slot, a handle of the message's rows)."""
         memory, payload = self.of(slot), self.payloads[k]
         if k not in memory.coded:
             with torch.inference_mode(False):  # Later calls write to the views.
                 start = memory.each[k][: self._start_bytes(payload)]
-                memory.coded[k] = _CodedMessage(start, self._rows_in(memory.each[k], payload).handle)
+                memory.coded[k] = start, self._rows_in(memory.each[k], payload).handle
         return memory.coded[k]
 
     def _empty_start(self, payload: int) -> torch.Tensor:
@@ -517,6 +503,17 @@ class Messages:
         because coding writes all lengths."""
         num_rows = rows_of(payload)
         return forms.fixed(num_rows, ROW_BYTES, **self.codec.sizes(num_rows)).lengths.start
+
+
+# ---- spans ---------------------------------------------------------------------------------------------------------
+
+# A span is the bytes of a tensor that one piece of a call carries. If a tensor has three or more spans, the first and
+# the last span each have 1 / _EDGE of the size of each other span.
+_EDGE = 8
+# If a tensor has two spans, the first has 1 / _FIRST_OF_TWO of the rows. The first span is the smaller one, because the
+# link is idle while this span is coded. The link is also idle while the last span is decoded, but decoding is faster
+# than coding.
+_FIRST_OF_TWO = 4
 
 
 class MessageSpan(NamedTuple):

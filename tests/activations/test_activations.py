@@ -17,9 +17,10 @@ import ibp
 from benchmarks import nets
 from benchmarks.activations import deterministic
 from helpers import DTYPES, assert_same_bits, in_threads, slow_but
-from ibp._activations import coding, policy, transfers
+from ibp._activations import coding
 from ibp._activations.coding import IndexOrigin
-from ibp._activations.region import SavedRegion
+from ibp._activations.offload import CODED, RAW, ActivationPolicy, _RegionSize
+from ibp._activations.regions import PieceTransfers, SavedRegion
 from ibp._common import process
 from ibp._machine import memory as machine_memory
 
@@ -563,11 +564,11 @@ def test_a_budget_of_bytes(share):
 
 
 def test_the_most_compressible_leave_first():
-    choice = policy.ActivationPolicy(policy.OffloadOptions("device", True, 250, 0))
+    choice = ActivationPolicy("device", True, 250)
     left = [(0.9, 90), (0.5, 50), (0.3, 30), (1.0, 100)]
-    sizes = [policy._RegionSize(share, k, 100, num_bytes) for k, (share, num_bytes) in enumerate(left)]
+    sizes = [_RegionSize(share, k, 100, num_bytes) for k, (share, num_bytes) in enumerate(left)]
     for budget, staying in ((400, [0, 1, 2, 3]), (330, [0, 1, 3]), (329, [0, 3]), (280, [0, 3]), (279, [3]), (0, [])):
-        choice._options = policy.OffloadOptions("device", True, budget, 0)
+        choice._device_bytes = budget
         assert sorted(choice._that_fit(sizes)) == staying
 
 
@@ -665,12 +666,10 @@ def linked(monkeypatch, small_pieces):
     def make(coded=True, memory="pinned", window_bytes=1 << 16, max_sms=None):
         offload = offload_on(CPU, coded=coded, memory=memory, window_bytes=window_bytes, max_sms=max_sms)
         window_bytes = window_bytes if memory == "pinned" else None
-        offload._transfers[CPU] = transfers.PieceTransfers(CPU, window_bytes, offload._options.max_sms)
+        offload._transfers[CPU] = PieceTransfers(CPU, window_bytes, offload._max_sms)
         monkeypatch.setattr(offload, "_transfers_of", offload._transfers.get)
         if memory == "pinned":
-            monkeypatch.setattr(
-                offload._policy, "_mode", lambda recipe, _: policy.RAW if recipe is None else policy.CODED
-            )
+            monkeypatch.setattr(offload._policy, "_mode", lambda recipe, _: RAW if recipe is None else CODED)
         return offload
 
     return make
@@ -919,6 +918,21 @@ def test_pieces_stay_from_where_no_memory_is_pinned(linked, monkeypatch, coded):
     with pytest.warns(RuntimeWarning, match="no memory is pinned"):
         assert_comes_back(offload, halves((40000,), torch.bfloat16))
     assert len(taken) > 4 and way.out in recorded, "copies of the first pieces may still read them"
+
+
+def test_coded_pieces_pin_no_more_than_raw_ones(linked, monkeypatch):
+    """From step to step they become smaller: buffers of all their sizes would be larger than raw ones."""
+    coded, raw = linked(), linked(coded=False)
+    monkeypatch.setattr(coding, "PIECE_BYTES", 1 << 18)
+    for step in range(8):
+        for offload in (coded, raw):
+            torch.manual_seed(step)
+            kept = torch.rand(1 << 17) < 0.9 - 0.1 * step
+            assert_comes_back(offload, *[torch.randn(1 << 17).bfloat16() * kept for _ in range(4)])
+        assert coded.stats().coded_bytes and not raw.stats().coded_bytes
+        assert coded.pinned_bytes <= raw.pinned_bytes
+    (way,) = raw._transfers.values()
+    assert raw.pinned_bytes == way.buffers.raw_held_bytes
 
 
 def test_regions_end_in_other_threads(linked):

@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 import ibp
 from helpers import assert_same_bits, torchrun
-from ibp._common import group as _group
 from ibp._rows import geometry
 from ibp.cache import _peers
-from ibp.distributed import ShardedTable, _sharded, share_table
+from ibp.distributed import ShardedTable, _tables, share_table
 from ranks import Ranks, raised
 
 OPTIONS = {"device": "cpu", "memory": "host"}
@@ -109,7 +108,7 @@ def lack(rank):
 
     sampled = geometry.bytes_of(part[torch.arange(1000) % 5 > 1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sharded, "_sampled", lambda *_: sampled)
+        patch.setattr(_tables, "_sampled", lambda *_: sampled)
         table = ShardedTable.from_local(part, **OPTIONS, scheme="planes")
     assert_same_bits(table.index_select(torch.arange(4000)), x)
     return table.local_table.codebook.is_partial, table.local_table.savings
@@ -520,7 +519,7 @@ def test_one_table_for_all(ranks):
 
 
 def share_far(rank):
-    _group.machine = lambda: "one" if rank < 3 else "other"
+    _tables.machine = lambda: "one" if rank < 3 else "other"
     return raised(lambda: share_table(ibp.compress(torch.ones(3, 4), **OPTIONS) if rank == 0 else None))
 
 

@@ -67,6 +67,49 @@ def test_parts_are_let_go_of_once_nothing_uses_them(taken):
     assert len(taken) == 4 and not writer.seen
 
 
+def test_a_coded_request_takes_a_larger_part(taken):
+    pool, writer = Pool(), Waits()
+    pool.give(pool.take(100_000, writer, 200_000), raw_bytes=200_000)
+    part = pool.take(95_000, writer, 200_000)
+    assert part.numel() >= 100_000 and len(taken) == 1, "at most an eighth larger"
+    pool.give(part, raw_bytes=200_000)
+    assert pool.take(70_000, writer, 200_000).numel() < 80_000, "both together are smaller than a raw one"
+    assert len(taken) == 2 and pool.held_bytes <= pool.raw_held_bytes
+
+
+def test_no_more_is_held_than_for_raw_requests(taken):
+    """Sizes that differ from round to round, mixed with raw ones."""
+    generator, raw = torch.Generator().manual_seed(5), [*range(70_000, 400_000, 30_000)]
+    pool, plain, writer, used = Pool(), Pool(), Waits(), Waits()
+    for _ in range(30):
+        shares = torch.rand(len(raw), generator=generator).tolist()
+        asked = [(int(size * share), size) if share < 0.8 else (size, None) for size, share in zip(raw, shares)]
+        parts = []
+        for size, raw_bytes in asked:
+            parts.append(pool.take(size, writer, raw_bytes))
+            assert parts[-1].numel() >= size and pool.held_bytes <= pool.raw_held_bytes
+        others = [plain.take(size, writer) for size in raw]
+        assert pool.raw_held_bytes == plain.held_bytes == plain.raw_held_bytes
+        for part, other, (_, raw_bytes) in zip(parts, others, asked):
+            pool.give(part, used, raw_bytes)
+            plain.give(other, used)
+    assert pool.held_bytes == sum(size * len(free) for size, free in pool._free.items())
+    assert used.seen and set(used.seen) == {"host"}, "what is released is not used any more"
+    pool.release()
+    assert pool.held_bytes == pool.raw_held_bytes == 0
+
+
+def test_the_same_requests_pin_nothing_twice(taken):
+    pool, writer, asked = Pool(), Waits(), [(share * 10_000, 150_000) for share in (5, 9, 7, 12, 8)]
+    for round in range(4):
+        parts = [pool.take(size - 1000 * (round == 0), writer, raw) for size, raw in asked]
+        for part, (_, raw) in zip(parts, asked):
+            pool.give(part, raw_bytes=raw)
+        if round == 2:
+            count = len(taken)
+    assert len(taken) == count
+
+
 def test_nothing_is_held_where_nothing_is_pinned(monkeypatch):
     def refuse(*_):
         raise memory.PinningError("no memory is pinned")

@@ -1,30 +1,37 @@
-"""`ibp.distributed.ShardedTable`: a table whose rows are spread over the ranks of a process group."""
+"""Tables of several processes: `ShardedTable`, whose rows are spread over the ranks of a process group, and tables in
+memory that processes of one machine share (`share_table` and `open_shared`). Also registers the functions with which
+torch.multiprocessing sends tables."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing  # noqa: F401 - This import enables multiprocessing to send tensors.
 
 from .._common import wire
-from .._common.group import RankGroup, same_on_all
+from .._common.group import RankGroup, check_one_machine, machine, same_on_all
 from .._common.process import OfThisProcess
 from .._fetch.calls import check_out, check_range, list_of_ids, sms_of, target_of, worker_of
 from .._machine import memory as _memory
-from .._machine.memory import usual
+from .._machine.memory import check_memory, usual
+from .._machine.segments import Segment, SharedHandle
 from .._rows import geometry as _rows
 from .._rows.codebook import AnyCodebook, coding_of, surveyed
 from .._rows.faults import CorruptTableError, new_record
 from .._rows.learning import Options, Request, checked, learn
 from .._rows.manners import TensorManners
 from .._rows.protocols import Ids
-from .._rows.table import OF_SELECTIONS, Handle, Parts, handle_on
+from .._rows.table import OF_SELECTIONS, TENSORS, Handle, Parts, handle_on
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
+
+# ---- sharded tables ------------------------------------------------------------------------------------------------
 
 # In a message, coded rows begin at multiples of this many bytes, because kernels copy aligned rows faster.
 _ALIGNMENT = 16
@@ -228,18 +235,26 @@ class ShardedTable(OfThisProcess, TensorManners):
             CorruptTableError: a rank cannot send rows, because its shard is damaged or has been refit.
             RuntimeError: a rank does not take part.
         """
-        request, refused = None, None
+        refused, unique = None, torch.empty(0, dtype=torch.int64, device="cpu")
         try:
-            request = self._request(ids, device, out, max_sms)
+            ids = list_of_ids(ids).to(torch.int64)
+            target = target_of(device, out, ids.device)
+            if out is not None:
+                check_out(out, (ids.numel(), *self.shape[1:]), self.dtype)
+            sms = sms_of(max_sms)
+            if target.type == "cuda":
+                self.local_table._raise_pending(target)
+            check_range(ids, len(self))
+            # The distinct ids in ascending order, and the position among them of each item of the result.
+            unique, places = torch.unique(ids, return_inverse=True)
         except (IndexError, TypeError, ValueError) as error:
             refused = error
-        received = self._fetched(torch.empty(0, dtype=torch.int64, device="cpu") if request is None else request.unique)
-        if request is None:
-            assert refused is not None
+        received = self._fetched(unique)
+        if refused is not None:
             raise refused
         if isinstance(received, CorruptTableError):
             raise received
-        return self._decoded(received, request, out)
+        return self._decoded(received, unique.numel(), places, target, sms, out)
 
     def __getitem__(self, ids: Ids) -> torch.Tensor:
         """Returns `index_select(ids)`."""
@@ -277,27 +292,12 @@ class ShardedTable(OfThisProcess, TensorManners):
         group.together(what, change)
         return self
 
-    def _request(
-        self, ids: Ids, device: torch.device | str | int | None, out: torch.Tensor | None, max_sms: int | None
-    ) -> _Wanted:
-        """Checks the arguments of index_select. Returns a description of the items that the caller asks for."""
-        ids = list_of_ids(ids).to(torch.int64)
-        target = target_of(device, out, ids.device)
-        if out is not None:
-            check_out(out, (ids.numel(), *self.shape[1:]), self.dtype)
-        sms = sms_of(max_sms)
-        if target.type == "cuda":
-            self.local_table._raise_pending(target)
-        check_range(ids, len(self))
-        unique, places = torch.unique(ids, return_inverse=True)
-        return _Wanted(unique, places, target, sms)
-
     def _counts_of(self, ordered: torch.Tensor) -> list[int]:
         """Returns, for each rank, the number of ids in `ordered` that belong to the rank's shard. ordered: ids in
         ascending order, on the group's device."""
         return torch.searchsorted(ordered, self._starts).diff().tolist()
 
-    def _fetched(self, unique: torch.Tensor) -> _Received | CorruptTableError:
+    def _fetched(self, unique: torch.Tensor) -> _StoredRows | CorruptTableError:
         """Fetches rows from all ranks. Returns the rows, or an error if a rank cannot send its rows. A collective call.
 
         Args:
@@ -328,17 +328,31 @@ class ShardedTable(OfThisProcess, TensorManners):
                 f"rank {which} of the group cannot send rows of its shard: they contradict each other, or it has been "
                 "refit"
             )
-        return _Received(lengths.view(torch.uint16), rows)
+        return _StoredRows(lengths.view(torch.uint16), rows)
 
-    def _decoded(self, received: _Received, wanted: _Wanted, out: torch.Tensor | None) -> torch.Tensor:
-        """Decodes the rows that this rank has received. Returns the items that the caller asked for."""
-        table, target = self.local_table, wanted.target
-        shape = (wanted.places.numel(), *self.shape[1:])
+    def _decoded(
+        self,
+        received: _StoredRows,
+        num_items: int,
+        places: torch.Tensor,
+        target: torch.device,
+        sms: int,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Decodes the rows that this rank has received. Returns the items that the caller asked for.
+
+        Args:
+            num_items: the number of items that have been received.
+            places: int64 [K], the position among these items of each item of the result.
+            target: the device of the result.
+            sms: the largest number of multiprocessors to decode on. 0: all.
+            out: as for `index_select`.
+        """
+        table, shape = self.local_table, (places.numel(), *self.shape[1:])
         direct = out is not None and out.is_contiguous()
         result = out if direct and out is not None else torch.empty(shape, dtype=self.dtype, device=target)
         if result.numel():
             lengths, rows, nothing = received.lengths.to(target), received.rows.to(target), received.rows[:0].to(target)
-            num_items = wanted.unique.numel()
             codec, words = coding_of(self._codebook, table.row_bytes, target)
             sizes, row_bytes = (0, num_items, table.geometry.item_bytes), table.row_bytes
             if self._codebook is None:
@@ -347,13 +361,12 @@ class ShardedTable(OfThisProcess, TensorManners):
                 parts = Parts(nothing, rows, lengths, self._places(lengths)[:-1], words, codec, 0, *sizes)
             on_gpu = target.type == "cuda"
             fault = table._faults.on(target, OF_SELECTIONS) if on_gpu else new_record(target)
-            places = wanted.places.to(target)
-            torch.ops.ibp.gather_items.default(Handle(parts).table, places, wanted.sms, result, fault, None)
+            torch.ops.ibp.gather_items.default(Handle(parts).table, places.to(target), sms, result, fault, None)
             if not on_gpu:
                 table._raise_fault(fault, of_selections=True)
         return out.copy_(result.view(out.shape)) if out is not None and not direct else result
 
-    def _answers(self, ids: torch.Tensor, counts: list[int]) -> list[_Received | None]:
+    def _answers(self, ids: torch.Tensor, counts: list[int]) -> list[_StoredRows | None]:
         """Returns the rows to send to each rank. The entry of a rank is None if its rows cannot be sent.
 
         Args:
@@ -368,14 +381,14 @@ class ShardedTable(OfThisProcess, TensorManners):
         except (CorruptTableError, IndexError):
             return [self._answer(part) for part in ids.split(counts)]
 
-    def _answer(self, ids: torch.Tensor) -> _Received | None:
+    def _answer(self, ids: torch.Tensor) -> _StoredRows | None:
         """Returns the rows to send to one rank, or None if they cannot be sent."""
         try:
             return self._selected(ids, [ids.numel()])[0]
         except (CorruptTableError, IndexError):
             return None
 
-    def _selected(self, ids: torch.Tensor, counts: list[int]) -> list[_Received]:
+    def _selected(self, ids: torch.Tensor, counts: list[int]) -> list[_StoredRows]:
         """Copies the stored rows of items of this shard, and divides them into messages.
 
         Args:
@@ -388,7 +401,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         table, device = self.local_table, self._group.device
         if ids.numel() == 0:
             nothing = torch.empty(0, dtype=torch.uint8, device=device)
-            return [_Received(nothing, nothing) for _ in counts]
+            return [_StoredRows(nothing, nothing) for _ in counts]
         check_range(ids, table.geometry.num_items)
         worker = worker_of(table, device)
         parts = torch.arange(self.rows_per_item, device=worker)
@@ -406,7 +419,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         table._raise_fault(fault)
         near, sizes = copied.to(device), [end - start for start, end in zip(bounds, bounds[1:])]
         sent = lengths.view(torch.uint8).to(device).split((2 * ends_of_parts.diff()).tolist())
-        return [_Received(*pair) for pair in zip(sent, near.split(sizes))]
+        return [_StoredRows(*pair) for pair in zip(sent, near.split(sizes))]
 
     def _places(self, lengths: torch.Tensor) -> torch.Tensor:
         """Returns int64 [rows + 1]: the byte offset of each row in a message, followed by the size of the message in
@@ -460,23 +473,7 @@ class _Shard(NamedTuple):
         return {"shape of items": list(self.item_shape), "dtype": self.dtype, "row_bytes": self.row_bytes}
 
 
-class _Wanted(NamedTuple):
-    """Describes the items that a rank asks for.
-
-    Attributes:
-        unique: int64, the ids of the items in ascending order, without repeats.
-        places: int64 [K], the position in `unique` of each item of the result.
-        target: the device of the result.
-        sms: the largest number of multiprocessors to decode on. 0: all.
-    """
-
-    unique: torch.Tensor
-    places: torch.Tensor
-    target: torch.device
-    sms: int
-
-
-class _Received(NamedTuple):
+class _StoredRows(NamedTuple):
     """The rows of one message to be sent, or all rows that have arrived.
 
     Attributes:
@@ -557,3 +554,156 @@ def _sampled(x: torch.Tensor, members: RankGroup, geometry: _rows.Geometry, samp
 
     parts = members.together("from_local", draw)
     return torch.cat(parts)
+
+
+# ---- shared tables -------------------------------------------------------------------------------------------------
+
+
+def share_table(
+    table: CompressedTensor | None, group: dist.ProcessGroup | None = None, *, src: int = 0, memory: str | None = None
+) -> CompressedTensor:
+    """Shares one rank's table with all processes of a group, which must be on one machine. The memory of the machine
+    then holds the table only once. A collective call.
+
+    The table is moved to shared memory (see `CompressedTensor.share_memory_`). Each process pins that memory for its
+    GPU when it first fetches rows.
+
+    Example:
+        >>> # on each rank of a group
+        >>> is_first = torch.distributed.get_rank() == 0
+        >>> table = ibp.compress(torch.ones(1000, 64), device="cpu", memory="host") if is_first else None
+        >>> table = ibp.distributed.share_table(table)
+        >>> table[17, 0]
+        tensor(1.)
+
+    Args:
+        table: on rank src, a table in host memory. On the other ranks, None.
+        group: a process group of torch.distributed, whose ranks are on one machine. None: the default group.
+        src: the rank in the group that has the table.
+        memory: "pinned": GPUs read rows directly from the memory. "host": they do not. None: as on rank src.
+
+    Returns:
+        On rank src, the table itself. On the other ranks, a table in the same memory.
+
+    Raises:
+        TypeError, ValueError: table is not a table or is on a GPU, or the ranks are on several machines or differ in
+            src.
+        RuntimeError: the memory cannot be opened, torch.distributed is not initialised, or another rank has failed.
+    """
+    members, what = RankGroup(group), "share_table"
+
+    def share() -> SharedHandle:
+        if not isinstance(table, CompressedTensor):
+            raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
+        if table.is_cuda:
+            raise ValueError(f"table is on {table.device}; wanted one in host memory")
+        return table.share()
+
+    check_one_machine(what, members.together(what, machine))
+    handle = members.from_rank(src, what, share)
+
+    def open_it() -> CompressedTensor:
+        if members.rank != src or table is None:
+            return open_shared(handle, memory=memory)
+        return table.pin_memory() if memory == "pinned" else table
+
+    return members.on_all(what, open_it)  # Rank src keeps the table until all ranks have opened it.
+
+
+def open_shared(handle: SharedHandle, *, memory: str | None = None) -> CompressedTensor:
+    """Opens a table that another process shares. The table is in the memory of that process; it is not a copy.
+
+    Repeated calls in a process share one mapping of the memory. If GPUs read rows from the memory, each process pins it
+    when the process first uses the table on a GPU, or calls `pin_memory`.
+
+    Example:
+        >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
+        >>> table = ibp.compress(rows, device="cpu", memory="host")
+        >>> shared = ibp.distributed.open_shared(table.share())  # in this process or another one
+        >>> shared[17, 0]
+        tensor(17.)
+
+    Args:
+        handle: the result of `table.share()` in a process on this machine. That process must belong to the same user
+            and the same container, must still be running, and must still have the table. The handle of a table on a GPU
+            can be opened only once, and not in the process that shares the table.
+        memory: "pinned": GPUs read rows directly from the memory. "host": they do not. None: as in the process that
+            shares the table.
+
+    Returns:
+        The table.
+
+    Raises:
+        TypeError: handle is not a handle.
+        RuntimeError: the memory cannot be opened.
+        ValueError: memory is not as described, or the handle's bytes were not made by `share`.
+    """
+    if not isinstance(handle, SharedHandle):
+        raise TypeError(f"handle is a {type(handle).__name__}; wanted what table.share() returns")
+    check_memory(memory, among=("pinned", "host"))
+    return _opened(handle, None, handle._pin if memory is None else memory == "pinned")
+
+
+def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTensor:
+    """Opens the table of a handle.
+
+    Args:
+        file: the descriptor of the file that is the shared memory. None: the file is opened through the process that
+            shares the memory.
+        pin: whether GPUs read rows directly from the memory.
+    """
+    state, held = _read(handle._fields), _read(handle._tensors)
+    if held.keys() != set(TENSORS):
+        raise ValueError(f"handle has {sorted(held, key=str)}; wanted {sorted(TENSORS)}, as table.share() gives it")
+    table = CompressedTensor.__new__(CompressedTensor)
+    if handle.num_bytes == 0:
+        table.__setstate__({**state, **{name: wire.opened(how) for name, how in held.items()}})
+        return table
+    segment = Segment.opened(handle, file)
+    segment.pin = segment.pin or pin
+    tensors = segment.tensors(held)
+    table.__setstate__({**state, **tensors})
+    table._move(tensors, segment)
+    return table
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    """Decodes the bytes in a handle. Returns the dictionary that they hold. Raises ValueError if they do not hold a
+    dictionary."""
+    found = wire.read(content)
+    if not isinstance(found, dict):
+        raise ValueError(f"handle has a {type(found).__name__}; wanted what table.share() returns")
+    return found
+
+
+def _placed(content: bytes, device: str) -> CompressedTensor:
+    """Returns the table whose state `content` holds, with the overflow in host memory and all other tensors on
+    `device`."""
+    state = _read(content)
+    state.update({name: state[name].to(device) for name in TENSORS if name != "overflow"})
+    table = CompressedTensor.__new__(CompressedTensor)
+    table.__setstate__(state)
+    return table
+
+
+def _received(handle: SharedHandle, file: Any) -> CompressedTensor:
+    """Opens a table that multiprocessing has sent to this process. file: a `DupFd`, or None."""
+    return _opened(handle, file.detach() if file is not None else None, handle._pin)
+
+
+def _reduced(table: CompressedTensor) -> Any:
+    """Returns (a function, its arguments) with which the receiver rebuilds a table, as `__reduce__` does.
+
+    If the table can be shared, its memory is shared, as torch shares the memory of tensors. Otherwise the bytes of the
+    table are sent. The receiver of shared memory gets a descriptor of the memory's file, so that it can open the memory
+    even if the sender no longer has the table."""
+    if table._owner is not None:
+        return table.__reduce_ex__(2)
+    if table.spills_to_host:
+        state = table.__getstate__()
+        return _placed, (wire.written(state), str(table.device))
+    handle = table.share()
+    return _received, (handle, DupFd(handle._file) if handle.num_bytes else None)
+
+
+ForkingPickler.register(CompressedTensor, _reduced)
