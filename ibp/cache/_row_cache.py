@@ -39,7 +39,7 @@ from .._rows.table import Handle, handle_on
 from .._tables.changes import check_can_change
 from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor
-from . import _changes
+from . import _slabs
 from ._peers import Hotness, Peers, hottest_first
 from ._slabs import (
     LRU_WAYS,
@@ -602,14 +602,14 @@ class RowCache(OfThisProcess, TensorManners):
             rows = rows_of(ids, self._state.rows_per_item)
         with self._state.change_lock, self._state.lock:
             for generation in {id(made): made for made in (self._state.generation, *self._state.captured)}.values():
-                _changes.forget(self._state, generation, rows)
+                _slabs.forget(self._state, generation, rows)
                 generation.version = self.view.version
 
     # ---- changing ----
 
     def put_items(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Changes items as `update_` does. ids must be int64, all different and in range; rows must fit the table."""
-        _changes.put_items(self._state, ids, rows)
+        _slabs.put_items(self._state, ids, rows)
 
     def update_(self, ids: Ids, rows: torch.Tensor) -> RowCache:
         """Sets table[ids] = rows, as `CompressedTensor.update_` does. Returns the cache.
@@ -633,7 +633,7 @@ class RowCache(OfThisProcess, TensorManners):
             raise ValueError(
                 "rows of an ibp.CodedRows are changed by ibp.encode_into: invalidate them in the cache then"
             )
-        _changes.update(self._state, ids, rows)
+        _slabs.update(self._state, ids, rows)
         return self
 
     def flush(self) -> None:
@@ -643,7 +643,7 @@ class RowCache(OfThisProcess, TensorManners):
             RuntimeError: the table is shared with other processes.
         """
         if self.writable:
-            _changes.flush(self._state)
+            _slabs.flush(self._state)
 
     def _check_alone(self) -> None:
         """Raises RuntimeError if the cache belongs to a group, because other processes read its slabs."""
