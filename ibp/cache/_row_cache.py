@@ -36,23 +36,24 @@ from .._rows.geometry import rows_of
 from .._rows.manners import TensorManners
 from .._rows.protocols import Ids
 from .._rows.table import Handle, handle_on
-from .._tables.changes import check_can_change
+from .._tables.changes import changed_items, check_can_change
 from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor
 from . import _slabs
-from ._peers import Hotness, Peers, hottest_first
+from ._peers import Peers
 from ._slabs import (
     LRU_WAYS,
     MAX_SLABS,
     ON_CPU,
     STATIC_WAYS,
     CacheState,
-    Entries,
     Generation,
+    Hotness,
     SlabPlan,
     copy_maps_near,
     current_key,
     filled_slab,
+    hottest_first,
     in_sectors,
     plan_slabs,
     replacing_slab,
@@ -254,7 +255,7 @@ class RowCache(OfThisProcess, TensorManners):
         with self._state.lock:
             self._state.synchronize()
             maps = [slab.map for _, slab in self._state.generation]
-            rows = [held[Entries.are_present(held[:, 1]) & (held[:, 0] >= 0), 0].cpu() for held in maps]
+            rows = [held[_slabs.are_present(held[:, 1]) & (held[:, 0] >= 0), 0].cpu() for held in maps]
         return torch.cat(rows)
 
     def cached_ids(self) -> torch.Tensor:
@@ -392,7 +393,7 @@ class RowCache(OfThisProcess, TensorManners):
     _take_outside = outside_of_graphs(_take)
 
     def _in_use(self, worker: torch.device) -> Generation:
-        """Returns the generation (see `_slabs.py`) that is in use. If necessary, makes the current stream of the device
+        """Returns the generation that is in use. If necessary, makes the current stream of the device
         `worker` wait for other streams before it uses the generation. The caller must hold the lock. Raises
         RuntimeError if the table has changed since its rows were cached."""
         state, generation, writes = self._state, self._state.generation, self.policy == "lru"
@@ -633,7 +634,7 @@ class RowCache(OfThisProcess, TensorManners):
             raise ValueError(
                 "rows of an ibp.CodedRows are changed by ibp.encode_into: invalidate them in the cache then"
             )
-        _slabs.update(self._state, ids, rows)
+        _slabs.put_items(self._state, *changed_items(self.view, ids, rows))
         return self
 
     def flush(self) -> None:

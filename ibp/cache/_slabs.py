@@ -1,31 +1,41 @@
-"""Orders the work of a cache on several streams, because one stream may write rows that another stream reads.
+"""The rows that a cache holds: which rows, where they lie, and how they are changed.
 
-Slabs: copies of stored rows in device memory, limited by a budget (the paper's section 5).
+A slab has copies of stored rows in the memory of one device, limited by a budget (the paper's section 5). It consists
+of the rows' bytes, and of a map from row numbers to 64-bit entries, which say where the rows are. The map is a hash
+table, divided into *sets* of *ways*; a way holds one row number and the entry of this row. Rows that never change lie
+back to back. If rows change or replace each other, every row has a slot of fixed size. If there are several slabs, the
+hash of a row's number determines the slab that may hold the row.
 
-A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries, which say
-where the rows are. The map is a hash table, divided into *sets* of *ways*; a way holds one row number and the entry of
-this row. Rows that never change lie back to back. If rows change or replace each other, every row has a slot of fixed
-size. If there are several slabs, the hash of a row's number determines the slab that may hold the row.
+The file has these parts:
 
-The state that the modules of a cache share.
-
-Changes rows of a cache: removes them, encodes them into their slots, or writes them back to the table.
+- hotness: counting accesses of items, and sorting items by their hotness;
+- streams: `StreamOrder` orders the work on several streams, because one stream may write rows that another stream
+  reads;
+- slabs: `Slab`, and `Generation`, which has all slabs between two refills;
+- plans: the sizes of rows and slots, and the rows that a slab will hold;
+- new slabs: making and filling slabs;
+- state: `CacheState`, which the modules of a cache share;
+- changes: removing rows, encoding them into their slots, and writing them back to the table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .. import _core
+from .._common.arguments import whole_number
 from .._common.modes import outside_of_modes
 from .._common.process import ForkLock
 from .._common.sequences import rounded_up
+from .._fetch.calls import check_range, checked_ids
+from .._machine import memory
 from .._machine.memory import is_capturing
 from .._rows.codebook import AnyCodebook, coding_of
 from .._rows.faults import FaultWords, new_record
@@ -34,8 +44,80 @@ from .._rows.planes import signed
 from .._rows.protocols import Ids
 from .._rows.table import Handle, Parts, Table, handle_on
 from .._tables import changes
-from .._tables.changes import put_rows
 from .._tables.compressed_tensor import CompressedTensor
+
+# ---- hotness ----
+
+Hotness = torch.Tensor | np.ndarray | Sequence[int]
+
+
+def count_accesses(
+    batches: Iterable[Ids], num_items: int, *, device: torch.device | str | int | None = None
+) -> torch.Tensor:
+    """Counts how often batches of ids contain each item. `ibp.RowCache` takes the result as hotness. Legion, too,
+    counts the accesses of a first epoch (the paper's sections 5 and 6.2).
+
+    Example:
+        >>> ibp.cache.count_accesses([torch.tensor([0, 2, 2]), torch.tensor([2, 4])], num_items=5)
+        tensor([1, 0, 3, 0, 1])
+
+    Args:
+        batches: the ids of each batch, integers of any shape, on the CPU or a GPU.
+        num_items: number of items. Ids are in [0, num_items).
+        device: the device on which the accesses are counted. None: the CPU.
+
+    Returns:
+        int64 [num_items].
+
+    Raises:
+        TypeError: ids are not integers, or num_items is not an int.
+        IndexError: an id is out of range.
+    """
+    num_items = whole_number("num_items", num_items, 0, 2**62)
+    counts = torch.zeros(num_items, dtype=torch.int64, device=memory.canonical("cpu" if device is None else device))
+    for batch in batches:
+        ids = checked_ids(batch)
+        ids = ids.reshape(-1).to(counts.device, torch.int64)
+        check_range(ids, num_items)
+        counts.index_add_(0, ids, torch.ones_like(ids))
+    return counts
+
+
+def hottest_first(hotness: Hotness, num_items: int) -> torch.Tensor:
+    """Returns the ids of items, int64, the hottest first. If hotness is a number for each item, the result has all ids,
+    and equally hot items are ordered by increasing id. If hotness is a list of ids, the result is this list without
+    repetitions.
+
+    Raises:
+        TypeError, ValueError: hotness is neither a number for each item nor a list of ids.
+        IndexError: the list has an id that is out of range.
+    """
+    if isinstance(hotness, np.ndarray):
+        hotness = torch.from_numpy(np.ascontiguousarray(hotness))
+    if not isinstance(hotness, torch.Tensor):
+        ids = checked_ids(hotness, "hotness")
+        if ids.dim() != 1:
+            raise ValueError(f"hotness has shape {list(ids.shape)}; wanted a list of ids from the hottest on")
+        check_range(ids, num_items)
+        ids = ids.to(torch.int64)
+        ordered, order = ids.sort(stable=True)
+        is_first = torch.ones_like(ids, dtype=torch.bool)
+        is_first[1:] = ordered[1:] != ordered[:-1]
+        return ids[order[is_first].sort().values]
+    if hotness.dtype.is_complex or hotness.layout != torch.strided:
+        raise TypeError(f"hotness is a {hotness.layout} tensor of {hotness.dtype}; wanted a real number for each item")
+    if hotness.shape != (num_items,):
+        raise ValueError(
+            f"hotness has shape {list(hotness.shape)}; wanted [{num_items}], a number for each item, or a list of ids "
+            "from the hottest on"
+        )
+    scores = hotness.detach()
+    if scores.is_floating_point() and bool(scores.isnan().any()):
+        raise ValueError("hotness has NaN")
+    return torch.argsort(scores, descending=True, stable=True)
+
+
+# ---- streams ----
 
 Key = tuple[int, int]  # a stream's device and address
 ON_CPU: Key = (-1, 0)
@@ -97,6 +179,8 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device)
 
 
+# ---- slabs ----
+
 MAX_SLABS = 8
 # For the map of a static cache, which is filled once. STATIC_WAYS: number of ways of a set; the ways of a set fill a
 # 32-byte sector of memory. STATIC_LOAD: the fraction of all ways that are filled. At this load, fewer than one row in a
@@ -119,7 +203,17 @@ GROWTH = 16  # if rows may change, a slot is larger by a sixteenth, so that most
 # slab, in bytes. Bits 40 to 42: number of the slab. Bit 60: whether the row is present. Bit 61: whether the row has
 # been changed, and not yet written back to the table.
 _SLAB_SHIFT, _PRESENT_SHIFT = 40, 60
-DIRTY = 1 << 61
+_DIRTY = 1 << 61
+
+
+def are_present(entries: torch.Tensor) -> torch.Tensor:
+    """Returns whether map entries are those of rows that are present, as a bool tensor."""
+    return (entries >> _PRESENT_SHIFT & 1).bool()
+
+
+def slabs_of(entries: torch.Tensor) -> torch.Tensor:
+    """Returns the number of the slab to which each map entry refers."""
+    return entries >> _SLAB_SHIFT & 7
 
 
 @dataclass
@@ -189,16 +283,6 @@ class Generation:
         copies = [copy for near in self.near_maps.values() for copy in near.values()]
         return [tensor for slab in self.slabs for tensor in slab.tensors()] + copies
 
-    def hold_for(self, stream: torch.cuda.Stream | None) -> None:
-        """Keeps the allocator from reusing the memory of this generation too early: when the memory has been freed, the
-        allocator first waits for the work that is queued on the stream at that time."""
-        if stream is None or key_of(stream) in self.streams:
-            return
-        for tensor in self.tensors():
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
-        self.streams.add(key_of(stream))
-
     def describe(self, device: torch.device, counts: torch.Tensor) -> torch.Tensor:
         """Makes the argument `cache` of the operations `take` and `take.out` on a device, keeps it in `described`, and
         returns it. counts: the device's counters, which the argument keeps alive."""
@@ -233,7 +317,7 @@ def _none_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.new_empty((0, *tensor.shape[1:]), device=device)
 
 
-# ---- rows and their sizes ----
+# ---- plans ----
 
 
 def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
@@ -332,7 +416,7 @@ def plan_slabs(
     return plans, copies
 
 
-# ---- making slabs ----
+# ---- new slabs ----
 
 
 def empty_map(num_ways: int, device: torch.device) -> torch.Tensor:
@@ -382,27 +466,7 @@ def copy_maps_near(slabs: Sequence[Slab]) -> dict[torch.device, dict[int, torch.
     }
 
 
-# ---- entries ----
-
-
-class Entries:
-    """Functions that read the fields of map entries, which are int64 tensors."""
-
-    @staticmethod
-    def are_present(entries: torch.Tensor) -> torch.Tensor:
-        return (entries >> _PRESENT_SHIFT & 1).bool()
-
-    @staticmethod
-    def are_dirty(entries: torch.Tensor) -> torch.Tensor:
-        return (entries & DIRTY) != 0
-
-    @staticmethod
-    def slabs(entries: torch.Tensor) -> torch.Tensor:
-        return entries >> _SLAB_SHIFT & 7
-
-    @staticmethod
-    def offsets(entries: torch.Tensor) -> torch.Tensor:
-        return entries & ((1 << _SLAB_SHIFT) - 1)
+# ---- state ----
 
 
 class CacheState:
@@ -433,12 +497,16 @@ class CacheState:
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
-        """Keeps the allocator from reusing the memory of the generation and of the counters until the stream's work is
-        done, even if that memory is freed earlier. worker: the device of the stream. If stream is None, does
-        nothing."""
-        if stream is not None and key_of(stream) not in generation.streams:
-            generation.hold_for(stream)
-            self.counts[worker].record_stream(stream)
+        """Keeps the allocator from reusing the memory of the generation and of the counters too early: when the memory
+        has been freed, the allocator first waits for the work that is queued on the stream at that time. worker: the
+        device of the stream. If stream is None, does nothing."""
+        if stream is None or key_of(stream) in generation.streams:
+            return
+        for tensor in generation.tensors():
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        generation.streams.add(key_of(stream))
+        self.counts[worker].record_stream(stream)
 
     def check(self, generation: Generation) -> None:
         """Raises RuntimeError if the table has changed since a generation was made."""
@@ -481,6 +549,8 @@ class CacheState:
                 torch.cuda.synchronize(device)
 
 
+# ---- changes ----
+
 _BLOCK_BYTES = 256 << 20  # size in bytes of the rows that are written back at once
 _WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written back")
 
@@ -494,11 +564,6 @@ def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None)
             torch.ops.ibp.drop_cached.default(rows.to(held.device), generation.ways, held)
         else:
             held.zero_()[:, 0] = -1
-
-
-def update(state: CacheState, ids: Ids, rows: torch.Tensor) -> None:
-    """Implements `RowCache.update_`."""
-    put_items(state, *changes.changed_items(state.view, ids, rows))
 
 
 def put_items(state: CacheState, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -543,11 +608,11 @@ def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows:
         kept, lost, coded = held[fitting], numbers[held[~coded.fits]], coded.some(fitting)
     if kept.numel() < numbers.numel():
         others = torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, kept, False).nonzero()[:, 0]
-        put_rows(view, numbers[others], _rows_at(data, others).view(-1))
+        changes.put_rows(view, numbers[others], _rows_at(data, others).view(-1))
         mark_current(state)
     numbers, entries = numbers[kept], entries[kept]
     for number, slab in generation:
-        mine = None if len(generation.slabs) == 1 else (Entries.slabs(entries) == number).nonzero()[:, 0]
+        mine = None if len(generation.slabs) == 1 else (slabs_of(entries) == number).nonzero()[:, 0]
         state.hold(generation, slab.device, state.order.write(slab.device))
         if mine is None:
             _put(slab, generation, numbers, entries, coded)
@@ -570,7 +635,10 @@ def _put(
     rows, numbers, entries = (tensor.to(slab.device) for tensor in (coded.bytes, numbers, entries))
     if num_bytes % 8 == 0:
         slots, rows = _wide(slots), _wide(rows)
-    places, lengths = Entries.offsets(entries) // slot_bytes, coded.lengths.to(slab.device).view(torch.uint16)
+    places, lengths = (
+        (entries & ((1 << _SLAB_SHIFT) - 1)) // slot_bytes,
+        coded.lengths.to(slab.device).view(torch.uint16),
+    )
     before = slots.index_select(0, places) if slab.device.type == "cpu" else None
 
     def put() -> None:
@@ -650,12 +718,12 @@ def flush(state: CacheState) -> None:
         was_current = generation.version == view.version
         for _, slab in generation:
             state.hold(generation, slab.device, state.order.write(slab.device))
-            are_dirty = Entries.are_dirty(slab.map[:, 1]) & (slab.map[:, 0] >= 0)
+            are_dirty = ((slab.map[:, 1] & _DIRTY) != 0) & (slab.map[:, 0] >= 0)
             changed = are_dirty.nonzero()[:, 0]
             for ways in changed.split(max(1, _BLOCK_BYTES // view.row_bytes)) if changed.numel() else ():
                 numbers, entries = slab.map[ways].t().contiguous().unbind(0)
-                put_rows(view, numbers, _decoded(generation, entries, slab.device, view.row_bytes))
-                slab.map[ways, 1] = entries & ~DIRTY
+                changes.put_rows(view, numbers, _decoded(generation, entries, slab.device, view.row_bytes))
+                slab.map[ways, 1] = entries & ~_DIRTY
         if was_current:
             mark_current(state)
 
