@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -598,14 +598,15 @@ def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows:
     entries = torch.empty_like(numbers)
     state.hold(generation, worker, state.order.read(worker))
     maps, _ = generation.view_of(worker)
-    lengths = handle_on(view, worker).parts.lengths
-    torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, lengths, maps, generation.ways, entries, None)
+    of_table = handle_on(view, worker).parts.lengths
+    torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, of_table, maps, generation.ways, entries, None)
     held = entries.nonzero()[:, 0]
-    coded = _CodedChanges.of(generation.codebook, _rows_at(data, held), generation.slot_bytes)
-    fitting = coded.fits.nonzero()[:, 0]
+    coded, lengths, fits = _encoded(generation.codebook, _rows_at(data, held), generation.slot_bytes)
+    fitting = fits.nonzero()[:, 0]
     kept, lost = held, None
     if fitting.numel() < held.numel():
-        kept, lost, coded = held[fitting], numbers[held[~coded.fits]], coded.some(fitting)
+        kept, lost = held[fitting], numbers[held[~fits]]
+        coded, lengths = _rows_at(coded, fitting), lengths[fitting]
     if kept.numel() < numbers.numel():
         others = torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, kept, False).nonzero()[:, 0]
         changes.put_rows(view, numbers[others], _rows_at(data, others).view(-1))
@@ -615,30 +616,33 @@ def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows:
         mine = None if len(generation.slabs) == 1 else (slabs_of(entries) == number).nonzero()[:, 0]
         state.hold(generation, slab.device, state.order.write(slab.device))
         if mine is None:
-            _put(slab, generation, numbers, entries, coded)
+            _put(slab, generation, numbers, entries, coded, lengths)
         else:
-            _put(slab, generation, numbers[mine], entries[mine], coded.some(mine))
+            _put(slab, generation, numbers[mine], entries[mine], _rows_at(coded, mine), lengths[mine])
         if lost is not None:
             torch.ops.ibp.drop_cached.default(lost.to(slab.device), generation.ways, slab.map)
 
 
 def _put(
-    slab: Slab, generation: Generation, numbers: torch.Tensor, entries: torch.Tensor, coded: _CodedChanges
+    slab: Slab,
+    generation: Generation,
+    numbers: torch.Tensor,
+    entries: torch.Tensor,
+    coded: torch.Tensor,
+    lengths: torch.Tensor,
 ) -> None:
     """Copies coded rows to their slots in a slab, and marks them as changed. numbers: the row numbers. entries: their
-    map entries."""
+    map entries. coded, lengths: the first two results of `_encoded` for these rows."""
     if numbers.numel() == 0:
         return
-    slot_bytes, num_bytes = generation.slot_bytes, coded.bytes.shape[1]
+    slot_bytes, num_bytes = generation.slot_bytes, coded.shape[1]
     num_slots = slab.bytes.numel() // slot_bytes
     slots = slab.bytes[: num_slots * slot_bytes].view(num_slots, slot_bytes)[:, :num_bytes]
-    rows, numbers, entries = (tensor.to(slab.device) for tensor in (coded.bytes, numbers, entries))
+    rows, numbers, entries = (tensor.to(slab.device) for tensor in (coded, numbers, entries))
     if num_bytes % 8 == 0:
         slots, rows = _wide(slots), _wide(rows)
-    places, lengths = (
-        (entries & ((1 << _SLAB_SHIFT) - 1)) // slot_bytes,
-        coded.lengths.to(slab.device).view(torch.uint16),
-    )
+    places = (entries & ((1 << _SLAB_SHIFT) - 1)) // slot_bytes
+    lengths = lengths.to(slab.device).view(torch.uint16)
     before = slots.index_select(0, places) if slab.device.type == "cpu" else None
 
     def put() -> None:
@@ -667,47 +671,37 @@ def _wide(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.int64) if can_be else rows
 
 
-class _CodedChanges(NamedTuple):
-    """Rows in the form in which a cache stores them.
+def _encoded(
+    codebook: AnyCodebook | None, data: torch.Tensor, slot_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Encodes rows for slots of a cache. data: uint8 [rows, row_bytes].
 
-    Attributes:
-        bytes: uint8 [rows, min(slot_bytes, row_bytes)]. Without a codebook, [rows, row_bytes].
-        lengths: int16 [rows]: for each row, its entry of a table's `lengths` (uint16), viewed as int16.
-        fits: bool [rows]: whether each row fits in a slot.
+    Returns:
+        (slots, lengths, fits). slots: uint8 [rows, min(slot_bytes, row_bytes)]; without a codebook, the data. lengths:
+        int16 [rows]: for each row, its entry of a table's `lengths` (uint16), viewed as int16. fits: bool [rows]:
+        whether each row fits in a slot. Default rows have no bytes; `fits` is False for them if there is a codebook.
     """
-
-    bytes: torch.Tensor
-    lengths: torch.Tensor
-    fits: torch.Tensor
-
-    @classmethod
-    def of(cls, codebook: AnyCodebook | None, data: torch.Tensor, slot_bytes: int) -> _CodedChanges:
-        """Encodes data, [rows, row_bytes]. Default rows have no bytes; `fits` is False for them if there is a
-        codebook."""
-        (num_rows, row_bytes), device = data.shape, data.device
-        if codebook is None:
-            fits = torch.full((num_rows,), slot_bytes >= row_bytes, dtype=torch.bool, device=device)
-            return cls(data, torch.zeros(num_rows, dtype=torch.int16, device=device), fits)
-        inner = min(slot_bytes, row_bytes)
-        num_parts = num_rows if inner < row_bytes else 0
-        slots = torch.empty(num_rows, inner, dtype=torch.uint8, device=device)
-        lengths, rooms = (torch.empty(n, dtype=torch.uint16, device=device) for n in (num_rows, num_parts))
-        # There is no overflow memory, so the values of `bases` do not matter.
-        bases = torch.empty(num_parts, dtype=torch.int64, device=device)
-        used, counts, fault = torch.zeros(7, dtype=torch.int64, device=device).split((1, 2, 4))
-        if num_rows:
-            codec, words = coding_of(codebook, row_bytes, device)
-            held, sizes = slots.view(-1), (inner, 0, num_rows, row_bytes)
-            place = Parts(held, held[:0], lengths, bases, words, codec, *sizes, rooms, used)
-            Handle(place).encode(data, counts, fault)
-        found = lengths.view(torch.int16)
-        fits = found != signed(default_length(row_bytes), 16)
-        if inner < row_bytes:  # rows that do not fit are encoded as raw rows, of length 0
-            fits &= found != 0
-        return cls(slots, found, fits)
-
-    def some(self, which: torch.Tensor) -> _CodedChanges:
-        return _CodedChanges(_rows_at(self.bytes, which), self.lengths[which], self.fits[which])
+    (num_rows, row_bytes), device = data.shape, data.device
+    if codebook is None:
+        fits = torch.full((num_rows,), slot_bytes >= row_bytes, dtype=torch.bool, device=device)
+        return data, torch.zeros(num_rows, dtype=torch.int16, device=device), fits
+    inner = min(slot_bytes, row_bytes)
+    num_parts = num_rows if inner < row_bytes else 0
+    slots = torch.empty(num_rows, inner, dtype=torch.uint8, device=device)
+    lengths, rooms = (torch.empty(n, dtype=torch.uint16, device=device) for n in (num_rows, num_parts))
+    # There is no overflow memory, so the values of `bases` do not matter.
+    bases = torch.empty(num_parts, dtype=torch.int64, device=device)
+    used, counts, fault = torch.zeros(7, dtype=torch.int64, device=device).split((1, 2, 4))
+    if num_rows:
+        codec, words = coding_of(codebook, row_bytes, device)
+        held, sizes = slots.view(-1), (inner, 0, num_rows, row_bytes)
+        place = Parts(held, held[:0], lengths, bases, words, codec, *sizes, rooms, used)
+        Handle(place).encode(data, counts, fault)
+    found = lengths.view(torch.int16)
+    fits = found != signed(default_length(row_bytes), 16)
+    if inner < row_bytes:  # rows that do not fit are encoded as raw rows, of length 0
+        fits &= found != 0
+    return slots, found, fits
 
 
 def flush(state: CacheState) -> None:

@@ -27,6 +27,7 @@ from .._machine import staging
 from .._rows.faults import CorruptTableError
 from .._rows.geometry import INTEGERS
 
+_CPU = torch.device("cpu")
 MAX_BLOCK_BYTES = 1 << 30  # largest size in bytes of a block before coding
 OnBytes = Callable[[int], object]  # called after each block, with its number of bytes before coding
 
@@ -115,9 +116,6 @@ class GeneralCodec(ABC):
         if self.device_type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(f"{self.name!r} codes and decodes on a GPU, and torch sees no CUDA device")
         return torch.device(self.device_type, torch.cuda.current_device()) if self.device_type == "cuda" else _CPU
-
-
-_CPU = torch.device("cpu")
 
 
 def package(name: str, pip_name: str, codec: str) -> ModuleType:

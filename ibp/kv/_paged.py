@@ -257,7 +257,7 @@ class PagedTensors:
         self._where = (near, addresses, stride, scratch.data_ptr(), len(offsets))
         # The tensors that transfers use: one for each storage, so that `record_stream` can be called on each.
         owners = {tensor.untyped_storage().data_ptr(): tensor for tensor in self.tensors}.values()
-        self._used = (*owners, near, scratch, *(() if addresses is None else (addresses,)))
+        self.used = (*owners, near, scratch, *(() if addresses is None else (addresses,)))
 
     def __reduce__(self) -> tuple[type[PagedTensors], tuple[tuple[torch.Tensor, ...]]]:
         """Pickles and copies only the tensors, so that a copy computes the addresses of its own tensors."""

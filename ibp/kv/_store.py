@@ -382,7 +382,7 @@ class KVStore(OfThisProcess):
         moved, _ = blocks_on(paged, blocks)
         _check_as_many(near, moved)
         check_different("pages", host, self.num_pages)
-        with self._lock, self._on_stream(stream, True, host, (near, moved, *paged._used)):
+        with self._lock, self._on_stream(stream, True, host, (near, moved, *paged.used)):
             place, count = self.place, self._rows_per_tensor
             sizes = (count, self.num_pages, self.num_tensors, first_tensor)
             row_ids, buffers = plan_pages(paged, near, moved, *sizes)
@@ -414,7 +414,7 @@ class KVStore(OfThisProcess):
         moved, host_moved = blocks_on(paged, blocks)
         _check_as_many(near, moved)
         check_different("blocks", host_moved, paged.num_blocks)
-        with self._lock, self._on_stream(stream, False, host, (near, moved, *paged._used)):
+        with self._lock, self._on_stream(stream, False, host, (near, moved, *paged.used)):
             piece = paged.piece_bytes
             sizes = (self.page_bytes // piece, self.num_pages, self.num_tensors, first_tensor)
             items, addresses = plan_pages(paged, near, moved, *sizes, self._stored)
