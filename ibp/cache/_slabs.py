@@ -6,16 +6,11 @@ table, divided into *sets* of *ways*; a way holds one row number and the entry o
 back to back. If rows change or replace each other, every row has a slot of fixed size. If there are several slabs, the
 hash of a row's number determines the slab that may hold the row.
 
-The file has these parts:
-
-- hotness: counting accesses of items, and sorting items by their hotness;
-- streams: `StreamOrder` orders the work on several streams, because one stream may write rows that another stream
-  reads;
-- slabs: `Slab`, and `Generation`, which has all slabs between two refills;
-- plans: the sizes of rows and slots, and the rows that a slab will hold;
-- new slabs: making and filling slabs;
-- state: `CacheState`, which the modules of a cache share;
-- changes: removing rows, encoding them into their slots, and writing them back to the table.
+`count_accesses` and `hottest_first` find the hottest items. `StreamOrder` orders the work on several streams, because
+one stream may write rows that another stream reads. A `Generation` has all slabs between two refills. A `SlabPlan` has
+the rows that a slab will hold, which depend on the sizes of the rows. `filled_slab` and `replacing_slab` make slabs.
+`CacheState` is the state that the modules of a cache share. The last part of the file changes rows: it removes them,
+encodes them into their slots, or writes them back to the table.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _OUTER_DIMS = 3  # number of dimensions that index the items of a tensor (see `F
 
 
 @dataclass(frozen=True)
-class Options:
+class TokenOptions:
     """The options of a cache, as in `ibp.kv.TokenCoder`."""
 
     block: int  # number of tokens that are coded together
@@ -378,7 +378,7 @@ class TokenCodec:
         device: the device that encodes and decodes.
     """
 
-    def __init__(self, form: Form, options: Options, given: AnyCodebook | None, device: torch.device) -> None:
+    def __init__(self, form: Form, options: TokenOptions, given: AnyCodebook | None, device: torch.device) -> None:
         self.form, self._options, self._device = form, options, device
         self._learner: Learner[AnyCodebook] = Learner()
         if given is not None:

@@ -23,7 +23,7 @@ from .._machine.staging import Coming, Ring, Turn
 from .._rows.codebook import AnyCodebook
 from .._rows.faults import Faults, FaultWords
 from .._rows.learning import check_scheme
-from ._coding import CodedTokens, Form, Options, TokenArena, TokenCodec
+from ._coding import CodedTokens, Form, TokenArena, TokenCodec, TokenOptions
 
 # ---- the tokens of a layer ----
 
@@ -107,7 +107,7 @@ class TokenHistory(OfThisProcess):
 
     _instead = "fetch() its keys and values, which can be pickled"
 
-    def __init__(self, keys: Form, values: Form, options: Options, decoder: TokenDecoder) -> None:
+    def __init__(self, keys: Form, values: Form, options: TokenOptions, decoder: TokenDecoder) -> None:
         given, self.device = options.codebooks or (None, None), decoder.device
         self._options, self._decoder, self.arena = options, decoder, decoder.new_arena()
         self.keys, self.values = (
@@ -353,7 +353,7 @@ class TokenDecoder:
         sent_bytes: number of bytes that have been copied from the device to host memory.
     """
 
-    def __init__(self, device: torch.device, options: Options) -> None:
+    def __init__(self, device: torch.device, options: TokenOptions) -> None:
         self.device = device
         self._sms: int | None = options.sms
         self.fetched_bytes = self.sent_bytes = 0
@@ -420,7 +420,7 @@ class CudaTokenDecoder(TokenDecoder):
     """A decoder of layers whose coded bytes are in GPU memory. It decodes on its own stream, while the current stream
     goes on. `fetch` does not make the host wait, and `Fetch.wait` makes the current stream wait for the decoding."""
 
-    def __init__(self, device: torch.device, options: Options) -> None:
+    def __init__(self, device: torch.device, options: TokenOptions) -> None:
         super().__init__(device, options)
         self._decoder, self._issued = torch.cuda.Stream(device), torch.cuda.Event()
         self._faults.on(device)
@@ -451,7 +451,7 @@ class HostTokenDecoder(CudaTokenDecoder):
     copy engine copies the bytes of one layer to one buffer while the GPU decodes another layer from the other buffer.
     If a buffer still has the bytes of a layer, they are not copied again."""
 
-    def __init__(self, device: torch.device, options: Options) -> None:
+    def __init__(self, device: torch.device, options: TokenOptions) -> None:
         super().__init__(device, options)
         self._sms = options.sms or None
         self._ring, self._sender = Ring(device, self._decoder), torch.cuda.Stream(device)
@@ -495,7 +495,7 @@ class HostTokenDecoder(CudaTokenDecoder):
         turn.release(self._decoder)
 
 
-def decoder_for(device: torch.device, options: Options) -> TokenDecoder:
+def decoder_for(device: torch.device, options: TokenOptions) -> TokenDecoder:
     """Returns a new decoder for layers whose keys and values are on a device.
 
     Raises:
@@ -574,7 +574,7 @@ class TokenCoder(OfThisProcess):
             raise ValueError("codebooks are a pair, of keys and of values, and not for scheme 'raw'")
         block = whole_number("block", block, 1, _MOST_TOKENS)
         window, self.memory = whole_number("window", window, 0, _MOST_TOKENS), memory or "pinned"
-        self._options = Options(block, window, self.memory, scheme, level, codebooks, sms_of(max_sms))
+        self._options = TokenOptions(block, window, self.memory, scheme, level, codebooks, sms_of(max_sms))
         self._decoders: dict[torch.device, TokenDecoder] = {}
 
     @property
