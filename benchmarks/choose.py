@@ -25,7 +25,7 @@ from dataclasses import replace
 import torch
 
 import ibp
-from ibp.codecs import _choice as choosing
+from ibp.codecs import _compressing as choosing
 
 from . import harness, inputs, sets
 

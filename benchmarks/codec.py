@@ -24,7 +24,7 @@ import torch
 import ibp
 from ibp._rows.planes import relearn
 from ibp._rows.table import Handle, Parts
-from ibp.codecs._nvcomp import CODECS, Coder, stream_number
+from ibp.codecs._codec import CODECS, Coder, stream_number
 
 from . import harness, ideal, inputs, sets
 from .ratio import nvcomp

@@ -263,7 +263,7 @@ def missed_rows(cache, num_rows, device):
     missed = []
     for rows in parts:
         with cache.found(rows) as (_, entries, _):
-            missed.append(~_slabs.Entries.are_present(entries))
+            missed.append(~_slabs.are_present(entries))
     return torch.cat(missed)
 
 

@@ -105,8 +105,8 @@ class Case:
         ids = torch.arange(len(self.x), device=self.run.device)
         with cache.found(ids) as (_, entries, _):
             entries = entries.view(len(ids), -1)
-            whole = _slabs.Entries.are_present(entries).all(1)
-            return torch.where(whole, _slabs.Entries.slabs(entries[:, 0]), -1)
+            whole = _slabs.are_present(entries).all(1)
+            return torch.where(whole, _slabs.slabs_of(entries[:, 0]), -1)
 
     def drawn(self, rows, num_ids=None):
         """Returns NUM_SETS sets of some of these rows."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import ibp
-from ibp.codecs._nvcomp import CODECS
+from ibp.codecs._codec import CODECS
 
 from . import gather, harness, ideal, inputs, ndzip, ratio, reading, sets
 
@@ -159,7 +159,7 @@ def measure_coder(case, arm, coder):
 
 def measure_nvcomps(case):
     row_bytes = case.x.shape[1] * case.x.element_size()
-    for codec in CODECS.values():
+    for codec in (codec for codec in CODECS.values() if codec.device_type == "cuda"):
         for chunk_bytes, suffix in ((ratio.BLOCK_BYTES, ""), (row_bytes, BY_ROW)):
             arm = reading.NVCOMP + codec.kind + suffix
             try:

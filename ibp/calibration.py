@@ -3,10 +3,9 @@
     calibration = ibp.calibration.calibrate()    # a few seconds, once for each GPU and driver
     print(calibration)
 
-`ibp.compress` uses the rates to choose a scheme, and calls that fetch rows use them to choose a path to the GPU.
-
-Measures the rates that make up a calibration. Each rate is measured with the calls whose speed it describes, on
-synthetic data.
+`ibp.compress` uses the rates to choose a scheme, and calls that fetch rows use them to choose a path to the GPU. Each
+rate is measured with the calls whose speed it describes, on synthetic data: first the rates of the link and of device
+memory, then those of tables beyond the reach of address translation, then those of the coders.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ def measure(device: torch.device, seconds: float) -> Calibration:
     return replace(known, **coders, **large)
 
 
-# ---- the link and device memory ------------------------------------------------------------------------------------
+# ---- the link and device memory ----
 
 
 def _of_link(clock: Clock) -> dict[str, Any]:
@@ -199,7 +198,7 @@ def _row_ns(
     return clock.gpu_s(lambda: index_select(table, next(ids), out=out, max_sms=max_sms, path=path)) * 1e9 / num_ids
 
 
-# ---- tables beyond the reach of address translation ----------------------------------------------------------------
+# ---- tables beyond the reach of address translation ----
 
 
 def _of_large_table(clock: Clock) -> dict[str, Any]:
@@ -246,7 +245,7 @@ def _gather_gbps(clock: Clock, host: torch.Tensor) -> float:
     return ids.numel() * table.row_bytes / taken / 1e9 / torch.get_num_threads()
 
 
-# ---- coders --------------------------------------------------------------------------------------------------------
+# ---- coders ----
 
 
 class _Family(NamedTuple):

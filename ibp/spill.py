@@ -3,15 +3,10 @@
     profile = ibp.spill.profile(snapshots)               # finds the sizes of slots
     table   = ibp.spill.place(x, profile["weight"])      # slots of this size on the GPU, the rest in host memory
 
-`_targets.py` computes sizes of slots from ratios and thresholds, `_profiling.py` finds the slot sizes that snapshots of
-a run need, and `_placing.py` moves tensors and tables.
-
-Computes sizes of slots from target ratios. A target ratio is the size of a tensor divided by the size of its
-slots.
-
-`profile`: finds the sizes of slots from snapshots of a run.
-
-`place`: moves tensors and tables to slots on a device, with overflow in pinned host memory.
+A target ratio is the size of a tensor divided by the size of its slots. The first part of this file computes sizes of
+slots from target ratios, and from the fraction of rows that may be larger than their slots. `profile` finds the sizes
+that snapshots of a run need. `place` moves tensors and tables to slots on a device, with overflow in pinned host
+memory.
 """
 
 from __future__ import annotations
@@ -38,6 +33,8 @@ from ._tables.compressed_tensor import CompressedTensor
 
 __all__ = ["Profile", "TensorProfile", "place", "profile"]
 
+
+# ---- sizes of slots ----
 
 # The target ratios of Buddy Compression (section 3.4), including 16 for data that is mostly zero; plus infinity, at
 # which rows have no slots.
@@ -87,6 +84,8 @@ def slots_within(share: float, found: Survey, ratios: Sequence[float] | None) ->
     sizes = None if ratios is None else [row_bytes, *(slot_bytes_of(ratio, row_bytes) for ratio in ratios)]
     return found.best_slots(overflow_cost=0.0, most_spilled=share * found.num_rows, sizes=sizes)[0]
 
+
+# ---- profiling ----
 
 _SWEEP = (0.10, 0.20, 0.30, 0.40)  # The thresholds in figure 9 of Buddy Compression.
 # From each snapshot, sampled rows of each tensor are kept: about _SAMPLE_BYTES bytes, but at least _LEAST_ROWS rows.
@@ -329,7 +328,7 @@ def profile(
     threshold = checked_threshold(threshold)
     kept_ratios = None if ratios is None else tuple(checked_ratio(ratio) for ratio in ratios)
     options = checked(Options(scheme, level=level))
-    kept: dict[str, _Kept] = {}
+    kept: dict[str, tuple[geometry.Geometry, torch.device, list[torch.Tensor]]] = {}  # with the samples of a tensor
     num_snapshots = 0
     for snapshot in snapshots:
         if not isinstance(snapshot, Mapping):
@@ -338,48 +337,53 @@ def profile(
         for name, x in snapshot.items():
             geometry.check_tensor(x, name)
             if x.numel():
-                kept.setdefault(name, _Kept(name, x, row_bytes, device)).add(x)
+                if name not in kept:
+                    kept[name] = geometry.Geometry.of(x, row_bytes), memory.usual(device, x), []
+                form, _, samples = kept[name]
+                samples.append(_sample_of(name, x, form, len(samples)))
     if num_snapshots == 0:
         raise ValueError("there are no snapshots")
     with tqdm(total=len(kept), desc="profile", unit="tensor", disable=not progress) as bar:
         tensors = {}
         for name in list(kept):
-            tensors[name] = kept.pop(name).profile(options, kept_ratios).at(threshold)
+            tensors[name] = _profile_of(name, *kept.pop(name), options, kept_ratios).at(threshold)
             bar.update()
     return Profile(tensors, threshold, num_snapshots)
 
 
-class _Kept:
-    """The sampled rows of a tensor from each snapshot, in host memory."""
+def _sample_of(name: str, x: torch.Tensor, form: geometry.Geometry, number: int) -> torch.Tensor:
+    """Returns sampled rows of a tensor in host memory. form: the geometry that the tensor must have; number: the number
+    of earlier samples of this tensor."""
+    if (x.shape, x.dtype) != (form.shape, form.dtype):
+        raise ValueError(
+            f"{name} is {list(x.shape)} of {x.dtype}; it was {list(form.shape)} of {form.dtype} in an earlier snapshot"
+        )
+    data = geometry.bytes_of(x)
+    if data.numel() < form.row_bytes:
+        data = torch.nn.functional.pad(data, (0, form.row_bytes - data.numel()))
+    wanted = max(_LEAST_ROWS, _SAMPLE_BYTES // form.row_bytes)
+    return geometry.sample(data, form.row_bytes, wanted, seed=number).to("cpu", copy=True)
 
-    def __init__(
-        self, name: str, x: torch.Tensor, row_bytes: int | None, device: torch.device | str | int | None
-    ) -> None:
-        self.name, self.geometry = name, geometry.Geometry.of(x, row_bytes)
-        self.worker, self.samples = memory.usual(device, x), list[torch.Tensor]()
 
-    def add(self, x: torch.Tensor) -> None:
-        shape, dtype, row_bytes = self.geometry.shape, self.geometry.dtype, self.geometry.row_bytes
-        if (x.shape, x.dtype) != (shape, dtype):
-            raise ValueError(
-                f"{self.name} is {list(x.shape)} of {x.dtype}; it was {list(shape)} of {dtype} in an earlier snapshot"
-            )
-        data = geometry.bytes_of(x)
-        if data.numel() < row_bytes:
-            data = torch.nn.functional.pad(data, (0, row_bytes - data.numel()))
-        wanted = max(_LEAST_ROWS, _SAMPLE_BYTES // row_bytes)
-        rows = geometry.sample(data, row_bytes, wanted, seed=len(self.samples))
-        self.samples.append(rows.to("cpu", copy=True))
+def _profile_of(
+    name: str,
+    form: geometry.Geometry,
+    worker: torch.device,
+    samples: list[torch.Tensor],
+    options: Options,
+    ratios: tuple[float, ...] | None,
+) -> TensorProfile:
+    """Learns a codebook from the samples of a tensor, one for each snapshot, and measures their rows. The slots of the
+    profile have the size of a row."""
+    row_bytes, data = form.row_bytes, torch.cat(samples)
+    of_samples = geometry.Geometry(torch.Size((data.numel() // form.dtype.itemsize,)), form.dtype, row_bytes)
+    codebook = coded_in_slots(Request(data, of_samples, worker, replace(options, device=worker))).codebook
+    surveys = [surveyed(sample.view(-1), codebook, worker) for sample in samples]
+    histograms = tuple(tuple(found.sectors.tolist()) for found in surveys)
+    return TensorProfile(name, form.num_bytes, row_bytes, codebook, row_bytes, histograms, ratios)
 
-    def profile(self, options: Options, ratios: tuple[float, ...] | None) -> TensorProfile:
-        row_bytes, data = self.geometry.row_bytes, torch.cat(self.samples)
-        shape = torch.Size((data.numel() // self.geometry.dtype.itemsize,))
-        of_dtype = geometry.Geometry(shape, self.geometry.dtype, row_bytes)
-        codebook = coded_in_slots(Request(data, of_dtype, self.worker, replace(options, device=self.worker))).codebook
-        surveys = [surveyed(sample.view(-1), codebook, self.worker) for sample in self.samples]
-        histograms = tuple(tuple(found.sectors.tolist()) for found in surveys)
-        return TensorProfile(self.name, self.geometry.num_bytes, row_bytes, codebook, row_bytes, histograms, ratios)
 
+# ---- placing ----
 
 _CPU = torch.device("cpu")
 

@@ -5,13 +5,12 @@
     rows    = cache.index_select(ids)                     # from the cache if it has them, else from the table
     print(cache.stats().hit_rate)
 
-`_hotness.py` counts accesses of items, `_slabs.py` copies rows within a budget, `_peers.py` reads slabs of other
-processes, `_order.py` orders the streams that read and write slabs, `_state.py` has the state that these modules share,
-`_changes.py` changes cached rows, and `_row_cache.py` has the cache itself.
+`_slabs.py` chooses the rows that are cached, keeps copies of them within a budget, and changes them. `_peers.py` shares
+these copies among processes, and `_row_cache.py` has the cache itself.
 """
 
-from ._peers import count_accesses
 from ._row_cache import CacheStats, RowCache
+from ._slabs import count_accesses
 
 __all__ = ["CacheStats", "RowCache", "count_accesses"]
 

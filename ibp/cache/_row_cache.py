@@ -36,23 +36,24 @@ from .._rows.geometry import rows_of
 from .._rows.manners import TensorManners
 from .._rows.protocols import Ids
 from .._rows.table import Handle, handle_on
-from .._tables.changes import check_can_change
+from .._tables.changes import changed_items, check_can_change
 from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor
-from . import _changes
-from ._peers import Hotness, Peers, hottest_first
+from . import _slabs
+from ._peers import Peers
 from ._slabs import (
     LRU_WAYS,
     MAX_SLABS,
     ON_CPU,
     STATIC_WAYS,
     CacheState,
-    Entries,
     Generation,
+    Hotness,
     SlabPlan,
     copy_maps_near,
     current_key,
     filled_slab,
+    hottest_first,
     in_sectors,
     plan_slabs,
     replacing_slab,
@@ -254,7 +255,7 @@ class RowCache(OfThisProcess, TensorManners):
         with self._state.lock:
             self._state.synchronize()
             maps = [slab.map for _, slab in self._state.generation]
-            rows = [held[Entries.are_present(held[:, 1]) & (held[:, 0] >= 0), 0].cpu() for held in maps]
+            rows = [held[_slabs.are_present(held[:, 1]) & (held[:, 0] >= 0), 0].cpu() for held in maps]
         return torch.cat(rows)
 
     def cached_ids(self) -> torch.Tensor:
@@ -392,7 +393,7 @@ class RowCache(OfThisProcess, TensorManners):
     _take_outside = outside_of_graphs(_take)
 
     def _in_use(self, worker: torch.device) -> Generation:
-        """Returns the generation (see `_slabs.py`) that is in use. If necessary, makes the current stream of the device
+        """Returns the generation that is in use. If necessary, makes the current stream of the device
         `worker` wait for other streams before it uses the generation. The caller must hold the lock. Raises
         RuntimeError if the table has changed since its rows were cached."""
         state, generation, writes = self._state, self._state.generation, self.policy == "lru"
@@ -602,14 +603,14 @@ class RowCache(OfThisProcess, TensorManners):
             rows = rows_of(ids, self._state.rows_per_item)
         with self._state.change_lock, self._state.lock:
             for generation in {id(made): made for made in (self._state.generation, *self._state.captured)}.values():
-                _changes.forget(self._state, generation, rows)
+                _slabs.forget(self._state, generation, rows)
                 generation.version = self.view.version
 
     # ---- changing ----
 
     def put_items(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Changes items as `update_` does. ids must be int64, all different and in range; rows must fit the table."""
-        _changes.put_items(self._state, ids, rows)
+        _slabs.put_items(self._state, ids, rows)
 
     def update_(self, ids: Ids, rows: torch.Tensor) -> RowCache:
         """Sets table[ids] = rows, as `CompressedTensor.update_` does. Returns the cache.
@@ -633,7 +634,7 @@ class RowCache(OfThisProcess, TensorManners):
             raise ValueError(
                 "rows of an ibp.CodedRows are changed by ibp.encode_into: invalidate them in the cache then"
             )
-        _changes.update(self._state, ids, rows)
+        _slabs.put_items(self._state, *changed_items(self.view, ids, rows))
         return self
 
     def flush(self) -> None:
@@ -643,7 +644,7 @@ class RowCache(OfThisProcess, TensorManners):
             RuntimeError: the table is shared with other processes.
         """
         if self.writable:
-            _changes.flush(self._state)
+            _slabs.flush(self._state)
 
     def _check_alone(self) -> None:
         """Raises RuntimeError if the cache belongs to a group, because other processes read its slabs."""

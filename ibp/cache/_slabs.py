@@ -1,35 +1,118 @@
-"""Orders the work of a cache on several streams, because one stream may write rows that another stream reads.
+"""The rows that a cache holds: which rows, where they lie, and how they are changed.
 
-Slabs: copies of stored rows in device memory, limited by a budget (the paper's section 5).
+A slab has copies of stored rows in the memory of one device, limited by a budget (the paper's section 5). It consists
+of the rows' bytes, and of a map from row numbers to 64-bit entries, which say where the rows are. The map is a hash
+table, divided into *sets* of *ways*; a way holds one row number and the entry of this row. Rows that never change lie
+back to back. If rows change or replace each other, every row has a slot of fixed size. If there are several slabs, the
+hash of a row's number determines the slab that may hold the row.
 
-A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries, which say
-where the rows are. The map is a hash table, divided into *sets* of *ways*; a way holds one row number and the entry of
-this row. Rows that never change lie back to back. If rows change or replace each other, every row has a slot of fixed
-size. If there are several slabs, the hash of a row's number determines the slab that may hold the row.
-
-The state that the modules of a cache share.
+`count_accesses` and `hottest_first` find the hottest items. `StreamOrder` orders the work on several streams, because
+one stream may write rows that another stream reads. A `Generation` has all slabs between two refills. A `SlabPlan` has
+the rows that a slab will hold, which depend on the sizes of the rows. `filled_slab` and `replacing_slab` make slabs.
+`CacheState` is the state that the modules of a cache share. The last part of the file changes rows: it removes them,
+encodes them into their slots, or writes them back to the table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import _core
+from .._common.arguments import whole_number
 from .._common.modes import outside_of_modes
 from .._common.process import ForkLock
 from .._common.sequences import rounded_up
+from .._fetch.calls import check_range, checked_ids
+from .._machine import memory
 from .._machine.memory import is_capturing
-from .._rows.codebook import AnyCodebook
-from .._rows.faults import new_record
-from .._rows.geometry import stored_sizes
-from .._rows.table import Table, handle_on
+from .._rows.codebook import AnyCodebook, coding_of
+from .._rows.faults import FaultWords, new_record
+from .._rows.geometry import bytes_of, default_length, rows_of, stored_sizes
+from .._rows.planes import signed
+from .._rows.protocols import Ids
+from .._rows.table import Handle, Parts, Table, handle_on
+from .._tables import changes
 from .._tables.compressed_tensor import CompressedTensor
+
+# ---- hotness ----
+
+Hotness = torch.Tensor | np.ndarray | Sequence[int]
+
+
+def count_accesses(
+    batches: Iterable[Ids], num_items: int, *, device: torch.device | str | int | None = None
+) -> torch.Tensor:
+    """Counts how often batches of ids contain each item. `ibp.RowCache` takes the result as hotness. Legion, too,
+    counts the accesses of a first epoch (the paper's sections 5 and 6.2).
+
+    Example:
+        >>> ibp.cache.count_accesses([torch.tensor([0, 2, 2]), torch.tensor([2, 4])], num_items=5)
+        tensor([1, 0, 3, 0, 1])
+
+    Args:
+        batches: the ids of each batch, integers of any shape, on the CPU or a GPU.
+        num_items: number of items. Ids are in [0, num_items).
+        device: the device on which the accesses are counted. None: the CPU.
+
+    Returns:
+        int64 [num_items].
+
+    Raises:
+        TypeError: ids are not integers, or num_items is not an int.
+        IndexError: an id is out of range.
+    """
+    num_items = whole_number("num_items", num_items, 0, 2**62)
+    counts = torch.zeros(num_items, dtype=torch.int64, device=memory.canonical("cpu" if device is None else device))
+    for batch in batches:
+        ids = checked_ids(batch)
+        ids = ids.reshape(-1).to(counts.device, torch.int64)
+        check_range(ids, num_items)
+        counts.index_add_(0, ids, torch.ones_like(ids))
+    return counts
+
+
+def hottest_first(hotness: Hotness, num_items: int) -> torch.Tensor:
+    """Returns the ids of items, int64, the hottest first. If hotness is a number for each item, the result has all ids,
+    and equally hot items are ordered by increasing id. If hotness is a list of ids, the result is this list without
+    repetitions.
+
+    Raises:
+        TypeError, ValueError: hotness is neither a number for each item nor a list of ids.
+        IndexError: the list has an id that is out of range.
+    """
+    if isinstance(hotness, np.ndarray):
+        hotness = torch.from_numpy(np.ascontiguousarray(hotness))
+    if not isinstance(hotness, torch.Tensor):
+        ids = checked_ids(hotness, "hotness")
+        if ids.dim() != 1:
+            raise ValueError(f"hotness has shape {list(ids.shape)}; wanted a list of ids from the hottest on")
+        check_range(ids, num_items)
+        ids = ids.to(torch.int64)
+        ordered, order = ids.sort(stable=True)
+        is_first = torch.ones_like(ids, dtype=torch.bool)
+        is_first[1:] = ordered[1:] != ordered[:-1]
+        return ids[order[is_first].sort().values]
+    if hotness.dtype.is_complex or hotness.layout != torch.strided:
+        raise TypeError(f"hotness is a {hotness.layout} tensor of {hotness.dtype}; wanted a real number for each item")
+    if hotness.shape != (num_items,):
+        raise ValueError(
+            f"hotness has shape {list(hotness.shape)}; wanted [{num_items}], a number for each item, or a list of ids "
+            "from the hottest on"
+        )
+    scores = hotness.detach()
+    if scores.is_floating_point() and bool(scores.isnan().any()):
+        raise ValueError("hotness has NaN")
+    return torch.argsort(scores, descending=True, stable=True)
+
+
+# ---- streams ----
 
 Key = tuple[int, int]  # a stream's device and address
 ON_CPU: Key = (-1, 0)
@@ -91,6 +174,8 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device)
 
 
+# ---- slabs ----
+
 MAX_SLABS = 8
 # For the map of a static cache, which is filled once. STATIC_WAYS: number of ways of a set; the ways of a set fill a
 # 32-byte sector of memory. STATIC_LOAD: the fraction of all ways that are filled. At this load, fewer than one row in a
@@ -113,7 +198,17 @@ GROWTH = 16  # if rows may change, a slot is larger by a sixteenth, so that most
 # slab, in bytes. Bits 40 to 42: number of the slab. Bit 60: whether the row is present. Bit 61: whether the row has
 # been changed, and not yet written back to the table.
 _SLAB_SHIFT, _PRESENT_SHIFT = 40, 60
-DIRTY = 1 << 61
+_DIRTY = 1 << 61
+
+
+def are_present(entries: torch.Tensor) -> torch.Tensor:
+    """Returns whether map entries are those of rows that are present, as a bool tensor."""
+    return (entries >> _PRESENT_SHIFT & 1).bool()
+
+
+def slabs_of(entries: torch.Tensor) -> torch.Tensor:
+    """Returns the number of the slab to which each map entry refers."""
+    return entries >> _SLAB_SHIFT & 7
 
 
 @dataclass
@@ -183,16 +278,6 @@ class Generation:
         copies = [copy for near in self.near_maps.values() for copy in near.values()]
         return [tensor for slab in self.slabs for tensor in slab.tensors()] + copies
 
-    def hold_for(self, stream: torch.cuda.Stream | None) -> None:
-        """Keeps the allocator from reusing the memory of this generation too early: when the memory has been freed, the
-        allocator first waits for the work that is queued on the stream at that time."""
-        if stream is None or key_of(stream) in self.streams:
-            return
-        for tensor in self.tensors():
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
-        self.streams.add(key_of(stream))
-
     def describe(self, device: torch.device, counts: torch.Tensor) -> torch.Tensor:
         """Makes the argument `cache` of the operations `take` and `take.out` on a device, keeps it in `described`, and
         returns it. counts: the device's counters, which the argument keeps alive."""
@@ -227,7 +312,7 @@ def _none_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.new_empty((0, *tensor.shape[1:]), device=device)
 
 
-# ---- rows and their sizes ----
+# ---- plans ----
 
 
 def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
@@ -326,7 +411,7 @@ def plan_slabs(
     return plans, copies
 
 
-# ---- making slabs ----
+# ---- new slabs ----
 
 
 def empty_map(num_ways: int, device: torch.device) -> torch.Tensor:
@@ -376,27 +461,7 @@ def copy_maps_near(slabs: Sequence[Slab]) -> dict[torch.device, dict[int, torch.
     }
 
 
-# ---- entries ----
-
-
-class Entries:
-    """Functions that read the fields of map entries, which are int64 tensors."""
-
-    @staticmethod
-    def are_present(entries: torch.Tensor) -> torch.Tensor:
-        return (entries >> _PRESENT_SHIFT & 1).bool()
-
-    @staticmethod
-    def are_dirty(entries: torch.Tensor) -> torch.Tensor:
-        return (entries & DIRTY) != 0
-
-    @staticmethod
-    def slabs(entries: torch.Tensor) -> torch.Tensor:
-        return entries >> _SLAB_SHIFT & 7
-
-    @staticmethod
-    def offsets(entries: torch.Tensor) -> torch.Tensor:
-        return entries & ((1 << _SLAB_SHIFT) - 1)
+# ---- state ----
 
 
 class CacheState:
@@ -427,12 +492,16 @@ class CacheState:
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
-        """Keeps the allocator from reusing the memory of the generation and of the counters until the stream's work is
-        done, even if that memory is freed earlier. worker: the device of the stream. If stream is None, does
-        nothing."""
-        if stream is not None and key_of(stream) not in generation.streams:
-            generation.hold_for(stream)
-            self.counts[worker].record_stream(stream)
+        """Keeps the allocator from reusing the memory of the generation and of the counters too early: when the memory
+        has been freed, the allocator first waits for the work that is queued on the stream at that time. worker: the
+        device of the stream. If stream is None, does nothing."""
+        if stream is None or key_of(stream) in generation.streams:
+            return
+        for tensor in generation.tensors():
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        generation.streams.add(key_of(stream))
+        self.counts[worker].record_stream(stream)
 
     def check(self, generation: Generation) -> None:
         """Raises RuntimeError if the table has changed since a generation was made."""
@@ -473,3 +542,194 @@ class CacheState:
         for device in self.workers:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
+
+
+# ---- changes ----
+
+_BLOCK_BYTES = 256 << 20  # size in bytes of the rows that are written back at once
+_WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written back")
+
+
+def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None) -> None:
+    """Removes rows from every map of a generation, and from every copy of a map. rows: the row numbers; None: all
+    rows."""
+    for held in generation.all_maps():
+        state.hold(generation, held.device, state.order.write(held.device))
+        if rows is not None:
+            torch.ops.ibp.drop_cached.default(rows.to(held.device), generation.ways, held)
+        else:
+            held.zero_()[:, 0] = -1
+
+
+def put_items(state: CacheState, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    """Changes items of a cache and its table. ids: int64, all different and in range. rows: in the form that
+    `check_rows` requires."""
+    if ids.numel() == 0 or state.view.geometry.item_bytes == 0:
+        return
+    with state.change_lock, state.lock:
+        generation = state.generation
+        state.check(generation)
+        if state.writable and not state.is_idle:
+            _write(state, generation, ids.to(state.devices[0]), rows)
+        else:
+            for held in (generation, *state.captured):
+                forget(state, held, rows_of(ids, state.rows_per_item))
+            changes.put_items(state.view, ids, rows)
+            mark_current(state)
+
+
+def mark_current(state: CacheState) -> None:
+    for held in (state.generation, *state.captured):
+        held.version = state.view.version
+
+
+def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
+    """Changes items of a writable cache. If a row is cached and its new bytes fit in its slot, the row is changed in
+    the slot. All other rows are changed in the table, and those that are cached are removed from the cache. items: ids
+    on the cache's first device, all different."""
+    view, worker = state.view, items.device
+    numbers = rows_of(items, state.rows_per_item)
+    data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
+    entries = torch.empty_like(numbers)
+    state.hold(generation, worker, state.order.read(worker))
+    maps, _ = generation.view_of(worker)
+    of_table = handle_on(view, worker).parts.lengths
+    torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, of_table, maps, generation.ways, entries, None)
+    held = entries.nonzero()[:, 0]
+    coded, lengths, fits = _encoded(generation.codebook, _rows_at(data, held), generation.slot_bytes)
+    fitting = fits.nonzero()[:, 0]
+    kept, lost = held, None
+    if fitting.numel() < held.numel():
+        kept, lost = held[fitting], numbers[held[~fits]]
+        coded, lengths = _rows_at(coded, fitting), lengths[fitting]
+    if kept.numel() < numbers.numel():
+        others = torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, kept, False).nonzero()[:, 0]
+        changes.put_rows(view, numbers[others], _rows_at(data, others).view(-1))
+        mark_current(state)
+    numbers, entries = numbers[kept], entries[kept]
+    for number, slab in generation:
+        mine = None if len(generation.slabs) == 1 else (slabs_of(entries) == number).nonzero()[:, 0]
+        state.hold(generation, slab.device, state.order.write(slab.device))
+        if mine is None:
+            _put(slab, generation, numbers, entries, coded, lengths)
+        else:
+            _put(slab, generation, numbers[mine], entries[mine], _rows_at(coded, mine), lengths[mine])
+        if lost is not None:
+            torch.ops.ibp.drop_cached.default(lost.to(slab.device), generation.ways, slab.map)
+
+
+def _put(
+    slab: Slab,
+    generation: Generation,
+    numbers: torch.Tensor,
+    entries: torch.Tensor,
+    coded: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    """Copies coded rows to their slots in a slab, and marks them as changed. numbers: the row numbers. entries: their
+    map entries. coded, lengths: the first two results of `_encoded` for these rows."""
+    if numbers.numel() == 0:
+        return
+    slot_bytes, num_bytes = generation.slot_bytes, coded.shape[1]
+    num_slots = slab.bytes.numel() // slot_bytes
+    slots = slab.bytes[: num_slots * slot_bytes].view(num_slots, slot_bytes)[:, :num_bytes]
+    rows, numbers, entries = (tensor.to(slab.device) for tensor in (coded, numbers, entries))
+    if num_bytes % 8 == 0:
+        slots, rows = _wide(slots), _wide(rows)
+    places = (entries & ((1 << _SLAB_SHIFT) - 1)) // slot_bytes
+    lengths = lengths.to(slab.device).view(torch.uint16)
+    before = slots.index_select(0, places) if slab.device.type == "cpu" else None
+
+    def put() -> None:
+        slots.index_copy_(0, places, rows)
+        torch.ops.ibp.set_cached.default(numbers, lengths, generation.ways, True, slab.map)
+
+    try:
+        put()
+    except BaseException as error:  # new bytes together with an old length would not be a valid row
+        if isinstance(error, Exception) and before is not None:
+            slots.index_copy_(0, places, before)  # the operation was refused, so the map still has the old lengths
+        else:
+            put()  # do both steps again, so that the bytes match the lengths
+        raise
+
+
+def _rows_at(rows: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+    """Returns the rows at the indices `which` of a uint8 tensor [rows, bytes], as a contiguous tensor."""
+    return _wide(rows).index_select(0, which).view(torch.uint8)
+
+
+def _wide(rows: torch.Tensor) -> torch.Tensor:
+    """Returns a view of uint8 rows as int64 rows, because elements of 8 bytes are copied faster. If the size or the
+    alignment of the rows does not allow this, returns the rows themselves."""
+    can_be = rows.shape[1] % 8 == 0 and rows.storage_offset() % 8 == 0 and rows.stride(0) % 8 == 0
+    return rows.view(torch.int64) if can_be else rows
+
+
+def _encoded(
+    codebook: AnyCodebook | None, data: torch.Tensor, slot_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Encodes rows for slots of a cache. data: uint8 [rows, row_bytes].
+
+    Returns:
+        (slots, lengths, fits). slots: uint8 [rows, min(slot_bytes, row_bytes)]; without a codebook, the data. lengths:
+        int16 [rows]: for each row, its entry of a table's `lengths` (uint16), viewed as int16. fits: bool [rows]:
+        whether each row fits in a slot. Default rows have no bytes; `fits` is False for them if there is a codebook.
+    """
+    (num_rows, row_bytes), device = data.shape, data.device
+    if codebook is None:
+        fits = torch.full((num_rows,), slot_bytes >= row_bytes, dtype=torch.bool, device=device)
+        return data, torch.zeros(num_rows, dtype=torch.int16, device=device), fits
+    inner = min(slot_bytes, row_bytes)
+    num_parts = num_rows if inner < row_bytes else 0
+    slots = torch.empty(num_rows, inner, dtype=torch.uint8, device=device)
+    lengths, rooms = (torch.empty(n, dtype=torch.uint16, device=device) for n in (num_rows, num_parts))
+    # There is no overflow memory, so the values of `bases` do not matter.
+    bases = torch.empty(num_parts, dtype=torch.int64, device=device)
+    used, counts, fault = torch.zeros(7, dtype=torch.int64, device=device).split((1, 2, 4))
+    if num_rows:
+        codec, words = coding_of(codebook, row_bytes, device)
+        held, sizes = slots.view(-1), (inner, 0, num_rows, row_bytes)
+        place = Parts(held, held[:0], lengths, bases, words, codec, *sizes, rooms, used)
+        Handle(place).encode(data, counts, fault)
+    found = lengths.view(torch.int16)
+    fits = found != signed(default_length(row_bytes), 16)
+    if inner < row_bytes:  # rows that do not fit are encoded as raw rows, of length 0
+        fits &= found != 0
+    return slots, found, fits
+
+
+def flush(state: CacheState) -> None:
+    """Implements `RowCache.flush`."""
+    view = state.view
+    with state.change_lock, state.lock:
+        generation = state.generation
+        was_current = generation.version == view.version
+        for _, slab in generation:
+            state.hold(generation, slab.device, state.order.write(slab.device))
+            are_dirty = ((slab.map[:, 1] & _DIRTY) != 0) & (slab.map[:, 0] >= 0)
+            changed = are_dirty.nonzero()[:, 0]
+            for ways in changed.split(max(1, _BLOCK_BYTES // view.row_bytes)) if changed.numel() else ():
+                numbers, entries = slab.map[ways].t().contiguous().unbind(0)
+                changes.put_rows(view, numbers, _decoded(generation, entries, slab.device, view.row_bytes))
+                slab.map[ways, 1] = entries & ~_DIRTY
+        if was_current:
+            mark_current(state)
+
+
+def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device, row_bytes: int) -> torch.Tensor:
+    """Decodes the cached rows to which map entries refer, and returns them as uint8 [rows * row_bytes]. Uses the
+    codebook with which the rows were encoded, even if the table has another codebook now."""
+    codec, words = coding_of(generation.codebook, row_bytes, device)
+    count = entries.numel()
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    lengths = torch.zeros(count if generation.codebook is not None else 0, dtype=torch.uint16, device=device)
+    bases = torch.empty(0, dtype=torch.int64, device=device)
+    out = torch.empty(count * row_bytes, dtype=torch.uint8, device=device)
+    fault = new_record(device)
+    table = Handle(Parts(none, none, lengths, bases, words, codec, 0, 0, count, row_bytes)).table
+    ids = torch.arange(count, device=device)
+    near = {"entries": entries, "slabs": generation.view_of(device)[1]}
+    torch.ops.ibp.gather_items.default(table, ids, 0, out, fault, **near)
+    _WORDS.raise_for(fault)
+    return out

@@ -12,7 +12,7 @@ from .._rows.codebook import AnyCodebook
 from .._rows.learning import analyze
 from .._rows.masks import Codebook
 from .._rows.planes import PlanesCodebook
-from ._choice import Choice, CodingCost, choose
+from ._compressing import Choice, CodingCost, choose
 from ._whole import WholeTensor
 
 __all__ = [

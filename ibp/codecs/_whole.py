@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._common.arguments import near, whole_number
+from .._common.arguments import whole_number
 from .._common.progress import tqdm
 from .._common.statistics import Saves, shown_memory
 from .._fetch.calls import check_out, target_of
@@ -16,12 +16,8 @@ from .._machine import staging
 from .._machine.memory import Numa, node_of
 from .._rows.geometry import DTYPES, bytes_of, check_bytes
 from .._rows.manners import CodedManners, Movable
-from . import _codec, _nvcomp
-from ._codec import MAX_BLOCK_BYTES, GeneralCodec
+from ._codec import CODECS, MAX_BLOCK_BYTES, codec_of
 
-CODECS: Mapping[str, GeneralCodec] = {
-    codec.name: codec for codec in (_codec.Zstd(), _codec.Lz4(), *_nvcomp.CODECS.values())
-}
 _CPU = torch.device("cpu")
 _FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offsets")
 
@@ -238,27 +234,6 @@ torch.serialization.add_safe_globals([WholeTensor, (WholeTensor, "ibp.WholeTenso
 
 
 # ---- making a WholeTensor ----
-
-
-def is_general(scheme: object) -> bool:
-    """Returns whether a scheme asks for a general codec. Returns True even if the codec, or the variant that the scheme
-    names, does not exist."""
-    return isinstance(scheme, str) and scheme.partition(":")[0] in ("zstd", "lz4", "nvcomp")
-
-
-def codec_of(scheme: str) -> GeneralCodec:
-    """Returns the codec of a scheme such as "nvcomp:ans", "zstd:9" or "nvcomp:ans:bytes". Raises ValueError for other
-    schemes."""
-    if scheme in CODECS:
-        return CODECS[scheme]
-    name, _, text = scheme.rpartition(":")
-    found = CODECS[name].variant(text) if name in CODECS else None
-    if found is None:
-        raise ValueError(
-            f"scheme is {scheme!r}{near(scheme, CODECS)}; wanted one of {sorted(CODECS)}, or with a level, such as "
-            "'zstd:9'"
-        )
-    return found
 
 
 def compress_whole(

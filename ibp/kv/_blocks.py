@@ -42,7 +42,7 @@ class _Pool:
         self.may_use = 0
         self._lost_some = False  # whether `store` had no room for a page since the last compaction
 
-    def make_store(self, parts: list[_Part], num_pages: int, pool_bytes: int) -> None:
+    def make_store(self, parts: list[_JobPart], num_pages: int, pool_bytes: int) -> None:
         sample = []
         for part in parts:
             tensors = part.span.paged.tensors
@@ -59,7 +59,7 @@ class _Pool:
             device=self._device,
         )
 
-    def keep(self, part: _Part, lost: set[int]) -> None:
+    def keep(self, part: _JobPart, lost: set[int]) -> None:
         """Makes raw copies of those blocks of a part whose pages are in `lost`. These are the pages for which the store
         had no room."""
         self._lost_some = self._lost_some or bool(lost)
@@ -68,7 +68,7 @@ class _Pool:
                 kept = {n: tensor[block].to("cpu", copy=True) for n, tensor in part.span.columns()}
                 self.raw.setdefault(page, {}).update(kept)
 
-    def expect(self, part: _Part) -> None:
+    def expect(self, part: _JobPart) -> None:
         """Adds to `may_use` the size in bytes of the overflow that a part needs if all of its rows are stored raw."""
         assert self.store is not None
         place, num_bytes = self.store.place, len(part.pages) * len(part.span.paged) * self.page_bytes
@@ -117,7 +117,7 @@ class _Span(NamedTuple):
         return _Span(self.pool, PagedTensors(tensors), self.first_tensor + inside[0], numbers)
 
 
-class _Part(NamedTuple):
+class _JobPart(NamedTuple):
     """The part of a job that concerns one span. Block blocks[k] of the span's tensors is stored as page pages[k], or is
     loaded from it."""
 
@@ -131,7 +131,7 @@ class _Job:
     """A store or a load that has been submitted. `transfers` has the part and the transfer for each span."""
 
     stores: bool
-    transfers: list[tuple[_Part, Transfer]] = field(default_factory=list)
+    transfers: list[tuple[_JobPart, Transfer]] = field(default_factory=list)
     # Recorded before and after the job's work. None on the CPU.
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
@@ -334,7 +334,7 @@ class BlockStore(OfThisProcess):
 
     # ---- implementation ----
 
-    def _make_stores(self, parts: list[_Part]) -> None:
+    def _make_stores(self, parts: list[_JobPart]) -> None:
         all_bytes = sum(pool.page_bytes * pool.num_tensors for pool in self._pools.values())
         for pool in self._pools.values():
             mine = [part for part in parts if part.span.pool is pool]
@@ -342,10 +342,10 @@ class BlockStore(OfThisProcess):
                 share = self._pool_bytes * pool.page_bytes * pool.num_tensors // all_bytes
                 pool.make_store(mine, self._num_pages, share)
 
-    def _parts(self, moves: Moves, tensors: range | None = None) -> Iterator[_Part]:
+    def _parts(self, moves: Moves, tensors: range | None = None) -> Iterator[_JobPart]:
         for group, (pages, blocks) in moves.items():
             for span in self._spans[group] if tensors is None else self._spans_with(group, tensors):
-                yield _Part(span, pages, blocks)
+                yield _JobPart(span, pages, blocks)
 
     def _spans_with(self, group: int, tensors: range) -> list[_Span]:
         if (group, tensors) not in self._some_spans:
@@ -367,7 +367,7 @@ class BlockStore(OfThisProcess):
             yield
             entry.events[1].record()
 
-    def _load_raw(self, part: _Part) -> _Part:
+    def _load_raw(self, part: _JobPart) -> _JobPart:
         """Loads the raw pages of a part, on the current stream. Returns a part with the coded pages, which remain to be
         loaded. If several pages go to the same block, only the last of them is loaded or returned."""
         raw, first = part.span.pool.raw, part.span.first_tensor
@@ -377,7 +377,7 @@ class BlockStore(OfThisProcess):
             for number, tensor in part.span.columns():
                 tensor[block].copy_(tensors[number], non_blocking=True)
         coded = {block: page for block, page in page_of.items() if block not in kept}
-        return _Part(part.span, list(coded.values()), list(coded))
+        return _JobPart(part.span, list(coded.values()), list(coded))
 
     def _settle(self) -> None:
         """Completes the jobs whose work has ended, in the order of submission, and adds them to `_finished`. For a

@@ -1,4 +1,15 @@
-"""Cuts the keys or values of a layer into rows, learns codebooks from the rows, and encodes and decodes them."""
+"""Codes the keys or values of a layer, and keeps the coded bytes and their index.
+
+Tokens are coded in blocks of a fixed number of consecutive tokens. A `Form` says how the blocks are cut into items, and
+items into rows. `encode` codes items by a codebook; the result, `CodedTokens`, is then copied to a `TokenArena`, which
+grows at its end. A `TokenSpan` has the index of consecutive blocks of one codebook. A `TokenCodec` has the spans of all
+blocks of the keys, or of the values, and learns their codebooks.
+
+A coded sequence is one block of one sequence of the batch, as it was coded. Coded sequences are numbered over all
+blocks, in the order in which they were coded. If the sequences of the batch are reordered later, nothing is coded
+again: the `order` of a layer, int64 [blocks, B], says that block t of the present sequence b is the coded sequence
+order[t, b].
+"""
 
 from __future__ import annotations
 
@@ -10,6 +21,7 @@ import torch
 from .. import _core
 from .._common.sequences import rounded_up
 from .._fetch.streaming import STREAM_SMS
+from .._machine import memory as _memory
 from .._rows import geometry as _rows
 from .._rows.codebook import AnyCodebook, check_codebook, surveyed
 from .._rows.learning import CLEARLY_LESS, Learner, learned_from
@@ -17,18 +29,19 @@ from .._rows.planes import PlanesCodebook
 from .._rows.table import Handle, Parts
 from .._tables.coded_rows import CodedRows
 
+# ---- rows ----
+
 _SECTOR = _core.SECTOR_BYTES
 # Largest size of a row in bytes, unless one token is larger. On average a row wastes 16 bytes, half of its last sector,
 # which is 0.2 % of a row of this size.
 _MOST_ROW_BYTES = 8192
 _LEARN_ELEMENTS = 1 << 19  # number of elements of the sample from which a codebook is learned
 _LEAST_SAVINGS = 0.02  # if a codebook saves a smaller fraction of the bytes than this, tokens are kept raw
-_GROWTH = 1.5  # the factor by which index arrays grow
 _OUTER_DIMS = 3  # number of dimensions that index the items of a tensor (see `Form`): block, sequence and head
 
 
 @dataclass(frozen=True)
-class Options:
+class TokenOptions:
     """The options of a cache, as in `ibp.kv.TokenCoder`."""
 
     block: int  # number of tokens that are coded together
@@ -147,19 +160,99 @@ def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
     return CodedTokens(codebook, rows.overflow, rows.lengths, rows.bases, rows.counters, num_items)
 
 
-class TokenOrder(NamedTuple):
-    """A map from the present sequences of the batch to the coded sequences, for each block.
+# ---- bytes ----
 
-    A coded sequence is one block of one sequence, as it was coded. Coded sequences are numbered over all blocks, in the
-    order in which they were coded.
+# Each allocation of pinned memory takes time, and adds a copy to every later fetch. So an arena grows in large steps:
+# by its used size if that is below 1 MiB, by 1 MiB if the used size is below 4 MiB, and otherwise by a quarter of the
+# used size.
+_SHARE, _FIRST_BYTES = 4, 1 << 20
+# An arena and the index of its tokens should take no more memory than the raw tokens. The index usually takes less than
+# a 64th of the tokens' uncompressed size, so an arena grows to at most 63/64 of this size. If compression saves too
+# little for that, the arena grows by an eighth of its used size, so that the number of allocations stays logarithmic.
+_INDEX_SHARE, _LEAST_SHARE = 64, 8
 
-    Attributes:
-        slots: int64 [blocks, B]. Block t of the present sequence b is the coded sequence slots[t, b].
-        stamp: a number that is unique to this order.
+
+class TokenArena:
+    """An arena of bytes that grows at its end. In device memory it is a single allocation, whose bytes are copied to a
+    larger one when it grows. In pinned host memory it is a list of allocations that never move; the offsets of each
+    allocation continue those of the one before.
+
+    Args:
+        device: the device that encodes and decodes.
+        pinned: whether the bytes are in pinned host memory.
     """
 
-    slots: torch.Tensor
-    stamp: int
+    def __init__(self, device: torch.device, pinned: bool) -> None:
+        self._device, self._pinned = device, pinned
+        self.used = 0  # number of bytes that are reserved, including gaps for alignment
+        self._pieces: list[tuple[int, torch.Tensor]] = []  # for each allocation, (offset of its first byte, memory)
+        # For pinned memory: an event that is recorded after each copy to reserved bytes.
+        self.filled = torch.cuda.Event() if pinned else None
+
+    def reserve(self, num_bytes: int, alignment: int, plain_bytes: int) -> tuple[int, list[torch.Tensor]]:
+        """Reserves num_bytes bytes at the end of the arena. Returns (offset of the bytes, memory of the bytes). The
+        offset is a multiple of the alignment. The memory is a list of one tensor, or of two if the bytes begin in one
+        allocation of pinned memory and end in the next. If the call is interrupted, `rewind` with the former value of
+        `used` undoes it.
+
+        plain_bytes: uncompressed size in bytes of all tokens of the arena, including those that are about to be added.
+        """
+        offset = rounded_up(self.used, alignment)
+        end = offset + num_bytes
+        if not self._pieces or end > self.nbytes:
+            self._grow(end, plain_bytes)
+        self.used = end
+        return offset, [
+            memory[max(0, offset - start) : end - start]
+            for start, memory in self._pieces
+            if offset < start + memory.numel() and start < end
+        ]
+
+    def _grow(self, end: int, plain_bytes: int) -> None:
+        """Allocates memory so that the arena has at least `end` bytes."""
+        held = self.nbytes
+        saved = plain_bytes - plain_bytes // _INDEX_SHARE - held
+        step = max(self.used // _SHARE, min(self.used, _FIRST_BYTES))
+        added = max(end - held, self.used // _LEAST_SHARE, min(step, saved))
+        if self._pinned:
+            self._pieces.append((held, _memory.empty(added, torch.device("cpu"), pin=True)))
+        else:
+            larger = torch.empty(held + added, dtype=torch.uint8, device=self._device)
+            for start, part in self.parts():
+                larger[start : start + part.numel()].copy_(part)
+            self._pieces = [(0, larger)]
+
+    def rewind(self, used: int) -> None:
+        """Keeps the first `used` bytes and frees the bytes that were reserved after them."""
+        self.used = used
+        while self._pinned and self._pieces and self._pieces[-1][0] >= used:
+            self._pieces.pop()
+
+    def parts(self) -> list[tuple[int, torch.Tensor]]:
+        """Returns (offset, used bytes) for each allocation."""
+        ends = [*(start for start, _ in self._pieces[1:]), self.used]
+        return [(start, memory[: end - start]) for (start, memory), end in zip(self._pieces, ends)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.numel() for _, memory in self._pieces)
+
+    def clone(self) -> TokenArena:
+        """Returns an arena with a copy of the used bytes. Device memory is copied on the current stream, after the work
+        that is queued there. For pinned memory, the host first waits for the copies to it."""
+        if self.filled is not None:
+            self.filled.synchronize()
+        copied = TokenArena(self._device, self._pinned)
+        if self.used:
+            _, (memory,) = copied.reserve(self.used, 1, 0)
+            for offset, part in self.parts():
+                memory[offset : offset + part.numel()].copy_(part)
+        return copied
+
+
+# ---- index ----
+
+_GROWTH = 1.5  # the factor by which index arrays grow
 
 
 class TokenSpan:
@@ -169,7 +262,7 @@ class TokenSpan:
         form: the geometry of the blocks.
         codebook: the codebook of the blocks. None: the blocks are raw.
         first_block: number of the span's first block.
-        first_slot: number of the span's first coded sequence (see `TokenOrder`).
+        first_slot: number of the span's first coded sequence.
         device: the device of the index.
     """
 
@@ -185,8 +278,8 @@ class TokenSpan:
         self._words = self._none if codebook is None else codebook.words(device)
         self._codec = [0, form.row_bytes] if codebook is None else codebook.codec
         self._index = self._lengths, self._bases  # the used entries of `_lengths` and `_bases`
-        # Arguments and result of the last call of `ids` with an order.
-        self._ids: tuple[tuple[int, ...], torch.Tensor] | None = None
+        # The last call of `ids` with an order: (order, first, last, result).
+        self._ids: tuple[torch.Tensor, int, int, torch.Tensor] | None = None
         # Decoding is slow if the codebook has separate entries for each column. Then only all multiprocessors together
         # keep up with the link.
         by_column = isinstance(codebook, PlanesCodebook) and codebook.per_column
@@ -246,14 +339,15 @@ class TokenSpan:
         table = Handle(Parts(slots, overflow, *index, self._words, self._codec, *shape)).table
         torch.ops.ibp.gather_items.default(table, ids, sms, out, fault, outer_dims=_OUTER_DIMS)
 
-    def ids(self, first: int, last: int, batch: int, order: TokenOrder | None) -> torch.Tensor | None:
+    def ids(self, first: int, last: int, batch: int, order: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the numbers, within this span, of the items of blocks first to last - 1, as int64 [n] in the order of
         `Form.items`. Returns None if these are all items of the span, in the order in which they were encoded.
 
         Args:
             first, last: block numbers, counted over all spans.
             batch: number of present sequences.
-            order: the order of the present sequences. None: the order in which they were encoded.
+            order: for all blocks and present sequences, the coded sequences; the tensor must not be changed later.
+                None: the sequences are in the order in which they were encoded.
         """
         heads, device = self.form.num_heads, self._bases.device
         if order is None:
@@ -261,12 +355,11 @@ class TokenSpan:
             if (start * heads, end * heads) == (0, self.num_items):
                 return None
             return torch.arange(start * heads, end * heads, device=device)
-        key = (order.stamp, first, last)
-        if self._ids is None or self._ids[0] != key:
-            slots = order.slots[first:last] - self.first_slot
+        if self._ids is None or self._ids[0] is not order or self._ids[1:3] != (first, last):
+            slots = order[first:last] - self.first_slot
             ids = slots[..., None] * heads + torch.arange(heads, device=device)
-            self._ids = key, ids.view(-1)
-        return self._ids[1]
+            self._ids = order, first, last, ids.view(-1)
+        return self._ids[3]
 
     def clone(self) -> TokenSpan:
         copied = TokenSpan(self.form, self.codebook, self.first_block, self.first_slot, self._bases.device)
@@ -285,7 +378,7 @@ class TokenCodec:
         device: the device that encodes and decodes.
     """
 
-    def __init__(self, form: Form, options: Options, given: AnyCodebook | None, device: torch.device) -> None:
+    def __init__(self, form: Form, options: TokenOptions, given: AnyCodebook | None, device: torch.device) -> None:
         self.form, self._options, self._device = form, options, device
         self._learner: Learner[AnyCodebook] = Learner()
         if given is not None:
@@ -346,7 +439,7 @@ class TokenCodec:
         staged: torch.Tensor,
         out: torch.Tensor,
         blocks: range,
-        order: TokenOrder | None,
+        order: torch.Tensor | None,
         sms: int | None,
         fault: torch.Tensor,
     ) -> None:

@@ -27,7 +27,7 @@ from .._rows.faults import Faults, FaultWords
 from .._rows.geometry import check_bytes
 from .._rows.table import Handle, Parts
 from . import _paged
-from ._paged import PagedTensors, Pages, check_different, check_paged, numbers_on, plan_pages
+from ._paged import PagedTensors, Pages, blocks_on, check_different, check_paged, plan_pages
 
 _NONE = 255  # value of each byte of the base and the length of a row that has not been encoded
 # Largest size of a row in bytes. In a message, the length 0xFFFF marks a row that has not been encoded. If rows were
@@ -186,53 +186,13 @@ class PageCodec:
     def _rows(self, num_pages: int) -> int:
         return num_pages * (self.page_bytes // self.codebook.row_bytes)
 
-    def _message_of(self, data: torch.Tensor, num_pages: int) -> _Message:
-        return _Message(self, data, self._rows(num_pages))
-
-    def _call(self, tensors: Tensors, blocks: Pages | None, is_written: bool) -> _PackCall:
-        """Checks the arguments of a call and returns them. is_written: whether the call writes to the blocks. Their
-        numbers must then all be different."""
-        paged = tensors if isinstance(tensors, PagedTensors) else PagedTensors(tensors)
-        device = paged.device
-        check_paged(paged, "codec", device, self.page_bytes, self.codebook.row_bytes)
-        if blocks is None:
-            return _PackCall(paged, torch.arange(paged.num_blocks, device=device), True)
-        near, host = numbers_on(device, "blocks", blocks, paged.num_blocks)
-        if is_written:
-            check_different("blocks", host, paged.num_blocks)
-        return _PackCall(paged, near, host is not None)
-
-
-class _PackCall(NamedTuple):
-    """The tensors and blocks of a call of `pack` or `unpack`.
-
-    Attributes:
-        paged: the tensors.
-        blocks: the numbers of the blocks, int64 on the device.
-        are_checked: whether the host knows that these blocks exist.
-    """
-
-    paged: PagedTensors
-    blocks: torch.Tensor
-    are_checked: bool
-
-    @property
-    def num_pages(self) -> int:
-        return self.blocks.numel() * len(self.paged)
-
-    def plan(self, ids_per_page: int, stored: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (ids of the rows or pieces of the message's pages, addresses of the pieces of the blocks), as
-        `plan_pages` does."""
-        count = self.blocks.numel()
-        pages = torch.arange(count, device=self.paged.device)
-        return plan_pages(self.paged, pages, self.blocks, ids_per_page, count, len(self.paged), stored=stored)
-
 
 class _Message:
-    """Views of the head, the index and the data of a message of num_rows rows."""
+    """Views of the head, the index and the data of a message of num_pages pages."""
 
-    def __init__(self, codec: PageCodec, memory: torch.Tensor, num_rows: int) -> None:
-        self.codec, self.num_rows, form = codec, num_rows, forms.packed(num_rows)
+    def __init__(self, codec: PageCodec, memory: torch.Tensor, num_pages: int) -> None:
+        self.codec, self.num_rows = codec, codec._rows(num_pages)
+        form = forms.packed(self.num_rows)
         self.start = form.overflow.start
         self.head = memory[: forms.HEAD_BYTES].view(torch.int64)
         self.index = memory[forms.HEAD_BYTES : self.start]
@@ -262,6 +222,22 @@ class _Message:
         index, words = (self.lengths, self.bases), codebook.words(self.data.device)
         sizes = (0, 0, num_bytes // item_bytes, item_bytes)
         return Handle(Parts(self.data[:0], self.data, *index, words, codebook.codec, *sizes, used=self.used))
+
+
+def _paged_for(codec: PageCodec, tensors: Tensors) -> PagedTensors:
+    paged = tensors if isinstance(tensors, PagedTensors) else PagedTensors(tensors)
+    check_paged(paged, "codec", paged.device, codec.page_bytes, codec.codebook.row_bytes)
+    return paged
+
+
+def _plan(
+    paged: PagedTensors, blocks: torch.Tensor, ids_per_page: int, stored: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (ids of the rows or pieces of the message's pages, addresses of the pieces of the blocks), as
+    `plan_pages` does. blocks: the numbers of the blocks, int64 on the device."""
+    count = blocks.numel()
+    pages = torch.arange(count, device=paged.device)
+    return plan_pages(paged, pages, blocks, ids_per_page, count, len(paged), stored=stored)
 
 
 def packed_bytes(codec: PageCodec, num_pages: int) -> int:
@@ -324,21 +300,24 @@ def pack(
         IndexError: there is no such block. For block numbers on a GPU, `codec.check` and the next call raise it.
         TypeError, ValueError: arguments are not as described.
     """
-    call = codec._call(pages, blocks, is_written=False)
-    device, size = call.paged.device, packed_bytes(codec, call.num_pages)
+    paged = _paged_for(codec, pages)
+    near, host = blocks_on(paged, blocks)
+    device, num_pages = paged.device, near.numel() * len(paged)
+    size = packed_bytes(codec, num_pages)
     fault = codec._faults.on(device, _PACKING)
     codec._raise_pending(device)
     if out is None:
         out = torch.empty(size, dtype=torch.uint8, device=device)
     check_bytes("out", out, size, device, forms.ALIGNMENT)
-    message = codec._message_of(out[:size], call.num_pages)
+    message = _Message(codec, out[:size], num_pages)
     message.clear()
-    if call.num_pages:
-        planned, addresses = call.plan(message.num_rows // call.num_pages)
-        # Encoding is faster with row_ids=None, which means 0, 1, 2 and so on. That is right only if all blocks exist.
-        row_ids = None if call.are_checked else planned
+    if num_pages:
+        planned, addresses = _plan(paged, near, message.num_rows // num_pages)
+        # Encoding is faster with row_ids=None, which means 0, 1, 2 and so on. That is right only if the host knows that
+        # all blocks exist.
+        row_ids = None if blocks is None or host is not None else planned
         message.handle(codec.codebook.row_bytes).encode(
-            call.paged.layout, message.counts, fault, buffers=addresses, row_ids=row_ids, max_sms=sms_of(max_sms)
+            paged.layout, message.counts, fault, buffers=addresses, row_ids=row_ids, max_sms=sms_of(max_sms)
         )
     return PackedPages(out[:size], message.used + message.start)
 
@@ -376,18 +355,20 @@ def unpack(
             faults. On a GPU, it raises faults that earlier work has noted.
         TypeError, ValueError: arguments are not as described.
     """
-    call = codec._call(out, blocks, is_written=True)
-    device, piece_bytes = call.paged.device, call.paged.piece_bytes
+    paged = _paged_for(codec, out)
+    near, host = blocks_on(paged, blocks)
+    check_different("blocks", host, paged.num_blocks)
+    device, piece_bytes, num_pages = paged.device, paged.piece_bytes, near.numel() * len(paged)
     strange, fault = (codec._faults.on(device, kind) for kind in (_STRANGE, _UNPACKING))
     codec._raise_pending(device)
-    start = forms.packed(codec._rows(call.num_pages)).overflow.start
+    start = forms.packed(codec._rows(num_pages)).overflow.start
     check_bytes("message", message, start, device, forms.ALIGNMENT)
-    parts = codec._message_of(message, call.num_pages)
+    parts = _Message(codec, message, num_pages)
     is_ours = parts.note_other(strange)
-    if call.num_pages:
-        stored = is_ours.view(torch.uint8).expand(call.num_pages).contiguous()
-        pieces, addresses = call.plan(codec.page_bytes // piece_bytes, stored)
-        table, near = parts.handle(piece_bytes).table, call.paged.tensors[0]
-        torch.ops.ibp.gather_items.default(table, pieces, sms_of(max_sms), near, fault, addresses=addresses)
+    if num_pages:
+        stored = is_ours.view(torch.uint8).expand(num_pages).contiguous()
+        pieces, addresses = _plan(paged, near, codec.page_bytes // piece_bytes, stored)
+        table, like = parts.handle(piece_bytes).table, paged.tensors[0]
+        torch.ops.ibp.gather_items.default(table, pieces, sms_of(max_sms), like, fault, addresses=addresses)
     if device.type == "cpu":
         codec._raise_pending(device)

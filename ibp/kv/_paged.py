@@ -1,6 +1,8 @@
-"""Chooses the sizes of a cache's rows, slots and overflow, from a sample of its content or from the size of a pool.
+"""What the stores and messages of pages have in common: the sizes of rows, slots and overflow, and the places of pages.
 
-`PagedTensors`, which describes where the pages of a paged cache lie in memory, and the planning of transfers.
+The sizes are chosen from a sample of a cache's content, or from the size of a pool. `PagedTensors` describes where the
+pages of a paged cache lie in memory. `plan_pages` computes on the device which rows, and which addresses, a transfer of
+pages reads and writes.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from .._rows.geometry import layout_of
 from .._rows.learning import analyze
 from .._rows.planes import PlanesCodebook
 from .._tables.coded_rows import Buffers
+
+# ---- sizes ----
 
 # Preferred size in bytes of the rows of pages. Longer rows save no more, and shorter rows take longer to decode for
 # each byte (benchmarks/results/gather.csv).
@@ -183,6 +187,8 @@ def _as_rows(sample: torch.Tensor, row_bytes: int) -> torch.Tensor:
     return flat[: flat.numel() // elements * elements].view(-1, elements)
 
 
+# ---- places ----
+
 Pages = Sequence[int] | torch.Tensor
 
 
@@ -241,7 +247,7 @@ class PagedTensors:
             addresses: int64: the address of each block. None: block b begins b * stride bytes after the first block.
             stride: distance in bytes between consecutive blocks of a tensor. Unused if `addresses` is given.
         """
-        self.device, self.block_bytes = block.device, block.nbytes
+        self.device, self.block_bytes, self._num_tensors = block.device, block.nbytes, len(starts)
         offsets, self.piece_bytes = _pieces(block)
         places = [start + offset for start in starts for offset in offsets]
         near = torch.tensor(places, dtype=torch.int64, device=self.device)
@@ -249,14 +255,16 @@ class PagedTensors:
         scratch = torch.empty(self.piece_bytes, dtype=torch.uint8, device=block.device)
         # The arguments of torch.ops.ibp.plan_pages.
         self._where = (near, addresses, stride, scratch.data_ptr(), len(offsets))
-        self._used = (*_owners(self.tensors), near, scratch, *(() if addresses is None else (addresses,)))
+        # The tensors that transfers use: one for each storage, so that `record_stream` can be called on each.
+        owners = {tensor.untyped_storage().data_ptr(): tensor for tensor in self.tensors}.values()
+        self.used = (*owners, near, scratch, *(() if addresses is None else (addresses,)))
 
     def __reduce__(self) -> tuple[type[PagedTensors], tuple[tuple[torch.Tensor, ...]]]:
         """Pickles and copies only the tensors, so that a copy computes the addresses of its own tensors."""
         return PagedTensors, (self.tensors,)
 
     def __len__(self) -> int:
-        return len(self.tensors)
+        return self._num_tensors
 
     @property
     def pieces(self) -> int:
@@ -264,16 +272,12 @@ class PagedTensors:
         return self._where[0].numel()
 
 
-class PageList(PagedTensors):
-    """A list of tensors that are treated as the blocks of a single tensor, so each tensor is a page. A transfer moves
-    all tensors of the list."""
-
-    def __init__(self, tensors: Buffers) -> None:
-        self.tensors, self.num_blocks = tensors.tensors, len(tensors.tensors)
-        self._lay_out(self.tensors[0], [0], tensors.addresses, 0)
-
-    def __len__(self) -> int:
-        return 1
+def pages_of(tensors: Buffers) -> PagedTensors:
+    """Returns the tensors of a list as the blocks of a single tensor, so that each of them is a page."""
+    paged = PagedTensors.__new__(PagedTensors)
+    paged.tensors, paged.num_blocks = tensors.tensors, len(tensors.tensors)
+    paged._lay_out(paged.tensors[0], [0], tensors.addresses, 0)
+    return paged
 
 
 def check_paged(paged: PagedTensors, owner: str, device: torch.device, page_bytes: int, row_bytes: int) -> None:
@@ -347,20 +351,23 @@ def numbers_on(device: torch.device, name: str, numbers: Pages, count: int) -> t
     return given.pin_memory().to(device, non_blocking=True), given
 
 
+def blocks_on(paged: PagedTensors, blocks: Pages | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the numbers of blocks of a paged cache, as `numbers_on` does. blocks: None: all blocks, whose numbers are
+    then returned only on the device."""
+    if blocks is None:
+        return torch.arange(paged.num_blocks, device=paged.device), None
+    return numbers_on(paged.device, "blocks", blocks, paged.num_blocks)
+
+
 def check_different(name: str, numbers: torch.Tensor | None, count: int) -> None:
     """Raises ValueError if a number occurs more than once. numbers: int64 on the host, each in [0, count). None: they
-    are on a GPU, and nothing is checked."""
+    are only on the device, and nothing is checked."""
     if numbers is None:
         return
     seen = np.zeros(count, bool)
     seen[numbers.numpy()] = True
     if np.count_nonzero(seen) < numbers.numel():
         raise ValueError(f"{name} has a number more than once")
-
-
-def _owners(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns one tensor for each storage that the tensors use, so that `record_stream` can be called on each."""
-    return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
 
 
 def _pieces(block: torch.Tensor) -> tuple[list[int], int]:

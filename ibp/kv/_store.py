@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from .._rows.geometry import stored_sizes
 from .._rows.table import Handle
 from .._tables.coded_rows import Buffers, CodedRows
 from . import _paged
-from ._paged import PagedTensors, PageList, Pages, check_different, check_paged, numbers_on, plan_pages
+from ._paged import PagedTensors, Pages, blocks_on, check_different, check_paged, numbers_on, pages_of, plan_pages
 
 Tensors = torch.Tensor | PagedTensors | Buffers | Sequence[torch.Tensor]
 
@@ -91,11 +91,15 @@ class Transfer(OfThisProcess):
 
     _instead = "wait() for it in the process that began it"
 
-    def __init__(self, store: KVStore, stores: bool, call: _StoreCall, num_bytes: int) -> None:
-        self._store, self._stores, self.num_bytes = store, stores, num_bytes
-        self._pages = None if call.host is None else call.host.clone()  # the caller may overwrite the given tensor
-        self._near = near = call.near
-        self._columns = call.columns if call.paged is not None else slice(None)
+    def __init__(
+        self, store: KVStore, stores: bool, near: torch.Tensor, host: torch.Tensor | None, tensors: range
+    ) -> None:
+        """near, host: the page numbers on the device and on the host, as `numbers_on` returns them. tensors: the
+        indices in a page of the tensors that the transfer moves."""
+        self._store, self._stores, self._near = store, stores, near
+        self._pages = None if host is None else host.clone()  # the caller may overwrite the given tensor
+        self._columns = slice(tensors.start, tensors.stop)
+        self.num_bytes = near.numel() * len(tensors) * store.page_bytes
         self._event: torch.cuda.Event | None = None
         self._is_captured = near.is_cuda and is_capturing(near.device)
         if near.is_cuda and not self._is_captured:
@@ -289,7 +293,7 @@ class KVStore(OfThisProcess):
         self.faults.on(self.device)  # graphs need the record to exist before they are captured
         self._streams: dict[bool, torch.cuda.Stream] = {}
         self._under_way: list[Transfer] = []
-        self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
+        self._lists: weakref.WeakKeyDictionary[Buffers, PagedTensors] = weakref.WeakKeyDictionary()
         self._tables: dict[int, torch.Tensor] = {}
         self._lock = ForkLock()
         self._num_stored = 0  # number of pages stored since the last compaction
@@ -373,15 +377,20 @@ class KVStore(OfThisProcess):
         Raises:
             IndexError, TypeError, ValueError: arguments are not as described. Then nothing was stored.
         """
-        call = self._call(pages, tensors, blocks, first_tensor, "pages")
-        with self._lock, self._on_stream(stream, True, call):
-            place, layout, count = self.place, call.tensors.layout, self._rows_per_tensor
-            row_ids, buffers = self._plan(call, count, None)
+        paged = self._paged(tensors, blocks, first_tensor)
+        near, host = numbers_on(self.device, "pages", pages, self.num_pages)
+        moved, _ = blocks_on(paged, blocks)
+        _check_as_many(near, moved)
+        check_different("pages", host, self.num_pages)
+        with self._lock, self._on_stream(stream, True, host, (near, moved, *paged.used)):
+            place, count = self.place, self._rows_per_tensor
+            sizes = (count, self.num_pages, self.num_tensors, first_tensor)
+            row_ids, buffers = plan_pages(paged, near, moved, *sizes)
             sms = _sms_of(max_sms, _STORE_SMS if place.memory == "pinned" else 0)
-            place.handle.encode(layout, place._counts, place.fault, buffers=buffers, row_ids=row_ids, max_sms=sms)
-            self._num_stored += call.near.numel()
+            place.handle.encode(paged.layout, place._counts, place.fault, buffers=buffers, row_ids=row_ids, max_sms=sms)
+            self._num_stored += near.numel()
             torch.ops.ibp.note_pages.default(row_ids, count, place.lengths, place.rooms, self._stored, self._seen_near)
-            return self._begun(call, True)
+            return self._begun(True, near, host, range(first_tensor, first_tensor + len(paged)))
 
     def load(
         self,
@@ -400,28 +409,32 @@ class KVStore(OfThisProcess):
 
         Args and Raises: as in `store`, except that the blocks must all be different, and pages may repeat.
         """
-        call = self._call(pages, tensors, blocks, first_tensor, "blocks")
-        with self._lock, self._on_stream(stream, False, call):
-            piece = call.tensors.piece_bytes
-            items, addresses = self._plan(call, self.page_bytes // piece, self._stored)
+        paged = self._paged(tensors, blocks, first_tensor)
+        near, host = numbers_on(self.device, "pages", pages, self.num_pages)
+        moved, host_moved = blocks_on(paged, blocks)
+        _check_as_many(near, moved)
+        check_different("blocks", host_moved, paged.num_blocks)
+        with self._lock, self._on_stream(stream, False, host, (near, moved, *paged.used)):
+            piece = paged.piece_bytes
+            sizes = (self.page_bytes // piece, self.num_pages, self.num_tensors, first_tensor)
+            items, addresses = plan_pages(paged, near, moved, *sizes, self._stored)
             table = self._table_of(piece)
             sms = _sms_of(max_sms, _LOAD_SMS if self.place.memory == "pinned" else 0)
-            out = call.tensors.tensors[0]
-            near = self.faults.on(self.device)
-            torch.ops.ibp.gather_items.default(table, items, sms, out, near, addresses=addresses)
-            return self._begun(call, False)
+            fault = self.faults.on(self.device)
+            torch.ops.ibp.gather_items.default(table, items, sms, paged.tensors[0], fault, addresses=addresses)
+            return self._begun(False, near, host, range(first_tensor, first_tensor + len(paged)))
 
     def free(self, pages: Pages) -> None:
         """Removes pages, after all earlier transfers of these pages. They cannot be loaded until they are stored again.
         Overflow that is reserved for their rows stays reserved, for the next pages that are stored under these
         numbers."""
-        call = _StoreCall(*numbers_on(self.device, "pages", pages, self.num_pages), None, None, 0)
-        with self._lock, self._on_stream(None, True, call):
-            is_there = (call.near >= 0) & (call.near < self.num_pages)
-            index = torch.where(is_there, call.near, self.num_pages)
+        near, host = numbers_on(self.device, "pages", pages, self.num_pages)
+        with self._lock, self._on_stream(None, True, host, (near,)):
+            is_there = (near >= 0) & (near < self.num_pages)
+            index = torch.where(is_there, near, self.num_pages)
             self._stored[index] = 0
             self._seen_near[index] = 0
-            self._begun(call, True)
+            self._begun(True, near, host, range(0))
 
     def clear(self) -> None:
         """Removes all pages and frees all overflow. Waits for all transfers begun so far."""
@@ -481,30 +494,19 @@ class KVStore(OfThisProcess):
 
     # ---- implementation ----
 
-    def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int, once: str) -> _StoreCall:
-        """Checks the arguments of a transfer and returns them. once: what the transfer writes to, "pages" or "blocks";
-        no page, or no block, may be given twice."""
-        paged = self._paged(tensors, blocks)
+    def _paged(self, tensors: Tensors, blocks: Pages | None, first_tensor: int) -> PagedTensors:
+        """Returns the tensors of a transfer as `PagedTensors`. Raises TypeError or ValueError if they do not suit the
+        store, or have no place in a page from number first_tensor on."""
+        paged = self._as_paged(tensors, blocks)
         check_paged(paged, "store", self.device, self.page_bytes, self.place.row_bytes)
         whole_number("first_tensor", first_tensor, 0)
         if first_tensor + len(paged) > self.num_tensors:
             raise ValueError(
                 f"there are {len(paged)} tensors from number {first_tensor} on; a page has {self.num_tensors}"
             )
-        near, host = numbers_on(self.device, "pages", pages, self.num_pages)
-        if blocks is None:
-            near_blocks, host_blocks = torch.arange(paged.num_blocks, device=self.device), None
-        else:
-            near_blocks, host_blocks = numbers_on(self.device, "blocks", blocks, paged.num_blocks)
-        if near.numel() != near_blocks.numel():
-            raise ValueError(f"there are {near.numel()} pages and {near_blocks.numel()} blocks; wanted the same number")
-        if once == "pages":
-            check_different(once, host, self.num_pages)
-        else:
-            check_different(once, host_blocks, paged.num_blocks)
-        return _StoreCall(near, host, paged, near_blocks, first_tensor)
+        return paged
 
-    def _paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors:
+    def _as_paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors:
         if isinstance(tensors, PagedTensors):
             return tensors
         if isinstance(tensors, torch.Tensor) or (self.num_tensors > 1 and not isinstance(tensors, Buffers)):
@@ -517,11 +519,13 @@ class KVStore(OfThisProcess):
             raise ValueError("blocks are given, but the tensors are pages; make them ibp.kv.PagedTensors of one tensor")
         buffers = tensors if isinstance(tensors, Buffers) else Buffers(tensors)
         if buffers not in self._lists:
-            self._lists[buffers] = PageList(buffers)
+            self._lists[buffers] = pages_of(buffers)
         return self._lists[buffers]
 
     @contextlib.contextmanager
-    def _on_stream(self, stream: torch.cuda.Stream | None, stores: bool, call: _StoreCall) -> Iterator[None]:
+    def _on_stream(
+        self, stream: torch.cuda.Stream | None, stores: bool, pages: torch.Tensor | None, used: Iterable[torch.Tensor]
+    ) -> Iterator[None]:
         """A context in which the stream of a transfer is the current one. The transfer's work runs after the work that
         is queued on the former current stream, and after earlier transfers that have pages in common with it, unless
         both are loads. On the CPU, and while a CUDA graph is being captured, the context does nothing.
@@ -529,7 +533,8 @@ class KVStore(OfThisProcess):
         Args:
             stream: the stream of the transfer. None: one of the store's own streams.
             stores: whether the transfer is a store.
-            call: the pages and blocks of the transfer.
+            pages: the page numbers on the host. None: they were given on the GPU.
+            used: the tensors that the transfer uses and that may have been allocated on another stream.
         """
         if self.device.type != "cuda" or is_capturing(self.device):
             yield
@@ -543,28 +548,18 @@ class KVStore(OfThisProcess):
         stream.wait_stream(torch.cuda.current_stream(self.device))
         self._under_way = [earlier for earlier in self._under_way if not earlier.is_done()]
         for earlier in self._under_way:
-            if (stores or earlier._stores) and earlier._meets(call.host) and earlier._event is not None:
+            if (stores or earlier._stores) and earlier._meets(pages) and earlier._event is not None:
                 stream.wait_event(earlier._event)
         with torch.cuda.stream(stream):
-            for tensor in call.inputs():
+            for tensor in used:
                 tensor.record_stream(stream)
             yield
 
-    def _begun(self, call: _StoreCall, stores: bool) -> Transfer:
-        num_bytes = call.near.numel() * (len(call.paged) if call.paged else 0) * self.page_bytes
-        transfer = Transfer(self, stores, call, num_bytes)
+    def _begun(self, stores: bool, near: torch.Tensor, host: torch.Tensor | None, tensors: range) -> Transfer:
+        transfer = Transfer(self, stores, near, host, tensors)
         if transfer._event is not None:
             self._under_way.append(transfer)
         return transfer
-
-    def _plan(
-        self, call: _StoreCall, ids_per_block: int, stored: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the result of `plan_pages` for the pages and blocks of a call: (ids of the rows or pieces of the
-        pages, addresses of the pieces of the blocks)."""
-        assert call.blocks is not None
-        sizes = (ids_per_block, self.num_pages, self.num_tensors, call.first_tensor)
-        return plan_pages(call.tensors, call.near, call.blocks, *sizes, stored)
 
     def _table_of(self, piece: int) -> torch.Tensor:
         """Returns a handle of the pool as a table with items of `piece` bytes."""
@@ -575,36 +570,9 @@ class KVStore(OfThisProcess):
         return self._tables[piece]
 
 
-class _StoreCall(NamedTuple):
-    """The pages and blocks of a transfer.
-
-    Attributes:
-        near: the page numbers, int64 on the device.
-        host: the page numbers on the host. None: they were given on the GPU.
-        paged: the tensors. None: the call only frees pages.
-        blocks: the block numbers, int64 on the device. None: the call only frees pages.
-        first_tensor: the index in a page of the first tensor.
-    """
-
-    near: torch.Tensor
-    host: torch.Tensor | None
-    paged: PagedTensors | None
-    blocks: torch.Tensor | None
-    first_tensor: int
-
-    @property
-    def tensors(self) -> PagedTensors:
-        assert self.paged is not None
-        return self.paged
-
-    @property
-    def columns(self) -> slice:
-        return slice(self.first_tensor, self.first_tensor + len(self.tensors))
-
-    def inputs(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors that the transfer uses and that may have been allocated on another stream."""
-        held = (self.near, self.blocks, *(self.paged._used if self.paged else ()))
-        return (tensor for tensor in held if tensor is not None)
+def _check_as_many(pages: torch.Tensor, blocks: torch.Tensor) -> None:
+    if pages.numel() != blocks.numel():
+        raise ValueError(f"there are {pages.numel()} pages and {blocks.numel()} blocks; wanted the same number")
 
 
 def _sms_of(max_sms: int | None, usual: int) -> int:

@@ -1,8 +1,10 @@
-"""The encoded tokens of a layer (`TokenHistory`), and the memory of their encoded bytes (`TokenArena`).
+"""Keeps the older tokens of a growing KV-cache coded, and decodes them when they are needed.
 
-Stores the encoded tokens of layers, copies them to the device that computes, and decodes them there.
-
-`ibp.kv.TokenCoder`, which has the options and the decoders that all layers of a growing KV-cache share.
+A `TokenHistory` has the coded tokens of one layer. Its user keeps the newer tokens raw. While blocks are being encoded,
+they are `Pending`, and their tokens still count as raw ones. A `TokenDecoder` stores and decodes the tokens of all
+layers on one device: on the CPU at once, on a GPU on a separate stream (`CudaTokenDecoder`), or from pinned host memory
+through a ring of buffers (`HostTokenDecoder`). A `Fetch` has keys and values that are being decoded. An
+`ibp.kv.TokenCoder` has the options and the decoders that all layers of a cache share.
 """
 
 from __future__ import annotations
@@ -15,102 +17,17 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._common.process import OfThisProcess
-from .._common.sequences import rounded_up
 from .._fetch.calls import sms_of
 from .._machine import memory as _memory
 from .._machine.staging import Coming, Ring, Turn
 from .._rows.codebook import AnyCodebook
 from .._rows.faults import Faults, FaultWords
 from .._rows.learning import check_scheme
-from ._coding import CodedTokens, Form, Options, TokenCodec, TokenOrder
+from ._coding import CodedTokens, Form, TokenArena, TokenCodec, TokenOptions
 
-# Each allocation of pinned memory takes time, and adds a copy to every later fetch. So an arena grows in large steps:
-# by its used size if that is below 1 MiB, by 1 MiB if the used size is below 4 MiB, and otherwise by a quarter of the
-# used size.
-_SHARE, _FIRST_BYTES = 4, 1 << 20
-# An arena and the index of its tokens should take no more memory than the raw tokens. The index usually takes less than
-# a 64th of the tokens' uncompressed size, so an arena grows to at most 63/64 of this size. If compression saves too
-# little for that, the arena grows by an eighth of its used size, so that the number of allocations stays logarithmic.
-_INDEX_SHARE, _LEAST_SHARE = 64, 8
+# ---- the tokens of a layer ----
+
 _stamps = itertools.count(1)
-
-
-class TokenArena:
-    """An arena of bytes that grows at its end. In device memory it is a single allocation, whose bytes are copied to a
-    larger one when it grows. In pinned host memory it is a list of allocations that never move; the offsets of each
-    allocation continue those of the one before.
-
-    Args:
-        device: the device that encodes and decodes.
-        pinned: whether the bytes are in pinned host memory.
-    """
-
-    def __init__(self, device: torch.device, pinned: bool) -> None:
-        self._device, self._pinned = device, pinned
-        self.used = 0  # number of bytes that are reserved, including gaps for alignment
-        self._pieces: list[tuple[int, torch.Tensor]] = []  # for each allocation, (offset of its first byte, memory)
-        # For pinned memory: an event that is recorded after each copy to reserved bytes.
-        self.filled = torch.cuda.Event() if pinned else None
-
-    def reserve(self, num_bytes: int, alignment: int, plain_bytes: int) -> tuple[int, list[torch.Tensor]]:
-        """Reserves num_bytes bytes at the end of the arena. Returns (offset of the bytes, memory of the bytes). The
-        offset is a multiple of the alignment. The memory is a list of one tensor, or of two if the bytes begin in one
-        allocation of pinned memory and end in the next. If the call is interrupted, `rewind` with the former value of
-        `used` undoes it.
-
-        plain_bytes: uncompressed size in bytes of all tokens of the arena, including those that are about to be added.
-        """
-        offset = rounded_up(self.used, alignment)
-        end = offset + num_bytes
-        if not self._pieces or end > self.nbytes:
-            self._grow(end, plain_bytes)
-        self.used = end
-        return offset, [
-            memory[max(0, offset - start) : end - start]
-            for start, memory in self._pieces
-            if offset < start + memory.numel() and start < end
-        ]
-
-    def _grow(self, end: int, plain_bytes: int) -> None:
-        """Allocates memory so that the arena has at least `end` bytes."""
-        held = self.nbytes
-        saved = plain_bytes - plain_bytes // _INDEX_SHARE - held
-        step = max(self.used // _SHARE, min(self.used, _FIRST_BYTES))
-        added = max(end - held, self.used // _LEAST_SHARE, min(step, saved))
-        if self._pinned:
-            self._pieces.append((held, _memory.empty(added, torch.device("cpu"), pin=True)))
-        else:
-            larger = torch.empty(held + added, dtype=torch.uint8, device=self._device)
-            for start, part in self.parts():
-                larger[start : start + part.numel()].copy_(part)
-            self._pieces = [(0, larger)]
-
-    def rewind(self, used: int) -> None:
-        """Keeps the first `used` bytes and frees the bytes that were reserved after them."""
-        self.used = used
-        while self._pinned and self._pieces and self._pieces[-1][0] >= used:
-            self._pieces.pop()
-
-    def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns (offset, used bytes) for each allocation."""
-        ends = [*(start for start, _ in self._pieces[1:]), self.used]
-        return [(start, memory[: end - start]) for (start, memory), end in zip(self._pieces, ends)]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(memory.numel() for _, memory in self._pieces)
-
-    def clone(self) -> TokenArena:
-        """Returns an arena with a copy of the used bytes. Device memory is copied on the current stream, after the work
-        that is queued there. For pinned memory, the host first waits for the copies to it."""
-        if self.filled is not None:
-            self.filled.synchronize()
-        copied = TokenArena(self._device, self._pinned)
-        if self.used:
-            _, (memory,) = copied.reserve(self.used, 1, 0)
-            for offset, part in self.parts():
-                memory[offset : offset + part.numel()].copy_(part)
-        return copied
 
 
 @dataclass
@@ -190,7 +107,7 @@ class TokenHistory(OfThisProcess):
 
     _instead = "fetch() its keys and values, which can be pickled"
 
-    def __init__(self, keys: Form, values: Form, options: Options, decoder: TokenDecoder) -> None:
+    def __init__(self, keys: Form, values: Form, options: TokenOptions, decoder: TokenDecoder) -> None:
         given, self.device = options.codebooks or (None, None), decoder.device
         self._options, self._decoder, self.arena = options, decoder, decoder.new_arena()
         self.keys, self.values = (
@@ -200,8 +117,9 @@ class TokenHistory(OfThisProcess):
         self.stamp = next(_stamps)  # changes whenever the bytes of the arena change
         self._batches: list[Batch] = []
         self._num_slots, self._batch_size = 0, 0
-        # For each block and present sequence, its coded sequence. None: sequences are in the order of encoding.
-        self.order: TokenOrder | None = None
+        # int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence. None: the
+        # sequences are in the order of encoding. The tensor is never changed, only replaced (see `_coding.py`).
+        self.order: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -246,7 +164,7 @@ class TokenHistory(OfThisProcess):
     @property
     def index_bytes(self) -> int:
         """Size in bytes of the index of rows, the codebooks and the order of sequences, all in device memory."""
-        order = 0 if self.order is None else self.order.slots.numel() * 8
+        order = 0 if self.order is None else self.order.numel() * 8
         return order + sum(span.index_bytes for codec in (self.keys, self.values) for span in codec.spans)
 
     @property
@@ -319,13 +237,12 @@ class TokenHistory(OfThisProcess):
         new = new.view(num_blocks, batch_size)
         if sequences is not None:
             new = new[:, sequences]
-        self.order = TokenOrder(torch.cat((held, new)) if self.num_blocks else new, next(_stamps))
+        self.order = torch.cat((held, new)) if self.num_blocks else new
 
     def _slots(self) -> torch.Tensor:
-        """Returns int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence, as in
-        `TokenOrder.slots`."""
+        """Returns int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence."""
         if self.order is not None:
-            return self.order.slots
+            return self.order
         slots = torch.arange(self._num_slots, device=self.device)
         return slots.view(self.num_blocks, -1) if self.num_blocks else slots.view(0, 0)
 
@@ -333,7 +250,7 @@ class TokenHistory(OfThisProcess):
         """Reorders the sequences without decoding: sequence b becomes the former sequence sequences[b]. sequences:
         int64 [B]."""
         if self.num_blocks:
-            self.order = TokenOrder(self._slots()[:, sequences], next(_stamps))
+            self.order = self._slots()[:, sequences]
             self._batch_size = sequences.numel()
 
     def truncate(self, num_blocks: int) -> None:
@@ -349,7 +266,7 @@ class TokenHistory(OfThisProcess):
         for codec in (self.keys, self.values):
             codec.truncate(num_blocks, self._num_slots)
         if self.order is not None:
-            self.order = TokenOrder(self.order.slots[:num_blocks], next(_stamps)) if num_blocks else None
+            self.order = self.order[:num_blocks] if num_blocks else None
         self.stamp = next(_stamps)
 
     def empty(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -373,6 +290,8 @@ class TokenHistory(OfThisProcess):
         copied.order = self.order
         return copied
 
+
+# ---- storing and decoding ----
 
 _WORDS = FaultWords("coded tokens were damaged: {status}, item {value} at position {position}", RuntimeError, later="")
 _SLACK = 8  # a buffer that must grow gets (1 + 1 / _SLACK) times the bytes that the layer needs
@@ -434,7 +353,7 @@ class TokenDecoder:
         sent_bytes: number of bytes that have been copied from the device to host memory.
     """
 
-    def __init__(self, device: torch.device, options: Options) -> None:
+    def __init__(self, device: torch.device, options: TokenOptions) -> None:
         self.device = device
         self._sms: int | None = options.sms
         self.fetched_bytes = self.sent_bytes = 0
@@ -501,7 +420,7 @@ class CudaTokenDecoder(TokenDecoder):
     """A decoder of layers whose coded bytes are in GPU memory. It decodes on its own stream, while the current stream
     goes on. `fetch` does not make the host wait, and `Fetch.wait` makes the current stream wait for the decoding."""
 
-    def __init__(self, device: torch.device, options: Options) -> None:
+    def __init__(self, device: torch.device, options: TokenOptions) -> None:
         super().__init__(device, options)
         self._decoder, self._issued = torch.cuda.Stream(device), torch.cuda.Event()
         self._faults.on(device)
@@ -532,7 +451,7 @@ class HostTokenDecoder(CudaTokenDecoder):
     copy engine copies the bytes of one layer to one buffer while the GPU decodes another layer from the other buffer.
     If a buffer still has the bytes of a layer, they are not copied again."""
 
-    def __init__(self, device: torch.device, options: Options) -> None:
+    def __init__(self, device: torch.device, options: TokenOptions) -> None:
         super().__init__(device, options)
         self._sms = options.sms or None
         self._ring, self._sender = Ring(device, self._decoder), torch.cuda.Stream(device)
@@ -576,7 +495,7 @@ class HostTokenDecoder(CudaTokenDecoder):
         turn.release(self._decoder)
 
 
-def decoder_for(device: torch.device, options: Options) -> TokenDecoder:
+def decoder_for(device: torch.device, options: TokenOptions) -> TokenDecoder:
     """Returns a new decoder for layers whose keys and values are on a device.
 
     Raises:
@@ -588,6 +507,8 @@ def decoder_for(device: torch.device, options: Options) -> TokenDecoder:
             return TokenDecoder(device, options)
         return (HostTokenDecoder if options.memory == "pinned" else CudaTokenDecoder)(device, options)
 
+
+# ---- the tokens of all layers ----
 
 _SCHEMES = ("planes", "ibp", "raw")
 _MOST_TOKENS = 2**31  # the largest block and window, in tokens
@@ -653,7 +574,7 @@ class TokenCoder(OfThisProcess):
             raise ValueError("codebooks are a pair, of keys and of values, and not for scheme 'raw'")
         block = whole_number("block", block, 1, _MOST_TOKENS)
         window, self.memory = whole_number("window", window, 0, _MOST_TOKENS), memory or "pinned"
-        self._options = Options(block, window, self.memory, scheme, level, codebooks, sms_of(max_sms))
+        self._options = TokenOptions(block, window, self.memory, scheme, level, codebooks, sms_of(max_sms))
         self._decoders: dict[torch.device, TokenDecoder] = {}
 
     @property

@@ -47,7 +47,7 @@ def table_of(x, kind="planes", **options):
 def cached_rows(cache):
     """Numbers of the rows that are cached, from the maps."""
     found = [slab.map[slab.map[:, 0] >= 0] for slab in cache._state.generation.slabs]
-    return {int(row) for rows in found for row in rows[_slabs.Entries.are_present(rows[:, 1])][:, 0]}
+    return {int(row) for rows in found for row in rows[_slabs.are_present(rows[:, 1])][:, 0]}
 
 
 def random_ids(count=200, num_items=NUM_ITEMS, dtype=torch.int64):

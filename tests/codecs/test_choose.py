@@ -12,7 +12,7 @@ import ibp
 from benchmarks import choose as benchmark
 from benchmarks import harness, sets
 from helpers import assert_same_bits
-from ibp.codecs import _choice
+from ibp.codecs import _compressing
 
 
 def weights(num_rows=2000):
@@ -35,10 +35,10 @@ def measured(monkeypatch):
         n = x.nbytes
         return dataclasses.replace(cost, stored_bytes=round(share * n), encode_s=encode_s * n, decode_s=decode_s * n)
 
-    monkeypatch.setattr(_choice, "measured", measure)
-    monkeypatch.setattr(_choice, "_is_there", lambda name: True)
+    monkeypatch.setattr(_compressing, "measured", measure)
+    monkeypatch.setattr(_compressing, "_is_there", lambda name: True)
     for name in ("zstd", "lz4"):
-        monkeypatch.setattr(_choice.CODECS[name], "require", lambda: None)
+        monkeypatch.setattr(_compressing.CODECS[name], "require", lambda: None)
 
 
 def test_which_is_taken(measured):
@@ -120,26 +120,26 @@ def test_small_tensors(x):
 
 def test_samples(monkeypatch):
     """Pieces from the first item to the last; few long items are sampled as a flat tensor."""
-    monkeypatch.setattr(_choice, "_CPU_SAMPLE_BYTES", (1 << 12) // torch.get_num_threads())
-    monkeypatch.setattr(_choice, "_PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(_compressing, "_CPU_SAMPLE_BYTES", (1 << 12) // torch.get_num_threads())
+    monkeypatch.setattr(_compressing, "_PIECE_BYTES", 1 << 10)
     cpu = torch.device("cpu")
     x = torch.arange(1 << 14, dtype=torch.int32).view(-1, 16)
-    sample = _choice._sample(x, cpu)
+    sample = _compressing._sample(x, cpu)
     assert sample.shape == (64, 16) and len(sample.unique()) == sample.numel()
     assert sample[0, 0] == 0 and sample[-1, -1] == x[-1, -1]
-    assert _choice._sample(x.view(2, -1), cpu).shape == (1024,)
-    assert _choice._sample(x[:64], cpu).shape == (64, 16)
-    assert torch.equal(_choice._sample(x[:64, :8], cpu), x[:64, :8])
+    assert _compressing._sample(x.view(2, -1), cpu).shape == (1024,)
+    assert _compressing._sample(x[:64], cpu).shape == (64, 16)
+    assert torch.equal(_compressing._sample(x[:64, :8], cpu), x[:64, :8])
 
 
 def test_costs_of_a_sample_are_those_of_the_whole(monkeypatch):
     """Short calls are timed in turns, long ones once; the least times count."""
-    monkeypatch.setattr(_choice, "_CPU_SAMPLE_BYTES", (1 << 18) // torch.get_num_threads())
+    monkeypatch.setattr(_compressing, "_CPU_SAMPLE_BYTES", (1 << 18) // torch.get_num_threads())
     seen = []
 
     def measure(cost, x, rows):
         seen.append((cost.scheme, cost.level))
-        seconds = _choice._STEADY_S if cost.scheme == "ibp" else (1 + len(seen) % 2) * 1e-4
+        seconds = _compressing._STEADY_S if cost.scheme == "ibp" else (1 + len(seen) % 2) * 1e-4
         return dataclasses.replace(
             cost,
             stored_bytes=x.nbytes // 2,
@@ -147,14 +147,14 @@ def test_costs_of_a_sample_are_those_of_the_whole(monkeypatch):
             decode_s=min(cost.decode_s, seconds),
         )
 
-    monkeypatch.setattr(_choice, "measured", measure)
+    monkeypatch.setattr(_compressing, "measured", measure)
     x = weights(2048)
     found = ibp.codecs.choose(x, 1e-3, device="cpu", schemes=["planes", "ibp"])
-    assert seen.count(("ibp", "default")) == 1 and seen.count(("planes", "fast")) == _choice._ROUNDS
+    assert seen.count(("ibp", "default")) == 1 and seen.count(("planes", "fast")) == _compressing._ROUNDS
     costs = {one.name: one for one in found.table}
     assert set(costs) == {"planes", "planes, fast", "ibp", "raw"}
     assert costs["planes"].stored_bytes == x.nbytes // 2 and costs["planes"].decode_s == pytest.approx(4e-4)
-    assert costs["ibp"].encode_s == pytest.approx(4 * _choice._STEADY_S)
+    assert costs["ibp"].encode_s == pytest.approx(4 * _compressing._STEADY_S)
 
 
 def test_what_saves_nothing_is_left_out():
@@ -163,7 +163,7 @@ def test_what_saves_nothing_is_left_out():
 
 
 def test_ranking_keeps_the_order_of_equals():
-    table = _choice.ranked([cost("raw", 10, 0, 0), cost("planes", 10, 0, 0), cost("ibp", 5, 0, 0)], 1.0, True)
+    table = _compressing.ranked([cost("raw", 10, 0, 0), cost("planes", 10, 0, 0), cost("ibp", 5, 0, 0)], 1.0, True)
     assert [one.scheme for one in table] == ["ibp", "raw", "planes"]
 
 
@@ -193,7 +193,7 @@ def test_on_a_gpu(cuda):
     assert table.device == x.device and torch.equal(ibp.decompress(table), x)
     assert ibp.codecs.choose(x, 1e6).scheme == "raw"
     general = {one.scheme for one in found.table if one.scheme.startswith("nvcomp:")}
-    assert bool(general) == _choice._is_there("nvcomp:ans")
+    assert bool(general) == _compressing._is_there("nvcomp:ans")
 
 
 # ---- the benchmark -------------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ import reference_files
 from helpers import assert_same_bits, bytes_of
 from ibp._cli.main import main
 from ibp._files import FileWriter
-from ibp.codecs import _nvcomp
+from ibp.codecs import _codec
 
 PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
 ABSENT = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is None]
 CPU_SCHEMES = ("zstd", "zstd:9", "zstd:-5", "lz4", "lz4:9")
-NVCOMP_SCHEMES = tuple(f"nvcomp:{kind}" for kind in _nvcomp._ALGORITHMS)
+NVCOMP_SCHEMES = tuple(f"nvcomp:{kind}" for kind in _codec._ALGORITHMS)
 PAGEABLE = {"memory": "host"}
 
 
@@ -171,11 +171,11 @@ def test_wrong_arguments(scheme, options, message):
 
 @pytest.fixture
 def no_packages(monkeypatch):
-    _nvcomp._module.cache_clear()
+    _codec._module.cache_clear()
     for name in ("zstandard", "lz4.block", "nvidia.nvcomp"):
         monkeypatch.setitem(sys.modules, name, None)
     yield
-    _nvcomp._module.cache_clear()
+    _codec._module.cache_clear()
 
 
 @pytest.mark.parametrize("scheme, package", [*PACKAGES.items(), ("nvcomp:ans", "nvidia-nvcomp-cu13")])
@@ -404,12 +404,12 @@ def fake_nvcomp(monkeypatch):
     module = types.SimpleNamespace(
         Codec=FakeCodec, as_array=lambda x, stream: types.SimpleNamespace(data=x.view(torch.uint8), buffer_size=0)
     )
-    monkeypatch.setattr(_nvcomp, "_module", lambda codec: module)
-    monkeypatch.setattr(_nvcomp, "stream_number", lambda device: 1)
-    monkeypatch.setattr(_nvcomp.NvComp, "device_type", "cpu")
+    monkeypatch.setattr(_codec, "_module", lambda codec: module)
+    monkeypatch.setattr(_codec, "stream_number", lambda device: 1)
+    monkeypatch.setattr(_codec.NvComp, "device_type", "cpu")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     yield
-    _nvcomp.forget_coders()
+    _codec.forget_coders()
 
 
 def floats(dtype=torch.float32):
@@ -422,7 +422,7 @@ def floats(dtype=torch.float32):
 def test_a_coder_passes_policies_on():
     made = []
     module = types.SimpleNamespace(Codec=lambda **options: made.append(options))
-    _nvcomp.Coder(module, "ans", "<f2", 65536, 0, 1, execution_policy="latency")
+    _codec.Coder(module, "ans", "<f2", 65536, 0, 1, execution_policy="latency")
     assert made[0]["execution_policy"] == "latency" and made[0]["algorithm"] == "ANS"
 
 
@@ -445,7 +445,7 @@ def test_ans_codes_floats_by_the_type_that_saves_more(fake_nvcomp, dtype, data_t
 
 def test_ans_tries_types_of_floats_only(fake_nvcomp, monkeypatch):
     tried = []
-    monkeypatch.setattr(_nvcomp, "_sample", lambda data, chunk_bytes: tried.append(data.numel()) or data)
+    monkeypatch.setattr(_codec, "_sample", lambda data, chunk_bytes: tried.append(data.numel()) or data)
     for x in (torch.arange(1000), torch.randn(100).double(), torch.empty(0, 4)):
         for scheme in ("nvcomp:ans", "nvcomp:ans:floats", "nvcomp:ans:bytes", "nvcomp:lz4"):
             assert_same_bits(ibp.compress(x, scheme=scheme, **PAGEABLE).decompress(), x)
@@ -457,15 +457,13 @@ def test_ans_tries_types_of_floats_only(fake_nvcomp, monkeypatch):
 
 def test_samples_of_ans(monkeypatch):
     """Whole chunks, from the first one on."""
-    monkeypatch.setattr(_nvcomp, "_SAMPLE_BYTES", 1 << 12)
+    monkeypatch.setattr(_codec, "_SAMPLE_BYTES", 1 << 12)
     data = torch.arange(1 << 15).to(torch.uint8)
-    assert (
-        _nvcomp._sample(data[: 1 << 12], 1 << 10) is not None and len(_nvcomp._sample(data[: 1 << 12], 16)) == 1 << 12
-    )
-    found = _nvcomp._sample(data[:-1], 1 << 10)
+    assert _codec._sample(data[: 1 << 12], 1 << 10) is not None and len(_codec._sample(data[: 1 << 12], 16)) == 1 << 12
+    found = _codec._sample(data[:-1], 1 << 10)
     assert len(found) == 1 << 12 and torch.equal(found[: 1 << 10], data[: 1 << 10])
     assert torch.equal(found[1 << 10 : 2 << 10], data[8 << 10 : 9 << 10])
-    assert len(_nvcomp._sample(data, 1 << 14)) == 1 << 14
+    assert len(_codec._sample(data, 1 << 14)) == 1 << 14
 
 
 def test_files_of_nvcomp(fake_nvcomp, tmp_path):
@@ -502,10 +500,10 @@ def test_choose_tries_the_parts_of_cascaded(fake_nvcomp, monkeypatch):
     monkeypatch.setattr(FakeCodec.__init__, "__doc__", "num_rles, num_deltas, use_bitpack")
     cascades.clear()
     found = ibp.codecs.choose(x, 1e-6, device="cpu", schemes=["nvcomp:cascaded"])
-    variants = {f"nvcomp:cascaded:{text}" for text in _nvcomp._VARIANTS["cascaded"]}
+    variants = {f"nvcomp:cascaded:{text}" for text in _codec._VARIANTS["cascaded"]}
     assert {one.scheme for one in found.table} == {"raw", "nvcomp:cascaded", *variants}
     assert {tuple(cascade.values()) for cascade in cascades} == {
-        (int(text[1]), int(text[3]), text[5] == "1") for text in _nvcomp._VARIANTS["cascaded"]
+        (int(text[1]), int(text[3]), text[5] == "1") for text in _codec._VARIANTS["cascaded"]
     }
     costs = {one.scheme: one.stored_bytes for one in found.table}
     assert costs["nvcomp:cascaded:r1d0b1"] < costs["nvcomp:cascaded:r0d0b1"]
@@ -551,7 +549,7 @@ def test_nvcomp_keeps_every_bit_of_floats(cuda, dtype):
     x = torch.randn(150_001, generator=generator).to(dtype)
     bits = torch.randint(0, 256, (3000 * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
     x[:3000], x[3000:3004] = bits, torch.tensor([0.0, -0.0, float("nan"), 1e-40]).to(dtype)
-    for scheme in (*NVCOMP_SCHEMES, *(f"nvcomp:cascaded:{text}" for text in _nvcomp._VARIANTS["cascaded"])):
+    for scheme in (*NVCOMP_SCHEMES, *(f"nvcomp:cascaded:{text}" for text in _codec._VARIANTS["cascaded"])):
         whole = ibp.compress(x.to(cuda), scheme=scheme)
         assert_same_bits(whole.decompress().cpu(), x)
         assert scheme != "nvcomp:ans" or dtype == torch.float64 or whole.savings > 0.05

@@ -10,7 +10,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, take
-from ibp.kv import _packed
+from ibp.kv import _paged
 
 PAGE = (16, 8, 64)  # tokens, heads, head dim
 NUM_BLOCKS = 40
@@ -308,7 +308,7 @@ def test_wrong_arguments(device):
 def test_numbers_that_the_host_does_not_know(device, monkeypatch):
     """A page of a block that does not exist is damaged where it arrives; others are right."""
     if device.type == "cpu":  # as if the numbers were a GPU's
-        monkeypatch.setattr(_packed, "numbers_on", lambda device, name, numbers, count: (numbers.long(), None))
+        monkeypatch.setattr(_paged, "numbers_on", lambda device, name, numbers, count: (numbers.long(), None))
     kv = cache(device)
     codec = ibp.kv.PageCodec.learn(kv)
     paged, out = ibp.kv.PagedTensors([kv, kv.flip(0)]), [torch.ones_like(kv) for _ in range(2)]

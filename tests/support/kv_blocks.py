@@ -3,7 +3,7 @@
 import torch
 
 from helpers import assert_same_bits
-from ibp.kv._coding import Form, Options
+from ibp.kv._coding import Form, TokenOptions
 from ibp.kv._tokens import TokenHistory, decoder_for
 
 HEADS, BLOCK = 2, 4
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 def options(**changed):
     given = {"block": BLOCK, "window": 0, "memory": "pinned", "scheme": "planes", "level": "default"}
-    return Options(**(given | {"codebooks": None, "sms": 0} | changed))
+    return TokenOptions(**(given | {"codebooks": None, "sms": 0} | changed))
 
 
 def tokens(count, batch, dtype=torch.bfloat16, device=CPU, scale=0.02, dims=(8, 16)):
