@@ -14,10 +14,21 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import output
+from .output import INTERRUPTED, USAGE, WRONG
 from .parsing import make_parser
 
-# Exit statuses of commands that did not succeed. 0 means success.
-WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 1, 2, 130, 141, 143
+# The module of each command. Its function of the command's name does the work and returns the exit status.
+_MODULES = {
+    "compress": "writing",
+    "decompress": "writing",
+    "verify": "comparing",
+    "inspect": "describing",
+    "estimate": "describing",
+    "diff": "comparing",
+    "apply": "writing",
+    "doctor": "doctor",
+}
+_BROKEN_PIPE, _TERMINATED = 141, 143  # Further exit statuses (see `output`).
 _OLD_WORDS = {"bench": "doctor"}  # Maps a command's name in earlier versions to its present name.
 
 
@@ -37,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # Discard the buffered output, including what is flushed when the process ends.
         with contextlib.suppress(OSError, ValueError):  # These are raised if stdout is not a file.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return _BROKEN_PIPE
 
 
 def program() -> NoReturn:
     """Runs `main`, and ends the process with its exit status. SIGTERM raises SystemExit, so that the command cleans up
     as after Ctrl-C."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     sys.exit(main())
 
 
@@ -65,7 +76,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def _run(arguments: argparse.Namespace) -> int:
     prefix = f"ibp {arguments.command}"
     try:
-        status: int = importlib.import_module(f".{arguments.command}", __package__).run(arguments)
+        module = importlib.import_module(f".{_MODULES[arguments.command]}", __package__)
+        status: int = getattr(module, arguments.command)(arguments)
         return status
     except output.Failure as failure:
         return _complain(f"{prefix}: {failure}", failure.status)

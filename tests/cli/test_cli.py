@@ -203,7 +203,7 @@ def failing(monkeypatch, raised):
     def run_it(arguments):
         raise raised
 
-    monkeypatch.setattr(doctor, "run", run_it)
+    monkeypatch.setattr(doctor, "doctor", run_it)
     return run("doctor")
 
 
@@ -233,7 +233,7 @@ def test_warnings_are_one_line(monkeypatch, capsys):
         frame.warnings.warn("memory is\npageable", RuntimeWarning, stacklevel=1)
         return 0
 
-    monkeypatch.setattr(doctor, "run", run_it)
+    monkeypatch.setattr(doctor, "doctor", run_it)
     assert run("doctor") == 0
     assert capsys.readouterr().err == "ibp: warning: memory is pageable\n"
 
