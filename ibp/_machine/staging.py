@@ -189,22 +189,30 @@ def _ring(device: torch.device, pageable: bool) -> tuple[Ring, torch.cuda.Stream
 
 
 class Outlet(contextlib.AbstractContextManager["Outlet"]):
-    """A context that copies the results of a GPU's work to host memory while the GPU goes on with the work on the
-    current stream. Leaving the context waits for all copies.
+    """A context that copies the results of a device's work to other memory, block by block.
+
+    The results of a GPU go to host memory through a ring: they are copied while the GPU goes on with the work on the
+    current stream, and leaving the context waits for all copies. If the device's memory can be copied to the targets
+    directly, there is no ring, and `put` copies at once.
 
     Args:
-        device: the GPU.
+        device: the device that does the work.
         pageable: whether the host memory is pageable.
+        is_direct: whether there is no ring.
     """
 
-    def __init__(self, device: torch.device, pageable: bool) -> None:
-        self._ring, self._worker = _ring(device, pageable)
-        self._pageable = pageable
+    def __init__(self, device: torch.device, pageable: bool, is_direct: bool = False) -> None:
+        self._device, self._pageable = device, pageable
+        self._ring: Ring | None = None
+        if not is_direct:
+            self._ring, self._worker = _ring(device, pageable)
         self._deliveries: dict[Turn, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # (targets, pinned sources)
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """For each size in bytes, returns a uint8 tensor on the GPU to which the caller's work may write. Waits until
-        earlier copies from this memory are done."""
+        """For each size in bytes, returns a uint8 tensor on the device to which the caller's work may write. Waits
+        until earlier copies from this memory are done."""
+        if self._ring is None:
+            return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         starts = list(itertools.accumulate((rounded_up(size, _ALIGNMENT) for size in sizes), initial=0))
         turn = self._ring.next()
         turn.free.synchronize()
@@ -214,16 +222,19 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         return [turn.memory[start : start + size] for start, size in zip(starts, sizes)]
 
     def put(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Starts copying the tensors of the latest call of `take` to host memory, after the work that is queued on the
-        current stream.
+        """Starts copying the tensors of the latest call of `take` to their targets, after the work that is queued
+        on the current stream.
 
-        If the host memory is pageable, the bytes are first copied to pinned memory. Later, at the latest when the
-        context is left, one operation copies all of them to their targets (see `copy_all`).
+        If a ring brings them to pageable memory, the bytes are first copied to pinned memory. Later, at the latest when
+        the context is left, one operation copies all of them to their targets (see `copy_all`).
 
         Args:
-            targets: the tensors in host memory to copy to.
+            targets: the tensors to copy to.
             sources: the tensors that `take` returned.
         """
+        if self._ring is None:
+            copy_all(targets, sources)
+            return
         turn, staged = self._ring.last, list(targets)
         if self._pageable:
             starts = [source.storage_offset() for source in sources]
@@ -241,32 +252,16 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
             del self._deliveries[turn]
 
     def __exit__(self, *_: object) -> None:
-        self._ring.stream.synchronize()
+        if self._ring is not None:
+            self._ring.stream.synchronize()
         for turn in list(self._deliveries):
             self._deliver(turn)
 
 
-class Direct(contextlib.AbstractContextManager["Direct"]):
-    """Has the same methods as `Outlet`, for targets to which the worker's memory can be copied directly. It has no
-    buffers: `put` copies at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
-
-    def put(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        copy_all(targets, sources)
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-def outlet(worker: torch.device, home: torch.device, pageable: bool) -> Outlet | Direct:
-    """Returns an object that copies blocks from the device `worker`, which computes them, to memory of the device
-    `home`. pageable: whether this memory is pageable, if `home` is the CPU."""
-    return Outlet(worker, pageable) if worker.type == "cuda" and home.type == "cpu" else Direct(worker)
+def outlet(worker: torch.device, home: torch.device, pageable: bool) -> Outlet:
+    """Returns the `Outlet` for blocks that the device `worker` computes, and that go to memory of the device `home`.
+    pageable: whether this memory is pageable, if `home` is the CPU."""
+    return Outlet(worker, pageable, is_direct=worker.type != "cuda" or home.type != "cpu")
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
