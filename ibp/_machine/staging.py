@@ -1,4 +1,8 @@
-"""A ring of GPU buffers. The copy engine fills or empties one buffer while the GPU works on another.
+"""Copies host memory to a GPU and back, block by block. The copy engine copies a block while the GPU works on another
+one.
+
+The first part of the file has rings of GPU buffers, the second part copies blocks through them, and the last part
+copies a tensor in one piece, so that the host need not wait for a small one.
 
 A ring serves one direction. To bring bytes to the GPU, copies on one stream fill a buffer, and work on another stream
 reads it, or "empties" it. To send bytes to the host, work fills a buffer, and copies empty it. Each buffer has two
@@ -22,16 +26,13 @@ A buffer that grows gets new memory that belongs to the current stream, so the b
 current stream. `record_stream` tells torch's allocator of these streams, so that the allocator does not reuse the old
 memory before their work is done.
 
-Rings are used for blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), layers of
-KV-caches, and blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) use a ring of the core instead
+Blocks of pageable memory are copied through pinned buffers: torch's intra-op threads fill or empty the pinned memory of
+one of a ring's buffers while the copy engine works on the other buffer.
+
+Rings are used for blocks of tensors (here), rows that the CPU gathers (`_fetch/host_gather.py`), layers of KV-caches,
+and blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) use a ring of the core instead
 (csrc/cuda/stream/stream.cu), which decodes bytes on arrival. Python calls the core's ring once per tensor, not once per
 buffer.
-
-Copies host memory to a GPU and back, block by block. The copy engine copies one block while the caller works on
-another.
-
-Blocks of pageable memory are copied through pinned buffers. torch's intra-op threads fill or empty one of these buffers
-while the copy engine works on the other buffer of a ring (`ring.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,14 @@ from .._common.modes import outside_of_modes
 from .._common.sequences import rounded_up
 from . import memory
 
-Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # pairs (destination, source)
+STAGED_BYTES = 16 << 20  # Size in bytes of a block. The copy engine reaches its full rate at 4 MiB.
+_ALIGNMENT = 256  # Tensors that share a buffer begin at multiples of this many bytes.
+_MOST_OF_FREE = 0.25  # Data is copied to a GPU as a whole only if it takes at most this fraction of the free memory.
+
+Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # Pairs (destination, source).
+
+
+# ---- rings ----
 
 
 class Turn:
@@ -162,11 +170,6 @@ class Ring:
         return self.last
 
 
-STAGED_BYTES = 16 << 20  # Size in bytes of a block. The copy engine reaches its full rate at 4 MiB.
-_ALIGNMENT = 256  # Tensors that share a buffer begin at multiples of this many bytes.
-_MOST_OF_FREE = 0.25  # Data is copied to a GPU as a whole only if it takes at most this fraction of the free memory.
-
-
 def empty_pinned(num_bytes: int) -> torch.Tensor:
     """Returns an uninitialised pinned uint8 tensor from torch's caching allocator. If the system refuses to pin the
     memory, warns and returns a pageable tensor."""
@@ -186,6 +189,9 @@ def _ring(device: torch.device, pageable: bool) -> tuple[Ring, torch.cuda.Stream
     pageable memory, so that each buffer also needs pinned host memory."""
     worker = torch.cuda.current_stream(device)
     return Ring(device, worker, empty_host=empty_pinned if pageable else None), worker
+
+
+# ---- blocks ----
 
 
 class Outlet(contextlib.AbstractContextManager["Outlet"]):
@@ -222,8 +228,8 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         return [turn.memory[start : start + size] for start, size in zip(starts, sizes)]
 
     def put(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Starts copying the tensors of the latest call of `take` to their targets, after the work that is queued
-        on the current stream.
+        """Starts copying the tensors of the latest call of `take` to their targets, after the work that is queued on
+        the current stream.
 
         If a ring brings them to pageable memory, the bytes are first copied to pinned memory. Later, at the latest when
         the context is left, one operation copies all of them to their targets (see `copy_all`).
@@ -331,6 +337,22 @@ def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[
         ring.stream.synchronize()
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns tensor.to(device) for a contiguous tensor. From pageable memory, a tensor is copied to a GPU in blocks,
+    which is faster."""
+    data = tensor.view(-1).view(torch.uint8)
+    if device.type != "cuda" or data.is_cuda or data.numel() <= STAGED_BYTES or data.is_pinned():
+        return tensor.to(device)
+    near = torch.empty_like(data, device=device)
+    parts = data.split(STAGED_BYTES)
+    for to, block in zip(near.split(STAGED_BYTES), copied_ahead(parts, device, pageable=True)):
+        to.copy_(block)
+    return near.view(tensor.dtype).view(tensor.shape)
+
+
+# ---- tensors in one piece ----
+
+
 class Coming:
     """A small tensor that is being copied to the host. The copy is queued on the current stream, after the work that is
     already there; the host waits for the copy only in `wait`. A tensor that is already in host memory is not copied."""
@@ -362,16 +384,3 @@ def queued(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return pinned_like(tensor).copy_(tensor).to(device, non_blocking=True)
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns tensor.to(device) for a contiguous tensor. From pageable memory, a tensor is copied to a GPU in blocks,
-    which is faster."""
-    data = tensor.view(-1).view(torch.uint8)
-    if device.type != "cuda" or data.is_cuda or data.numel() <= STAGED_BYTES or data.is_pinned():
-        return tensor.to(device)
-    near = torch.empty_like(data, device=device)
-    parts = data.split(STAGED_BYTES)
-    for to, block in zip(near.split(STAGED_BYTES), copied_ahead(parts, device, pageable=True)):
-        to.copy_(block)
-    return near.view(tensor.dtype).view(tensor.shape)
