@@ -17,8 +17,7 @@ import torch
 from .. import _core
 from .._common import ops as _ops
 from .._common.arguments import near
-from .._common.process import Closing
-from .._common.progress import tqdm
+from .._common.process import Closing, tqdm
 from .._machine import memory as _memory
 from .._machine.segments import FileRows
 from .._machine.staging import to_device

@@ -20,7 +20,7 @@ import xxhash
 
 from .. import _core
 from .._common.arguments import whole_number
-from .._common.progress import tqdm
+from .._common.process import tqdm
 from .._common.sequences import cut
 from .._common.whole_files import NewFile, errors_of
 from .._machine import staging

@@ -14,7 +14,7 @@ from typing import IO
 
 import numpy as np
 
-from .._common.progress import tqdm
+from .._common.process import tqdm
 from .._common.sequences import ahead
 from .._common.whole_files import replaced
 from .._files import (
