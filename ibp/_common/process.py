@@ -27,7 +27,6 @@ from typing import Any, NoReturn, TypeVar
 
 import tqdm as _tqdm
 
-
 _Self = TypeVar("_Self", bound="Closing")
 
 
