@@ -410,8 +410,7 @@ class FileWriter:
 
     def _header(self, check_bytes: int) -> bytes:
         """Adds the entry of the checksums. Returns the bytes of the file before the data, which are the size of the
-        header and the header.
-        check_bytes: size in bytes of the checksums, which are still to be written."""
+        header and the header. check_bytes: size in bytes of the checksums, which are still to be written."""
         assert self._output is not None
         hashed = write_fields({"block_bytes": BLOCK_BYTES, "hash": HASH})
         own = {FORMAT: str(_core.FORMAT_VERSION), "ibp.release": _core.version(), CHECKS: hashed}
@@ -446,9 +445,7 @@ class FileWriter:
             return
         if self._open is not None:
             raise ValueError(f"the tensor {self._open.name!r} was not closed")
-        header = self._header(checksum_bytes(self._output.data_bytes))
-        self._output.write(memoryview(self._output.hasher.entries(header)))
-        self._output.finish(header)
+        self._output.finish(self._header(checksum_bytes(self._output.data_bytes)))
 
 
 class Sink:
@@ -487,7 +484,7 @@ class _FileOutput:
         self._new, self._path, self._room, self._expected_bytes = new, path, room, expected_bytes
         assert new.file is not None
         self._file = new.file.fileno()
-        self.hasher, self._buffer = _BlockHasher(), bytearray()
+        self._hasher, self._buffer = _BlockHasher(), bytearray()
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
         self._end = room  # offset in the file at which the next data are written
@@ -496,11 +493,11 @@ class _FileOutput:
         """Appends data. Raises OSError if they cannot be written."""
         self.data_bytes += len(data)
         if len(self._buffer) + len(data) < _BUFFER_BYTES:
-            self.hasher.update(data)
+            self._hasher.update(data)
             self._buffer += data
             return
         self._flush()
-        hashing = self._hashers.submit(self.hasher.update, data)  # hashes while the system copies the same bytes
+        hashing = self._hashers.submit(self._hasher.update, data)  # hashes while the system copies the same bytes
         try:
             self._append(data)
         finally:
@@ -524,8 +521,9 @@ class _FileOutput:
         return errors_of(self._path, self._room + max(self.data_bytes, self._expected_bytes))
 
     def finish(self, header: bytes) -> None:
-        """Writes the data that are still buffered, and the header into the space that is reserved for it. Waits until
-        everything is on disk."""
+        """Writes the checksums, the data that are still buffered, and the header into the space that is reserved for
+        it. Waits until everything is on disk."""
+        self.write(memoryview(self._hasher.entries(header)))
         self._flush()
         self._write_at(0, memoryview(header))
         with self._errors():
