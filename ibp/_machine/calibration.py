@@ -245,15 +245,11 @@ class Calibration:
         rates = {name: _shown(value) for name, value in vars(self).items() if isinstance(value, (int, float))}
         reach, streamed = (f"{size / 2**20:,.0f} MiB" for size in (self.reach_bytes, self.least_streamed_bytes))
         lines = [line.format(reach=reach, streamed=streamed, few=FEW_SMS, **rates) for line in _LINES]
-        return "\n".join([f"ibp.calibration.Calibration of {self.gpu}", *lines, *self._coder_lines()])
-
-    def _coder_lines(self) -> list[str]:
         few = f"{FEW_SMS} SMs"
         table: list[tuple[str, ...]] = [("GB/s", "decode", few, "encode", few, "ns a row")]
-        for name in CODER_FAMILIES:
-            rates = getattr(self, name)
-            table.append((name, *map(_shown, dataclasses.astuple(rates)[:-1])))
-        return [f"  {name:15}" + "".join(f"{value:>10}" for value in values) for name, *values in table]
+        table += [(name, *map(_shown, dataclasses.astuple(getattr(self, name))[:-1])) for name in CODER_FAMILIES]
+        lines += [f"  {name:15}" + "".join(f"{value:>10}" for value in values) for name, *values in table]
+        return "\n".join([f"ibp.calibration.Calibration of {self.gpu}", *lines])
 
 
 def _shown(value: float) -> str:

@@ -403,7 +403,8 @@ class Pool:
         Raises:
             PinningError: the system refuses to pin more memory.
         """
-        size = _size_class(num_bytes)
+        # Size classes are multiples of 4,096 bytes. A size of 64 KiB or more grows by at most a sixteenth.
+        size = rounded_up(num_bytes, max(4096, 1 << max(0, num_bytes.bit_length() - 5)))
         if not self._free.get(size):
             part = empty(size, _CPU, True)
             self.held_bytes += size
@@ -427,10 +428,3 @@ class Pool:
                 if used is not None:
                     used.synchronize()
         self._free.clear()
-
-
-def _size_class(num_bytes: int) -> int:
-    """Rounds num_bytes up to a size class, a multiple of 4,096 bytes. A size of 64 KiB or more grows by at most a
-    sixteenth."""
-    step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
-    return rounded_up(num_bytes, step)
