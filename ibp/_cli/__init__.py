@@ -1,10 +1,10 @@
 """The command line.
 
-`main.py` finds the command and runs it, and `parsing.py` has the options and the help of all commands. `output.py`
-prints results and has the exit statuses. `work.py` has what several commands need for their work: devices, threads,
-inputs and outputs. The other modules have a function for each command, which does the work and returns the exit status:
-`writing.py` the commands that write files of tensors, `comparing.py` those that compare, `describing.py` those that
-describe files, and `doctor.py` the one that tests the installation.
+`main.py` has the options and the help of all commands, and finds and runs a command. `output.py` prints results and has
+the exit statuses. `work.py` has what several commands need for their work: devices, threads, inputs and outputs. The
+other modules have a function for each command, which does the work and returns the exit status: `writing.py` for the
+commands that write files of tensors, `comparing.py` for those that compare, `describing.py` for those that describe
+files, and `doctor.py` for the one that tests the installation.
 
 The module of a command is imported only when the command runs, because importing ibp and torch takes seconds.
 ibp_command.py, a file beside the package `ibp`, loads this folder under another name without importing ibp, so that

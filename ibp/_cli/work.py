@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from ibp._common.process import tqdm
 from ibp._files import file_system, is_url, path_text, paths
 from ibp._machine import memory
 from ibp.checkpoints import _model_files, _outputs, _source, _sources
 
-from .._common.process import tqdm
 from . import output
 
 STREAM = "-"

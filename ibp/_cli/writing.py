@@ -27,7 +27,7 @@ from ibp.checkpoints._source import Source, SourceTensor
 from ibp.checkpoints._sources import local_path, open_sources
 
 from . import output, work
-from .parsing import SUFFIXES
+from .main import SUFFIXES
 
 # ---- compress ----
 
