@@ -59,7 +59,7 @@ def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 told["bytes"] = file.verify(content=arguments.content, progress=output.show_bars(arguments))
             except (ibp.ChecksumError, ibp.CorruptTableError) as error:
                 told.update(status=DAMAGED, error=output.sentence(error))
-                with contextlib.suppress(ibp.ChecksumError):  # a header or the checksums themselves are damaged
+                with contextlib.suppress(ibp.ChecksumError):  # A header or the checksums themselves are damaged.
                     told.update(_damage(file, arguments.content))
             if told["status"] == GOOD and not file.has_checksums:
                 told["status"] = UNCHECKED
@@ -117,7 +117,7 @@ def _damage(file: ibp.File, content: bool) -> dict[str, Any]:
         is_alone = len({*block.tensors, *itertools.chain(*block.codebooks)}) == 1
         (damaged if is_alone else suspect).update(names)
     found = {"damaged": damaged, "by_codebook": by_codebook & damaged, "suspect": suspect - damaged}
-    bases = {name: view.base for name, view in views_in(file).items()}  # a view is in the same lists as its base
+    bases = {name: view.base for name, view in views_in(file).items()}  # A view is in the same lists as its base.
     told: dict[str, Any] = {
         kind: [name for name in file if bases.get(name, name) in names] for kind, names in found.items()
     }

@@ -121,14 +121,14 @@ class File(Mapping[str, Value], Closing):
         found = find_files(path)
         self._files = {name: OpenFile(file, verify=verify) for name, file in found.files.items()}
         self._places = _places_of(self._files, found)
-        self._owners: dict[str, OpenFile] = {}  # for each table, the file whose metadata has its fields
+        self._owners: dict[str, OpenFile] = {}  # For each table, the file whose metadata has its fields.
         for file in self._files.values():
             for name in file.tables:
                 if name in self._owners:
                     raise FileFormatError(f"{self._owners[name].path} and {file.path} both have a table {name!r}")
                 self._owners[name] = file
         table_of = {part: name for name in self._owners for part in part_names(name)}
-        self._names = {table_of.get(name, name): None for name in self._places}  # in the order of their bytes
+        self._names = {table_of.get(name, name): None for name in self._places}  # In the order of their bytes.
         for name in self._owners:
             if name in self._places:
                 raise FileFormatError(f"{self._owners[name].path}: there are a table and a tensor of the name {name!r}")
@@ -138,7 +138,7 @@ class File(Mapping[str, Value], Closing):
             metadata.update(file.header.user_metadata)
         self._views = views_of(metadata, self._names)
         self.metadata = {key: text for key, text in metadata.items() if not key.startswith(VIEW_KEY)}
-        self._stored = tuple(self._names)  # names of everything that the file holds, bases of views included
+        self._stored = tuple(self._names)  # Names of everything that the file holds, bases of views included.
         storages = {view.base for view in self._views.values() if view.base.startswith(STORAGE)}
         self._names = {name: None for name in (*self._names, *self._views) if name not in storages}
         self.tables = tuple(name for name in self._names if name in self._owners)
@@ -183,7 +183,7 @@ class File(Mapping[str, Value], Closing):
     def _value(self, name: str) -> Value:
         """Returns the value with a name. The first call makes the value, which is kept for later calls. The name may
         also be that of a storage of which tensors are views; such names are not keys of the mapping."""
-        if name not in self._made:  # if several threads make the value, the first one is kept
+        if name not in self._made:  # If several threads make the value, the first one is kept.
             self._made.setdefault(name, self._map(name, self._verify))
         return self._made[name]
 
@@ -307,7 +307,7 @@ class File(Mapping[str, Value], Closing):
             return TensorInfo(name, dtype, shape, None, None, None, stored, stored, {}, files)
         owner, fields = self._owners[name], self.fields(name)
         table_dtype: torch.dtype | None = None
-        with contextlib.suppress(FileFormatError):  # this torch does not have the dtype
+        with contextlib.suppress(FileFormatError):  # This torch does not have the dtype.
             table_dtype = dtype_of(fields.dtype)
         return TensorInfo(
             name,
@@ -648,9 +648,9 @@ def damaged_blocks(file: File) -> list[DamagedBlock]:
     """Compares all checksums of a file, or of a set of files. Returns the damaged blocks. Raises ChecksumError if a
     header is damaged, or if the checksums themselves are."""
     table_of = {part: name for name in file._owners for part in part_names(name)}
-    books: dict[tuple[OpenFile, str], list[str]] = {}  # for each part of a codebook, the tables that use the codebook
+    books: dict[tuple[OpenFile, str], list[str]] = {}  # For each part of a codebook, the tables that use the codebook.
     for name, owner in file._owners.items():
-        with contextlib.suppress(FileFormatError):  # if this ibp cannot read a table, its codebook is not known
+        with contextlib.suppress(FileFormatError):  # If this ibp cannot read a table, its codebook is not known.
             for part in owner.codebook_parts(file.fields(name).codebook):
                 books.setdefault((owner, part), []).append(name)
     found = []

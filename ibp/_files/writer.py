@@ -68,9 +68,9 @@ from .paths import (
 
 _RESERVED = (CHECKS, PADDING, CODEBOOK_KEY)  # The names of the user's tensors must not begin with one of these.
 _BUFFER_BYTES = 1 << 20  # Small pieces of data are collected in a buffer of at most this size, and written together.
-_ENTRY_BYTES = 128  # largest size in bytes of a tensor's entry in the header, without its name and its shape
-_SIZE_BYTES = 21  # largest size in bytes of one number of a shape in the header: 20 digits and a comma
-_FIXED_BYTES = 1024  # largest size in bytes of what every header has: format, release, and fields of the checksums
+_ENTRY_BYTES = 128  # Largest size in bytes of a tensor's entry in the header, without its name and its shape.
+_SIZE_BYTES = 21  # Largest size in bytes of one number of a shape in the header: 20 digits and a comma.
+_FIXED_BYTES = 1024  # Largest size in bytes of what every header has: format, release, and fields of the checksums.
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
@@ -173,7 +173,7 @@ def _write_files(
     with replacing(path, names):
         with contextlib.ExitStack() as stack:
             for name, items in zip(names, shards):
-                gone = () if weight_map else removed  # only the first file lists them
+                gone = () if weight_map else removed  # Only the first file lists them.
                 writer = stack.enter_context(_writer_of(path.with_name(name), items, gone, metadata, on_write))
                 for each in gone:
                     writer.add_removed(each)
@@ -487,7 +487,7 @@ class _FileOutput:
         self._hasher, self._buffer = _BlockHasher(), bytearray()
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
-        self._end = room  # offset in the file at which the next data are written
+        self._end = room  # Offset in the file at which the next data are written.
 
     def write(self, data: memoryview) -> None:
         """Appends data. Raises OSError if they cannot be written."""
@@ -497,7 +497,7 @@ class _FileOutput:
             self._buffer += data
             return
         self._flush()
-        hashing = self._hashers.submit(self._hasher.update, data)  # hashes while the system copies the same bytes
+        hashing = self._hashers.submit(self._hasher.update, data)  # Hashes while the system copies the same bytes.
         try:
             self._append(data)
         finally:
