@@ -1,4 +1,4 @@
-"""Helpers for functions that change a model in place, and for the modules and tensors that they put into it.
+"""Helps functions that change a model in place, and the modules and tensors that they put into it.
 
 `check_model` checks the argument of such functions. `NotTheModel` is the base class of the objects that they return;
 such an object raises an error if the caller uses it as the model.

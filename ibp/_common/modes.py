@@ -1,4 +1,4 @@
-"""What the library does inside of torch's modes, transforms and tracers.
+"""Decides what the library does inside of torch's modes, transforms and tracers.
 
 `outside_of_modes` is a context in which the library makes the tensors that it keeps. In this context they are plain
 tensors, even if the caller has activated a mode of torch. `outside_of_graphs` keeps functions out of the graphs of

@@ -1,4 +1,4 @@
-"""Objects that hold resources, and what a process must not share with the processes that it forks.
+"""Defines base classes of objects that hold resources, and locks and progress bars that survive a fork.
 
 `OfThisProcess` is the base of classes whose objects belong to one process, and `Closing` the base of classes whose
 `close()` undoes a change. `warn_once` issues each warning once per process. `ForkLock` is the class of locks of objects

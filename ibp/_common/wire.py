@@ -1,4 +1,4 @@
-"""Values and memory for other processes: converts values to bytes and back, and lends memory of a GPU.
+"""Converts values to bytes for other processes, and back, and lends memory of a GPU to them.
 
 A message is JSON, followed by the data of tensors and of bytes objects. It is read as data: it can name only a few
 kinds of values, and classes that are registered here. Nothing in it is executed, unlike in a pickle. The fields of

@@ -1,5 +1,5 @@
-"""The format of files (FORMAT.md section 9): names and keys, the fields of tables and codebooks, views, and the header.
-This module opens no file: `reader.py` reads files, and `writer.py` writes them."""
+"""Defines the format of files (FORMAT.md section 9): names and keys, the fields of tables and codebooks, views, and the
+header. This module opens no file: `reader.py` reads files, and `writer.py` writes them."""
 
 from __future__ import annotations
 

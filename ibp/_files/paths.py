@@ -1,5 +1,5 @@
-"""Paths, URLs, names of files, and outputs. Files at URLs are read and written through temporary files on this machine;
-fsspec copies between the two.
+"""Interprets paths, URLs, names of files, and outputs. Files at URLs are read and written through temporary files on
+this machine; fsspec copies between the two.
 
 A set of files has an index, which says which file each tensor is in. A coded file in a directory has a special name. A
 loader that does not know ibp then reports that there are no weights, instead of reading weights that it cannot decode.

@@ -1,6 +1,6 @@
-"""`ibp.save`, and the writer of one file of tables and tensors. Space for the header is left at the front of the file.
-The data are written after this space, one piece after the other, and the header is written last. The file gets its name
-when it is complete."""
+"""Writes files of tables and tensors: `ibp.save`, and `FileWriter`, the writer of one file. Space for the header is
+left at the front of the file. The data are written after this space, one piece after the other, and the header is
+written last. The file gets its name when it is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rates at which a machine moves and decodes data, and the clock that measures them.
+"""Knows the rates at which a machine moves and decodes data, and has the clock that measures them.
 
 The choice of scheme "auto", the choice of a path to a GPU, and the ideal times in benchmarks are all computed from
 these rates. `ibp.calibration.calibrate` measures the rates and keeps them in a file in the user's cache directory.

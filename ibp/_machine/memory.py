@@ -1,4 +1,4 @@
-"""Memory of the host for work on GPUs, and the arguments `memory`, `device` and `numa` of calls.
+"""Allocates memory of the host for work on GPUs, and interprets the arguments `memory`, `device` and `numa` of calls.
 
 The first part of the file allocates pinned memory of exactly the requested size, and makes tensors through which a CUDA
 device uses it without a copy. The next parts interpret the arguments `memory` and `device`, and find the NUMA node of
