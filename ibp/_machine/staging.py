@@ -135,11 +135,11 @@ class Ring:
     """A ring of buffers.
 
     Args:
-        worker: the stream of the work that reads or writes the buffers.
         turns: number of buffers.
         device, num_bytes, empty_host: as for `Turn`.
 
     Attributes:
+        worker: the stream of the work that reads or writes the buffers.
         stream: the stream on which copies to and from the buffers run.
     """
 
@@ -151,7 +151,7 @@ class Ring:
         turns: int = 2,
         empty_host: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.worker, self.stream = worker, torch.cuda.Stream(device)
         self._turns = deque(Turn(device, (self.stream, worker), num_bytes, empty_host) for _ in range(turns))
 
     @property
@@ -184,11 +184,10 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     return empty_pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
-def _ring(device: torch.device, pageable: bool) -> tuple[Ring, torch.cuda.Stream]:
-    """Returns (a ring for work on the current stream of a device, this stream). pageable: whether the data is in
-    pageable memory, so that each buffer also needs pinned host memory."""
-    worker = torch.cuda.current_stream(device)
-    return Ring(device, worker, empty_host=empty_pinned if pageable else None), worker
+def _ring(device: torch.device, pageable: bool) -> Ring:
+    """Returns a ring for work on the current stream of a device. pageable: whether the data is in pageable memory, so
+    that each buffer also needs pinned host memory."""
+    return Ring(device, torch.cuda.current_stream(device), empty_host=empty_pinned if pageable else None)
 
 
 # ---- blocks ----
@@ -209,9 +208,7 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
 
     def __init__(self, device: torch.device, pageable: bool, is_direct: bool = False) -> None:
         self._device, self._pageable = device, pageable
-        self._ring: Ring | None = None
-        if not is_direct:
-            self._ring, self._worker = _ring(device, pageable)
+        self._ring = None if is_direct else _ring(device, pageable)
         self._deliveries: dict[Turn, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # (targets, pinned sources)
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -224,7 +221,7 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         turn.free.synchronize()
         self._deliver(turn)
         turn.reserve(starts[-1])
-        turn.claim(self._worker)
+        turn.claim(self._ring.worker)
         return [turn.memory[start : start + size] for start, size in zip(starts, sizes)]
 
     def put(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -245,7 +242,7 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         if self._pageable:
             starts = [source.storage_offset() for source in sources]
             staged = [turn.host[start : start + source.numel()] for start, source in zip(starts, sources)]
-        turn.hand_over(self._worker)
+        turn.hand_over(self._ring.worker)
         turn.send(self._ring.stream, zip(staged, sources))
         if self._pageable:
             # This must come last: `_deliver` must find only copies whose events have been recorded.
@@ -281,7 +278,7 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
     works on the present one. The caller must not use a copy after it has requested the next one, and must queue its
     work on the stream that was current when it requested the first. pageable: whether the parts are in pageable
     memory."""
-    ring, worker = _ring(device, pageable)
+    ring = _ring(device, pageable)
 
     def bring(part: torch.Tensor) -> tuple[Turn, torch.Tensor]:
         turn, num_bytes = ring.next(), part.numel()
@@ -296,9 +293,9 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
         coming = next(brought, None)
         while coming is not None:
             (turn, near), coming = coming, next(brought, None)
-            turn.wait(worker)
+            turn.wait(ring.worker)
             yield near
-            turn.release(worker)
+            turn.release(ring.worker)
     finally:
         ring.stream.synchronize()
 
@@ -322,13 +319,13 @@ def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[
     if not _goes_whole(data, device):
         yield lambda: data
         return
-    ring, worker = _ring(device, pageable=False)
+    ring = _ring(device, pageable=False)
     turn = ring.next()
     turn.reserve(data.numel())
     turn.bring(ring.stream, [(turn.memory, data)])
 
     def near() -> torch.Tensor:
-        turn.wait(worker)
+        turn.wait(ring.worker)
         return turn.memory
 
     try:

@@ -117,7 +117,7 @@ def test_what_was_not_put_is_not_written(fake_gpu):
     ],
 )
 def test_outlet(monkeypatch, worker, home, pageable, is_direct):
-    monkeypatch.setattr(_staging, "_ring", lambda device, pageable: ("a ring", "its worker"))
+    monkeypatch.setattr(_staging, "_ring", lambda device, pageable: "a ring")
     assert (_staging.outlet(torch.device(worker), torch.device(home), pageable)._ring is None) == is_direct
 
 
