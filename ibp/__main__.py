@@ -1,6 +1,6 @@
 """`python -m ibp` is the command `ibp`."""
 
-from ibp._cli.main import program
+from ._cli.main import program
 
 if __name__ == "__main__":
     program()

@@ -1,5 +1,13 @@
-"""The command line. Each command has a module, whose function run(arguments) does the work and returns the exit status.
+"""The command line.
+
+`main.py` has the options and the help of all commands, and finds and runs a command. `output.py` prints results and has
+the exit statuses. `work.py` has what several commands need for their work: devices, threads, inputs and outputs. The
+other modules have a function for each command, which does the work and returns the exit status: `writing.py` for the
+commands that write files of tensors, `comparing.py` for those that compare, `describing.py` for those that describe
+files, and `doctor.py` for the one that tests the installation.
 
 The module of a command is imported only when the command runs, because importing ibp and torch takes seconds.
-ibp_command.py, a file beside the package `ibp`, loads this folder without importing ibp, so that help is shown at once.
-For this reason, the modules of this folder import each other by relative names."""
+ibp_command.py, a file beside the package `ibp`, loads this folder under another name without importing ibp, so that
+help is shown at once. For this reason, the modules of this folder import each other by relative names, and `ibp` by its
+absolute name.
+"""

@@ -70,7 +70,8 @@ _GPU_COLUMNS = {
 }
 
 
-def run(arguments: argparse.Namespace) -> int:
+def doctor(arguments: argparse.Namespace) -> int:
+    """Runs `ibp doctor`."""
     device = work.device_of(arguments)
     with work.threads(arguments.jobs):
         threads = torch.get_num_threads()
@@ -110,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts += ["", *_tables(link, found), *busy, sentence or "Nothing was measured."]
     output.report(arguments, document, *parts)
     if failed:
-        raise output.Failure(f"{output.show_count(len(failed), 'fault')}; the first: {failed[0]}", 1)
+        raise output.Failure(f"{output.show_count(len(failed), 'fault')}; the first: {failed[0]}", output.WRONG)
     return 0
 
 

@@ -13,6 +13,8 @@ import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+# Exit statuses of commands that did not succeed. 0 means success.
+WRONG, USAGE, INTERRUPTED = 1, 2, 130
 # The width of sentences in pipes, in characters. It is also used for narrower terminals, which fold the lines.
 _WIDTH = 80
 _UNLIMITED = 1 << 20  # Width limit of tables in pipes and files: practically none.
@@ -26,7 +28,7 @@ Part = str | Table  # A part of a command's result: a sentence or a table.
 class Failure(Exception):
     """Ends a command with a message and an exit status."""
 
-    def __init__(self, sentence: str, status: int = 2) -> None:
+    def __init__(self, sentence: str, status: int = USAGE) -> None:
         super().__init__(one_line(sentence))
         self.status = status
 

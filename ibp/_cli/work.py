@@ -1,5 +1,5 @@
-"""Helpers of the commands: the device, the number of threads, progress bars, inputs and outputs. "-" as an input is
-stdin, and "-" as an output is stdout."""
+"""What several commands need for their work: the device, the number of threads, progress bars, inputs and outputs. "-"
+as an input is stdin, and "-" as an output is stdout."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ibp._common.progress import tqdm
-from ibp._files import INDEX_SUFFIX, file_system, is_url, path_text, paths
+from ibp._common.process import tqdm
+from ibp._files import file_system, is_url, path_text, paths
 from ibp._machine import memory
 from ibp.checkpoints import _outputs, _source, _sources
 
@@ -129,19 +129,6 @@ def unfinished_files(target: str) -> int:
     return len(
         list(_outputs.work_directory(paths.target_of(target, _sources.CODED_WEIGHTS)).rglob(f"*{_outputs.RECORD}"))
     )
-
-
-def has_other_format(path: str) -> bool:
-    """Returns whether a file holds tensors, but is not a safetensors file. Looks at the bytes of a local file, but only
-    at the suffix of a URL."""
-    if is_url(path):
-        return paths.format_of_name(path) not in (None, "safetensors")
-    if not os.path.isfile(path) or path.endswith(INDEX_SUFFIX):
-        return False
-    try:
-        return _sources.format_of(path) != "safetensors"
-    except _sources.SourceFormatError:  # `ibp.open` will report the fault.
-        return False
 
 
 def files_to_verify(paths: Sequence[str]) -> list[str]:

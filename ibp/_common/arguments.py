@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions have in common."""
+"""Checks arguments that several functions have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Helpers for collective calls over a process group of torch.distributed: `RankGroup`, and checks of arguments."""
+"""Makes collective calls over a process group of torch.distributed (`RankGroup`), and checks that all ranks are on one
+machine and have passed the same arguments."""
 
 from __future__ import annotations
 

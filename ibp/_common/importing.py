@@ -1,7 +1,6 @@
-"""Makes the public names of a package appear to be defined in the package itself and not in its modules.
-
-Delays work until a module of another package is imported, so that `import ibp` does not have to import it.
-"""
+"""Has two tools for imports. `published` makes the public names of a package appear to be defined in the package itself
+and not in its modules. `after_import` delays work until a module of another package is imported, so that `import ibp`
+does not have to import it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Helpers for functions that change a model in place. `check_model` checks their argument. `NotTheModel` is the base
-class of the objects that they return; such an object raises an error if the caller uses it as the model.
+"""Helps functions that change a model in place, and the modules and tensors that they put into it.
 
-Refuses conversions of modules, such as `module.half()` and `module.to("cuda")`, before they change anything.
+`check_model` checks the argument of such functions. `NotTheModel` is the base class of the objects that they return;
+such an object raises an error if the caller uses it as the model.
 
-A module or a tensor that refuses some conversions has a method `check_conversion(convert)`, which raises an error if
-the conversion is refused. convert is the function that torch would apply to each tensor.
+`guard_conversions` lets a model refuse conversions, such as `model.half()` and `model.to("cuda")`, before they change
+anything. A module or a tensor that refuses some conversions has a method `check_conversion(convert)`, which raises an
+error if the conversion is refused. convert is the function that torch would apply to each tensor.
 
-`SavedTensor`, a cache with which `state_dict()` makes a tensor only once, even if several names in the state dict
+`SavedTensor` is a cache with which `state_dict()` makes a tensor only once, even if several names in the state dict
 refer to it.
 """
 
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+
+_APPLY = "_apply"  # The method of torch.nn.Module by which torch converts a module.
 
 
 class NotTheModel:
@@ -56,7 +59,7 @@ def check_model(model: Any, hint: str = "") -> None:
         raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module{hint and f': {hint}'}")
 
 
-_APPLY = "_apply"  # The method of torch.nn.Module by which torch converts a module.
+# ---- conversions ----
 
 
 def check_conversion(module: torch.nn.Module, convert: Callable) -> None:
@@ -99,6 +102,9 @@ def _refusing(module: torch.nn.Module) -> Iterator[Any]:
         for held in (part, *part._parameters.values(), *part._buffers.values()):
             if hasattr(type(held), "check_conversion"):
                 yield held
+
+
+# ---- state dicts ----
 
 
 class SavedTensor:

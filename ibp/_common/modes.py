@@ -1,8 +1,9 @@
-"""`outside_of_modes`, a context in which the library makes the tensors that it keeps. In this context they are plain
-tensors, even if the caller has activated a mode of torch.
+"""Decides what the library does inside of torch's modes, transforms and tracers.
 
-Keeps functions out of the graphs of torch's compiler. Creates the errors that are raised under tracers and
-transforms that cannot record ibp's operations.
+`outside_of_modes` is a context in which the library makes the tensors that it keeps. In this context they are plain
+tensors, even if the caller has activated a mode of torch. `outside_of_graphs` keeps functions out of the graphs of
+torch's compiler. `cannot_record` and `cannot_map` create the errors that are raised under tracers and transforms that
+cannot record ibp's operations.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
 def is_transformed() -> bool:
@@ -41,12 +45,6 @@ def outside_of_modes() -> Iterator[None]:
             yield
 
 
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
-
-_OUTSIDE = "ibp runs it outside of graphs: compile the code around it, or without fullgraph=True"
-
-
 def cannot_record(tracer: str, operation: str = "") -> RuntimeError:
     """Returns the error to raise under a tracer that cannot record ibp's operations. If the tracer went on, its graph
     would leave out the rows of tables, or an operation's writes to its arguments.
@@ -62,9 +60,6 @@ def cannot_record(tracer: str, operation: str = "") -> RuntimeError:
     )
 
 
-_NOT_EXPORTED = f"{_OUTSIDE}. {cannot_record('torch.export')}"
-
-
 def cannot_map(operation: str = "") -> RuntimeError:
     """Returns the error to raise inside torch.vmap, which cannot map operations that write to tensors passed to
     them."""
@@ -72,6 +67,10 @@ def cannot_map(operation: str = "") -> RuntimeError:
     return RuntimeError(
         f"torch.vmap cannot map ibp's operations{here}: call them without torch.vmap, with all ids or vectors at once"
     )
+
+
+_OUTSIDE = "ibp runs it outside of graphs: compile the code around it, or without fullgraph=True"
+_NOT_EXPORTED = f"{_OUTSIDE}. {cannot_record('torch.export')}"
 
 
 def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:

@@ -1,4 +1,5 @@
-"""The torch operations of ibp: their schemas, fake implementations for tracing, and the library that implements them.
+"""Declares the torch operations of ibp: their schemas, fake implementations for tracing, and the library that
+implements them.
 
 Each operation is documented at its function in csrc/bindings/torch_*ops.cpp; only `times_matrix` is documented here.
 Arguments that many operations share (table, codebook, codec, ids, fault, max_sms) are documented in

@@ -1,10 +1,9 @@
-"""The base of classes whose objects belong to one process.
+"""Defines base classes of objects that hold resources, and locks and progress bars that survive a fork.
 
-`Closing`, the base of classes whose `close()` undoes a change. A `with` block calls `close()` at its end.
-
-Issues each warning once per process.
-
-Locks for objects that both the parent and the child use after a fork.
+`OfThisProcess` is the base of classes whose objects belong to one process, and `Closing` the base of classes whose
+`close()` undoes a change. `warn_once` issues each warning once per process. `ForkLock` is the class of locks of objects
+that both the parent and the child use after a fork, and `tqdm` makes progress bars whose lock is not shared with other
+processes.
 
 A child process has only the thread that forked it. A lock that another thread held at the fork would stay held in the
 child for good. A new lock would not help, because the data that the lock guards may be half changed: the child could
@@ -23,8 +22,12 @@ import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import NoReturn, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import tqdm as _tqdm
+
+_Self = TypeVar("_Self", bound="Closing")
 
 
 class OfThisProcess:
@@ -46,9 +49,6 @@ class OfThisProcess:
         kind = type(self)
         what = "pickled" if hasattr(kind, "__deepcopy__") else "pickled or copied"
         raise TypeError(f"an {kind.__module__}.{kind.__name__} cannot be {what}: {self._instead}")
-
-
-_Self = TypeVar("_Self", bound="Closing")
 
 
 class Closing(ABC):
@@ -76,6 +76,8 @@ class Closing(ABC):
         self.close()
 
 
+# ---- warnings ----
+
 said: set[str] = set()  # The keys of the warnings that this process has given.
 
 
@@ -92,6 +94,8 @@ def warn_once(message: str, *, key: str | None = None, stacklevel: int = 2) -> N
         said.add(key)
         warnings.warn(message, RuntimeWarning, stacklevel=stacklevel + 1)
 
+
+# ---- locks ----
 
 PATIENCE_S = 10.0
 _FIRST_WAIT_S = 0.05  # Seconds that the first attempt waits. Threads rarely hold a lock for longer.
@@ -161,3 +165,41 @@ def _give_back() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_give_back, after_in_child=_in_child)
+
+
+# ---- progress bars ----
+
+
+class _Bar(_tqdm.tqdm):
+    """tqdm's bar with a lock of this process alone. tqdm's own lock is shared with forked processes. If one of them
+    were killed while it holds the lock, the others would wait for the lock forever."""
+
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=lambda: _Bar.set_lock(threading.RLock()))
+
+
+class _Hidden(Closing):
+    """A bar that is not shown. It takes no lock, unlike tqdm's hidden bar, where an interrupt in a thread that holds
+    the lock would make all other threads wait forever."""
+
+    def __init__(self, iterable: Iterable[Any] | None) -> None:
+        self._iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._iterable or ())
+
+    def update(self, n: float | None = 1) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+Bar = _Bar | _Hidden
+
+
+def tqdm(iterable: Iterable[Any] | None = None, *, disable: bool = False, **options: Any) -> Bar:
+    """Returns a progress bar. The arguments are those of tqdm's class `tqdm`."""
+    return _Hidden(iterable) if disable else _Bar(iterable, **options)

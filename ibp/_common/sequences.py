@@ -1,7 +1,4 @@
-"""Rounds numbers up to multiples of a unit.
-
-Cuts sequences into parts, and processes items ahead of the caller.
-"""
+"""Rounds numbers up to multiples of a unit, cuts sequences into parts, and processes items ahead of the caller."""
 
 from __future__ import annotations
 
@@ -10,14 +7,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from typing import TypeVar
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
 
 def rounded_up(number: int, unit: int) -> int:
     """Returns the least multiple of a unit that is at least `number`."""
     return -(-number // unit) * unit
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 def cut(items: Iterable[Item], size_of: Callable[[Item], int], most: int | None) -> list[list[Item]]:

@@ -1,4 +1,4 @@
-"""`Statistics`, the base class of counters, and the computation of `savings` for all classes that have coded bytes."""
+"""Defines `Statistics`, the base class of counters, and computes `savings` for all classes that have coded bytes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def check_replaceable(path: Path) -> None:
     """Raises OSError unless a path is a regular file, is a symbolic link to a regular file or to nothing, or does not
     exist."""
     with contextlib.suppress(FileNotFoundError):
-        leads_out = path.is_symlink() and os.readlink(path).startswith("/proc/")  # like /dev/stdout
+        leads_out = path.is_symlink() and os.readlink(path).startswith("/proc/")  # Like /dev/stdout.
         kind = stat.S_IFMT(path.stat().st_mode)
         if leads_out or kind != stat.S_IFREG:
             what = "a link to an open file of a process" if leads_out else KINDS.get(kind, "no file")

@@ -1,12 +1,11 @@
-"""Converts values to bytes for other processes, and back. A message is JSON, followed by the data of tensors and of
-bytes objects.
+"""Converts values to bytes for other processes, and back, and lends memory of a GPU to them.
 
-A message is read as data: it can name only a few kinds of values, and classes that are registered here. Nothing in it
-is executed, unlike in a pickle. The fields of named tuples are compared with their annotations; other classes check
-their fields themselves.
+A message is JSON, followed by the data of tensors and of bytes objects. It is read as data: it can name only a few
+kinds of values, and classes that are registered here. Nothing in it is executed, unlike in a pickle. The fields of
+named tuples are compared with their annotations; other classes check their fields themselves.
 
-Lends memory of a GPU to another process by CUDA IPC, as torch does when it sends tensors. Unlike in torch, plain
-values describe the memory, so no pickle is needed.
+Memory of a GPU is lent by CUDA IPC, as torch does when it sends tensors. Unlike in torch, plain values describe the
+memory, so no pickle is needed.
 """
 
 from __future__ import annotations
@@ -29,6 +28,9 @@ _Record = TypeVar("_Record", bound=tuple[Any, ...])
 _LENGTH = struct.Struct("<Q")  # The first bytes of a message: the length of the JSON in bytes.
 # The registered classes by name, each with the names of its constructor's arguments.
 _classes: dict[str, tuple[type, tuple[str, ...]]] = {}
+
+
+# ---- messages ----
 
 
 def sent(kind: _Class) -> _Class:
@@ -201,6 +203,8 @@ class _Reader:
         found = kind(**dict(zip(names, self._values(fields), strict=True)))
         return checked(found) if isinstance(found, tuple) else found
 
+
+# ---- memory of a GPU ----
 
 _CLASS, _STORAGE, _DEVICE = 0, 4, 6  # Positions among the arguments of rebuild_cuda_tensor.
 _CLASSES = torch.Tensor, torch.storage.TypedStorage

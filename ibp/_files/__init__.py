@@ -17,7 +17,6 @@ from .format import (
     ChecksumError,
     Entry,
     FileFormatError,
-    Header,
     TableFields,
     View,
     as_json,
@@ -27,7 +26,6 @@ from .format import (
     entry_of,
     form_of,
     other_format,
-    part_names,
     rounded_up,
 )
 from .opened import File, TensorInfo, damaged_blocks, load, open, range_verifier, stored_in, views_in
@@ -65,4 +63,4 @@ from .paths import (
     written_to,
 )
 from .reader import read_header
-from .writer import FileWriter, Sink, checked_metadata, codebook_bytes, header_room, save, write_plain, write_table
+from .writer import FileWriter, checked_metadata, codebook_bytes, header_room, save, write_plain, write_table

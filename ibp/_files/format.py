@@ -1,5 +1,5 @@
-"""The format of files (FORMAT.md section 9): names and keys, the fields of tables and codebooks, views, and the header.
-This module opens no file: `reader.py` reads files, and `writer.py` writes them."""
+"""Defines the format of files (FORMAT.md section 9): names and keys, the fields of tables and codebooks, views, and the
+header. This module opens no file: `reader.py` reads files, and `writer.py` writes them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .._rows.geometry import PAIRS_DTYPE
 from .._rows.masks import Codebook
 from .._rows.planes import PlanesCodebook, num_entries, symbol_bytes
 
-ALIGNMENT = 128  # bytes: every tensor's data in a file begin at a multiple of this
-MAX_HEADER_BYTES = 100_000_000  # the largest size in bytes of the JSON that readers of safetensors accept
+ALIGNMENT = 128  # Bytes: every tensor's data in a file begin at a multiple of this.
+MAX_HEADER_BYTES = 100_000_000  # The largest size in bytes of the JSON that readers of safetensors accept.
 
-PREFIX = "ibp."  # the beginning of all metadata keys and names of tensors that belong to the format
-FORMAT = "ibp.format"  # the key whose value is the format's version
-CHECKS = "ibp.checks"  # the key of the fields of the checksums, and the name of the tensor that holds the checksums
-PADDING = "ibp.padding."  # the beginning of the names of the tensors of zeros that fill gaps between other tensors
+PREFIX = "ibp."  # The beginning of all metadata keys and names of tensors that belong to the format.
+FORMAT = "ibp.format"  # The key whose value is the format's version.
+CHECKS = "ibp.checks"  # The key of the fields of the checksums, and the name of the tensor that holds the checksums.
+PADDING = "ibp.padding."  # The beginning of the names of the tensors of zeros that fill gaps between other tensors.
 # Beginnings of keys. The name of a table, the number of a codebook or the name of a removed tensor follows.
 TABLE_KEY, CODEBOOK_KEY, REMOVED_KEY = "ibp.table.", "ibp.codebook.", "ibp.removed."
 
@@ -175,15 +175,15 @@ def _fingerprint_text(fingerprint: int | None) -> str | None:
 class TableFields:
     """What the metadata of a file says about a table."""
 
-    dtype: str  # the dtype's name in the file
-    shape: tuple[int, ...]  # the tensor's shape
-    scheme: str | None = None  # how rows are coded; None for a table of an external codec
+    dtype: str  # The dtype's name in the file.
+    shape: tuple[int, ...]  # The tensor's shape.
+    scheme: str | None = None  # How rows are coded; None for a table of an external codec.
     # row_bytes, slot_bytes, rows_per_base: FORMAT.md sections 1 to 3
     row_bytes: int = 0
     slot_bytes: int = 0
-    codebook: int | None = None  # number of the codebook; None for scheme raw
+    codebook: int | None = None  # Number of the codebook; None for scheme raw.
     rows_per_base: int = _core.ROWS_PER_BASE
-    content: int | None = None  # fingerprint of the tensor's bytes, if it is known
+    content: int | None = None  # Fingerprint of the tensor's bytes, if it is known.
     # base, result: for a delta, the fingerprints of the tensor that it is applied to, and of the result.
     base: int | None = None
     result: int | None = None
@@ -337,7 +337,7 @@ def _read_planes(values: dict[str, Any], part: Parts) -> PlanesCodebook:
 
 # The beginning of the keys of views, and the beginning of the names of bases that are not tensors of the checkpoint.
 VIEW_KEY, STORAGE = "ibp_view.", "torch_storage."
-MOST_TIMES = 1000  # the largest allowed ratio of the number of elements of a view to that of its base
+MOST_TIMES = 1000  # The largest allowed ratio of the number of elements of a view to that of its base.
 _LIMIT = 1 << 62  # Sizes, strides and the offset of a view must be less than this; torch holds them in 64 bits.
 
 
@@ -349,7 +349,7 @@ class View(NamedTuple):
     "torch_storage." holds memory that no single tensor covers; it is not itself a tensor of the checkpoint.
     """
 
-    base: str  # the name of the base
+    base: str  # The name of the base.
     shape: tuple[int, ...]
     # strides, offset: in elements
     strides: tuple[int, ...]
@@ -411,7 +411,7 @@ def _read_view(text: str) -> View:
 
 # ---- the header ----
 
-_OTHERS = {  # for messages: a description of each format that `other_format` returns
+_OTHERS = {  # For messages: a description of each format that `other_format` returns.
     "npy": "an array of numpy",
     "archive": "an archive, as torch.save and numpy.savez write them",
     "pickle": "a pickle, as torch.save once wrote them",
@@ -422,8 +422,8 @@ _PICKLE = re.compile(rb"\x80[\x02-\x05]")
 class Entry(NamedTuple):
     """A tensor in a file."""
 
-    dtype: str  # the dtype's name in the header
-    shape: tuple[int, ...]  # the tensor's shape; a part of a table has one dimension, which includes the padding
+    dtype: str  # The dtype's name in the header.
+    shape: tuple[int, ...]  # The tensor's shape; a part of a table has one dimension, which includes the padding.
     # start, end: offsets in the file at which its bytes begin and end.
     start: int
     end: int
@@ -437,9 +437,9 @@ class Entry(NamedTuple):
 class Header:
     """The header of a file, which comes before the data."""
 
-    num_bytes: int  # size in bytes, including the 8 bytes that hold the size of the JSON; the data begin at this offset
-    tensors: Mapping[str, Entry]  # by name, in the order of their bytes in the file
-    metadata: Mapping[str, str]  # a mapping from strings to strings, with the user's entries and ibp's
+    num_bytes: int  # Size in bytes, including the 8 bytes with the size of the JSON. The data begin at this offset.
+    tensors: Mapping[str, Entry]  # By name, in the order of their bytes in the file.
+    metadata: Mapping[str, str]  # A mapping from strings to strings, with the user's entries and ibp's.
     # (size in bytes of a block that has a checksum, number of these blocks); or the reason why the checksums are
     # invalid; or None for an ordinary safetensors file.
     checks: tuple[int, int] | str | None
@@ -497,8 +497,8 @@ def other_format(start: bytes) -> str | None:
 
 # ---- checksums ----
 
-BLOCK_BYTES = 1 << 20  # size in bytes of a block of data; each block has a checksum
-HASH = "xxh3_64"  # the name of the hash function in the fields of the checksums
+BLOCK_BYTES = 1 << 20  # Size in bytes of a block of data; each block has a checksum.
+HASH = "xxh3_64"  # The name of the hash function in the fields of the checksums.
 
 
 def checksum_bytes(data_bytes: int) -> int:

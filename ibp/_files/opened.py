@@ -1,4 +1,6 @@
-"""`ibp.open`, which maps files of tables and tensors, and `ibp.load`, which reads them into memory."""
+"""Maps files of tables and tensors (`ibp.open`, which returns an `ibp.File`), and reads them into memory (`ibp.load`).
+The last part of this file has functions that tell `ibp.checkpoints` and the command line more about a file than
+`ibp.File` does."""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ import torch
 from .. import _core
 from .._common import ops as _ops
 from .._common.arguments import near
-from .._common.process import Closing
-from .._common.progress import tqdm
+from .._common.process import Closing, tqdm
 from .._machine import memory as _memory
 from .._machine.segments import FileRows
 from .._machine.staging import to_device
@@ -120,14 +121,14 @@ class File(Mapping[str, Value], Closing):
         found = find_files(path)
         self._files = {name: OpenFile(file, verify=verify) for name, file in found.files.items()}
         self._places = _places_of(self._files, found)
-        self._owners: dict[str, OpenFile] = {}  # for each table, the file whose metadata has its fields
+        self._owners: dict[str, OpenFile] = {}  # For each table, the file whose metadata has its fields.
         for file in self._files.values():
             for name in file.tables:
                 if name in self._owners:
                     raise FileFormatError(f"{self._owners[name].path} and {file.path} both have a table {name!r}")
                 self._owners[name] = file
         table_of = {part: name for name in self._owners for part in part_names(name)}
-        self._names = {table_of.get(name, name): None for name in self._places}  # in the order of their bytes
+        self._names = {table_of.get(name, name): None for name in self._places}  # In the order of their bytes.
         for name in self._owners:
             if name in self._places:
                 raise FileFormatError(f"{self._owners[name].path}: there are a table and a tensor of the name {name!r}")
@@ -137,7 +138,7 @@ class File(Mapping[str, Value], Closing):
             metadata.update(file.header.user_metadata)
         self._views = views_of(metadata, self._names)
         self.metadata = {key: text for key, text in metadata.items() if not key.startswith(VIEW_KEY)}
-        self._stored = tuple(self._names)  # names of everything that the file holds, bases of views included
+        self._stored = tuple(self._names)  # Names of everything that the file holds, bases of views included.
         storages = {view.base for view in self._views.values() if view.base.startswith(STORAGE)}
         self._names = {name: None for name in (*self._names, *self._views) if name not in storages}
         self.tables = tuple(name for name in self._names if name in self._owners)
@@ -182,7 +183,7 @@ class File(Mapping[str, Value], Closing):
     def _value(self, name: str) -> Value:
         """Returns the value with a name. The first call makes the value, which is kept for later calls. The name may
         also be that of a storage of which tensors are views; such names are not keys of the mapping."""
-        if name not in self._made:  # if several threads make the value, the first one is kept
+        if name not in self._made:  # If several threads make the value, the first one is kept.
             self._made.setdefault(name, self._map(name, self._verify))
         return self._made[name]
 
@@ -306,7 +307,7 @@ class File(Mapping[str, Value], Closing):
             return TensorInfo(name, dtype, shape, None, None, None, stored, stored, {}, files)
         owner, fields = self._owners[name], self.fields(name)
         table_dtype: torch.dtype | None = None
-        with contextlib.suppress(FileFormatError):  # this torch does not have the dtype
+        with contextlib.suppress(FileFormatError):  # This torch does not have the dtype.
             table_dtype = dtype_of(fields.dtype)
         return TensorInfo(
             name,
@@ -423,6 +424,15 @@ class File(Mapping[str, Value], Closing):
             raise ValueError(f"{self.path} is closed")
 
 
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """A context that adds the name of a tensor to the message of a ChecksumError of its block."""
+    try:
+        yield
+    except ChecksumError as error:
+        raise ChecksumError(f"{error}; {name!r} was being read") from None
+
+
 def _viewed(view: View, base: Value) -> Value:
     """Returns the value of a view. If the view covers its whole base, that is the base itself, tensor or table.
     Otherwise it is a tensor, and a base that is a table is decompressed."""
@@ -454,6 +464,9 @@ def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, Tenso
         if name not in files[file_name].header.tensors:
             raise FileFormatError(f"{files[file_name].path} has no tensor {name!r}, which the index says it has")
     return places
+
+
+# ---- opening and loading ----
 
 
 def open(path: PathLike, *, verify: bool = False, memory: str | None = None, share: bool = False) -> File:
@@ -501,91 +514,6 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
     if is_url(text):
         raise ValueError(f"{text!r} is on no file system of this machine, so that it cannot be mapped: use ibp.load")
     return File(Path(text), verify=verify, memory=memory, share=share)
-
-
-def stored_in(file: File) -> Iterator[tuple[str, Value, tuple[str, tuple[int, ...]] | None]]:
-    """Yields (name, value, entry) for every value that a file stores, including the bases of views. Checksums of values
-    that are mapped are not compared; `range_verifier` compares them. entry: the dtype and the shape of a plain tensor
-    in the header; None for a table."""
-    for name in file._stored:
-        yield name, file._map(name, verify=False), None if name in file._owners else file._places[name].entry[:2]
-
-
-def range_verifier(file: File, name: str, value: CompressedTensor | torch.Tensor) -> Callable[[int, int], None]:
-    """Returns a function of (start, end) that verifies the blocks from which bytes [start, end) of a tensor are read,
-    unless they were verified before. For a table, these are the blocks of its index, and the blocks of the rows that
-    are decoded for these bytes. value: the value that `stored_in` yields for the name.
-
-    The function raises ChecksumError if a block is damaged. The message names the file, the block and the tensor.
-    """
-
-    def check(entry: str, first: int, last: int) -> None:
-        place = file._places.get(entry)
-        checks = None if place is None else place.file.checks
-        if place is not None and checks is not None:
-            with _naming(name):
-                for block in checks.blocks_of(place.entry.start + first, place.entry.start + last):
-                    checks.check(block)
-
-    if isinstance(value, torch.Tensor):
-        return lambda start, end: check(name, start, end)
-    rows_per_base = file.fields(name).rows_per_base
-
-    def check_rows(start: int, end: int) -> None:
-        if start < end:
-            check(f"{name}:lengths", 0, value.lengths.nbytes)
-            check(f"{name}:bases", 0, value.bases.nbytes)
-            for part, (first, last) in row_ranges(value, rows_per_base, start, end).items():
-                check(f"{name}:{part}", first, last)
-
-    return check_rows
-
-
-class DamagedBlock(NamedTuple):
-    """A block of a file whose bytes do not match its checksum.
-
-    Attributes:
-        place: a string with the file, the block's number and the range of its bytes in the file.
-        tensors: names of the tensors that have bytes in the block. A table's codebook does not count as its bytes.
-        codebooks: for each codebook that has bytes in the block, the names of the tables that are coded with it.
-    """
-
-    place: str
-    tensors: list[str]
-    codebooks: list[list[str]]
-
-
-def damaged_blocks(file: File) -> list[DamagedBlock]:
-    """Compares all checksums of a file, or of a set of files. Returns the damaged blocks. Raises ChecksumError if a
-    header is damaged, or if the checksums themselves are."""
-    table_of = {part: name for name in file._owners for part in part_names(name)}
-    books: dict[tuple[OpenFile, str], list[str]] = {}  # for each part of a codebook, the tables that use the codebook
-    for name, owner in file._owners.items():
-        with contextlib.suppress(FileFormatError):  # if this ibp cannot read a table, its codebook is not known
-            for part in owner.codebook_parts(file.fields(name).codebook):
-                books.setdefault((owner, part), []).append(name)
-    found = []
-    for each in file._files.values():
-        for place, names in [] if each.checks is None else each.checks.damaged():
-            tensors = dict.fromkeys(table_of.get(name, name) for name in names if not each.is_own(name))
-            users = dict.fromkeys(tuple(books.get((each, name), ())) for name in names if name.startswith(CODEBOOK_KEY))
-            found.append(DamagedBlock(place, list(tensors), [list(of) for of in users if of]))
-    return found
-
-
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """A context that adds the name of a tensor to the message of a ChecksumError of its block."""
-    try:
-        yield
-    except ChecksumError as error:
-        raise ChecksumError(f"{error}; {name!r} was being read") from None
-
-
-def views_in(file: File) -> Mapping[str, View]:
-    """Returns the views of a file by name: its tensors that share the memory of another tensor or storage in the
-    file."""
-    return file._views
 
 
 def _reopened(path: str, verify: bool, memory: str | bool | None, share: bool) -> File:
@@ -653,3 +581,82 @@ def _check_names(names: Iterable[str] | None) -> None:
     """Raises TypeError if `names` is a single string."""
     if isinstance(names, str):
         raise TypeError(f"names is the text {names!r}; wanted a list of names")
+
+
+# ---- what `ibp.checkpoints` and the command line ask of a file ----
+
+
+def stored_in(file: File) -> Iterator[tuple[str, Value, tuple[str, tuple[int, ...]] | None]]:
+    """Yields (name, value, entry) for every value that a file stores, including the bases of views. Checksums of values
+    that are mapped are not compared; `range_verifier` compares them. entry: the dtype and the shape of a plain tensor
+    in the header; None for a table."""
+    for name in file._stored:
+        yield name, file._map(name, verify=False), None if name in file._owners else file._places[name].entry[:2]
+
+
+def views_in(file: File) -> Mapping[str, View]:
+    """Returns the views of a file by name: its tensors that share the memory of another tensor or storage in the
+    file."""
+    return file._views
+
+
+def range_verifier(file: File, name: str, value: CompressedTensor | torch.Tensor) -> Callable[[int, int], None]:
+    """Returns a function of (start, end) that verifies the blocks from which bytes [start, end) of a tensor are read,
+    unless they were verified before. For a table, these are the blocks of its index, and the blocks of the rows that
+    are decoded for these bytes. value: the value that `stored_in` yields for the name.
+
+    The function raises ChecksumError if a block is damaged. The message names the file, the block and the tensor.
+    """
+
+    def check(entry: str, first: int, last: int) -> None:
+        place = file._places.get(entry)
+        checks = None if place is None else place.file.checks
+        if place is not None and checks is not None:
+            with _naming(name):
+                for block in checks.blocks_of(place.entry.start + first, place.entry.start + last):
+                    checks.check(block)
+
+    if isinstance(value, torch.Tensor):
+        return lambda start, end: check(name, start, end)
+    rows_per_base = file.fields(name).rows_per_base
+
+    def check_rows(start: int, end: int) -> None:
+        if start < end:
+            check(f"{name}:lengths", 0, value.lengths.nbytes)
+            check(f"{name}:bases", 0, value.bases.nbytes)
+            for part, (first, last) in row_ranges(value, rows_per_base, start, end).items():
+                check(f"{name}:{part}", first, last)
+
+    return check_rows
+
+
+class DamagedBlock(NamedTuple):
+    """A block of a file whose bytes do not match its checksum.
+
+    Attributes:
+        place: a string with the file, the block's number and the range of its bytes in the file.
+        tensors: names of the tensors that have bytes in the block. A table's codebook does not count as its bytes.
+        codebooks: for each codebook that has bytes in the block, the names of the tables that are coded with it.
+    """
+
+    place: str
+    tensors: list[str]
+    codebooks: list[list[str]]
+
+
+def damaged_blocks(file: File) -> list[DamagedBlock]:
+    """Compares all checksums of a file, or of a set of files. Returns the damaged blocks. Raises ChecksumError if a
+    header is damaged, or if the checksums themselves are."""
+    table_of = {part: name for name in file._owners for part in part_names(name)}
+    books: dict[tuple[OpenFile, str], list[str]] = {}  # For each part of a codebook, the tables that use the codebook.
+    for name, owner in file._owners.items():
+        with contextlib.suppress(FileFormatError):  # If this ibp cannot read a table, its codebook is not known.
+            for part in owner.codebook_parts(file.fields(name).codebook):
+                books.setdefault((owner, part), []).append(name)
+    found = []
+    for each in file._files.values():
+        for place, names in [] if each.checks is None else each.checks.damaged():
+            tensors = dict.fromkeys(table_of.get(name, name) for name in names if not each.is_own(name))
+            users = dict.fromkeys(tuple(books.get((each, name), ())) for name in names if name.startswith(CODEBOOK_KEY))
+            found.append(DamagedBlock(place, list(tensors), [list(of) for of in users if of]))
+    return found

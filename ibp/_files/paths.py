@@ -1,5 +1,5 @@
-"""Paths, URLs, names of files, and outputs. Files at URLs are read and written through temporary files on this machine;
-fsspec copies between the two.
+"""Interprets paths, URLs, names of files, and outputs. Files at URLs are read and written through temporary files on
+this machine; fsspec copies between the two.
 
 A set of files has an index, which says which file each tensor is in. A coded file in a directory has a special name. A
 loader that does not know ibp then reports that there are no weights, instead of reading weights that it cannot decode.
@@ -41,7 +41,7 @@ PathLike = Union[str, "os.PathLike[str]"]
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 _CODED_SUFFIX = f".ibp{SUFFIX}"
-WEIGHTS = f"model{SUFFIX}"  # the name of the file of weights in the directory of a model
+WEIGHTS = f"model{SUFFIX}"  # The name of the file of weights in the directory of a model.
 # The formats of files of tensors, by suffix, and suffixes of formats that this library does not write.
 _TENSOR_FORMATS = {SUFFIX: "safetensors", ".ibp": "safetensors", ".npy": "npy", ".npz": "npz"}
 _TENSOR_FORMATS.update(dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"))
@@ -51,7 +51,7 @@ _OTHER_SUFFIXES = (
 )  # fmt: skip
 TENSOR_SUFFIXES = tuple(_TENSOR_FORMATS)
 SUFFIXES = {**_TENSOR_FORMATS, **{suffix: suffix[1:] for suffix in _OTHER_SUFFIXES}}
-_HERE = ("file", "local")  # protocols of fsspec for files of this machine
+_HERE = ("file", "local")  # Protocols of fsspec for files of this machine.
 
 
 # ---- paths and URLs ----
@@ -148,7 +148,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # raised for a socket, and for a device without a driver
+        if error.errno == errno.ENXIO:  # Raised for a socket, and for a device without a driver.
             _check_regular(path, os.stat(path))
         raise
     try:
@@ -211,7 +211,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key is there twice")
     for key in found:
-        key.encode()  # raises for half of a surrogate pair, which cannot be printed
+        key.encode()  # Raises for half of a surrogate pair, which cannot be printed.
     return found
 
 
@@ -286,7 +286,7 @@ def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
             raise FileNotFoundError(f"{url}: there is no such file") from None
         except (ImportError, OSError, ValueError):
             raise
-        except Exception as error:  # the file system's own exception classes
+        except Exception as error:  # The file system's own exception classes.
             raise OSError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
         yield os.fspath(near)
 
@@ -413,12 +413,12 @@ def _made_directory(output: str, folder: Path) -> Iterator[None]:
             raise NotADirectoryError(errno.ENOTDIR, "is no directory", os.fspath(home))
         raise FileNotFoundError(errno.ENOENT, "there is no such directory", os.fspath(home))
     if is_new:
-        folder.mkdir(exist_ok=True)  # another rank may have made it
+        folder.mkdir(exist_ok=True)  # Another rank may have made it.
     try:
         yield
     except BaseException:
         if is_new:
-            with contextlib.suppress(OSError):  # it is not empty, or another rank has removed it
+            with contextlib.suppress(OSError):  # It is not empty, or another rank has removed it.
                 folder.rmdir()
         raise
 
@@ -483,7 +483,7 @@ def replacing(path: Path, names: Collection[str]) -> Iterator[None]:
     old tensors. names: the files of the new output, which stay."""
     earlier = [index_of(path), path, *shards_of_index(path)]
     yield
-    for file in earlier:  # the index goes first: a set without an index is not read as a set
+    for file in earlier:  # The index goes first: a set without an index is not read as a set.
         if file.name not in names:
             file.unlink(missing_ok=True)
 
@@ -492,7 +492,7 @@ def shards_of_index(path: Path) -> list[Path]:
     """Returns the files that the index of `path` names. Files whose names do not belong to its set are left out."""
     stem, suffix = map(re.escape, _split_name(path))
     own = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}{suffix}")
-    with contextlib.suppress(OSError, FileFormatError):  # a damaged index is ignored, because nobody can read its set
+    with contextlib.suppress(OSError, FileFormatError):  # A damaged index is ignored, because nobody can read its set.
         names = dict.fromkeys(read_index(index_of(path)).values())
         return [path.with_name(name) for name in names if own.fullmatch(name)]
     return []

@@ -56,11 +56,11 @@ from .format import (
 )
 from .paths import open_locked, open_regular
 
-_ROWS = ("slots", "overflow")  # the parts of a table that hold its rows
+_ROWS = ("slots", "overflow")  # The parts of a table that hold its rows.
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which the module mmap of older versions of Python does not have
 _SHOWN_NAMES = 6  # A message shows at most this many names of tensors.
-_PIECE_BYTES = 8 << 20  # number of bytes that a thread reads at once
-_THREADS = min(16, os.cpu_count() or 1)  # number of threads that read at once
+_PIECE_BYTES = 8 << 20  # Number of bytes that a thread reads at once.
+_THREADS = min(16, os.cpu_count() or 1)  # Number of threads that read at once.
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -125,7 +125,7 @@ class OpenFile:
         # Names of the tensors that no longer exist, if the file is the delta of a checkpoint.
         self.removed = [key[len(REMOVED_KEY) :] for key in metadata if key.startswith(REMOVED_KEY)]
         self._codebooks: dict[int, AnyCodebook] = {}
-        self._codebook_parts: dict[str, list[str]] = {}  # names of the parts of each codebook, by the codebook's key
+        self._codebook_parts: dict[str, list[str]] = {}  # Names of the parts of each codebook, by the codebook's key.
         for name in self.header.tensors:
             if name.startswith(CODEBOOK_KEY):
                 self._codebook_parts.setdefault(name.rpartition(":")[0], []).append(name)
@@ -181,7 +181,7 @@ class OpenFile:
 
     def hash_of(self, start: int, num_bytes: int) -> int:
         """Returns the hash of a range of the file's bytes, which are read block by block."""
-        if not hasattr(_buffers, "block"):  # one buffer for each thread: new memory would cost more than the hash
+        if not hasattr(_buffers, "block"):  # One buffer for each thread: new memory would cost more than the hash.
             _buffers.block = memoryview(bytearray(BLOCK_BYTES))
         hasher, data = xxhash.xxh3_64(), _buffers.block
         for first in range(start, start + num_bytes, BLOCK_BYTES):
@@ -197,7 +197,7 @@ class OpenFile:
         Raises:
             FileFormatError: the file has been truncated since it was opened.
         """
-        pages = self._private_map  # a copy of the reference, because another thread may call `close`
+        pages = self._private_map  # A copy of the reference, because another thread may call `close`.
         if pages is None:
             pages = self._private_map = mmap.mmap(
                 self.fileno(),
@@ -525,7 +525,7 @@ def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin
     num_bytes = 8 * (-(-geometry.num_bytes // fields.block_bytes) + 1)
     for part in ("offsets", "blocks"):
         place = places.get(f"{name}:{part}")
-        if place is not None and not codec.is_safe:  # its decoder may do anything if the bytes are damaged
+        if place is not None and not codec.is_safe:  # Its decoder may do anything if the bytes are damaged.
             checksums = place.file.checks
             if checksums is None:
                 raise FileFormatError(f"{what} has no checksums, without which its codec decodes nothing")
@@ -582,7 +582,7 @@ def _part_bytes(part: str, fields: TableFields, geometry: Geometry, entry: Entry
 
 # ---- one copy of a table for all processes of a machine ----
 
-_can_pin: dict[int, bool] = {}  # results of `can_pin` by st_dev, which identifies a file system
+_can_pin: dict[int, bool] = {}  # Results of `can_pin` by st_dev, which identifies a file system.
 
 
 def can_pin(file: OpenFile) -> bool:
@@ -620,7 +620,7 @@ def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, 
     with _locked(path) as (record, write):
         living = record.living()
         for process, file in living:
-            with contextlib.suppress(RuntimeError):  # the holder may have ended meanwhile
+            with contextlib.suppress(RuntimeError):  # The holder may have ended meanwhile.
                 handle = SharedHandle(process, record.num_bytes, file, record.name, False, b"", b"")
                 segment = Segment.opened(handle)
                 own = os.getpid(), segment.file
@@ -658,7 +658,7 @@ class _Record(NamedTuple):
         """Returns the holders that still have the memory."""
         living = []
         for process, file in self.holders:
-            with contextlib.suppress(OSError):  # there is no such process or descriptor
+            with contextlib.suppress(OSError):  # There is no such process or descriptor.
                 if os.readlink(f"/proc/{process}/fd/{file}") == f"/memfd:{self.name} (deleted)":
                     living.append((process, file))
         return living
@@ -684,7 +684,7 @@ def _leave(path: Path, own: tuple[int, int] | None = None) -> None:
     """Removes the file of a record, unless a process holds the memory or has locked the file. own: the entry of this
     process in the record, if the process is releasing the memory; the entry is then ignored. In a forked child, the
     function does nothing."""
-    if own is not None and own[0] != os.getpid():  # in a forked child: the holder is the parent
+    if own is not None and own[0] != os.getpid():  # In a forked child: the holder is the parent.
         return
     with contextlib.suppress(OSError), path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""`ibp.save`, and the writer of one file of tables and tensors. Space for the header is left at the front of the file.
-The data are written after this space, one piece after the other, and the header is written last. The file gets its name
-when it is complete."""
+"""Writes files of tables and tensors: `ibp.save`, and `FileWriter`, the writer of one file. Space for the header is
+left at the front of the file. The data are written after this space, one piece after the other, and the header is
+written last. The file gets its name when it is complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import xxhash
 
 from .. import _core
 from .._common.arguments import whole_number
-from .._common.progress import tqdm
+from .._common.process import tqdm
 from .._common.sequences import cut
 from .._common.whole_files import NewFile, errors_of
 from .._machine import staging
@@ -68,9 +68,9 @@ from .paths import (
 
 _RESERVED = (CHECKS, PADDING, CODEBOOK_KEY)  # The names of the user's tensors must not begin with one of these.
 _BUFFER_BYTES = 1 << 20  # Small pieces of data are collected in a buffer of at most this size, and written together.
-_ENTRY_BYTES = 128  # largest size in bytes of a tensor's entry in the header, without its name and its shape
-_SIZE_BYTES = 21  # largest size in bytes of one number of a shape in the header: 20 digits and a comma
-_FIXED_BYTES = 1024  # largest size in bytes of what every header has: format, release, and fields of the checksums
+_ENTRY_BYTES = 128  # Largest size in bytes of a tensor's entry in the header, without its name and its shape.
+_SIZE_BYTES = 21  # Largest size in bytes of one number of a shape in the header: 20 digits and a comma.
+_FIXED_BYTES = 1024  # Largest size in bytes of what every header has: format, release, and fields of the checksums.
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
@@ -173,7 +173,7 @@ def _write_files(
     with replacing(path, names):
         with contextlib.ExitStack() as stack:
             for name, items in zip(names, shards):
-                gone = () if weight_map else removed  # only the first file lists them
+                gone = () if weight_map else removed  # Only the first file lists them.
                 writer = stack.enter_context(_writer_of(path.with_name(name), items, gone, metadata, on_write))
                 for each in gone:
                     writer.add_removed(each)
@@ -410,8 +410,7 @@ class FileWriter:
 
     def _header(self, check_bytes: int) -> bytes:
         """Adds the entry of the checksums. Returns the bytes of the file before the data, which are the size of the
-        header and the header.
-        check_bytes: size in bytes of the checksums, which are still to be written."""
+        header and the header. check_bytes: size in bytes of the checksums, which are still to be written."""
         assert self._output is not None
         hashed = write_fields({"block_bytes": BLOCK_BYTES, "hash": HASH})
         own = {FORMAT: str(_core.FORMAT_VERSION), "ibp.release": _core.version(), CHECKS: hashed}
@@ -446,9 +445,7 @@ class FileWriter:
             return
         if self._open is not None:
             raise ValueError(f"the tensor {self._open.name!r} was not closed")
-        header = self._header(checksum_bytes(self._output.data_bytes))
-        self._output.write(memoryview(self._output.hasher.entries(header)))
-        self._output.finish(header)
+        self._output.finish(self._header(checksum_bytes(self._output.data_bytes)))
 
 
 class Sink:
@@ -487,20 +484,20 @@ class _FileOutput:
         self._new, self._path, self._room, self._expected_bytes = new, path, room, expected_bytes
         assert new.file is not None
         self._file = new.file.fileno()
-        self.hasher, self._buffer = _BlockHasher(), bytearray()
+        self._hasher, self._buffer = _BlockHasher(), bytearray()
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
-        self._end = room  # offset in the file at which the next data are written
+        self._end = room  # Offset in the file at which the next data are written.
 
     def write(self, data: memoryview) -> None:
         """Appends data. Raises OSError if they cannot be written."""
         self.data_bytes += len(data)
         if len(self._buffer) + len(data) < _BUFFER_BYTES:
-            self.hasher.update(data)
+            self._hasher.update(data)
             self._buffer += data
             return
         self._flush()
-        hashing = self._hashers.submit(self.hasher.update, data)  # hashes while the system copies the same bytes
+        hashing = self._hashers.submit(self._hasher.update, data)  # Hashes while the system copies the same bytes.
         try:
             self._append(data)
         finally:
@@ -524,8 +521,9 @@ class _FileOutput:
         return errors_of(self._path, self._room + max(self.data_bytes, self._expected_bytes))
 
     def finish(self, header: bytes) -> None:
-        """Writes the data that are still buffered, and the header into the space that is reserved for it. Waits until
-        everything is on disk."""
+        """Writes the checksums, the data that are still buffered, and the header into the space that is reserved for
+        it. Waits until everything is on disk."""
+        self.write(memoryview(self._hasher.entries(header)))
         self._flush()
         self._write_at(0, memoryview(header))
         with self._errors():

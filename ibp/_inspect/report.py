@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._common.progress import tqdm
+from .._common.process import tqdm
 from .._common.statistics import Saves
 from .._core import ROWS_PER_BASE
 from .._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header

@@ -1,11 +1,11 @@
-"""Times calls on a device. Work on a GPU alone is timed with CUDA events; work that includes the host is timed with the
-host's clock.
+"""Knows the rates at which a machine moves and decodes data, and has the clock that measures them.
 
-The rates at which a machine moves and decodes data. The choice of scheme "auto", the choice of a path to a GPU, and
-the ideal times in benchmarks are all computed from these rates.
+The choice of scheme "auto", the choice of a path to a GPU, and the ideal times in benchmarks are all computed from
+these rates. `ibp.calibration.calibrate` measures the rates and keeps them in a file in the user's cache directory.
+Until it is called, the rates of an H200 are used.
 
-`ibp.calibration.calibrate` measures the rates and keeps them in a file in the user's cache directory. Until it is
-called, the rates of an H200 are used.
+The first part of the file times calls on a device: work on a GPU alone with CUDA events, and work that includes the
+host with the host's clock. Then come the rates, those of the H200, the calibration in force on a device, and the file.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ from .._common.whole_files import write_whole
 from . import memory
 
 _Result = TypeVar("_Result")
+
+
+# ---- the clock ----
+
 # For each type of device, (b, n). Calls are timed on a table of max(1 MiB, min(b, f / n)) bytes, where f is the size of
 # the device's free memory. b is several times the size of the caches.
 _TABLE_BYTES = {"cpu": (32 << 20, 16), "cuda": (128 << 20, 32)}
@@ -114,6 +118,8 @@ class Clock:
         return max(3, min(15, int(self._budget_s / seconds)))
 
 
+# ---- the rates ----
+
 FEW_SMS = 8  # Number of multiprocessors with which the rates "few_..." are measured.
 # random_row_ns and sorted_row_ns are measured on a table of LARGE_BYTES bytes, from which each call reads LARGE_IDS
 # rows.
@@ -125,7 +131,6 @@ LARGE_BYTES, LARGE_IDS = 2 << 30, 1 << 17
 # random order, and 21.8 ns if rows that are 170 KiB apart are fetched in the order of their addresses.
 _GROWTH, _LEAST_GAIN = 0.35, 2 / 3
 _MOST_STREAMED_BYTES = 1 << 30  # On every machine, the copy engine streams tensors of more bytes.
-_FILE_VERSION = 2  # Version of the format of the file with a calibration.
 
 
 @dataclass(frozen=True)
@@ -240,15 +245,16 @@ class Calibration:
         rates = {name: _shown(value) for name, value in vars(self).items() if isinstance(value, (int, float))}
         reach, streamed = (f"{size / 2**20:,.0f} MiB" for size in (self.reach_bytes, self.least_streamed_bytes))
         lines = [line.format(reach=reach, streamed=streamed, few=FEW_SMS, **rates) for line in _LINES]
-        return "\n".join([f"ibp.calibration.Calibration of {self.gpu}", *lines, *self._coder_lines()])
-
-    def _coder_lines(self) -> list[str]:
         few = f"{FEW_SMS} SMs"
         table: list[tuple[str, ...]] = [("GB/s", "decode", few, "encode", few, "ns a row")]
-        for name in CODER_FAMILIES:
-            rates = getattr(self, name)
-            table.append((name, *map(_shown, dataclasses.astuple(rates)[:-1])))
-        return [f"  {name:15}" + "".join(f"{value:>10}" for value in values) for name, *values in table]
+        table += [(name, *map(_shown, dataclasses.astuple(getattr(self, name))[:-1])) for name in CODER_FAMILIES]
+        lines += [f"  {name:15}" + "".join(f"{value:>10}" for value in values) for name, *values in table]
+        return "\n".join([f"ibp.calibration.Calibration of {self.gpu}", *lines])
+
+
+def _shown(value: float) -> str:
+    """Returns a number as text: with three significant digits below 100, and as a whole number from 100."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 _LINES = (  # The lines of a calibration's repr before the table of the coders.
@@ -297,8 +303,9 @@ H200 = Calibration(
     masks=CoderRates(1740.0, 119.0, 679.0, 35.8, 1.45, 419.0),
 )
 
+# ---- the calibration in force ----
+
 _in_force: dict[torch.device, Calibration] = {}
-_complained: set[Path] = set()
 
 
 def in_force(device: torch.device) -> Calibration:
@@ -325,7 +332,10 @@ def is_measured(device: torch.device) -> bool:
     return in_force(device) is not H200
 
 
-# ---- the file ------------------------------------------------------------------------------------------------------
+# ---- the file ----
+
+_FILE_VERSION = 2  # Version of the format of the file with a calibration.
+_complained: set[Path] = set()  # The files that the process has warned of.
 
 
 def cache_file(device: torch.device) -> Path | None:
@@ -404,8 +414,3 @@ def _write(device: torch.device, calibration: Calibration) -> None:
         write_whole(path, json.dumps(content, indent=1).encode())
     except OSError as error:
         warnings.warn(f"ibp: the calibration is kept for this process only: {error}", stacklevel=3)
-
-
-def _shown(value: float) -> str:
-    """Returns a number as text: with three significant digits below 100, and as a whole number from 100."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,15 +1,13 @@
-"""Allocates pinned host memory of exactly the requested size, and makes tensors through which a CUDA device uses pinned
-memory without a copy. The last part of the file interprets the arguments `memory` and `device` of calls.
+"""Allocates memory of the host for work on GPUs, and interprets the arguments `memory`, `device` and `numa` of calls.
 
-Finds the NUMA node of the host on which new pinned memory is to be allocated.
-
-A pool of pinned buffers for one owner.
+The first part of the file allocates pinned memory of exactly the requested size, and makes tensors through which a CUDA
+device uses it without a copy. The next parts interpret the arguments `memory` and `device`, and find the NUMA node of
+the host on which new pinned memory is allocated. The last part is `Pool`, a pool of pinned buffers for one owner.
 
 Pinning memory takes tens of milliseconds, even for a small buffer. The core keeps the pinned memory of freed tensors
-for the whole process (csrc/bindings/pinned_pool.h, `memory.empty`), but a caller that reuses such memory waits for all
-GPUs. A `Pool` belongs to one object, its owner, which tells the pool when each buffer was last used. The stream that
-writes to the buffer next waits for this use, so the host does not wait. Memory that a pool releases goes back to the
-core.
+for the whole process (csrc/bindings/pinned_pool.h, `empty`), but a caller that reuses such memory waits for all GPUs. A
+`Pool` belongs to one object, its owner, which tells the pool when each buffer was last used. The stream that writes to
+the buffer next waits for this use, so the host does not wait. Memory that a pool releases goes back to the core.
 """
 
 from __future__ import annotations
@@ -275,6 +273,8 @@ def home_of(source: torch.device, where: str | None, worker: torch.device) -> tu
     return home, False if home.type == "cuda" or where in ("device", "host") else pins(where)
 
 
+# ---- the argument `device` of calls ----
+
 # The devices that `canonical` has returned, keyed by the device and by its name.
 _usable: dict[torch.device | str, torch.device] = {torch.device("cpu"): torch.device("cpu")}
 
@@ -320,6 +320,8 @@ def _canonical(device: torch.device | str | int) -> torch.device:
         raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
+
+# ---- NUMA nodes ----
 
 CALLERS_NODE = -1  # The number by which the core denotes the node that the calling thread runs on.
 _NODES = Path("/sys/devices/system/node/online")
@@ -372,6 +374,9 @@ def node_of_gpu(device: torch.device) -> int:
     except (OSError, ValueError):
         return CALLERS_NODE
     return node if node in online_nodes() else CALLERS_NODE
+
+
+# ---- a pool of pinned buffers ----
 
 
 class Pool:

@@ -1,8 +1,9 @@
-"""Shared memory for tables: several processes map the same copy of a table's bytes.
+"""Makes memory for tables that several processes map: `Segment`, the shared memory of a table, and `FileRows`, the rows
+of a table in a mapped file.
 
-The memory is an anonymous file (memfd_create). The system frees it when the last process that has it open ends, even if
-that process crashes, so nothing is left to clean up. A process opens the memory as /proc/<pid>/fd/<number>, where <pid>
-is a process that already has it open and <number> is that process's file descriptor.
+Shared memory is an anonymous file (memfd_create). The system frees it when the last process that has it open ends, even
+if that process crashes, so nothing is left to clean up. A process opens the memory as /proc/<pid>/fd/<number>, where
+<pid> is a process that already has it open and <number> is that process's file descriptor.
 """
 
 from __future__ import annotations

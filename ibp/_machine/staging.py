@@ -1,4 +1,8 @@
-"""A ring of GPU buffers. The copy engine fills or empties one buffer while the GPU works on another.
+"""Copies host memory to a GPU and back, block by block. The copy engine copies a block while the GPU works on another
+one.
+
+The first part of the file has rings of GPU buffers, the second part copies blocks through them, and the last part
+copies a tensor in one piece, so that the host need not wait for a small one.
 
 A ring serves one direction. To bring bytes to the GPU, copies on one stream fill a buffer, and work on another stream
 reads it, or "empties" it. To send bytes to the host, work fills a buffer, and copies empty it. Each buffer has two
@@ -22,16 +26,13 @@ A buffer that grows gets new memory that belongs to the current stream, so the b
 current stream. `record_stream` tells torch's allocator of these streams, so that the allocator does not reuse the old
 memory before their work is done.
 
-Rings are used for blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), layers of
-KV-caches, and blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) use a ring of the core instead
+Blocks of pageable memory are copied through pinned buffers: torch's intra-op threads fill or empty the pinned memory of
+one of a ring's buffers while the copy engine works on the other buffer.
+
+Rings are used for blocks of tensors (here), rows that the CPU gathers (`_fetch/host_gather.py`), layers of KV-caches,
+and blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) use a ring of the core instead
 (csrc/cuda/stream/stream.cu), which decodes bytes on arrival. Python calls the core's ring once per tensor, not once per
 buffer.
-
-Copies host memory to a GPU and back, block by block. The copy engine copies one block while the caller works on
-another.
-
-Blocks of pageable memory are copied through pinned buffers. torch's intra-op threads fill or empty one of these buffers
-while the copy engine works on the other buffer of a ring (`ring.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,14 @@ from .._common.modes import outside_of_modes
 from .._common.sequences import rounded_up
 from . import memory
 
-Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # pairs (destination, source)
+STAGED_BYTES = 16 << 20  # Size in bytes of a block. The copy engine reaches its full rate at 4 MiB.
+_ALIGNMENT = 256  # Tensors that share a buffer begin at multiples of this many bytes.
+_MOST_OF_FREE = 0.25  # Data is copied to a GPU as a whole only if it takes at most this fraction of the free memory.
+
+Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # Pairs (destination, source).
+
+
+# ---- rings ----
 
 
 class Turn:
@@ -127,11 +135,11 @@ class Ring:
     """A ring of buffers.
 
     Args:
-        worker: the stream of the work that reads or writes the buffers.
         turns: number of buffers.
         device, num_bytes, empty_host: as for `Turn`.
 
     Attributes:
+        worker: the stream of the work that reads or writes the buffers.
         stream: the stream on which copies to and from the buffers run.
     """
 
@@ -143,7 +151,7 @@ class Ring:
         turns: int = 2,
         empty_host: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.worker, self.stream = worker, torch.cuda.Stream(device)
         self._turns = deque(Turn(device, (self.stream, worker), num_bytes, empty_host) for _ in range(turns))
 
     @property
@@ -162,11 +170,6 @@ class Ring:
         return self.last
 
 
-STAGED_BYTES = 16 << 20  # Size in bytes of a block. The copy engine reaches its full rate at 4 MiB.
-_ALIGNMENT = 256  # Tensors that share a buffer begin at multiples of this many bytes.
-_MOST_OF_FREE = 0.25  # Data is copied to a GPU as a whole only if it takes at most this fraction of the free memory.
-
-
 def empty_pinned(num_bytes: int) -> torch.Tensor:
     """Returns an uninitialised pinned uint8 tensor from torch's caching allocator. If the system refuses to pin the
     memory, warns and returns a pageable tensor."""
@@ -181,54 +184,65 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     return empty_pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
-def _ring(device: torch.device, pageable: bool) -> tuple[Ring, torch.cuda.Stream]:
-    """Returns (a ring for work on the current stream of a device, this stream). pageable: whether the data is in
-    pageable memory, so that each buffer also needs pinned host memory."""
-    worker = torch.cuda.current_stream(device)
-    return Ring(device, worker, empty_host=empty_pinned if pageable else None), worker
+def _ring(device: torch.device, pageable: bool) -> Ring:
+    """Returns a ring for work on the current stream of a device. pageable: whether the data is in pageable memory, so
+    that each buffer also needs pinned host memory."""
+    return Ring(device, torch.cuda.current_stream(device), empty_host=empty_pinned if pageable else None)
+
+
+# ---- blocks ----
 
 
 class Outlet(contextlib.AbstractContextManager["Outlet"]):
-    """A context that copies the results of a GPU's work to host memory while the GPU goes on with the work on the
-    current stream. Leaving the context waits for all copies.
+    """A context that copies the results of a device's work to other memory, block by block.
+
+    The results of a GPU go to host memory through a ring: they are copied while the GPU goes on with the work on the
+    current stream, and leaving the context waits for all copies. If the device's memory can be copied to the targets
+    directly, there is no ring, and `put` copies at once.
 
     Args:
-        device: the GPU.
+        device: the device that does the work.
         pageable: whether the host memory is pageable.
+        is_direct: whether there is no ring.
     """
 
-    def __init__(self, device: torch.device, pageable: bool) -> None:
-        self._ring, self._worker = _ring(device, pageable)
-        self._pageable = pageable
+    def __init__(self, device: torch.device, pageable: bool, is_direct: bool = False) -> None:
+        self._device, self._pageable = device, pageable
+        self._ring = None if is_direct else _ring(device, pageable)
         self._deliveries: dict[Turn, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # (targets, pinned sources)
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """For each size in bytes, returns a uint8 tensor on the GPU to which the caller's work may write. Waits until
-        earlier copies from this memory are done."""
+        """For each size in bytes, returns a uint8 tensor on the device to which the caller's work may write. Waits
+        until earlier copies from this memory are done."""
+        if self._ring is None:
+            return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         starts = list(itertools.accumulate((rounded_up(size, _ALIGNMENT) for size in sizes), initial=0))
         turn = self._ring.next()
         turn.free.synchronize()
         self._deliver(turn)
         turn.reserve(starts[-1])
-        turn.claim(self._worker)
+        turn.claim(self._ring.worker)
         return [turn.memory[start : start + size] for start, size in zip(starts, sizes)]
 
     def put(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Starts copying the tensors of the latest call of `take` to host memory, after the work that is queued on the
-        current stream.
+        """Starts copying the tensors of the latest call of `take` to their targets, after the work that is queued on
+        the current stream.
 
-        If the host memory is pageable, the bytes are first copied to pinned memory. Later, at the latest when the
-        context is left, one operation copies all of them to their targets (see `copy_all`).
+        If a ring brings them to pageable memory, the bytes are first copied to pinned memory. Later, at the latest when
+        the context is left, one operation copies all of them to their targets (see `copy_all`).
 
         Args:
-            targets: the tensors in host memory to copy to.
+            targets: the tensors to copy to.
             sources: the tensors that `take` returned.
         """
+        if self._ring is None:
+            copy_all(targets, sources)
+            return
         turn, staged = self._ring.last, list(targets)
         if self._pageable:
             starts = [source.storage_offset() for source in sources]
             staged = [turn.host[start : start + source.numel()] for start, source in zip(starts, sources)]
-        turn.hand_over(self._worker)
+        turn.hand_over(self._ring.worker)
         turn.send(self._ring.stream, zip(staged, sources))
         if self._pageable:
             # This must come last: `_deliver` must find only copies whose events have been recorded.
@@ -241,32 +255,16 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
             del self._deliveries[turn]
 
     def __exit__(self, *_: object) -> None:
-        self._ring.stream.synchronize()
+        if self._ring is not None:
+            self._ring.stream.synchronize()
         for turn in list(self._deliveries):
             self._deliver(turn)
 
 
-class Direct(contextlib.AbstractContextManager["Direct"]):
-    """Has the same methods as `Outlet`, for targets to which the worker's memory can be copied directly. It has no
-    buffers: `put` copies at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
-
-    def put(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        copy_all(targets, sources)
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-def outlet(worker: torch.device, home: torch.device, pageable: bool) -> Outlet | Direct:
-    """Returns an object that copies blocks from the device `worker`, which computes them, to memory of the device
-    `home`. pageable: whether this memory is pageable, if `home` is the CPU."""
-    return Outlet(worker, pageable) if worker.type == "cuda" and home.type == "cpu" else Direct(worker)
+def outlet(worker: torch.device, home: torch.device, pageable: bool) -> Outlet:
+    """Returns the `Outlet` for blocks that the device `worker` computes, and that go to memory of the device `home`.
+    pageable: whether this memory is pageable, if `home` is the CPU."""
+    return Outlet(worker, pageable, is_direct=worker.type != "cuda" or home.type != "cpu")
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -280,7 +278,7 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
     works on the present one. The caller must not use a copy after it has requested the next one, and must queue its
     work on the stream that was current when it requested the first. pageable: whether the parts are in pageable
     memory."""
-    ring, worker = _ring(device, pageable)
+    ring = _ring(device, pageable)
 
     def bring(part: torch.Tensor) -> tuple[Turn, torch.Tensor]:
         turn, num_bytes = ring.next(), part.numel()
@@ -295,9 +293,9 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
         coming = next(brought, None)
         while coming is not None:
             (turn, near), coming = coming, next(brought, None)
-            turn.wait(worker)
+            turn.wait(ring.worker)
             yield near
-            turn.release(worker)
+            turn.release(ring.worker)
     finally:
         ring.stream.synchronize()
 
@@ -321,19 +319,35 @@ def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[
     if not _goes_whole(data, device):
         yield lambda: data
         return
-    ring, worker = _ring(device, pageable=False)
+    ring = _ring(device, pageable=False)
     turn = ring.next()
     turn.reserve(data.numel())
     turn.bring(ring.stream, [(turn.memory, data)])
 
     def near() -> torch.Tensor:
-        turn.wait(worker)
+        turn.wait(ring.worker)
         return turn.memory
 
     try:
         yield near
     finally:
         ring.stream.synchronize()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns tensor.to(device) for a contiguous tensor. From pageable memory, a tensor is copied to a GPU in blocks,
+    which is faster."""
+    data = tensor.view(-1).view(torch.uint8)
+    if device.type != "cuda" or data.is_cuda or data.numel() <= STAGED_BYTES or data.is_pinned():
+        return tensor.to(device)
+    near = torch.empty_like(data, device=device)
+    parts = data.split(STAGED_BYTES)
+    for to, block in zip(near.split(STAGED_BYTES), copied_ahead(parts, device, pageable=True)):
+        to.copy_(block)
+    return near.view(tensor.dtype).view(tensor.shape)
+
+
+# ---- tensors in one piece ----
 
 
 class Coming:
@@ -367,16 +381,3 @@ def queued(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return pinned_like(tensor).copy_(tensor).to(device, non_blocking=True)
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns tensor.to(device) for a contiguous tensor. From pageable memory, a tensor is copied to a GPU in blocks,
-    which is faster."""
-    data = tensor.view(-1).view(torch.uint8)
-    if device.type != "cuda" or data.is_cuda or data.numel() <= STAGED_BYTES or data.is_pinned():
-        return tensor.to(device)
-    near = torch.empty_like(data, device=device)
-    parts = data.split(STAGED_BYTES)
-    for to, block in zip(near.split(STAGED_BYTES), copied_ahead(parts, device, pageable=True)):
-        to.copy_(block)
-    return near.view(tensor.dtype).view(tensor.shape)

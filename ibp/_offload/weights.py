@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._common.models import SavedTensor
 from .._common.modes import outside_of_graphs, outside_of_modes
-from .._common.progress import tqdm
+from .._common.process import tqdm
 from .._files import open as open_file
 from .._machine import memory
 from .._rows.learning import ROW_BYTES

@@ -17,7 +17,7 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
-from .._common.progress import tqdm
+from .._common.process import tqdm
 from .._common.sequences import rounded_up
 from .._machine import staging
 from .manners import TensorManners

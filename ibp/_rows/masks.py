@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .. import _core
-from .._common.progress import tqdm
+from .._common.process import tqdm
 from .._common.sequences import rounded_up
 from .._machine import staging
 from . import geometry as _rows

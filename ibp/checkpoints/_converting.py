@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from .._common.arguments import whole_number
-from .._common.progress import Bar, tqdm
+from .._common.process import Bar, tqdm
 from .._common.sequences import ahead
 from .._common.statistics import share_saved
 from .._common.whole_files import replaced

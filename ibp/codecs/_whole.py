@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from .._common.arguments import whole_number
-from .._common.progress import tqdm
+from .._common.process import tqdm
 from .._common.statistics import Saves, shown_memory
 from .._fetch.calls import check_out, target_of
 from .._machine import memory as _memory

@@ -15,7 +15,7 @@ import torch
 
 from .._common.arguments import whole_number
 from .._common.models import NotTheModel, check_model, guard_conversions
-from .._common.progress import tqdm
+from .._common.process import tqdm
 from .._common.statistics import share_saved, shown_memory
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from .._tables.weights import is_worth_coding

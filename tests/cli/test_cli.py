@@ -1,4 +1,4 @@
-"""The command line: its frame. Commands have files of their own."""
+"""The command line: its frame. Tests of commands are in other files."""
 
 import ast
 import importlib.util
@@ -14,7 +14,7 @@ import torch
 
 import ibp
 from ibp._cli import main as frame
-from ibp._cli import output, parsing
+from ibp._cli import output
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("compress", "decompress", "verify", "inspect", "estimate", "diff", "apply", "doctor")
@@ -109,13 +109,13 @@ def test_a_misspelt_word_gets_the_one_that_was_meant(arguments, meant, capsys):
     [("4096", 4096), ("5G", 5 << 30), ("512MiB", 512 << 20), ("1.5GB", 1_500_000_000), ("7B", 7), ("2k", 2048)],
 )
 def test_sizes(text, num_bytes):
-    assert parsing.size(text) == num_bytes
+    assert frame.size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "5X", "1e9", "0", "0.1", "5 iB", "nan", "9" * 400, "9999999T"])
 def test_sizes_that_are_none(text):
-    with pytest.raises(parsing.argparse.ArgumentTypeError):
-        parsing.size(text)
+    with pytest.raises(frame.argparse.ArgumentTypeError):
+        frame.size(text)
 
 
 # ---- what is printed ----
@@ -138,7 +138,7 @@ def test_sizes_shown(num_bytes, text):
 
 def reported(capsys, name):
     """The lines of a table with a name, and of a sentence."""
-    arguments = parsing.argparse.Namespace(json=False, quiet=False)
+    arguments = frame.argparse.Namespace(json=False, quiet=False)
     output.report(arguments, {}, output.table(["tensor", ">bytes"], [[name, "1,000"]]), "a sentence " * 90)
     return capsys.readouterr().out.splitlines()
 
@@ -188,7 +188,7 @@ def test_a_table_line_by_line(monkeypatch, encoding, rule):
 
 
 def test_markup_in_names_is_text(capsys):
-    arguments = parsing.argparse.Namespace(json=False, quiet=False)
+    arguments = frame.argparse.Namespace(json=False, quiet=False)
     output.report(arguments, {}, output.table(["tensor"], [["[bold]x[/bold]:smile:"]]))
     assert "[bold]x[/bold]:smile:" in capsys.readouterr().out
 
@@ -203,7 +203,7 @@ def failing(monkeypatch, raised):
     def run_it(arguments):
         raise raised
 
-    monkeypatch.setattr(doctor, "run", run_it)
+    monkeypatch.setattr(doctor, "doctor", run_it)
     return run("doctor")
 
 
@@ -233,7 +233,7 @@ def test_warnings_are_one_line(monkeypatch, capsys):
         frame.warnings.warn("memory is\npageable", RuntimeWarning, stacklevel=1)
         return 0
 
-    monkeypatch.setattr(doctor, "run", run_it)
+    monkeypatch.setattr(doctor, "doctor", run_it)
     assert run("doctor") == 0
     assert capsys.readouterr().err == "ibp: warning: memory is pageable\n"
 

@@ -17,8 +17,7 @@ from ibp._common.process import ForkLock
 from native import ROOT
 
 PLAIN_LOCKS = {
-    "ibp/_common/process.py",
-    "ibp/_common/progress.py",  # of bars, which a child may draw anew
+    "ibp/_common/process.py",  # the class of locks, and the lock of bars, which a child may draw anew
 }
 
 

@@ -1,4 +1,4 @@
-"""Counters and their fractions, and changes that are undone: `_common.statistics`, `_common.closing`."""
+"""Counters and their fractions, and changes that are undone: `_common.statistics`, `_common.process`."""
 
 from dataclasses import dataclass
 

@@ -107,18 +107,18 @@ def test_what_was_not_put_is_not_written(fake_gpu):
 
 
 @pytest.mark.parametrize(
-    "worker, home, pageable, kind",
+    "worker, home, pageable, is_direct",
     [
-        ("cuda:0", "cpu", True, "Outlet"),
-        ("cuda:0", "cuda:0", False, "Direct"),
-        ("cuda:1", "cuda:0", False, "Direct"),
-        ("cpu", "cpu", True, "Direct"),
-        ("cpu", "cuda:0", False, "Direct"),
+        ("cuda:0", "cpu", True, False),
+        ("cuda:0", "cuda:0", False, True),
+        ("cuda:1", "cuda:0", False, True),
+        ("cpu", "cpu", True, True),
+        ("cpu", "cuda:0", False, True),
     ],
 )
-def test_outlet(fake_gpu, monkeypatch, worker, home, pageable, kind):
-    monkeypatch.setattr(_staging, "Ring", lambda *_, **__: None)
-    assert type(_staging.outlet(torch.device(worker), torch.device(home), pageable)).__name__ == kind
+def test_outlet(monkeypatch, worker, home, pageable, is_direct):
+    monkeypatch.setattr(_staging, "_ring", lambda device, pageable: "a ring")
+    assert (_staging.outlet(torch.device(worker), torch.device(home), pageable)._ring is None) == is_direct
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

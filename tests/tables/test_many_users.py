@@ -20,7 +20,7 @@ from children import in_child, status_of
 from fault_cases import ON_CPU
 from helpers import assert_same_bits, embedding, in_threads, spiky_rows, take
 from ibp._activations.offload import ActivationOffload
-from ibp._common import progress
+from ibp._common import process
 from ibp._fetch import host_gather
 from ibp._offload.events import Events
 from ibp.cache._slabs import StreamOrder
@@ -111,7 +111,7 @@ def test_bars_that_are_not_shown_take_no_lock(x, path):
         ibp.save(path, ibp.compress(x, **ON_CPU))
         assert_same_bits(ibp.load(path, verify=True, memory="host")["tensor"].decompress(), x)
 
-    with progress.tqdm(total=1, file=io.StringIO()).get_lock():
+    with process.tqdm(total=1, file=io.StringIO()).get_lock():
         in_threads(work)
 
 

@@ -1,4 +1,5 @@
-"""`ibp inspect`: describes the tensors in files, and can also draw them as a plot or an HTML page."""
+"""The commands that describe files: `ibp inspect` says what is in them, and `ibp estimate` what compressing them would
+save."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+import ibp
 from ibp._common.whole_files import check_replaceable, write_whole
 from ibp._files import dtype_name
 from ibp._inspect import drawing, report
 from ibp._inspect.report import FileReport, TensorContents
+from ibp.checkpoints import CheckpointEstimate
 from ibp.checkpoints._source import is_chosen
 from ibp.checkpoints._sources import expand
 
@@ -18,7 +21,12 @@ from . import output, work
 _BAR = 24  # Width in characters of the longest bar.
 
 
-def run(arguments: argparse.Namespace) -> int:
+# ---- inspect ----
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Runs `ibp inspect`: describes the tensors in files, and can also draw them as a plot or an HTML page."""
+
     def wanted(name: str) -> bool:
         is_named = not arguments.tensor or name in arguments.tensor
         return is_named and is_chosen(name, arguments.include or None, arguments.exclude)
@@ -37,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_whole(Path(arguments.html), drawing.make_page(files).encode("utf-8", "backslashreplace"))
     if arguments.plot:
         write_whole(Path(arguments.plot), drawing.draw(files))
-    output.report(arguments, {"files": [file.as_dict() for file in files]}, *_parts(arguments, files))
+    output.report(arguments, {"files": [file.as_dict() for file in files]}, *_inspect_parts(arguments, files))
     return status
 
 
@@ -76,10 +84,7 @@ def _check_pictures(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ---- the printed report ----
-
-
-def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[output.Part]:
+def _inspect_parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[output.Part]:
     for number, file in enumerate(files):
         if number:
             yield ""
@@ -187,3 +192,42 @@ def _bits(tensor: TensorContents) -> Iterator[list[str]]:
             most, least = width - 1 - first, width - bit
             yield [str(most) if most == least else f"{most}-{least}", *lines[first]]
             first = bit
+
+
+# ---- estimate ----
+
+
+def estimate(arguments: argparse.Namespace) -> int:
+    """Runs `ibp estimate`: says what each scheme would save."""
+    with work.local(arguments.inputs) as given, work.threads(arguments.jobs):
+        found = ibp.checkpoints.estimate(
+            given,
+            level=arguments.level,
+            include=arguments.include or None,
+            exclude=arguments.exclude,
+            progress=output.show_bars(arguments),
+        )
+    listed = set(work.chosen(arguments, [tensor.name for tensor in found.tensors]))
+    output.report(arguments, found.as_dict(), *_estimate_parts(found, listed))
+    return 0
+
+
+def _estimate_parts(found: CheckpointEstimate, listed: set[str]) -> list[output.Part]:
+    schemes = dict.fromkeys(scheme for tensor in found.tensors for scheme in tensor.savings)
+    rows = (
+        [
+            tensor.name,
+            dtype_name(tensor.dtype),
+            output.show_size(tensor.num_bytes),
+            *(output.show_share(tensor.savings[scheme]) if scheme in tensor.savings else "" for scheme in schemes),
+            tensor.best or "plain",
+        ]
+        for tensor in found.tensors
+        if tensor.name in listed
+    )
+    return [
+        output.table(["tensor", "dtype", ">size", *(f">{scheme}" for scheme in schemes), "takes"], rows),
+        "",
+        f"{output.show_count(len(found.tensors), 'tensor')}: {output.show_size(found.num_bytes)} would become "
+        f"{output.show_size(found.file_bytes)}, {output.show_saved(found.savings)}.",
+    ]
