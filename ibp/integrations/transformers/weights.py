@@ -25,7 +25,7 @@ import ibp
 
 from ...adapters import ModelLoading
 from ...checkpoints import SourceTensor, coded_name, is_coded
-from ..shared.loading import METHOD, CodingFields, CodingQuantizer, away_of, holds_table
+from ..shared import METHOD, CodingFields, CodingQuantizer, away_of, holds_table
 
 __all__ = ["IbpConfig", "IbpQuantizer", "save_coded"]
 

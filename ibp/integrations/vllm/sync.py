@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..shared.engines import check_engine
+from ..shared import check_engine
 from ._layers import ModelReceiver
 
 try:

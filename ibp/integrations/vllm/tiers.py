@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..shared.engines import Tasks, check_engine, dtype_of, pages_by
+from ..shared import Tasks, check_engine, dtype_of, pages_by
 
 try:
     from vllm.v1.kv_offload import base  # type: ignore
