@@ -31,8 +31,8 @@ from ._common.importing import published
 from ._common.modes import outside_of_graphs
 from ._tables.changes import put_items
 from ._tables.compressed_tensor import CompressedTensor, compress_rows
+from .nn._embedding import RowGradient, RowsModule, summed
 from .nn._parameters import placed_like
-from .nn._training import RowGradient, RowsModule, summed
 
 __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 
