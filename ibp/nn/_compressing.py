@@ -527,8 +527,8 @@ def decompress(model: _Model) -> _Model:
                 f"the forward of {name or 'model'} has been replaced, by a hook of accelerate or by ibp.offload for "
                 "example: undo that first"
             )
-        held = module if isinstance(module, Experts) else module.shared_tables()["weight"]
-        by_table.setdefault(id(held), []).append(module)
+        key = id(module if isinstance(module, Experts) else module.shared_tables()["weight"])
+        by_table.setdefault(key, []).append(module)
     for module in model.modules():
         if isinstance(module, Linear):
             module.place = None  # modules multiply together only while all of them hold tables
