@@ -212,11 +212,11 @@ class ModelPlan:
         self,
         model: torch.nn.Module,
         *,
-        include: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] = (),
-        level: str = "fast",
-        fused: bool = True,
-        min_bytes: int = _MIN_BYTES,
+        include: str | Iterable[str] | None,
+        exclude: str | Iterable[str],
+        level: str,
+        fused: bool,
+        min_bytes: int,
     ) -> None:
         if level not in ("fast", "default"):
             raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")

@@ -1,14 +1,15 @@
-"""`IncomingTensor` represents a tensor of a checkpoint, and has no memory. vLLM's weight loaders take views of it, as
-they do of other tensors, and copy the views to weights. Each of these copies is passed to the `Origin` of the tensor
-instead.
+"""How weights get from a checkpoint to the layers of vLLM's models, and from a trainer to a worker.
 
-Replaces the weights of vLLM's layers by tables, and multiplies by the tables of fused experts.
+vLLM's weight loaders are given `IncomingTensor`s, which represent tensors of a checkpoint and have no memory. Loaders
+take views of them, as they do of other tensors, and copy the views to weights. Each of these copies is passed to the
+origin of the tensor instead. `CodedOrigin` notes which rows of a coded table make up a layer's weight.
 
-Finds where a worker of vLLM keeps the weights of a checkpoint, which may be merged, sharded or coded there.
+`CodedMethod` is the base of the methods that replace the weights of vLLM's layers by tables. `IBPExpertsMethod`
+multiplies by the tables of fused experts; the method of other layers is in `weights.py`.
 
-To find out, `ModelReceiver` passes tensors that have no memory to the model's own `load_weights`, once for each name.
-The tensors only record where `load_weights` copies them to. Later changes are written directly to the recorded places,
-without `load_weights`.
+`ModelReceiver` finds where a worker keeps the weights of a checkpoint, which may be merged, sharded or coded there. To
+find out, it passes `IncomingTensor`s to the model's own `load_weights`, once for each name. Their origin only records
+where `load_weights` copies them to. Later changes are written directly to the recorded places, without `load_weights`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -27,31 +28,36 @@ from ... import CompressedTensor
 from ...adapters import ExpertTables, join
 from ...deltas import PlacedReceiver, ShardPlace
 
+try:
+    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # type: ignore
+    from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing  # type: ignore
+except ImportError:  # `weights` reports the error
+    FusedMoEMethodBase = object
+
 _CPU = torch.device("cpu")
 
 
-class Origin(Protocol):
-    """The interface to the values of an `IncomingTensor`. In both methods, `source` is a view of the tensor, on the
-    meta device."""
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Called in place of a loader's `target.copy_(source)`."""
-
-    def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns the values of `source` as a tensor on a device. Called for operations other than views and copies."""
+# ---- tensors of a checkpoint, without memory ----
 
 
 class IncomingTensor(torch.Tensor):
-    """Represents a tensor of a checkpoint, and has no memory. Views of it are of this class, too."""
+    """Represents a tensor of a checkpoint, and has no memory. Views of it are of this class, too.
 
-    origin: Origin
+    Attributes:
+        origin: the object that has the values. Its method `copy(source, target)` is called in place of a loader's
+            `target.copy_(source)`. Its method `values(source, device)` returns the values of `source` as a tensor on a
+            device; it is called for operations other than views and copies. In both methods, `source` is a view of this
+            tensor, on the meta device.
+    """
+
+    origin: CodedOrigin | _Copies
 
     @classmethod
-    def of(cls, origin: Origin, shape: Sequence[int], dtype: torch.dtype) -> IncomingTensor:
+    def of(cls, origin: CodedOrigin | _Copies, shape: Sequence[int], dtype: torch.dtype) -> IncomingTensor:
         return cls._viewed(torch.empty(shape, dtype=dtype, device="meta"), origin)
 
     @classmethod
-    def _viewed(cls, source: torch.Tensor, origin: Origin) -> IncomingTensor:
+    def _viewed(cls, source: torch.Tensor, origin: CodedOrigin | _Copies) -> IncomingTensor:
         made = source.as_subclass(cls)
         made.origin = origin
         return made
@@ -108,7 +114,7 @@ def incoming(table: CompressedTensor) -> IncomingTensor:
 
 
 class CodedOrigin:
-    """The `Origin` whose values come from a table of a checkpoint. While the loader of a coded layer's weight runs,
+    """The origin whose values come from a table of a checkpoint. While the loader of a coded layer's weight runs,
     `copy` only adds the part to the list `noted`. At other times, `copy` decodes the part on the target's device and
     writes the values to the target."""
 
@@ -189,11 +195,7 @@ def joined(parts: Sequence[TablePart], weight: torch.Tensor) -> CompressedTensor
     return join([rows for _, rows in found], weight.device)
 
 
-try:
-    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # type: ignore
-    from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing  # type: ignore
-except ImportError:  # `weights` reports the error
-    FusedMoEMethodBase = object
+# ---- coded layers ----
 
 
 class CodedMethod:
@@ -379,6 +381,9 @@ def _with(layer: Any, weights: dict[str, torch.Tensor]) -> Any:
     vars(made).update(vars(layer), _parameters=parameters)
     vars(made).update(weights)
     return made
+
+
+# ---- changes from a trainer ----
 
 
 class ModelReceiver(PlacedReceiver):

@@ -1,7 +1,8 @@
 """Receives weights that a trainer pushes into a running vLLM: `--weight-transfer-config '{"backend": "ibp_delta"}'`.
 
 vLLM finds this module by the entry point `vllm.general_plugins` and calls `register`. Messages of `ibp.deltas.Sender`
-have the names and shapes of a checkpoint's tensors; `_places.py` finds where a worker keeps these tensors.
+have the names and shapes of a checkpoint's tensors; `ModelReceiver` in `_layers.py` finds where a worker keeps these
+tensors.
 """
 
 from __future__ import annotations
