@@ -120,7 +120,7 @@ class Calls:
 
     def with_slots(
         self,
-        module: torch.nn.Module,
+        module: Any,
         args: tuple,
         kwargs: dict[str, Any],
         slots: torch.Tensor,
@@ -136,17 +136,13 @@ class Calls:
             args = args[0], slots, *args[2:]
         else:
             kwargs = {**kwargs, self._choice: slots}
-        values = {**self._small(module, held), **weights, "num_experts": held.numel()}
-        return self.with_all(module, args, kwargs, values)
-
-    def _small(self, module: Any, held: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the module's other tensors, such as biases and scales, by name, for the experts in `held` only."""
-        all_tensors = chain(module._parameters.items(), module._buffers.items())
-        tensors = {name: tensor for name, tensor in all_tensors if tensor is not None and name not in self._stacks}
-        if not tensors:
-            return {}
-        experts = held.clamp(0, module.num_experts - 1)
-        return {name: tensor[experts] for name, tensor in tensors.items()}
+        tensors = chain(module._parameters.items(), module._buffers.items())
+        # The module's other tensors, such as biases and scales, are given for the experts in `held` only.
+        others = {name: tensor for name, tensor in tensors if tensor is not None and name not in self._stacks}
+        if others:
+            experts = held.clamp(0, module.num_experts - 1)
+            others = {name: tensor[experts] for name, tensor in others.items()}
+        return self.with_all(module, args, kwargs, {**others, **weights, "num_experts": held.numel()})
 
 
 def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> torch.nn.Module:
