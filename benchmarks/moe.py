@@ -63,7 +63,7 @@ import torch
 from torch import nn
 
 import ibp
-from ibp.nn._parameters import Calls, stand_in
+from ibp.nn._experts import Calls, stand_in
 
 from . import harness, ideal, llm, ratio, weights
 

@@ -144,7 +144,7 @@ def _register(name: str) -> None:
 _after_import("transformers.modeling_utils", lambda: _register("transformers.weights"))
 _after_import("diffusers.models.modeling_utils", lambda: _register("diffusers.weights"))
 _after_import("peft", lambda: _register("peft"))
-_after_import("accelerate.big_modeling", lambda: _register("_accelerate_hooks"))
+_after_import("accelerate.big_modeling", lambda: _register("accelerate"))
 
 
 def cuda_is_available() -> bool:

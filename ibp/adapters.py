@@ -1,5 +1,4 @@
-"""Tools for adapters of frameworks: they code weights one by one, code models while they are loaded, keep the values of
-parameters in tables, and multiply by coded experts.
+"""Tools for adapters of frameworks. With them, an adapter needs only the code that is specific to its framework.
 
     compressor = ibp.adapters.WeightCompressor({"memory": "pinned"})
     coded = compressor.code("model.layers.0.mlp.up_proj.weight", weight)    # one codebook for the weights of a kind
@@ -10,20 +9,17 @@ parameters in tables, and multiply by coded experts.
         loading.put(name, tensor)                                           # codes it, and puts the table into modules
     report = loading.finish()
 
-With these tools, an adapter needs only the code that is specific to its framework. Other tools are in `ibp.kv`
-(`BlockStore`, `KeyedPages`, `TokenCoder`), `ibp.checkpoints` (`open`, `CheckpointWriter`) and `ibp.deltas` (`Receiver`,
-`PlacedReceiver`). docs/adapters.md shows two complete adapters, and `ibp.integrations` has adapters of known
-frameworks.
+WeightCompressor, CodedWeight    code weights one by one, and decode them
+CodedStatistics, ModelChange     base classes of objects that adapters return: statistics, and changes of a model that
+                                 can be undone
+ModelOptions, ModelLoading       say which weights of a model are coded, and how; code them while a checkpoint is read
+RestingWeight                    keeps the values of a parameter in a table while no computation uses the parameter
+compress_matrix, join            for engines that multiply by tables: make tables of matrices, join tables of shards
+ExpertTables                     multiplies by the stacked matrices of experts
 
-Base classes of objects that adapters return: statistics, and changes of a model that can be undone.
-
-`ModelLoading` codes the weights of a model while a checkpoint is read. `ModelOptions` says which weights are coded,
-and how.
-
-`RestingWeight` keeps the values of a parameter in a table while no computation uses the parameter.
-
-Functions for engines that multiply by tables: they make tables of matrices, join the tables of shards, and multiply
-by the stacked matrices of experts.
+Other tools are in `ibp.kv` (`BlockStore`, `KeyedPages`, `TokenCoder`), `ibp.checkpoints` (`open`, `CheckpointWriter`)
+and `ibp.deltas` (`Receiver`, `PlacedReceiver`). docs/adapters.md shows two complete adapters, and `ibp.integrations`
+has adapters of known frameworks.
 """
 
 from __future__ import annotations
@@ -68,6 +64,13 @@ __all__ = [
     "join",
     "shown_memory",
 ]
+
+_Self = TypeVar("_Self", bound="ModelOptions")
+# Checkpoints may be read by several threads, but only one table at a time is decoded or coded, to save memory.
+_LOCK = ForkLock()
+
+
+# ---- objects that adapters return ----
 
 
 class CodedStatistics(Statistics, Saves):
@@ -142,10 +145,7 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     return memory.canonical(device)
 
 
-_Self = TypeVar("_Self", bound="ModelOptions")
-_FIELDS = ("include", "exclude", "level", "fused", "min_bytes")
-# Checkpoints may be read by several threads, but only one table at a time is decoded or coded, to save memory.
-_LOCK = ForkLock()
+# ---- models while they are loaded ----
 
 
 class ModelOptions:
@@ -230,7 +230,15 @@ class ModelLoading:
         self._tables: dict[str, CompressedTensor] = {}  # tables of the weights in `later`, from the checkpoint
 
     def _new_plan(self) -> ModelPlan:
-        return ModelPlan(self._model, **{name: getattr(self._options, name) for name in _FIELDS})
+        options = self._options
+        return ModelPlan(
+            self._model,
+            include=options.include,
+            exclude=options.exclude,
+            level=options.level,
+            fused=options.fused,
+            min_bytes=options.min_bytes,
+        )
 
     def leave(self, names: Iterable[str]) -> None:
         """Keeps weights plain: those of the modules with these names, and of all modules inside them. Call this method
@@ -342,6 +350,9 @@ class ModelLoading:
         return ModelReport(coded, plain, first.num_bytes + second.num_bytes, first.nbytes + second.nbytes)
 
 
+# ---- parameters that rest ----
+
+
 class RestingWeight:
     """A coded weight that has the values of a parameter while the parameter rests.
 
@@ -398,6 +409,9 @@ class RestingWeight:
         values = self.read()
         release(parameter)
         parameter.data = values
+
+
+# ---- products ----
 
 
 def compress_matrix(weight: torch.Tensor, **options: Any) -> CompressedTensor:

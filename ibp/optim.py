@@ -1,9 +1,8 @@
-"""Optimizers that train the rows of compressed tables in modules such as `ibp.nn.Embedding` and `EmbeddingBag`.
+"""Optimizers that train the rows of compressed tables: those of `ibp.nn.Embedding`, `EmbeddingBag` and
+`EmbeddingCollection`.
 
 ibp.optim.SGD, Adagrad, RowWiseAdagrad   change the rows that were looked up
 ibp.optim.average_gradients              averages the gradients of such rows over the processes of a group
-
-Optimizers of trainable rows: those of `ibp.nn.Embedding`, `EmbeddingBag` and `EmbeddingCollection`.
 
     optimizer = ibp.optim.RowWiseAdagrad(model, lr=0.05)
     loss.backward()
@@ -31,8 +30,8 @@ from ._common.importing import published
 from ._common.modes import outside_of_graphs
 from ._tables.changes import put_items
 from ._tables.compressed_tensor import CompressedTensor, compress_rows
+from .nn._embedding import RowGradient, RowsModule, summed
 from .nn._parameters import placed_like
-from .nn._training import RowGradient, RowsModule, summed
 
 __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 

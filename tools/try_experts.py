@@ -143,7 +143,7 @@ class Model(torch.nn.Module):
         return list(self.experts.load_weights(weights))
 
 
-def _try_rank(api, places, what):
+def _try_rank(api, sync, what):
     from ibp.integrations.vllm._layers import incoming
 
     made = {}
@@ -164,7 +164,7 @@ def _try_rank(api, places, what):
         from_tables = layer_of(tables, None)
         check(torch.equal(from_tables.w13_weight, plain.w13_weight), f"{what}: plain experts have other weights")
         made[is_stacked] = pushed
-    receiver = places.ModelReceiver(Model(made[False]), is_eager=True)
+    receiver = sync.ModelReceiver(Model(made[False]), is_eager=True)
     sender = ibp.deltas.Sender(checkpoint_of(0), piece_bytes=100_000)
     for message in sender.push(checkpoint_of(1)):
         receiver.apply(message)
@@ -196,7 +196,7 @@ def _try_refusals(api):
 def try_experts():
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
 
-    from ibp.integrations.vllm import _layers, weights
+    from ibp.integrations.vllm import sync, weights
 
     unquantized.select_unquantized_moe_backend = lambda moe_config: (unquantized.UnquantizedMoeBackend.TRITON, Kernel)
     unquantized.convert_to_unquantized_kernel_format = lambda backend, moe_config, w13_weight, w2_weight, **more: (
@@ -208,7 +208,7 @@ def try_experts():
     for rank, size, experts in ((0, 1, False), (0, 2, False), (1, 2, False), (0, 2, True), (1, 2, True)):
         Ranks.rank, Ranks.size, Ranks.experts = rank, size, experts
         kind = "expert" if experts else "tensor"
-        _try_rank(weights, _layers, f"{kind}-parallel rank {rank} of {size}")
+        _try_rank(weights, sync, f"{kind}-parallel rank {rank} of {size}")
     Ranks.rank, Ranks.size, Ranks.experts = 0, 1, False
     _try_refusals(weights)
     print("experts: fused ones of 1 and 2 tensor- and expert-parallel ranks have the bits of plain ones")

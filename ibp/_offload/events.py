@@ -52,7 +52,7 @@ from .._common.modes import cannot_record, is_transformed, outside_of_graphs, ou
 from .._common.process import ForkLock
 from .._fetch.streaming import STREAM_SMS
 from ..cache import RowCache
-from ..nn._parameters import Calls, are_few, slots_for, stand_in
+from ..nn._experts import Calls, are_few, slots_for, stand_in
 from ..nn._tables import CodedModule
 from .fetcher import CudaWeightFetcher, Place, WeightFetcher
 from .plan import Group, OffloadPlan

@@ -14,7 +14,7 @@ from .._common.sequences import rounded_up
 from .._rows.geometry import DTYPES
 from ..nn import TableParameter
 from ..nn._compressing import place_of
-from ..nn._parameters import is_stack
+from ..nn._experts import is_stack
 from .weights import Weight
 
 # Alignment in bytes of the weights in a group. Memory from cudaMalloc has the same alignment, which is enough for

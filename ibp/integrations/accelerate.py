@@ -7,9 +7,10 @@
     cpu_offload(model, execution_device="cuda", state_dict=weights)
 
 accelerate's hooks are slow: they copy without `non_blocking`, and clear the device's cache for each parameter.
-`ibp.offload` is faster. This module is for models that accelerate already dispatches.
+`ibp.offload` is faster. The mapping is for models that accelerate already dispatches.
 
-Changes accelerate's hooks: in modules with tables, they move plain tensors and leave tables where they are.
+The import of this module also changes accelerate's hooks: in modules with tables (`ibp.nn`), they move plain tensors
+and leave tables where they are. If accelerate is imported, ibp imports this module itself.
 """
 
 from __future__ import annotations
@@ -133,6 +134,9 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
             f"{shown_memory(self.nbytes, self.original_bytes)}, stored_bytes={self.stored_bytes:,}, "
             f"savings={self.savings:.1%}, device={self.device})"
         )
+
+
+# ---- accelerate's hooks ----
 
 
 _named_module_tensors, _find_tied_parameters = hooks.named_module_tensors, big_modeling.find_tied_parameters

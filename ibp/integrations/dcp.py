@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -100,8 +100,10 @@ class Writer(FileSystemWriter):
         prefix = f"{plan.storage_data.prefix}{uuid.uuid4().hex}_"
         coded: list[WriteItem] = []
         others: list[WriteItem] = []
+        takes = ibp.checkpoints.CheckpointWriter.takes
         for item in plan.items:
-            (coded if _is_stored(item, planner) else others).append(item)
+            is_coded = item.type != WriteItemType.BYTE_IO and takes(item.index.fqn, _tensor_of(item, planner))
+            (coded if is_coded else others).append(item)
         results: list[WriteResult] = []
         if others:
             storage = dataclasses.replace(plan.storage_data, prefix=prefix)
@@ -203,7 +205,8 @@ class Reader(FileSystemReader):
         value = file[name]
         tensor = self._metadata.state_dict_metadata[index.fqn]
         assert isinstance(tensor, TensorStorageMetadata)
-        sizes = [tuple(chunk.sizes) for chunk in tensor.chunks if _is_at(chunk, index)]
+        offset = None if index.offset is None else tuple(index.offset)
+        sizes = [tuple(chunk.sizes) for chunk in tensor.chunks if offset in (None, tuple(chunk.offsets))]
         if value.dtype != tensor.properties.dtype or tuple(value.shape) not in sizes:
             raise ibp.FileFormatError(
                 f"{file.path} has {name!r} as {value.dtype} {list(value.shape)}; the checkpoint's metadata say "
@@ -225,18 +228,7 @@ def _name_of(index: MetadataIndex) -> str:
     return f"{index.fqn}{offset}" if any(offset) else index.fqn
 
 
-def _is_at(chunk: ChunkStorageMetadata, index: MetadataIndex) -> bool:
-    return index.offset is None or tuple(chunk.offsets) == tuple(index.offset)
-
-
 # ---- writing ----
-
-
-def _is_stored(item: WriteItem, planner: SavePlanner) -> bool:
-    """Returns whether an item is a tensor that an ibp file can hold."""
-    return item.type != WriteItemType.BYTE_IO and ibp.checkpoints.CheckpointWriter.takes(
-        item.index.fqn, _tensor_of(item, planner)
-    )
 
 
 def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

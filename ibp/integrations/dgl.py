@@ -28,7 +28,7 @@ import torch
 import ibp
 
 from ..adapters import Closing, OfThisProcess
-from .shared.features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
+from .shared import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
 
 
 def _leave_out_graphbolt() -> None:

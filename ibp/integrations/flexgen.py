@@ -83,7 +83,8 @@ class CompressedWeight(TorchTensor):
         if dst.device_type == DeviceType.COMPRESSED:
             raise TypeError(f"{self} is copied to FlexGen's compressed device; wanted a GPU, the CPU or a disk")
         if dst.device_type == DeviceType.DISK:
-            return self._plain().copy(dst, src_indices)
+            plain = TorchTensor(self.shape, self.dtype, self.data.decompress(device="cpu"), self.device)
+            return plain.copy(dst, src_indices)
         indices = tuple(src_indices or ())
         if any(index.step is not None for index in indices):
             raise ValueError(f"src_indices is {indices}; wanted slices without a step")
@@ -104,9 +105,6 @@ class CompressedWeight(TorchTensor):
         """Returns (a copy, True). The weight is copied even if it is already on dst, because FlexGen can only compute
         with copies."""
         return self.copy(dst, src_indices), True
-
-    def _plain(self) -> TorchTensor:
-        return TorchTensor(self.shape, self.dtype, self.data.decompress(device="cpu"), self.device)
 
     def __str__(self) -> str:
         table = "" if self.data is None else f", {self.data!r}"

@@ -19,7 +19,7 @@ from dgl import graphbolt as gb  # type: ignore
 import ibp
 
 from ..adapters import Closing
-from .shared.features import Table, fetch, table_of
+from .shared import Table, fetch, table_of
 
 __all__ = ["Feature"]
 

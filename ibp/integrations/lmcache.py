@@ -21,7 +21,7 @@ import torch
 
 import ibp
 
-from .shared.engines import Tasks, check_engine, pages_by
+from .shared import Tasks, check_engine, pages_by
 
 try:
     from lmcache.lmcache_native import Bitmap  # type: ignore

@@ -19,7 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
 from ..nn import Conv1D, Linear
-from .shared.loading import holds_table
+from .shared import holds_table
 
 __all__ = ["LoraLinear"]
 

@@ -25,7 +25,7 @@ from torch_geometric.transforms import BaseTransform  # type: ignore
 import ibp
 
 from ..adapters import Closing, checked_device
-from .shared.features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
+from .shared import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
 
 __all__ = ["FeatureStore", "FetchFeatures", "attach"]
 

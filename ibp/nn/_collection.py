@@ -12,9 +12,8 @@ from .._common.modes import outside_of_modes
 from .._fetch.calls import checked_ids, list_of_ids
 from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
-from ._embedding import GivenRows, NormalRows, Rows, check_mode, table_of
+from ._embedding import RowsModule, check_mode, given_rows, new_rows, table_of
 from ._tables import check_forward, saves_tables
-from ._training import RowsModule
 
 Bags = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Weights = CompressedTensor | torch.Tensor | torch.nn.EmbeddingBag | tuple[int, int]
@@ -197,7 +196,10 @@ class EmbeddingCollection(torch.nn.Module):
         for dim in dict.fromkeys(self.embedding_dims.values()):
             own = {name: weights for name, weights in given.items() if self.embedding_dims[name] == dim}
             trainable = is_new if trainable is None else trainable
-            sources = {name: _source(weights, dtype) for name, weights in own.items()}
+            sources = {
+                name: new_rows(*weights, dtype) if isinstance(weights, tuple) else given_rows(weights)
+                for name, weights in own.items()
+            }
             first = 0
             for number, (name, source) in enumerate(sources.items()):
                 self._parts[name] = _Part(len(self.groups), number, first, source.num_rows)
@@ -366,7 +368,7 @@ class EmbeddingCollection(torch.nn.Module):
                 missing_keys.extend(_dense_key(prefix, name) for name in names if name not in dense)
             key, held = f"{prefix}groups.{number}.weight", self._group(number).weight
             if found == names and not wrong:
-                sources = [GivenRows(dense[name]) for name in names]
+                sources = [given_rows(dense[name]) for name in names]
                 state_dict[key] = table_of(sources, held.shape[1], held.dtype, held.device)
             elif found:
                 state_dict[key] = held
@@ -410,10 +412,6 @@ def _given(name: str, weights: Any) -> CompressedTensor | torch.Tensor | tuple[i
         f"table {name!r} is a {type(weights).__name__}; wanted a table, a tensor, a torch.nn.EmbeddingBag or "
         "(num_embeddings, embedding_dim)"
     )
-
-
-def _source(weights: CompressedTensor | torch.Tensor | tuple[int, int], dtype: torch.dtype) -> Rows:
-    return NormalRows(*weights, dtype) if isinstance(weights, tuple) else GivenRows(weights)
 
 
 def _flat(name: str, bags: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,8 @@
-"""`compress`: replaces the matrices and embeddings of a model by tables, one after the other.
+"""`compress` replaces the matrices and embeddings of a model by tables, one after the other. `decompress` turns the
+modules of a model that hold tables back into plain modules.
 
-`decompress`: turns the modules of a model that hold tables back into plain modules.
+`ModelPlan` finds the weights that are to be coded, and codes them one by one: for `compress` all at once, for
+`ibp.adapters.ModelLoading` as they are read from a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from .._tables.weights import is_worth_coding
 from ..checkpoints._source import is_chosen
 from ._embedding import Embedding, EmbeddingBag
-from ._experts import Experts
-from ._parameters import SharedTable, by_rows, is_stack, reshaped
+from ._experts import Experts, is_stack
+from ._parameters import SharedTable, by_rows, reshaped
 from ._tables import CodedModule, Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
 
 _MIN_BYTES = 1 << 20  # Default of min_bytes: weights of fewer bytes stay plain.
@@ -45,6 +47,9 @@ _NEIGHBOURS = (
 _MOST_LACKING = 0.003
 _NO_GAIN, _SHARED, _TRAINS = "without gain", "shared with a module that stays plain", "in training"
 _SHARED_STACK = "in several modules of experts"
+_DECOMPRESSED = (Conv1D, Embedding, EmbeddingBag, Experts, Linear)  # the classes that `decompress` turns plain
+
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True)
@@ -207,11 +212,11 @@ class ModelPlan:
         self,
         model: torch.nn.Module,
         *,
-        include: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] = (),
-        level: str = "fast",
-        fused: bool = True,
-        min_bytes: int = _MIN_BYTES,
+        include: str | Iterable[str] | None,
+        exclude: str | Iterable[str],
+        level: str,
+        fused: bool,
+        min_bytes: int,
     ) -> None:
         if level not in ("fast", "default"):
             raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
@@ -286,7 +291,12 @@ class ModelPlan:
             self._plain.update(dict.fromkeys(weight.names, _NO_GAIN))
             return False
         if weight.is_stacked:
-            table = _put_in_experts(self._model, weight.names[0], table, self._fused)
+            path, _, attribute = weight.names[0].rpartition(".")
+            module = self._model.get_submodule(path)
+            if not isinstance(module, Experts):
+                module = Experts(module, self._fused)
+                self._model.set_submodule(path, module)
+            table = module.put(attribute, table).weight  # in the form in which the module holds it
         else:
             made: dict[torch.nn.Module, TableModule] = {}
             for name, module in [(name, self._model.get_submodule(name)) for name in weight.names]:
@@ -456,16 +466,6 @@ def join_neighbours(model: torch.nn.Module) -> None:
                 multiply_together(*linears)
 
 
-def _put_in_experts(model: torch.nn.Module, name: str, table: CompressedTensor, fused: bool) -> CompressedTensor:
-    """Replaces a stacked weight by a table. Returns the table in the form in which the module holds it."""
-    of_module, _, attribute = name.rpartition(".")
-    module = model.get_submodule(of_module)
-    if not isinstance(module, Experts):
-        module = Experts(module, fused)
-        model.set_submodule(of_module, module)
-    return module.put(attribute, table).weight
-
-
 def _has_rows(module: torch.nn.Module) -> bool:
     """Returns True if the rows of the module's table are the rows of its plain weight, and False if they are the
     columns."""
@@ -479,9 +479,7 @@ def _module_over(table: CompressedTensor, module: torch.nn.Module, fused: bool) 
     return (Linear if _has_rows(module) else Conv1D)(table, bias, fused=fused)
 
 
-_KINDS = (Conv1D, Embedding, EmbeddingBag, Experts, Linear)
-
-_Model = TypeVar("_Model", bound=torch.nn.Module)
+# ---- plain modules again ----
 
 
 def decompress(model: _Model) -> _Model:
@@ -522,14 +520,15 @@ def decompress(model: _Model) -> _Model:
     check_model(model)
     by_table: dict[int, list[TableModule | Experts]] = {}
     for name, module in model.named_modules():
-        if type(module) not in _KINDS:
+        if type(module) not in _DECOMPRESSED:
             continue
         if "forward" in vars(module):
             raise ValueError(
                 f"the forward of {name or 'model'} has been replaced, by a hook of accelerate or by ibp.offload for "
                 "example: undo that first"
             )
-        by_table.setdefault(id(getattr(module, "_shared", module)), []).append(module)
+        key = id(module if isinstance(module, Experts) else module.shared_tables()["weight"])
+        by_table.setdefault(key, []).append(module)
     for module in model.modules():
         if isinstance(module, Linear):
             module.place = None  # modules multiply together only while all of them hold tables

@@ -1,7 +1,9 @@
-"""`Neighbours`: modules that are called one after the other with the same x. The first module computes the results of
-all of them.
+"""Modules whose weights are tables: their bases, and the modules that multiply by matrices.
 
-`Linear` and `Conv1D`, and the base of all modules whose weights are tables.
+`CodedModule` is the base of all modules with tables: it moves, saves and loads tables where torch.nn.Module moves,
+saves and loads parameters. `TableModule` is a module with one table, its `weight`. `Linear` and `Conv1D` multiply by
+that table. `Neighbours` are modules that are called one after the other with the same x; `multiply_together` makes
+them, and the first module computes the results of all of them. `coded_state_dict` returns a state dict that has tables.
 """
 
 from __future__ import annotations
@@ -20,50 +22,6 @@ from .._fetch.linear import differentiable, linear, slot_bytes_for, wants_gradie
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from .._tables.torch_functions import linear_of
 from ._parameters import SharedTable, TableParameter, is_fast, placed_like, reshaped, rows_of_weight
-
-
-class _Kept(NamedTuple):
-    """The results of one call of `linear` for all modules, kept until the last module has returned its result."""
-
-    x: torch.Tensor  # the tensor that was multiplied
-    version: int | None  # torch's count of changes of x at that time; None: torch does not count them
-    number: int  # number of the module that is expected to be called next
-    results: list[torch.Tensor]  # the results, one for each module
-
-
-class Neighbours:
-    """Modules over tables that share one call of `linear`, as long as the model calls them one after the other with the
-    same x. modules: instances of `Linear`, in the order of the calls."""
-
-    def __init__(self, modules: Sequence[Any]) -> None:
-        self.modules = tuple(modules)
-        self._kept: _Kept | None = None
-        # Becomes False when a result that was computed ahead is not used. From then on, every module multiplies alone.
-        self._is_used = True
-
-    def product(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Returns the result of a module for x. number: the module's number in `modules`."""
-        kept = self._kept
-        if kept is not None and kept.number == number and kept.x is x and kept.version == _version(x):
-            is_last = number + 1 == len(self.modules)
-            self._kept = None if is_last else kept._replace(number=number + 1)
-            return kept.results[number]
-        if kept is not None:
-            self._kept, self._is_used = None, False
-        modules = self.modules
-        if number or not self._is_used or any(wants_gradients(x, module.bias) for module in modules):
-            return linear(x, modules[number].weight, modules[number].bias)
-        results = linear(x, [module.weight for module in modules], [module.bias for module in modules])
-        self._kept = _Kept(x, _version(x), 1, results)
-        return results[0]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_kept": None}
-
-
-def _version(x: torch.Tensor) -> int | None:
-    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
-
 
 _LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that do not choose slots
 TRANSPOSED = "_transposed"  # suffix of the names of transposed tables in a coded state
@@ -316,6 +274,22 @@ class TableModule(CodedModule):
         return f"{kept}{', stays=True' if self.stays else ''}"
 
 
+# ---- matrices ----
+
+
+def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
+    """Compresses a weight matrix for use in matrix products.
+
+    Unless options choose slots, the level is "fast" by default. At that level the table gets the form that the kernel
+    of `ibp.linear` multiplies, if the kernel supports the matrix's dtype and number of columns.
+    """
+    if options.keys() <= _LEAVES_SLOTS:
+        options = {"level": "fast", **options}
+        if options["level"] == "fast":
+            options["slot_bytes"] = slot_bytes_for(weight.shape[1], weight.dtype)
+    return compress_rows(weight.detach(), **options)
+
+
 def is_fast_matrix(table: CompressedTensor) -> bool:
     """Returns whether a table has the form that `matrix_table` makes at level "fast"."""
     if not is_fast(table) or table.layout != "slots" or table.geometry.item_bytes != table.row_bytes:
@@ -421,6 +395,49 @@ class Linear(TableModule):
         return f"{super().extra_repr()}{', fused=True' if self.fused else ''}"
 
 
+class _Kept(NamedTuple):
+    """The results of one call of `linear` for all modules, kept until the last module has returned its result."""
+
+    x: torch.Tensor  # the tensor that was multiplied
+    version: int | None  # torch's count of changes of x at that time; None: torch does not count them
+    number: int  # number of the module that is expected to be called next
+    results: list[torch.Tensor]  # the results, one for each module
+
+
+class Neighbours:
+    """Modules over tables that share one call of `linear`, as long as the model calls them one after the other with the
+    same x. modules: instances of `Linear`, in the order of the calls."""
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self.modules = tuple(modules)
+        self._kept: _Kept | None = None
+        # Becomes False when a result that was computed ahead is not used. From then on, every module multiplies alone.
+        self._is_used = True
+
+    def product(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """Returns the result of a module for x. number: the module's number in `modules`."""
+        kept = self._kept
+        if kept is not None and kept.number == number and kept.x is x and kept.version == _version(x):
+            is_last = number + 1 == len(self.modules)
+            self._kept = None if is_last else kept._replace(number=number + 1)
+            return kept.results[number]
+        if kept is not None:
+            self._kept, self._is_used = None, False
+        modules = self.modules
+        if number or not self._is_used or any(wants_gradients(x, module.bias) for module in modules):
+            return linear(x, modules[number].weight, modules[number].bias)
+        results = linear(x, [module.weight for module in modules], [module.bias for module in modules])
+        self._kept = _Kept(x, _version(x), 1, results)
+        return results[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_kept": None}
+
+
+def _version(x: torch.Tensor) -> int | None:
+    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
 def multiply_together(*modules: Linear) -> None:
     """Makes modules that get the same x multiply in one launch of a kernel, as `ibp.linear` does for several tables.
 
@@ -507,17 +524,7 @@ def _transposed_product(x: torch.Tensor, table: CompressedTensor, bias: torch.Te
     return products.view(*x.shape[:-1], table.shape[0])
 
 
-def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
-    """Compresses a weight matrix for use in matrix products.
-
-    Unless options choose slots, the level is "fast" by default. At that level the table gets the form that the kernel
-    of `ibp.linear` multiplies, if the kernel supports the matrix's dtype and number of columns.
-    """
-    if options.keys() <= _LEAVES_SLOTS:
-        options = {"level": "fast", **options}
-        if options["level"] == "fast":
-            options["slot_bytes"] = slot_bytes_for(weight.shape[1], weight.dtype)
-    return compress_rows(weight.detach(), **options)
+# ---- coded states ----
 
 
 def coded_state_dict(module: torch.nn.Module) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def test_an_adapter_uses_public_names(path):
         ("import ibp._core", ["ibp._core"]),
         ("import ibp\nibp.kv._keyed.KeyedPages", ["_keyed"]),
         ("from ibp.kv import KeyedPages", []),
-        ("from ..shared.engines import Tasks", []),
+        ("from ..shared import Tasks", []),
         ("from ._incoming import incoming", []),
         ("import ibp\nibp.__version__", []),
     ],

@@ -1,6 +1,8 @@
 """CompressedWeights: the tensors it was given, bit for bit, and models that accelerate runs from it."""
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -208,3 +210,14 @@ def test_pickles_under_the_former_names():
     loaded = pickle.loads(former)
     for name, tensor in given.items():
         assert_same_bits(loaded[name], tensor)
+
+
+@pytest.mark.parametrize("imports", ["accelerate, ibp", "ibp, accelerate"])
+def test_hooks_change_without_an_import_of_the_adapter(imports):
+    code = f"""
+import {imports}
+from accelerate import big_modeling, hooks
+for function in (hooks.named_module_tensors, big_modeling.find_tied_parameters):
+    assert function.__module__ == "ibp.integrations.accelerate", function
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

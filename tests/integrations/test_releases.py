@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from ibp.integrations.shared.engines import check_release, numbers
+from ibp.integrations.shared import check_release, numbers
 
 pytestmark = pytest.mark.frameworks
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from helpers import assert_same_bits, in_threads
-from ibp.integrations.shared.engines import dtype_of
+from ibp.integrations.shared import dtype_of
 
 STUBS = Path(__file__).parent / "stubs"
 ENGINES = ("vllm", "sglang", "lmcache")

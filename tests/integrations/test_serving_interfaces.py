@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ibp.integrations.shared import engines
+from ibp.integrations import shared
 from ibp.integrations.vllm import _layers, sync, weights
 from native import ROOT
 
@@ -332,7 +332,7 @@ def test_releases_that_are_there():
         versions = [each["version"] for each in INTERFACES if each["package"] == package]
         assert len(versions) >= count
         assert all(f"`{version}`" in page for version in (versions[0], versions[-1])), versions
-        name, *ends = engines.TRIED[package]
+        name, *ends = shared.TRIED[package]
         assert ends == [versions[0], versions[-1]]
         # These are the releases whose own code has run.
         assert f"| {name} {versions[0]}" in page or f"; {name} {versions[0]}" in page

@@ -15,7 +15,7 @@ import ibp
 from helpers import assert_same_bits
 from ibp.deltas import _on_pieces
 from ibp.integrations.vllm import sync as vllm_sync
-from ibp.integrations.vllm._layers import ModelReceiver
+from ibp.integrations.vllm.sync import ModelReceiver
 from native import ROOT
 
 without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")

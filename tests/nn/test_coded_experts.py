@@ -12,7 +12,7 @@ from torch import nn
 
 import ibp
 from helpers import assert_same_bits, embedding
-from ibp.nn._parameters import slots_for
+from ibp.nn._experts import slots_for
 from products import kernels_on_the_cpu, lists
 
 WIDTH, INNER, EXPERTS, CHOICES = 128, 64, 8, 2

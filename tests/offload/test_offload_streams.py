@@ -14,7 +14,7 @@ from helpers import assert_same_bits, embedding
 from ibp._offload import events
 from ibp._offload.fetcher import CudaWeightFetcher
 from ibp._rows.table import handle_on
-from ibp.nn._parameters import slots_for
+from ibp.nn._experts import slots_for
 from stream_clocks import Event, Gpu, clocked_gpu
 from test_experts import SIZES, Experts
 

@@ -16,7 +16,7 @@ import ibp
 from benchmarks import dlrm_train, harness
 from helpers import assert_same_bits, embedding, pairwise
 from ibp._common import process
-from ibp.nn._training import RowsModule
+from ibp.nn._embedding import RowsModule
 from ranks import Ranks
 
 OPTIMIZERS = {

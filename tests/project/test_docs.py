@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import ibp
-from ibp.integrations.shared.engines import numbers
+from ibp.integrations.shared import numbers
 from native import CORE_SOURCES, CSRC, INCLUDES, PLAIN, ROOT, c_compiler, compiled, core_objects, linked, run, written
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))

@@ -20,7 +20,7 @@ import ibp
 
 from ...adapters import ModelLoading
 from ...checkpoints import SourceTensor, coded_name, is_coded
-from ..shared.loading import METHOD, CodingFields, CodingQuantizer, check_device_map
+from ..shared import METHOD, CodingFields, CodingQuantizer, check_device_map
 
 __all__ = ["IbpDiffusersConfig", "IbpDiffusersQuantizer"]
 

@@ -20,7 +20,7 @@ import torch
 
 import ibp
 
-from ..shared.engines import check_engine
+from ..shared import check_engine
 
 try:
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # type: ignore

@@ -18,7 +18,7 @@ import torch
 
 import ibp
 
-from ..shared.engines import check_engine, pages_by
+from ..shared import check_engine, pages_by
 
 try:
     from sglang.srt.mem_cache.hicache_storage import (  # type: ignore

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 import transformers
 
-from ..shared import lazily
-from ..shared.engines import check_release
+from ..shared import check_release, lazily
 
 check_release(transformers, "5.17")  # before the modules here import names that older releases do not have
 

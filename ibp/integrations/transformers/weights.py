@@ -25,7 +25,7 @@ import ibp
 
 from ...adapters import ModelLoading
 from ...checkpoints import SourceTensor, coded_name, is_coded
-from ..shared.loading import METHOD, CodingFields, CodingQuantizer, away_of, holds_table
+from ..shared import METHOD, CodingFields, CodingQuantizer, away_of, holds_table
 
 __all__ = ["IbpConfig", "IbpQuantizer", "save_coded"]
 
@@ -250,7 +250,8 @@ _loadings: WeakValueDictionary[str, ModelLoading] = WeakValueDictionary()
 
 class _CodedEntry:
     """A tensor of a coded file. transformers reads it as it reads a slice of a safetensors file: `entry[...].to(device,
-    dtype)`.
+    dtype)`. For a table, `entry[...]` is the entry itself, and `to` returns the values on the device, in the form in
+    which the model keeps the parameter.
 
     wanted: (the `ModelLoading`, which knows the form in which the model keeps the parameter; the name of the
     parameter). None: the tensor is read as a plain tensor.
@@ -267,23 +268,16 @@ class _CodedEntry:
         return list(self._tensor.shape)
 
     def __getitem__(self, items: Any) -> Any:
-        if items is Ellipsis and self._tensor.table is not None:
-            return _Coming(self._tensor.table, self.wanted)
-        return self._tensor.tensor()[items]
-
-
-class _Coming:
-    """A table of a file. `to` returns its values on a device, in the form in which the model keeps the parameter."""
-
-    def __init__(self, table: ibp.CompressedTensor, wanted: tuple[ModelLoading, str] | None) -> None:
-        self._table, self._wanted = table, wanted
+        is_whole_table = items is Ellipsis and self._tensor.make_table is not None
+        return self if is_whole_table else self._tensor.tensor()[items]
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Any:
-        device = "cpu" if device is None else device
-        loading, key = self._wanted or (None, "")
-        if loading is not None:
-            return loading.value_of(key, self._table, device, dtype)
-        return ModelLoading.decoded(self._table, device, dtype)
+        table, device = self._tensor.table, "cpu" if device is None else device
+        assert table is not None
+        if self.wanted is None:
+            return ModelLoading.decoded(table, device, dtype)
+        loading, key = self.wanted
+        return loading.value_of(key, table, device, dtype)
 
 
 class _CodedFile:

@@ -1,14 +1,11 @@
-"""`IncomingTensor` represents a tensor of a checkpoint, and has no memory. vLLM's weight loaders take views of it, as
-they do of other tensors, and copy the views to weights. Each of these copies is passed to the `Origin` of the tensor
-instead.
+"""How weights get from a checkpoint to the layers of vLLM's models, and become tables there.
 
-Replaces the weights of vLLM's layers by tables, and multiplies by the tables of fused experts.
+vLLM's weight loaders are given `IncomingTensor`s, which represent tensors of a checkpoint and have no memory. Loaders
+take views of them, as they do of other tensors, and copy the views to weights. Each of these copies is passed to the
+origin of the tensor instead. `CodedOrigin` notes which rows of a coded table make up a layer's weight.
 
-Finds where a worker of vLLM keeps the weights of a checkpoint, which may be merged, sharded or coded there.
-
-To find out, `ModelReceiver` passes tensors that have no memory to the model's own `load_weights`, once for each name.
-The tensors only record where `load_weights` copies them to. Later changes are written directly to the recorded places,
-without `load_weights`.
+`CodedMethod` is the base of the methods that replace the weights of vLLM's layers by tables. `IBPExpertsMethod`
+multiplies by the tables of fused experts; the method of other layers is in `weights.py`.
 """
 
 from __future__ import annotations
@@ -16,42 +13,46 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ... import CompressedTensor
 from ...adapters import ExpertTables, join
-from ...deltas import PlacedReceiver, ShardPlace
+
+try:
+    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # type: ignore
+    from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing  # type: ignore
+except ImportError:  # `weights` reports the error
+    FusedMoEMethodBase = object
 
 _CPU = torch.device("cpu")
 
 
-class Origin(Protocol):
-    """The interface to the values of an `IncomingTensor`. In both methods, `source` is a view of the tensor, on the
-    meta device."""
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Called in place of a loader's `target.copy_(source)`."""
-
-    def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns the values of `source` as a tensor on a device. Called for operations other than views and copies."""
+# ---- tensors of a checkpoint, without memory ----
 
 
 class IncomingTensor(torch.Tensor):
-    """Represents a tensor of a checkpoint, and has no memory. Views of it are of this class, too."""
+    """Represents a tensor of a checkpoint, and has no memory. Views of it are of this class, too.
 
-    origin: Origin
+    Attributes:
+        origin: the object that has the values. Its method `copy(source, target)` is called in place of a loader's
+            `target.copy_(source)`. Its method `values(source, device)` returns the values of `source` as a tensor on a
+            device; it is called for operations other than views and copies. In both methods, `source` is a view of this
+            tensor, on the meta device.
+    """
+
+    origin: Any
 
     @classmethod
-    def of(cls, origin: Origin, shape: Sequence[int], dtype: torch.dtype) -> IncomingTensor:
+    def of(cls, origin: Any, shape: Sequence[int], dtype: torch.dtype) -> IncomingTensor:
         return cls._viewed(torch.empty(shape, dtype=dtype, device="meta"), origin)
 
     @classmethod
-    def _viewed(cls, source: torch.Tensor, origin: Origin) -> IncomingTensor:
+    def _viewed(cls, source: torch.Tensor, origin: Any) -> IncomingTensor:
         made = source.as_subclass(cls)
         made.origin = origin
         return made
@@ -108,7 +109,7 @@ def incoming(table: CompressedTensor) -> IncomingTensor:
 
 
 class CodedOrigin:
-    """The `Origin` whose values come from a table of a checkpoint. While the loader of a coded layer's weight runs,
+    """The origin whose values come from a table of a checkpoint. While the loader of a coded layer's weight runs,
     `copy` only adds the part to the list `noted`. At other times, `copy` decodes the part on the target's device and
     writes the values to the target."""
 
@@ -189,11 +190,7 @@ def joined(parts: Sequence[TablePart], weight: torch.Tensor) -> CompressedTensor
     return join([rows for _, rows in found], weight.device)
 
 
-try:
-    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # type: ignore
-    from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing  # type: ignore
-except ImportError:  # `weights` reports the error
-    FusedMoEMethodBase = object
+# ---- coded layers ----
 
 
 class CodedMethod:
@@ -379,93 +376,3 @@ def _with(layer: Any, weights: dict[str, torch.Tensor]) -> Any:
     vars(made).update(vars(layer), _parameters=parameters)
     vars(made).update(weights)
     return made
-
-
-class ModelReceiver(PlacedReceiver):
-    """Receives changes of a checkpoint's tensors for an engine's model, which may keep the tensors merged, sharded or
-    coded.
-
-    Args:
-        model: a model whose `load_weights` takes pairs of the names and tensors of a checkpoint.
-        is_eager: whether the model runs without CUDA graphs.
-
-    Raises:
-        NotImplementedError: the model has coded layers and is_eager is False.
-    """
-
-    def __init__(self, model: torch.nn.Module, is_eager: bool = False) -> None:
-        super().__init__()
-        self._model: Any = model
-        self._coded: list[tuple[Any, Any]] = [
-            (layer, layer.quant_method) for layer in model.modules() if _is_coded(layer)
-        ]
-        if self._coded and not is_eager:
-            raise NotImplementedError(
-                "weights that ibp has coded change with --enforce-eager alone: CUDA graphs hold lists of their escapes"
-            )
-
-    def apply(self, message: torch.Tensor) -> bool:
-        is_done = super().apply(message)
-        for _, method in self._coded if is_done else ():
-            for table in method.tables.values():
-                table.prepare_linear()
-        return is_done
-
-    def places_of(self, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, list[ShardPlace]]:
-        """Returns a dict from each tensor's name to a list of the places where the model keeps parts of the tensor. The
-        list is empty for tensors that the model does not load, such as those of other pipeline stages."""
-        copies = {name: _Copies() for name in tensors}
-        weights = {name: IncomingTensor.of(copies[name], *each) for name, each in tensors.items()}
-        with contextlib.ExitStack() as stack:
-            plain = [stack.enter_context(method.as_plain(layer)) for layer, method in self._coded]
-            with torch.no_grad():
-                self._model.load_weights(iter(weights.items()))
-        by_storage = {storage_of(weight): table for tables in plain for weight, table in tables.items()}
-        return {
-            name: [_place(name, weight.as_subclass(torch.Tensor), *copied, by_storage) for copied in copies[name].found]
-            for name, weight in weights.items()
-        }
-
-
-class _Copies:
-    """The origin of an `IncomingTensor` that notes where the tensor's parts are copied, and copies nothing."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.found.append((source, target))
-
-    def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        raise NotImplementedError("a weight loader changes values before it copies them, which no delta can do")
-
-
-def _is_coded(layer: Any) -> bool:
-    method = getattr(layer, "quant_method", None)
-    return isinstance(method, CodedMethod) and bool(method.tables) and not method.is_tied
-
-
-def _place(
-    name: str, weight: torch.Tensor, source: torch.Tensor, target: torch.Tensor, tables: dict[int, CompressedTensor]
-) -> ShardPlace:
-    """Returns the place to which a loader copied a part of a weight. weight: the whole tensor, on the meta device.
-    source: the part, a view of weight. target: the memory to which it was copied, or, if the layer is coded, a view of
-    a weight that `as_plain` made. tables: a map from `storage_of` of each such weight to its table."""
-    if target.dtype != weight.dtype:
-        raise TypeError(f"{name} has dtype {target.dtype} here; the message is for {weight.dtype}")
-    strides, at, box = weight.stride(), source.storage_offset(), []
-    missing = weight.dim() - source.dim()  # number of leading dimensions that a loader has removed by indexing
-    if source.numel() == weight.numel() and source.is_contiguous():
-        source, target, missing = weight, target.view(weight.shape), 0
-    if missing < 0 or any(n > 1 and a != b for n, a, b in zip(source.shape, source.stride(), strides[missing:])):
-        raise NotImplementedError(f"the loader of {name} takes it in another order, which deltas cannot follow")
-    for stride, length in zip(strides, (1,) * missing + tuple(source.shape)):
-        box.append((at // max(1, stride), length))
-        at %= max(1, stride)
-    if target.is_meta:
-        columns = target.shape[-1]
-        table = tables[storage_of(target)]
-        if columns != table.shape[1]:
-            raise NotImplementedError(f"{name} is coded beside other weights in one row")
-        return ShardPlace(table, target.storage_offset() // columns, tuple(box))
-    return ShardPlace(target.detach()[(None,) * missing], 0, tuple(box))

@@ -23,7 +23,7 @@ import torch
 
 import ibp
 
-from ..shared.engines import check_engine, dtype_of
+from ..shared import check_engine, dtype_of
 
 try:
     from vllm.v1.kv_offload.base import (  # type: ignore

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..shared.engines import Tasks, check_engine, dtype_of, pages_by
+from ..shared import Tasks, check_engine, dtype_of, pages_by
 
 try:
     from vllm.v1.kv_offload import base  # type: ignore
@@ -76,7 +76,8 @@ class IBPSecondaryTier(SecondaryTierManager):
         detector = () if backpressure_detector is None else (backpressure_detector,)
         super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
         dtype = dtype_of(offloading_spec.config.model.dtype, options.get("dtype"))
-        self._chunks = _chunks_of(primary_kv_view, dtype)
+        chunks = torch.from_numpy(np.asarray(primary_kv_view)).view(torch.uint8)
+        self._chunks = chunks.view(dtype) if chunks.shape[1] % dtype.itemsize == 0 else chunks  # [chunks, values]
         numbers = itertools.count()
         self._stores, self._loads = (Tasks(numbers, lambda: None) for _ in range(2))
         _logger.info("ibp: a tier keeps chunks of %s compressed in host memory", str(dtype).removeprefix("torch."))
@@ -120,17 +121,6 @@ class IBPSecondaryTier(SecondaryTierManager):
     def _run(self, move: Any, job: TransferJob) -> JobResult:
         """Stores or loads the chunks of a job. A chunk that fails does not stop the others; the job succeeds if all
         chunks succeed. move: `put` or `get` of `pages`."""
-        return JobResult(job.job_id, all([move(key, self._chunks[number]) for key, number in _numbered(job)]))
-
-
-def _chunks_of(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """Returns vLLM's memory as a tensor [chunks, values]."""
-    chunks = torch.from_numpy(np.asarray(view)).view(torch.uint8)
-    return chunks.view(dtype) if chunks.shape[1] % dtype.itemsize == 0 else chunks
-
-
-def _numbered(job: TransferJob) -> Iterator[tuple[OffloadKey, int]]:
-    """Yields (key, number of the chunk) for each chunk of a job. The attribute with the numbers had another name before
-    vLLM 0.30."""
-    numbers = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
-    return zip(job.keys, (int(number) for number in numbers), strict=True)
+        numbers = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids  # the name before vLLM 0.30
+        pairs = zip(job.keys, map(int, numbers), strict=True)
+        return JobResult(job.job_id, all([move(key, self._chunks[number]) for key, number in pairs]))

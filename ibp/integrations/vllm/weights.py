@@ -20,8 +20,7 @@ import ibp
 
 from ...adapters import compress_matrix
 from ...checkpoints import coded_name, is_coded
-from ..shared.engines import check_engine
-from ..shared.loading import METHOD, CodingFields
+from ..shared import METHOD, CodingFields, check_engine
 from ._layers import CodedMethod, IBPExpertsMethod, TablePart, incoming, joined, why_plain_experts
 
 try:
