@@ -38,8 +38,7 @@ from ._common.importing import published
 from ._common.models import NotTheModel, check_model, guard_conversions
 from ._common.process import Closing, ForkLock, OfThisProcess
 from ._common.statistics import Saves, Statistics, shown_memory
-from ._fetch.escapes import matrix_of
-from ._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups
+from ._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, matrix_of
 from ._machine import memory
 from ._offload.weights import release, rest, wake
 from ._rows.geometry import bytes_of

@@ -22,9 +22,8 @@ from .._rows.codebook import coder_rates
 from .._rows.faults import ENTRIES, new_record
 from .._rows.geometry import bytes_of
 from .._rows.plan import spread_bytes
-from .._rows.protocols import Decodable
 from .._rows.table import Handle, Table, handle_on
-from .calls import IN_ORDER, check_out, check_path, check_table, sms_of, target_of, worker_of
+from .calls import IN_ORDER, Decodable, check_out, check_path, check_table, sms_of, target_of, worker_of
 
 # Least number of SMs that decode a stream of tables. On one H200, 32 SMs keep up with the link for every dtype (FP8
 # needs 32, BF16 needs 8). If the computations of a model take as long as its weights take to arrive, decoding makes the

@@ -142,7 +142,7 @@ class Table(TensorManners, Saves):
     geometry: Geometry
     _faults: Faults
     _room: Room | None = None  # The memory of a table whose rows have been changed; None if they never were.
-    # (state of the rows when `ibp.linear` listed their escapes, list of the escapes); see _fetch/escapes.py.
+    # (state of the rows when `ibp.linear` listed their escapes, list of the escapes); see _fetch/linear.py.
     _escapes: tuple | None = None
     _escapes_of_graphs: tuple = ()  # Lists of escapes that captured CUDA graphs still read.
     # Number of times that rows were changed in place. Code that keeps copies of rows compares this number to detect

@@ -10,12 +10,11 @@ import torch
 
 from .. import _core
 from .._common.sequences import rounded_up
-from .._fetch.calls import check_range, list_of_ids
+from .._fetch.calls import Ids, check_range, list_of_ids
 from .._machine import memory
 from .._machine.segments import Segment
 from .._rows.faults import new_record
 from .._rows.geometry import Geometry, bytes_of, rows_of
-from .._rows.protocols import Ids
 from .._rows.room import Room, room_of
 from .._rows.table import Handle, Table, handle_on
 

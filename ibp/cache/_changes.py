@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from .._fetch.calls import Ids
 from .._rows.codebook import AnyCodebook, coding_of
 from .._rows.faults import FaultWords, new_record
 from .._rows.geometry import bytes_of, default_length, rows_of
 from .._rows.planes import signed
-from .._rows.protocols import Ids
 from .._rows.table import Handle, Parts, handle_on
 from .._tables import changes
 from .._tables.changes import put_rows

@@ -22,11 +22,10 @@ import torch
 from .._common import wire
 from .._common.arguments import whole_number
 from .._common.group import RankGroup, check_one_machine, machine, same_on_all
-from .._fetch.calls import check_range, checked_ids
+from .._fetch.calls import Ids, check_range, checked_ids
 from .._machine import memory
 from .._machine.segments import Segment, SharedHandle
 from .._rows.geometry import rows_of
-from .._rows.protocols import Ids
 from ._slabs import MAX_SLABS, STATIC_WAYS, CacheState, Generation, Slab, SlabPlan, filled_slab, plan_slabs
 
 Hotness = torch.Tensor | np.ndarray | Sequence[int]

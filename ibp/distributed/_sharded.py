@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .._common import wire
 from .._common.group import RankGroup, same_on_all
 from .._common.process import OfThisProcess
-from .._fetch.calls import check_out, check_range, list_of_ids, sms_of, target_of, worker_of
+from .._fetch.calls import Ids, check_out, check_range, list_of_ids, sms_of, target_of, worker_of
 from .._machine import memory as _memory
 from .._machine.memory import usual
 from .._rows import geometry as _rows
@@ -20,7 +20,6 @@ from .._rows.codebook import AnyCodebook, coding_of, surveyed
 from .._rows.faults import CorruptTableError, new_record
 from .._rows.learning import Options, Request, checked, learn
 from .._rows.manners import TensorManners
-from .._rows.protocols import Ids
 from .._rows.table import OF_SELECTIONS, Handle, Parts, handle_on
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING

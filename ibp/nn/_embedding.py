@@ -14,8 +14,7 @@ from .._fetch.bags import checked_padding
 from .._machine import memory
 from .._rows.geometry import sampled
 from .._tables import changes
-from .._tables.compressed_tensor import CompressedTensor, compress_rows
-from .._tables.torch_functions import embedding_of
+from .._tables.compressed_tensor import CompressedTensor, compress_rows, embedding_of
 from ..cache import RowCache
 from ._tables import check_forward
 from ._training import RowsModule

@@ -223,8 +223,8 @@ def calls_an_offloaded_model(x):
 
 
 def gathers_for_a_gpu(x):
-    host_gather._stages.clear()
-    return lambda: host_gather._stage_of(torch.device("cpu"))
+    host_gather._stagers.clear()
+    return lambda: host_gather._stager_of(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def gathers_for_a_gpu(x):
         (stores_and_loads, (ibp.kv.KVStore, "_plan")),
         (saves_activations, (ActivationOffload, "_save")),
         (calls_an_offloaded_model, (Events, "_fetch_ahead")),
-        (gathers_for_a_gpu, (host_gather, "_Stage")),
+        (gathers_for_a_gpu, (host_gather, "_new_stager")),
     ],
 )
 def test_a_process_forks_while_a_thread_holds_a_lock(make, place, x, monkeypatch):
