@@ -252,9 +252,10 @@ def _planes_for(request: Request) -> AnyCodebook:
         rows, geometry, level = request.host_rows, request.geometry, request.options.level
         of_table = geometry.row_bytes, geometry.num_rows, geometry.dtype
         found = planes.learn_planes(rows, *of_table, level=level, codes_invariant=codes_invariant)
-        if found.survey is not None:
-            request.measured.append((found.codebook, found.entries, found.survey))
-        return found.codebook
+        codebook, lengths, survey = found
+        if survey is not None:
+            request.measured.append((codebook, lengths, survey))
+        return codebook
 
     codebook = learned(request.codes_invariant)
     is_plain = not codebook.is_partial and codebook.first_symbol is None
