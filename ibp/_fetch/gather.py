@@ -276,22 +276,20 @@ def _way_from_cpu(
 
 def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
     """Returns whether the CPU should gather the items of these CPU ids for a GPU: it must be able to, and if the GPU
-    could fetch the items itself, gathering must be expected to be faster."""
-    if table.slots.is_cuda or (worker.type == "cuda" and not _stages(table, handle, ids.shape[0])):
+    could fetch the items itself, gathering must be expected to be faster (see `plan.stages`)."""
+    if table.slots.is_cuda:
         return False
+    if worker.type == "cuda":
+        # The number of ids is rounded down to its three most significant bits, so that the handle keeps few results.
+        rest = max(0, ids.shape[0].bit_length() - 3)
+        asked = ids.shape[0] >> rest << rest, torch.get_num_threads()
+        if asked not in handle.staged:
+            assert handle.machine is not None
+            handle.staged[asked] = plan.stages(table, asked[0], handle.machine)
+        if not handle.staged[asked]:
+            return False
     can_gather = host_gather.rows_at_once(table) > 0 and not is_capturing(target)
     return can_gather and host_gather.has_buffers(table, target)
-
-
-def _stages(table: Table, handle: Handle, num_ids: int) -> bool:
-    """Returns the result of `plan.stages` for about num_ids ids, and caches it in the handle. The number is rounded
-    down to its three most significant bits, so that the handle keeps only a few results."""
-    rest = max(0, num_ids.bit_length() - 3)
-    asked = num_ids >> rest << rest, torch.get_num_threads()
-    if asked not in handle.staged:
-        assert handle.machine is not None
-        handle.staged[asked] = plan.stages(table, asked[0], handle.machine)
-    return handle.staged[asked]
 
 
 def _select_by_cpu(

@@ -1,7 +1,10 @@
-"""Makes tables from the rows of a tensor. A `Request` has the tensor and the options. `compressed` works in three
-steps. First, `coded` finds a codebook and measures the coded length of every row. Second, the memory of the table is
-allocated. Third, `encode` writes the rows. `placed` makes tables whose overflow is in host memory, and
-`compressed_in_place` makes tables in the tensor's own memory."""
+"""Makes tables from the rows of a tensor.
+
+A `Request` has the tensor and the options. `compressed` works in three steps. First, `coded` finds a codebook and
+measures the coded length of every row. Second, the memory of the table is allocated. Third, `encode` writes the rows.
+`placed` makes tables whose overflow is in host memory, and `compressed_in_place` makes tables in the tensor's own
+memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from .. import _core
 from .._common.process import warn_once
 from .._fetch.streaming import decompress
 from .._machine import memory, staging
-from .._machine import memory as _memory
 from .._rows import geometry as _rows
 from .._rows.codebook import AnyCodebook, measure, surveyed
 from .._rows.faults import FaultWords, new_record
@@ -89,7 +91,7 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
     data, geometry, options = request.data, request.geometry, request.options
     worker, slot_bytes = request.device, request.slot_bytes
     home, pins = memory.home_of(data.device, options.memory, worker)
-    node = _memory.CALLERS_NODE if options.numa is None else _memory.node_of(options.numa)
+    node = memory.CALLERS_NODE if options.numa is None else memory.node_of(options.numa)
     is_there = home == data.device
     pin = pins if is_there else False
 
