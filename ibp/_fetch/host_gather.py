@@ -19,6 +19,7 @@ from .._common.modes import outside_of_modes
 from .._common.process import ForkLock
 from .._machine import memory as _memory
 from .._machine.staging import Ring
+from .._rows.codebook import coding_of
 from .._rows.faults import new_record
 from .._rows.plan import spread_bytes
 from .._rows.table import OF_SELECTIONS, Handle, Parts, Table, handle_on
@@ -99,7 +100,7 @@ def decode(
     """
     bases, lengths, rows = selection
     geometry, none = table.geometry, rows[:0]
-    codec, words = table._coding(rows.device)
+    codec, words = coding_of(table.codebook, table.row_bytes, rows.device)
     sizes = (0, num_items, geometry.item_bytes)
     if table.scheme == "raw":
         parts = Parts(rows, none, lengths[:0], bases[:0], words, codec, geometry.row_bytes, *sizes)

@@ -1,6 +1,8 @@
-"""The base class of the codebooks of all schemes. Codebooks are immutable, and are checked once, when they are made or
-unpickled. `measure` and `surveyed` return the sizes that rows have when they are coded with a codebook. `coder_rates`
-returns the rates at which a machine encodes and decodes such rows.
+"""Defines `AnyCodebook`, the base class of the codebooks of all schemes. Codebooks are immutable, and are checked once,
+when they are made or unpickled. The second part of the file checks their fields.
+
+The third part concerns rows that are coded with a codebook. `measure` and `surveyed` return the sizes of such rows.
+`coder_rates` returns the rates at which a machine encodes and decodes them.
 """
 
 from __future__ import annotations

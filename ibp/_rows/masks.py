@@ -1,5 +1,5 @@
-"""Scheme "ibp", which is called masks inside the library. Its codebook says which bits of a row are invariant, and
-which values they have (FORMAT.md section 5). Rows are cut into chunks. A coded row has a participation bit for each
+"""Implements scheme "ibp", which is called masks inside the library. A codebook says which bits of a row are invariant,
+and which values they have (FORMAT.md section 5). Rows are cut into chunks. A coded row has a participation bit for each
 chunk with invariant bits. The bit says whether all invariant bits of the chunk have the codebook's values; if so, they
 are not stored.
 

@@ -1,4 +1,5 @@
-"""Scheme "planes": a codebook says how elements are split, and which symbols are frequent (FORMAT.md section 6).
+"""Implements scheme "planes". A codebook says how elements are split, and which symbols are frequent (FORMAT.md section
+6).
 
 The low bits of an element are its residual, which is stored unchanged. The high bits are its symbol. A frequent symbol
 is coded by digits of a few bits each, which name an entry of the codebook; any other symbol is an escape, and is stored

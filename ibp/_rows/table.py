@@ -1,4 +1,4 @@
-"""The state of a table, and the descriptions of tables that operations take as an argument.
+"""Keeps the state of tables, and describes tables to the operations that read and write them.
 
 A `Handle` describes the memory of a table as one device reads it. A `Table` holds the table's tensors, the values that
 are derived from them, its handles for the devices that use it, and the faults that operations on it have noted.
@@ -555,7 +555,8 @@ class Table(TensorManners, Saves):
         Args:
             geometry: the table's own geometry, or one with more items if the table's room has capacity for them.
         """
-        (codec, words), sizes = self._coding(device), (self.slot_bytes, 0, geometry.num_items, geometry.item_bytes)
+        codec, words = coding_of(self.codebook, self.row_bytes, device)
+        sizes = (self.slot_bytes, 0, geometry.num_items, geometry.item_bytes)
         overflow = memory.seen_from(device, self.overflow)
         if self._room is None:
             lengths, bases = (vars(self)[name].to(device) for name in ("lengths", "bases"))
@@ -563,10 +564,6 @@ class Table(TensorManners, Saves):
         slots = memory.seen_from(device, self._room.slots[: geometry.slots_size(self.slot_bytes)])
         lengths, bases, rooms, used = self._room.index_on(device).first(geometry.num_rows)
         return Parts(slots, overflow, lengths, bases, words, codec, *sizes, rooms, used)
-
-    def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
-        """Returns (codec, words): the table's codebook as operations on a device take it."""
-        return coding_of(self.codebook, self.row_bytes, device)
 
     # ---- faults ----
 

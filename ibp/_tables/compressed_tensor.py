@@ -1,4 +1,4 @@
-"""`CompressedTensor`: a table of coded rows with the methods of a tensor.
+"""Defines `CompressedTensor`, a table of coded rows with the methods of a tensor.
 
 Most methods call functions of `_fetch`, `changes.py` and `coding.py`. The last part of the file implements some
 functions of torch for tables. If an argument of a function is a table, torch calls the table's method

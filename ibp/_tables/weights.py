@@ -1,4 +1,4 @@
-"""Tables of the weights of models.
+"""Makes tables of the weights of models, and joins tables.
 
 `WeightCompressor` compresses weights into packed tables. A weight is coded with its dimensions in their order in
 memory, and weights of one kind share a codebook. `join` puts rows of several tables together in one table.

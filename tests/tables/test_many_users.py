@@ -282,7 +282,7 @@ x = torch.randn(400, 512).bfloat16()
 table, data = ibp.compress(x, scheme="planes", memory="host"), x.view(torch.uint8).reshape(-1).clone()
 table.decompress()
 torch.randn(1000, 1000).sum()
-codec, words = table._coding(torch.device("cpu"))
+codec, words = table.codebook.codec, table.codebook.words("cpu")
 
 def work(barrier, failed):
     barrier.wait()
