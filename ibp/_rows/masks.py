@@ -22,7 +22,7 @@ from .. import _core
 from .._common.progress import tqdm
 from .._common.sequences import rounded_up
 from .._machine import staging
-from . import geometry as _rows
+from . import geometry as _geometry
 from .codebook import AnyCodebook, checked_savings, fraction, private_copy, public, shown, whole
 
 CHUNK_BYTES = (1, 2, 4, 8)
@@ -508,7 +508,7 @@ class _Sweep:
     def _few_rows(self) -> list[torch.Tensor]:
         """For each group, the rows that the greedy choice looks at, on the CPU."""
         most = max(_LEAST_GREEDY_ROWS, _GREEDY_BYTES // self.row_bytes)
-        return [_rows.sample(part, self.row_bytes, most).cpu() for part in self.parts]
+        return [_geometry.sample(part, self.row_bytes, most).cpu() for part in self.parts]
 
     def gains(self, tried: list[_Masks], chunk_bytes: int) -> list[np.ndarray]:
         """Returns a list of arrays, int64 [K, chunks], one for each of the tried masks. An entry is the number of bits

@@ -25,8 +25,9 @@ import torch
 from .. import _core
 from .._common.sequences import rounded_up
 from .._machine import staging
-from . import geometry as _rows
+from . import geometry as _geometry
 from .codebook import AnyCodebook, checked_savings, private_copy, public, shown, whole
+from .geometry import INTEGERS, Geometry, Survey
 
 # Names of the numbers in a codec, in order (read_planes in csrc/bindings). The number of the scheme, which comes before
 # them, and the widths of the digits, which come after them, have no names here.
@@ -396,7 +397,7 @@ def learn_planes(
     *,
     level: str = "default",
     codes_invariant: bool = False,
-) -> tuple[PlanesCodebook, torch.Tensor, _rows.Survey | None]:
+) -> tuple[PlanesCodebook, torch.Tensor, Survey | None]:
     """Learns the best codebook of scheme planes for a table from a sample of its rows.
 
     The search compares widths of symbols, rotations, widths of digits, dense and listed rows, and entries for the whole
@@ -435,7 +436,7 @@ def learn_planes(
     )
     codebook = PlanesCodebook.of_words(words, codec.tolist())
     lengths = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
-    survey = _rows.Geometry(sample.shape, torch.uint8, row_bytes).survey(lengths)
+    survey = Geometry(sample.shape, torch.uint8, row_bytes).survey(lengths)
     coded_bytes = survey.stored / len(lengths) + codebook.nbytes / num_rows
     if coded_bytes > row_bytes:  # If there are few rows, the codebook may take more bytes than it saves.
         return _rows_as_they_are(row_bytes, element_bytes), torch.zeros_like(lengths), None
@@ -473,7 +474,7 @@ def relearn(codebook: PlanesCodebook, rows: torch.Tensor, sizes: list[int]) -> l
 
 
 def _relearned(codebook: PlanesCodebook, rows: torch.Tensor) -> PlanesCodebook:
-    some = _rows.sample(rows, codebook.row_bytes, max(1, _LEARN_ELEMENTS // codebook.columns))
+    some = _geometry.sample(rows, codebook.row_bytes, max(1, _LEARN_ELEMENTS // codebook.columns))
     words = torch.ops.ibp.learn_entries.default(staging.to_host(some), codebook.words("cpu"), codebook.codec)
     return PlanesCodebook.of_words(words, codebook.codec)
 
@@ -498,7 +499,7 @@ def _symbol_counts(codebook: PlanesCodebook, data: torch.Tensor) -> torch.Tensor
     """Returns a histogram of the symbols of sampled elements. The sample comes from all rows. Elements that are
     `default` are not counted."""
     size, num_symbols = codebook.element_bytes, 2**codebook.symbol_bits
-    elements = data[: data.numel() // size * size].view(_rows.INTEGERS[size])
+    elements = data[: data.numel() // size * size].view(INTEGERS[size])
     # An odd step makes the sample take different columns in different rows.
     elements = elements[:: elements.numel() // _RUN_ELEMENTS | 1]
     elements = elements[elements != signed(codebook.default, 8 * size)]
