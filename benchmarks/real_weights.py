@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 
 import ibp
-from ibp._fetch import escapes
+from ibp._fetch import linear
 
 from . import harness, ratio, sets
 
@@ -210,8 +210,8 @@ class Matrix:
         scales = scales[scales > 0]
         median = scales.median()
         first = None if table is None else getattr(table.codebook, "first_symbol", None)
-        is_taken = table is not None and escapes.takes(table)
-        listed = escapes.list_escapes(table) if is_taken else None
+        is_taken = table is not None and linear.takes(table)
+        listed = linear.list_escapes(table) if is_taken else None
         return cls(
             is_taken,
             None if listed is None else len(listed.rows),

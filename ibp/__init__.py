@@ -40,9 +40,8 @@ from ._common import ops
 from ._common.importing import after_import as _after_import
 from ._common.importing import published as _published
 from ._fetch.bags import embedding_bag
-from ._fetch.gather import index_select
+from ._fetch.gather import Prefetch, index_select
 from ._fetch.linear import linear
-from ._fetch.prefetch import Prefetch
 from ._fetch.streaming import decompress
 from ._files import ChecksumError, File, FileFormatError, TensorInfo, load, open, save
 from ._inspect.config import show_config

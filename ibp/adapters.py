@@ -34,13 +34,12 @@ from ._common.importing import published
 from ._common.models import NotTheModel, check_model, guard_conversions
 from ._common.process import Closing, ForkLock, OfThisProcess
 from ._common.statistics import Saves, Statistics, shown_memory
-from ._fetch.escapes import matrix_of
-from ._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups
+from ._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, matrix_of
 from ._machine import memory
 from ._offload.weights import release, rest, wake
 from ._rows.geometry import bytes_of
 from ._tables.compressed_tensor import CompressedTensor
-from ._tables.weights import CodedWeight, Items, WeightCompressor, is_worth_coding
+from ._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 from ._tables.weights import join as join_rows
 from .nn import ModelReport
 from .nn._compressing import ModelPlan, is_included, join_neighbours, options_of
@@ -459,8 +458,7 @@ def join(
     for table, *_ in parts:
         if not table.shape or table.row_bytes != table.shape[-1] * table.dtype.itemsize:
             return None
-    items = [Items(by_rows(table), first, last) for table, first, last in parts]
-    return join_rows(items, torch.device(device))
+    return join_rows([(by_rows(table), first, last) for table, first, last in parts], torch.device(device))
 
 
 class ExpertTables:

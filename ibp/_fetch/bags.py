@@ -10,9 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .._rows.protocols import CachedRows, Rows
 from .._rows.table import Handle, Table, handle_on
-from .calls import check_out, check_range, checked_ids, list_of_ids, sms_of, target_of, worker_of
+from .calls import CachedRows, Rows, check_out, check_range, checked_ids, list_of_ids, sms_of, target_of, worker_of
 
 MODES = ("sum", "mean", "max")  # The operation receives the position of the mode in this tuple.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

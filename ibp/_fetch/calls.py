@@ -1,7 +1,9 @@
-"""Helpers that all calls on tables share: they check arguments such as `out` and `max_sms`, and choose the device that
-decodes and the device of the result.
+"""Defines what all calls on tables share.
 
-Checks the ids that are passed to calls, and converts them to tensors of integers.
+`index_select`, `decompress` and `embedding_bag` accept not only tables, but any object that implements the required
+protocol. The first part of the file defines these protocols. The second part checks arguments such as `out` and
+`max_sms`, and chooses the device that decodes and the device of the result. The third part checks ids, and converts
+them to tensors of integers.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ import math
 import operator
 import os
 from collections.abc import Collection, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from .._common.modes import cannot_map
 from .._machine import memory
-from .._rows.table import Table
+from .._rows.table import Handle, Table
 
 CPU = torch.device("cpu")
 # Dtypes of tensors that can be conjugated or negated views: complex dtypes, and the dtypes of their imaginary parts.
@@ -25,6 +28,79 @@ _VIEWED = {torch.complex32, torch.complex64, torch.complex128, torch.float16, to
 # The orders in which `take` fetches items on a GPU (enum Way of csrc/bindings/torch_take_ops.cpp). IN_ORDER is the
 # order of the ids, BUCKETED the order of windows of the table, and with PLANNED the table's plan chooses one of them.
 PLANNED, IN_ORDER, BUCKETED = 0, 1, 2
+ID_DTYPES = (torch.int64, torch.int32)  # Operations take ids of these dtypes. Ids of shorter dtypes are widened.
+_WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+
+Device = torch.device | str | int
+Ids = torch.Tensor | Sequence[int] | np.ndarray
+
+
+# ---- objects that calls accept ----
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """A protocol of objects whose items are fetched by their ids: tables, caches of rows, sharded tables."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def index_select(
+        self,
+        ids: Ids,
+        *,
+        device: Device | None = None,
+        out: torch.Tensor | None = None,
+        check: bool = False,
+        max_sms: int | None = None,
+    ) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class Decodable(Protocol):
+    """A protocol of objects that are decoded as a whole: tables, caches of rows, tensors of general codecs."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def decompress(self, *, device: Device | None = None, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class CachedRows(Rows, Protocol):
+    """A protocol of tables some of whose rows are cached in memory nearer to the device that requests them.
+
+    Attributes:
+        view: the table from which rows that are not cached are read.
+    """
+
+    @property
+    def view(self) -> Table: ...
+
+    def flush(self) -> None:
+        """Writes changed rows of the cache back to the table."""
+
+    def serves(self, device: torch.device) -> bool:
+        """Returns whether the cache can look up and decode rows on a device."""
+
+    def found(
+        self, ids: torch.Tensor
+    ) -> AbstractContextManager[tuple[Handle, torch.Tensor | None, Sequence[torch.Tensor]]]:
+        """Returns a context that looks up the rows of ids in the cache. Inside the `with` block, operations on the
+        current stream may read these rows.
+
+        The context yields (handle of the table, tensor whose entry for each row says where the row is held, slabs of
+        memory that hold cached rows).
+        """
+
+
+# ---- arguments, and devices ----
 
 
 def check_table(table: Any) -> None:
@@ -111,8 +187,7 @@ def sms_of(max_sms: int | None) -> int:
     return max_sms
 
 
-ID_DTYPES = (torch.int64, torch.int32)  # Operations take ids of these dtypes. Ids of shorter dtypes are widened.
-_WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+# ---- ids ----
 
 
 def tensor_of(values: Any, name: str) -> torch.Tensor:

@@ -1,18 +1,30 @@
-"""Fetches items of a table by their ids: `index_select`, and the choice of the path by which items come to a GPU."""
+"""Fetches items of a table, in three ways.
+
+`index_select` fetches items by their ids. `select` does this for one table, and chooses the path by which items come to
+a GPU. The items of several tables come in one call, too.
+
+`get_item` implements `table[key]`, which equals x[key] for the tensor x that the table was made from. It decodes the
+rows that the key needs, and torch indexes the decoded rows.
+
+`prefetch` implements `CompressedTensor.prefetch`: it brings items or a whole tensor to a GPU, on another stream, before
+they are needed.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from .._common.modes import outside_of_graphs
+from .._common.process import OfThisProcess
 from .._machine import calibration, memory
 from .._machine.memory import is_capturing
 from .._rows import plan
 from .._rows.faults import ENTRIES, new_record
-from .._rows.protocols import Ids, Rows
 from .._rows.table import Handle, Table, handle_on
 from . import host_gather
 from .calls import (
@@ -20,6 +32,8 @@ from .calls import (
     ID_DTYPES,
     IN_ORDER,
     PLANNED,
+    Ids,
+    Rows,
     check_out,
     check_path,
     check_range,
@@ -30,12 +44,17 @@ from .calls import (
     refuse_mapped,
     sms_of,
     target_of,
+    tensor_of,
     worker_of,
 )
+from .streaming import decode_items, decompress
 
 # For each path, the order in which the operation `take` fetches items. None: the path does not use `take`.
 PATHS = {"gpu": IN_ORDER, "bucketed": BUCKETED, "cpu": None}
 _take, _take_out = torch.ops.ibp.take.default, torch.ops.ibp.take.out
+
+
+# ---- items by their ids ----
 
 
 def index_select(
@@ -257,22 +276,20 @@ def _way_from_cpu(
 
 def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
     """Returns whether the CPU should gather the items of these CPU ids for a GPU: it must be able to, and if the GPU
-    could fetch the items itself, gathering must be expected to be faster."""
-    if table.slots.is_cuda or (worker.type == "cuda" and not _stages(table, handle, ids.shape[0])):
+    could fetch the items itself, gathering must be expected to be faster (see `plan.stages`)."""
+    if table.slots.is_cuda:
         return False
+    if worker.type == "cuda":
+        # The number of ids is rounded down to its three most significant bits, so that the handle keeps few results.
+        rest = max(0, ids.shape[0].bit_length() - 3)
+        asked = ids.shape[0] >> rest << rest, torch.get_num_threads()
+        if asked not in handle.staged:
+            assert handle.machine is not None
+            handle.staged[asked] = plan.stages(table, asked[0], handle.machine)
+        if not handle.staged[asked]:
+            return False
     can_gather = host_gather.rows_at_once(table) > 0 and not is_capturing(target)
     return can_gather and host_gather.has_buffers(table, target)
-
-
-def _stages(table: Table, handle: Handle, num_ids: int) -> bool:
-    """Returns the result of `plan.stages` for about num_ids ids, and caches it in the handle. The number is rounded
-    down to its three most significant bits, so that the handle keeps only a few results."""
-    rest = max(0, num_ids.bit_length() - 3)
-    asked = num_ids >> rest << rest, torch.get_num_threads()
-    if asked not in handle.staged:
-        assert handle.machine is not None
-        handle.staged[asked] = plan.stages(table, asked[0], handle.machine)
-    return handle.staged[asked]
 
 
 def _select_by_cpu(
@@ -320,6 +337,9 @@ def raise_for(table: Table, ids: torch.Tensor, handle: Handle, from_end: int = 0
     result, fault = torch.empty(shape, dtype=table.dtype, device="cpu"), new_record()
     torch.ops.ibp.gather_items.default(handle.table, ids.contiguous(), 0, result, fault, **near)
     table._raise_fault(fault)
+
+
+# ---- items of several tables ----
 
 
 @outside_of_graphs
@@ -419,3 +439,213 @@ def _take_of_many(
         for number in used:  # A table has a bad id or row. `select` raises the error for it.
             some = slice(starts[number], starts[number + 1])
             out[order[some]] = select(tables[number], ids[some])
+
+
+# ---- items by a key ----
+
+_WANTED = "wanted an int, a slice, ..., None, or an integer or bool tensor, array or list"
+
+
+def get_item(table: Table, key: Any) -> torch.Tensor:
+    """Returns x[key] on the table's device, or on the device of the index tensor that selects rows."""
+    if type(key) is torch.Tensor and key.dtype in ID_DTYPES and key.dim() == 1 and table.shape:
+        return select(table, key, from_end=table.geometry.num_items)
+    if not isinstance(key, tuple):
+        return (
+            _rows_at(table, _checked_index(key))[0]
+            if key is not None and key is not Ellipsis and table.shape
+            else _at_tuple(table, (_checked_index(key),))
+        )
+    return _at_tuple(table, tuple(_checked_index(element) for element in key))
+
+
+def _at_tuple(table: Table, key: tuple[Any, ...]) -> torch.Tensor:
+    """Returns x[key] for a key whose elements `_checked_index` has returned."""
+    place = _place_of_rows(key, len(table.shape))
+    if place is None:
+        return decompress(table, check=table.slots.is_cuda)[key]
+    if not table.shape:
+        raise IndexError("too many indices for a table of 0 dimensions")
+    rows, index = _rows_at(table, key[place], is_alone=False)
+    return rows[(*key[:place], index, *key[place + 1 :])]
+
+
+def _place_of_rows(key: tuple[Any, ...], num_dims: int) -> int | None:
+    """Returns the position in the key of the element that indexes dimension 0. Returns None if there is no such
+    element; the key then needs all rows."""
+    for place, element in enumerate(key):
+        if element is Ellipsis:  # An ellipsis stands for the dimensions that the other elements do not index.
+            if sum(map(_dims_of, key)) < num_dims:
+                return None
+        elif element is not None:
+            return place
+    return None
+
+
+def _dims_of(element: Any) -> int:
+    if element is None or element is Ellipsis:
+        return 0
+    return element.dim() if isinstance(element, torch.Tensor) and element.dtype == torch.bool else 1
+
+
+def _checked_index(element: Any) -> Any:
+    """Returns an element of a key, with arrays and lists converted to tensors. Raises TypeError if the element is not
+    an index."""
+    if element is None or element is Ellipsis or isinstance(element, slice):
+        return element
+    if isinstance(element, (list, tuple, range, np.ndarray)):
+        element = tensor_of(element, "index")
+    elif not isinstance(element, torch.Tensor):
+        if isinstance(element, (bool, np.bool_)) or not hasattr(element, "__index__"):
+            raise TypeError(f"index is a {type(element).__name__}; {_WANTED}")
+        return operator.index(element)
+    else:
+        refuse_mapped(element)
+    if element.dim() and element.dtype in (torch.bool, *ID_DTYPES):
+        return element
+    if element.dtype == torch.uint8:
+        raise TypeError(
+            "index has dtype torch.uint8, which torch takes for a mask: wanted torch.bool for a mask, torch.int64 for "
+            "ids"
+        )
+    if element.dtype == torch.bool or element.is_floating_point() or element.is_complex():
+        raise TypeError(f"index is a tensor of {element.dtype} {list(element.shape)}; {_WANTED}")
+    return int(element) if element.dim() == 0 else checked_ids(element, "index")
+
+
+def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Tensor, Any]:
+    """Decodes the rows that an index along dimension 0 selects. Returns (rows, rest): rows[rest] equals table[index].
+
+    Args:
+        is_alone: whether the key has no other element. If so, the rows that are returned are already the result, and
+            `rest` is None or a full slice.
+    """
+    num_items = table.geometry.num_items
+    if isinstance(index, int):
+        if not -num_items <= index < num_items:
+            raise IndexError(f"index {index} is out of range; wanted {-num_items} to {num_items - 1}")
+        item = decode_items(table, index % num_items, index % num_items + 1, check=table.slots.is_cuda)
+        return (item[0], None) if is_alone else (item, 0)
+    if isinstance(index, slice):
+        start, stop, step = index.indices(num_items)
+        if step <= 0:
+            raise ValueError(f"the slice has step {step}; wanted a step greater than zero")
+        if step == 1:
+            rows = decode_items(table, start, max(start, stop), check=table.slots.is_cuda)
+        else:
+            ids = torch.arange(start, max(start, stop), step, device="cpu")
+            rows = index_select(table, ids, device=table.device)
+        return rows, slice(None)
+    if index.dtype == torch.bool:
+        if index.shape != table.shape[: index.dim()]:
+            raise IndexError(f"the mask has shape {list(index.shape)}; wanted {list(table.shape[: index.dim()])}")
+        if index.dim() > 1:
+            needed = index.flatten(1).any(1)
+            rows, masks = index_select(table, needed.nonzero().reshape(-1)), index[needed]
+            return (rows[masks], None) if is_alone else (rows, masks)
+        index = index.nonzero().reshape(-1)
+    flat = index.reshape(-1)
+    rows = select(table, flat, from_end=num_items)
+    if is_alone:
+        return rows.reshape((*index.shape, *table.geometry.item_shape)), None
+    return rows, torch.arange(flat.numel(), device=rows.device).reshape(index.shape)
+
+
+# ---- items ahead of their use ----
+
+
+class Prefetch(OfThisProcess):
+    """The result of `table.prefetch`: items, or a whole tensor, that are brought to a device on another stream.
+
+    `wait` makes the current stream wait for the result; the host does not wait. Call `close` when all work that uses
+    the result has been queued on the current stream. A `with` block calls `wait` at its beginning and `close` at its
+    end.
+
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> table = ibp.compress(x, device="cpu", memory="host")
+        >>> with table.prefetch([3, 1, 3]) as rows:
+        ...     torch.equal(rows, x[[3, 1, 3]])
+        True
+    """
+
+    _instead = "wait() gives its tensor, which can be pickled"
+
+    def __init__(self, result: torch.Tensor, stream: torch.cuda.Stream | None, owned: bool) -> None:
+        self._result: torch.Tensor | None = result
+        self._stream, self._owned, self._event = stream, owned, None
+        if stream is not None:
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+
+    def is_ready(self) -> bool:
+        """Returns whether the result has arrived. Does not wait."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> torch.Tensor:
+        """Makes the current stream of the result's device wait until the result has arrived. Returns the result. The
+        method may be called on several streams.
+
+        Raises:
+            RuntimeError: the prefetch has been closed.
+        """
+        if self._result is None:
+            raise RuntimeError("the prefetch is closed: its result may be another one's by now")
+        if self._event is not None:
+            current = torch.cuda.current_stream(self._result.device)
+            current.wait_event(self._event)
+            if self._owned:
+                self._result.record_stream(current)
+        return self._result
+
+    def close(self) -> None:
+        """Releases the result. Later prefetches on the same stream wait for the work that is now queued on the current
+        stream, so they may write to the same memory. A second call does nothing."""
+        if self._result is not None and self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._result.device))
+        self._result = None
+
+    def __enter__(self) -> torch.Tensor:
+        return self.wait()
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}  # For each GPU, the stream on which prefetches run by default.
+
+
+def prefetch(
+    table: Table,
+    ids: Ids | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+    out: torch.Tensor | None = None,
+    stream: torch.cuda.Stream | None = None,
+    max_sms: int | None = None,
+    path: str | None = None,
+) -> Prefetch:
+    """Starts a prefetch: the implementation of `CompressedTensor.prefetch`."""
+    if device is None:
+        device = out.device if out is not None else ids.device if isinstance(ids, torch.Tensor) else table.device
+    target = memory.canonical(device)
+
+    def fetched() -> torch.Tensor:
+        if ids is None:
+            return decompress(table, device=target, out=out, max_sms=max_sms, path=path)
+        return index_select(table, ids, device=target, out=out, max_sms=max_sms, path=path)
+
+    if target.type != "cuda":
+        return Prefetch(fetched(), None, out is None)
+    if stream is None and target not in _streams:
+        _streams[target] = torch.cuda.Stream(target)
+    side = _streams[target] if stream is None else stream
+    if side.device != target:
+        raise ValueError(f"stream is of {side.device}; wanted one of {target}, where the result goes")
+    side.wait_stream(torch.cuda.current_stream(target))
+    for given in (ids, out):
+        if isinstance(given, torch.Tensor) and given.is_cuda:
+            given.record_stream(side)
+    with torch.cuda.stream(side):
+        result = fetched()
+    return Prefetch(result, side, out is None)

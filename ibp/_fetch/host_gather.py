@@ -10,6 +10,8 @@ table's index, reads the gathered slots in place of those in host memory. One op
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from .. import _core
@@ -17,6 +19,7 @@ from .._common.modes import outside_of_modes
 from .._common.process import ForkLock
 from .._machine import memory as _memory
 from .._machine.staging import Ring
+from .._rows.codebook import coding_of
 from .._rows.faults import new_record
 from .._rows.plan import spread_bytes
 from .._rows.table import OF_SELECTIONS, Handle, Parts, Table, handle_on
@@ -97,7 +100,7 @@ def decode(
     """
     bases, lengths, rows = selection
     geometry, none = table.geometry, rows[:0]
-    codec, words = table._coding(rows.device)
+    codec, words = coding_of(table.codebook, table.row_bytes, rows.device)
     sizes = (0, num_items, geometry.item_bytes)
     if table.scheme == "raw":
         parts = Parts(rows, none, lengths[:0], bases[:0], words, codec, geometry.row_bytes, *sizes)
@@ -108,19 +111,14 @@ def decode(
     torch.ops.ibp.gather_items.default(Handle(parts).table, ids, max_sms, out, fault, places)
 
 
-class _Stage:
-    """The stager of a device, which gathers through two rings of buffers: one in pinned memory and one in device
-    memory. Only one call may use a stage at a time."""
+# ---- the buffers, and the calls that use them ----
 
-    def __init__(self, device: torch.device) -> None:
-        self.lock = ForkLock()
-        with outside_of_modes():
-            pinned = _memory.empty(RING_BYTES, _CPU, pin=True)
-            near = torch.empty(RING_BYTES, dtype=torch.uint8, device=device)
-        with torch.cuda.device(device):
-            # If the memory belonged to another tensor before, queued work on this stream may still use it.
-            torch.cuda.current_stream(device).synchronize()
-            self.stager = _core.Stager(pinned.data_ptr(), near.data_ptr(), RING_BYTES, (pinned, near))
+# For each device, the buffers that both kinds of calls use, with their locks: only one call at a time may use a stager
+# or a ring. A stager gathers slots through two rings, one in pinned memory and one in device memory.
+_stagers: dict[torch.device, tuple[_core.Stager, ForkLock]] = {}
+_rings: dict[torch.device, tuple[Ring, ForkLock]] = {}
+_refused: set[torch.device] = set()
+_lock = ForkLock()
 
 
 def _gathers_slots(table: Table) -> bool:
@@ -129,26 +127,27 @@ def _gathers_slots(table: Table) -> bool:
     return table.is_pinned() and 0 < item_slots <= RING_BYTES // 16
 
 
-_stages: dict[torch.device, _Stage] = {}
-_rings: dict[torch.device, tuple[Ring, ForkLock]] = {}  # One call at a time may use each ring.
-_refused: set[torch.device] = set()
-_lock = ForkLock()
+def _new_stager(device: torch.device) -> _core.Stager:
+    with outside_of_modes():
+        pinned = _memory.empty(RING_BYTES, _CPU, pin=True)
+        near = torch.empty(RING_BYTES, dtype=torch.uint8, device=device)
+    with torch.cuda.device(device):
+        # If the memory belonged to another tensor before, queued work on this stream may still use it.
+        torch.cuda.current_stream(device).synchronize()
+        return _core.Stager(pinned.data_ptr(), near.data_ptr(), RING_BYTES, (pinned, near))
 
 
-def _stage_of(device: torch.device) -> _Stage:
+def _stager_of(device: torch.device) -> tuple[_core.Stager, ForkLock]:
     with _lock:
-        if device not in _stages:
-            _stages[device] = _Stage(device)
-        return _stages[device]
+        if device not in _stagers:
+            _stagers[device] = _new_stager(device), ForkLock()
+        return _stagers[device]
 
 
 def _ring_of(device: torch.device) -> tuple[Ring, ForkLock]:
-    def empty_host(num_bytes: int) -> torch.Tensor:
-        return _memory.empty(num_bytes, _CPU, pin=True)
-
     with _lock:
         if device not in _rings:
-            worker = torch.cuda.current_stream(device)
+            worker, empty_host = torch.cuda.current_stream(device), partial(_memory.empty, device=_CPU, pin=True)
             _rings[device] = Ring(device, worker, CHUNK_BYTES, NUM_CHUNKS, empty_host), ForkLock()
         return _rings[device]
 
@@ -158,7 +157,7 @@ def has_buffers(table: Table, device: torch.device) -> bool:
     False if the system refuses to pin them."""
     if device not in _refused:
         try:
-            _stage_of(device) if _gathers_slots(table) else _ring_of(device)
+            _stager_of(device) if _gathers_slots(table) else _ring_of(device)
         except _memory.PinningError as error:
             _memory.warn_of_pageable(error)
             _refused.add(device)
@@ -178,10 +177,10 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
         _fetch_selections(table, ids, device, max_sms, out)
         return
     handle_on(table, _CPU)  # Waits for a GPU that has changed the slots.
-    stage, handle, fault = _stage_of(device), handle_on(table, device), table._faults.on(device)
+    (stager, lock), handle, fault = _stager_of(device), handle_on(table, device), table._faults.on(device)
     slots = table._settled("slots")  # The threads must not read slots that a GPU is still changing.
-    with stage.lock:
-        torch.ops.ibp.stage_items.default(handle.table, slots, ids, stage.stager.address, max_sms, out, fault)
+    with lock:
+        torch.ops.ibp.stage_items.default(handle.table, slots, ids, stager.address, max_sms, out, fault)
 
 
 def _fetch_selections(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:

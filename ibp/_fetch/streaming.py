@@ -1,9 +1,10 @@
-"""Decodes whole tensors: `decompress`.
+"""Decodes whole tensors, and ranges of their items: `decompress` and `decode_items`.
 
 Stored bytes in pinned host memory come to a GPU on one of two paths. If there are few, one kernel fetches and decodes
 them. If there are many, the copy engine brings them in chunks through a ring of buffers, and each chunk is decoded
 while the next ones are copied (`TensorStream`, which `ibp.offload` uses, too). Several tables share one such stream.
-Tables that lie in the memory of the GPU that decodes them are decoded together, in few launches."""
+Tables that lie in the memory of the GPU that decodes them are decoded together, in few launches.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +23,8 @@ from .._rows.codebook import coder_rates
 from .._rows.faults import ENTRIES, new_record
 from .._rows.geometry import bytes_of
 from .._rows.plan import spread_bytes
-from .._rows.protocols import Decodable
 from .._rows.table import Handle, Table, handle_on
-from .calls import IN_ORDER, check_out, check_path, check_table, sms_of, target_of, worker_of
+from .calls import IN_ORDER, Decodable, check_out, check_path, check_table, sms_of, target_of, worker_of
 
 # Least number of SMs that decode a stream of tables. On one H200, 32 SMs keep up with the link for every dtype (FP8
 # needs 32, BF16 needs 8). If the computations of a model take as long as its weights take to arrive, decoding makes the
@@ -342,22 +342,17 @@ def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path:
                 streams[worker] = TensorStream(worker, len(group))
         by_job = [streams.get(job.worker) if job.crosses else None for job in jobs]
         done = {} if torch.compiler.is_compiling() else _decode_together(jobs, by_job, sms)
-        results = [
-            done[k] if k in done else _decode_job(job, sms, stream) for k, (job, stream) in enumerate(zip(jobs, by_job))
-        ]
+        for number, ((table, out, target, worker), stream) in enumerate(zip(jobs, by_job)):
+            if number not in done:
+                handle, end = handle_on(table, worker), table.original_bytes
+                done[number] = _decode(table, handle, table.shape, 0, end, target, worker, out, sms, stream)
     finally:
         for stream in streams.values():
             stream.close()
     for job in jobs:
         if check and job.worker.type == "cuda":
             job.table._raise_when_done(job.worker)
-    return results
-
-
-def _decode_job(job: _DecodeJob, sms: int, stream: TensorStream | None) -> torch.Tensor:
-    table, worker = job.table, job.worker
-    handle, end = handle_on(table, worker), table.original_bytes
-    return _decode(table, handle, table.shape, 0, end, job.target, worker, job.out, sms, stream)
+    return [done[number] for number in range(len(jobs))]
 
 
 def _decode_together(

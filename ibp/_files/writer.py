@@ -23,11 +23,11 @@ from .._common.arguments import whole_number
 from .._common.process import tqdm
 from .._common.sequences import cut
 from .._common.whole_files import NewFile, errors_of
+from .._fetch.calls import CachedRows
 from .._machine import staging
 from .._rows.clusters import with_clusters
 from .._rows.codebook import AnyCodebook
 from .._rows.geometry import KEPT_DTYPES, bytes_of, check_tensor, given_tensor
-from .._rows.protocols import CachedRows
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ..deltas import CheckpointDelta, Delta

@@ -1,6 +1,8 @@
-"""Codebooks for tables with rows of several kinds (the paper's section 6.5; FORMAT.md section 7). A clustered codebook
-holds a codebook for each cluster of similar rows. k-means finds the clusters; then each row moves to the cluster whose
-codebook codes it in the fewest bytes.
+"""Defines codebooks for tables with rows of several kinds (the paper's section 6.5; FORMAT.md section 7). A clustered
+codebook holds a codebook for each cluster of similar rows.
+
+The second half of the file learns clustered codebooks. k-means finds the clusters; then each row moves to the cluster
+whose codebook codes it in the fewest bytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The base class of the codebooks of all schemes. Codebooks are immutable, and are checked once, when they are made or
-unpickled. `measure` and `surveyed` return the sizes that rows have when they are coded with a codebook. `coder_rates`
-returns the rates at which a machine encodes and decodes such rows.
+"""Defines `AnyCodebook`, the base class of the codebooks of all schemes. Codebooks are immutable, and are checked once,
+when they are made or unpickled. The second part of the file checks their fields.
+
+The third part concerns rows that are coded with a codebook. `measure` and `surveyed` return the sizes of such rows.
+`coder_rates` returns the rates at which a machine encodes and decodes them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import torch
 from .._common import wire
 from .._common.modes import outside_of_modes
 from .._machine.calibration import Calibration, CoderRates
-from . import geometry as _rows
+from . import geometry as _geometry
+from .geometry import Geometry, Survey
 
 _CPU = torch.device("cpu")
 _RAW = 0  # IBP_SCHEME_RAW of ibp.h
@@ -258,17 +261,17 @@ def check_codebook(codebook: object) -> None:
 def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, progress: bool = False) -> torch.Tensor:
     """Returns the `lengths` of all rows of `data` (FORMAT.md section 2), uint16 on the device."""
     words, codec, parts = codebook.words(device), codebook.codec, []
-    for _, _, block in _rows.blocks(data, codebook.row_bytes, device, "measure" if progress else None):
+    for _, _, block in _geometry.blocks(data, codebook.row_bytes, device, "measure" if progress else None):
         parts.append(torch.ops.ibp.measure_rows.default(block, words, codec))
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint16, device=device)
 
 
-def surveyed(data: torch.Tensor, codebook: AnyCodebook, device: torch.device | None = None) -> _rows.Survey:
+def surveyed(data: torch.Tensor, codebook: AnyCodebook, device: torch.device | None = None) -> Survey:
     """Measures all rows of `data` on a device. Returns the survey of their sizes. device: the device that measures.
     None: the device of the data."""
-    rows = _rows.Geometry(data.shape, torch.uint8, codebook.row_bytes)
+    rows = Geometry(data.shape, torch.uint8, codebook.row_bytes)
     return rows.survey(measure(data, codebook, device or data.device))
 
 

@@ -12,8 +12,9 @@ import torch
 from .. import _core
 from .._common.statistics import share_saved
 from .._machine import calibration
-from . import geometry as _rows
+from . import geometry as _geometry
 from .codebook import AnyCodebook
+from .geometry import SECTOR_BYTES, Geometry
 from .learning import (
     SCHEMES,
     Candidate,
@@ -78,7 +79,7 @@ class Estimate(Mapping[str, float]):
             help.
     """
 
-    def __init__(self, geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> None:
+    def __init__(self, geometry: Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> None:
         self.shape, self.dtype, self.original_bytes = geometry.shape, geometry.dtype, geometry.num_bytes
         self.layout, self.row_bytes, self.schemes, self.auto = layout, geometry.row_bytes, schemes, auto
         self.advice = _advice(geometry, layout, schemes, auto)
@@ -154,7 +155,7 @@ def estimate(
     Raises:
         TypeError, ValueError: as for `compress`.
     """
-    _rows.check_tensor(x)
+    _geometry.check_tensor(x)
     is_plain = layout == "slots" and slot_bytes is row_bytes is None and level == "default"
     if isinstance(codebook, AnyCodebook) and not is_plain:
         raise ValueError(
@@ -228,7 +229,7 @@ def _bounded(request: Request, savings: float) -> Candidate:
     Args:
         savings: an upper bound on the fraction of the bytes that the rows save.
     """
-    geometry, machine, sector = request.geometry, calibration.in_force(request.device), _rows.SECTOR_BYTES
+    geometry, machine, sector = request.geometry, calibration.in_force(request.device), SECTOR_BYTES
     row_bytes, num_rows = geometry.row_bytes, geometry.num_rows
     codebook_bytes = round(row_bytes * (1 / 4 + 2 / num_rows))
     mean_bytes = min(row_bytes * (1 - savings) + 0.5, row_bytes)  # The last byte of a row is half full on average.
@@ -251,7 +252,7 @@ def _bounded(request: Request, savings: float) -> Candidate:
     )
 
 
-def _advice(geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> str:
+def _advice(geometry: Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> str:
     """Returns the text of `Estimate.advice`. It says what `compress` chooses and, if it chooses raw rows, why it does,
     and which arguments would help."""
     best = max(schemes.values(), key=lambda scheme: scheme.savings)
@@ -269,7 +270,7 @@ def _advice(geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEsti
     saved_bytes, helps = geometry.num_bytes - best.stored_bytes, []  # helps: arguments that make the saving useful
     if layout == "slots" and saved_bytes > geometry.index_bytes(True):
         helps.append("layout='packed' for a smaller table and for streaming")
-    least = max(_LONGER_ROW_BYTES, math.ceil(2 * _rows.SECTOR_BYTES / best.savings))  # rows that save two sectors
+    least = max(_LONGER_ROW_BYTES, math.ceil(2 * SECTOR_BYTES / best.savings))  # rows that save two sectors
     row_bytes = -(-least // max(1, geometry.item_bytes)) * geometry.item_bytes
     if geometry.row_bytes < row_bytes <= min(_core.MAX_ROW_BYTES, geometry.num_bytes):
         helps.append(f"row_bytes={row_bytes} where x is used as a whole")

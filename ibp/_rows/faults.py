@@ -1,5 +1,5 @@
-"""Faults: errors inside operations, the records in which operations note them, and the exceptions that are raised for
-them.
+"""Defines the records in which operations note faults, which are errors inside operations, and raises the exceptions
+for them.
 
 If an operation meets a bad id or a damaged row, it writes zeros in place of that row, goes on, and notes the first
 fault in a record. A record is the struct ibp_fault of ibp.h as int64 [4]: status, position, value (an id or a row

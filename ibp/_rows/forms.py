@@ -1,4 +1,4 @@
-"""The layout of coded rows in one contiguous piece of memory, which can be sent, copied or stored as plain bytes.
+"""Lays out coded rows in one contiguous piece of memory, which can be sent, copied or stored as plain bytes.
 
 A piece has the following parts, in this order. Some of them may be empty.
 

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -358,18 +359,14 @@ def _way_from(x: object) -> str:
     return ""
 
 
-class _Memory:
-    """Presents the memory of a read-only array to NumPy as writable memory. Keeps the array alive."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._owner = array
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
-
-
 def as_tensor(array: np.ndarray) -> torch.Tensor:
     """Returns a tensor over the memory of an array. If the array is read-only, callers must not write to the tensor.
     Unlike torch.from_numpy, this function does not warn of read-only arrays."""
-    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
+    if not array.flags.writeable:
+        # This object presents the array's memory to NumPy as writable memory, and keeps the array alive.
+        interface = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+        array = np.asarray(SimpleNamespace(__array_interface__=interface, owner=array))
+    return torch.from_numpy(array)
 
 
 def given_tensor(x: _Given | np.ndarray, name: str = "x") -> _Given | torch.Tensor:

@@ -24,10 +24,11 @@ from .._common.arguments import number, whole_number
 from .._machine import calibration, memory, staging
 from .._machine.calibration import Calibration, CoderRates
 from .._machine.memory import Numa
-from . import geometry as _rows
+from . import geometry as _geometry
 from . import masks, planes
 from .clusters import check_clusters, split
 from .codebook import AnyCodebook, check_codebook, coder_rates, measure, work_of
+from .geometry import SECOND_FETCH_BYTES, SECTOR_BYTES, Geometry, Survey
 
 # Sizes of the samples of a `Request`, unless the table has fewer rows. `rows` has at least _LEAST_ROWS rows. If
 # `Options.sample` is None, `few_rows` has the fraction _FEW_SHARE of the table's rows, but at least _LEAST_FEW_ROWS
@@ -124,7 +125,7 @@ class Request:
     """
 
     data: torch.Tensor
-    geometry: _rows.Geometry
+    geometry: Geometry
     device: torch.device
     options: Options = Options()
     slot_bytes: int | None = None
@@ -132,9 +133,7 @@ class Request:
     codes_invariant: bool = False
     in_place: bool = False
     near: Callable[[], torch.Tensor] | None = None
-    measured: list[tuple[AnyCodebook, torch.Tensor, _rows.Survey]] = field(
-        default_factory=list, init=False, compare=False
-    )
+    measured: list[tuple[AnyCodebook, torch.Tensor, Survey]] = field(default_factory=list, init=False, compare=False)
 
     @classmethod
     def of(cls, x: torch.Tensor, options: Options, paper: bool = False) -> Request:
@@ -148,16 +147,16 @@ class Request:
         options = checked(options)
         device, codebook = memory.usual(options.device, x), options.codebook
         if codebook is None:
-            geometry = _rows.Geometry.of(x, options.row_bytes)
+            geometry = Geometry.of(x, options.row_bytes)
         else:
             check_codebook(codebook)
             if options.row_bytes not in (None, codebook.row_bytes):
                 raise ValueError(
                     f"row_bytes is {options.row_bytes}, but the codebook is for rows of {codebook.row_bytes} bytes"
                 )
-            geometry = _rows.Geometry(x.shape, x.dtype, codebook.row_bytes)
-        slot_bytes = _rows.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
-        return cls(_rows.bytes_of(x), geometry, device, options, slot_bytes, paper)
+            geometry = Geometry(x.shape, x.dtype, codebook.row_bytes)
+        slot_bytes = _geometry.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
+        return cls(_geometry.bytes_of(x), geometry, device, options, slot_bytes, paper)
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
@@ -173,7 +172,7 @@ class Request:
         data, is_far = self.data, self.device.type == "cuda" and not self.data.is_cuda
         if is_far and wanted < geometry.num_bytes // geometry.row_bytes and data.is_pinned():
             data = memory.seen_from(self.device, data)
-        return staging.to_device(_rows.sample(data, geometry.row_bytes, wanted), self.device)
+        return staging.to_device(_geometry.sample(data, geometry.row_bytes, wanted), self.device)
 
     @functools.cached_property
     def few_rows(self) -> torch.Tensor:
@@ -184,7 +183,7 @@ class Request:
             wanted = min(most, max(_LEAST_FEW_ROWS, int(geometry.num_rows * _FEW_SHARE)))
         else:
             wanted = int(geometry.num_rows * self.options.sample) + 1
-        return _rows.sample(self.rows, geometry.row_bytes, wanted)
+        return _geometry.sample(self.rows, geometry.row_bytes, wanted)
 
     @functools.cached_property
     def host_rows(self) -> torch.Tensor:
@@ -197,9 +196,9 @@ class Request:
         wanted = max(_LEAST_HOST_ROWS, _HOST_ELEMENTS * geometry.dtype.itemsize // geometry.row_bytes)
         if self.options.sample is not None:
             wanted = min(wanted, int(geometry.num_rows * self.options.sample) + 1)
-        return staging.to_host(_rows.sample(self.data, geometry.row_bytes, wanted))
+        return staging.to_host(_geometry.sample(self.data, geometry.row_bytes, wanted))
 
-    def known(self, codebook: AnyCodebook) -> tuple[torch.Tensor, _rows.Survey] | None:
+    def known(self, codebook: AnyCodebook) -> tuple[torch.Tensor, Survey] | None:
         """Returns the lengths and the survey that `measured` holds for a codebook, or None if the codebook was not
         learned from `host_rows`."""
         return next(((lengths, survey) for learned, lengths, survey in self.measured if learned is codebook), None)
@@ -252,9 +251,10 @@ def _planes_for(request: Request) -> AnyCodebook:
         rows, geometry, level = request.host_rows, request.geometry, request.options.level
         of_table = geometry.row_bytes, geometry.num_rows, geometry.dtype
         found = planes.learn_planes(rows, *of_table, level=level, codes_invariant=codes_invariant)
-        if found.survey is not None:
-            request.measured.append((found.codebook, found.entries, found.survey))
-        return found.codebook
+        codebook, lengths, survey = found
+        if survey is not None:
+            request.measured.append((codebook, lengths, survey))
+        return codebook
 
     codebook = learned(request.codes_invariant)
     is_plain = not codebook.is_partial and codebook.first_symbol is None
@@ -393,7 +393,7 @@ def analyze(
         TypeError: x is not a dense tensor of a supported dtype.
         ValueError: an argument is outside its range.
     """
-    _rows.check_tensor(x)
+    _geometry.check_tensor(x)
     if paper and scheme != "ibp":
         raise ValueError(f"paper=True is a choice of scheme 'ibp', but scheme is {scheme!r}")
     options = Options(
@@ -500,8 +500,8 @@ def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:
     """
     row_bytes, savings = request.geometry.row_bytes, 1 - (1 - savings) * ESTIMATE_MARGIN
     if best.codebook is None and request.slot_bytes != 0:
-        sectors = math.ceil(row_bytes * (1 - savings) / _rows.SECTOR_BYTES)
-        return sectors < math.ceil(row_bytes / _rows.SECTOR_BYTES)
+        sectors = math.ceil(row_bytes * (1 - savings) / SECTOR_BYTES)
+        return sectors < math.ceil(row_bytes / SECTOR_BYTES)
     return request.geometry.num_bytes * (1 - savings) < best.stored_bytes
 
 
@@ -526,7 +526,7 @@ def _coded(
     geometry = request.geometry
     if codebook is None or not geometry.num_bytes:
         return []
-    sampled = _rows.Geometry(rows.shape, torch.uint8, geometry.row_bytes)
+    sampled = Geometry(rows.shape, torch.uint8, geometry.row_bytes)
     known = request.known(codebook)
     if known is not None and rows is request.host_rows:
         lengths, survey = known
@@ -546,9 +546,9 @@ def _coded(
         link_bytes = sampled.link_bytes(lengths, slot_bytes, found=survey)
         second_fetches = survey.spilled(slot_bytes)[0]  # one for each row that overflows its slot
     else:  # A row that need not begin at the start of a sector touches (length + 31) / 32 sectors on average.
-        link_bytes = survey.stored + (_rows.SECTOR_BYTES - 1) * (sampled.num_rows - int(survey.sectors[0]))
+        link_bytes = survey.stored + (SECTOR_BYTES - 1) * (sampled.num_rows - int(survey.sectors[0]))
         second_fetches = 0
-    fetched_bytes = link_bytes + second_fetches * _rows.SECOND_FETCH_BYTES
+    fetched_bytes = link_bytes + second_fetches * SECOND_FETCH_BYTES
     stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows
     found = Candidate(
         codebook=codebook,
@@ -645,7 +645,7 @@ def learned_from(
             sample.
     """
     num_rows = rows.numel() // row_bytes if num_rows is None else num_rows
-    geometry = _rows.Geometry(torch.Size((num_rows, row_bytes // dtype.itemsize)), dtype, row_bytes)
+    geometry = Geometry(torch.Size((num_rows, row_bytes // dtype.itemsize)), dtype, row_bytes)
     return SCHEMES[scheme].learn(Request(rows, geometry, rows.device, Options(level=level), codes_invariant=True))
 
 

@@ -1,5 +1,5 @@
-"""Base classes for objects that stand for tensors. They provide those methods and properties of torch.Tensor that need
-no values, such as `size()` and `is_cuda`.
+"""Defines base classes for objects that stand for tensors. They provide those methods and properties of torch.Tensor
+that need no values, such as `size()` and `is_cuda`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Scheme "ibp", which is called masks inside the library. Its codebook says which bits of a row are invariant, and
-which values they have (FORMAT.md section 5). Rows are cut into chunks. A coded row has a participation bit for each
+"""Implements scheme "ibp", which is called masks inside the library. A codebook says which bits of a row are invariant,
+and which values they have (FORMAT.md section 5). Rows are cut into chunks. A coded row has a participation bit for each
 chunk with invariant bits. The bit says whether all invariant bits of the chunk have the codebook's values; if so, they
 are not stored.
 
@@ -12,7 +12,7 @@ as masks and savings, are small; one NumPy array holds each kind of result for a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,24 +22,12 @@ from .. import _core
 from .._common.process import tqdm
 from .._common.sequences import rounded_up
 from .._machine import staging
-from . import geometry as _rows
+from . import geometry as _geometry
 from .codebook import AnyCodebook, checked_savings, fraction, private_copy, public, shown, whole
 
 CHUNK_BYTES = (1, 2, 4, 8)
 # Dtypes of an index, each with the largest number of pairs that it can number.
 _INDEX_DTYPES = {torch.uint8: 256, torch.uint16: 65536}
-
-
-class MasksForm(NamedTuple):
-    """The fields that all codebooks of one table have in common."""
-
-    row_bytes: int
-    chunk_bytes: int
-    flag_all: bool
-
-    def codec(self, num_flags: int) -> list[int]:
-        """Returns the numbers that the operations take together with the words (read_masks in csrc/bindings)."""
-        return [Codebook.number, self.row_bytes, self.chunk_bytes, num_flags]
 
 
 @public
@@ -186,12 +174,12 @@ class Codebook(AnyCodebook):
         )
 
     @property
-    def form(self) -> MasksForm:
-        return MasksForm(self.row_bytes, self.chunk_bytes, self.flag_all)
+    def form(self) -> Hashable:
+        return self.row_bytes, self.chunk_bytes, self.flag_all
 
     @property
     def codec(self) -> list[int]:
-        return self.form.codec(self.num_flags)
+        return _codec(self.row_bytes, self.chunk_bytes, self.num_flags)
 
     @property
     def _coder(self) -> str:
@@ -244,6 +232,11 @@ class Codebook(AnyCodebook):
         if self.tau is not None:
             parts.append(f"tau={self.tau:g}")
         return parts
+
+
+def _codec(row_bytes: int, chunk_bytes: int, num_flags: int) -> list[int]:
+    """Returns the numbers that the operations take together with the words (read_masks in csrc/bindings)."""
+    return [Codebook.number, row_bytes, chunk_bytes, num_flags]
 
 
 def check_chunk_bytes(chunk_bytes: int) -> int:
@@ -332,10 +325,9 @@ def learn_masks(
         return Codebook.from_masks(nothing, nothing, 4)
     sweep = _Sweep(rows, row_bytes, [rows.numel() // row_bytes], [num_rows])
     sizes = CHUNK_BYTES if chunk_bytes is None else (chunk_bytes,)
-    found = [
-        sweep.best(size, tau, paper) for size in tqdm(sizes, desc="analyze", unit="chunk size", disable=not progress)
-    ]
-    return max(found, key=lambda best: best.savings[0]).codebooks()[0]
+    tried = tqdm(sizes, desc="analyze", unit="chunk size", disable=not progress)
+    found = [(*sweep.best(size, tau, paper), size, paper) for size in tried]
+    return _codebooks(*max(found, key=lambda best: best[1][0]))[0]
 
 
 def estimates(rows: torch.Tensor, row_bytes: int, num_rows: int) -> Iterator[float]:
@@ -379,7 +371,9 @@ def relearn(codebook: Codebook, rows: torch.Tensor, sizes: list[int], tau: float
         sizes: number of rows in each group, at least 1.
         tau: the threshold for all chunks. None: the best masks are found for each group.
     """
-    return _Sweep(rows, codebook.row_bytes, sizes, sizes).best(codebook.chunk_bytes, tau, codebook.flag_all).codebooks()
+    chunk_bytes, flag_all = codebook.chunk_bytes, codebook.flag_all
+    masks, savings = _Sweep(rows, codebook.row_bytes, sizes, sizes).best(chunk_bytes, tau, flag_all)
+    return _codebooks(masks, savings, chunk_bytes, flag_all)
 
 
 class _Masks(NamedTuple):
@@ -402,33 +396,19 @@ class _Masks(NamedTuple):
         return _Masks(mask, bitval, np.where(condition, self.tau, other.tau))
 
 
-class _Best(NamedTuple):
-    """The masks that save the most bytes in each group, with chunks of a given size.
-
-    Attributes:
-        masks: the masks of all groups.
-        savings: float64 [K], the fraction of the bytes that the masks of each group save.
-        chunk_bytes, flag_all: as in `Codebook`.
-    """
-
-    masks: _Masks
-    savings: np.ndarray
-    chunk_bytes: int
-    flag_all: bool
-
-    def codebooks(self) -> list[Codebook]:
-        """Returns a codebook for every group, with its expected_savings set."""
-        return [
-            Codebook.from_masks(
-                torch.from_numpy(mask),
-                torch.from_numpy(bitval),
-                self.chunk_bytes,
-                self.flag_all,
-                tau=None if np.isnan(at) else float(at),
-                expected_savings=float(saved),
-            )
-            for mask, bitval, at, saved in zip(*self.masks, self.savings)
-        ]
+def _codebooks(masks: _Masks, savings: np.ndarray, chunk_bytes: int, flag_all: bool) -> list[Codebook]:
+    """Makes a codebook for each group. savings: float64 [K], the expected_savings of each codebook."""
+    return [
+        Codebook.from_masks(
+            torch.from_numpy(mask),
+            torch.from_numpy(bitval),
+            chunk_bytes,
+            flag_all,
+            tau=None if np.isnan(tau) else float(tau),
+            expected_savings=float(saved),
+        )
+        for mask, bitval, tau, saved in zip(*masks, savings)
+    ]
 
 
 class _Sweep:
@@ -448,8 +428,9 @@ class _Sweep:
         self.counts = torch.stack([torch.ops.ibp.count_bits.default(part, row_bytes) for part in self.parts]).cpu()
         self._thresholds: dict[float, _Masks] = {}
 
-    def best(self, chunk_bytes: int, tau: float | None, paper: bool) -> _Best:
-        """Returns, for each group, the masks that save the most bytes with chunks of this size.
+    def best(self, chunk_bytes: int, tau: float | None, paper: bool) -> tuple[_Masks, np.ndarray]:
+        """Finds, for each group, the masks that save the most bytes with chunks of this size. Returns (the masks, the
+        fraction of the bytes that the masks of each group save, float64 [K]).
 
         Args:
             tau: the only threshold to try. None: all of `TAUS`, and also a greedy choice of masks.
@@ -471,7 +452,7 @@ class _Sweep:
             chosen = _Masks(mask, bitval, greedy.tau)
             of_chosen = self.savings(chosen, chunk_bytes, False)
             found, savings = found.where(savings >= of_chosen, chosen), np.maximum(savings, of_chosen)
-        return _Best(found, savings, chunk_bytes, paper)
+        return found, savings
 
     def thresholds(self, taus: tuple[float, ...]) -> list[_Masks]:
         """Returns a list of the masks of each threshold, in order. A threshold is left out if it gives every group the
@@ -527,12 +508,12 @@ class _Sweep:
     def _few_rows(self) -> list[torch.Tensor]:
         """For each group, the rows that the greedy choice looks at, on the CPU."""
         most = max(_LEAST_GREEDY_ROWS, _GREEDY_BYTES // self.row_bytes)
-        return [_rows.sample(part, self.row_bytes, most).cpu() for part in self.parts]
+        return [_geometry.sample(part, self.row_bytes, most).cpu() for part in self.parts]
 
     def gains(self, tried: list[_Masks], chunk_bytes: int) -> list[np.ndarray]:
         """Returns a list of arrays, int64 [K, chunks], one for each of the tried masks. An entry is the number of bits
         that a chunk saves in all rows of a group, minus the number of the chunk's participation bits in these rows."""
-        codec, found = MasksForm(self.row_bytes, chunk_bytes, False).codec(num_flags=0), []
+        codec, found = _codec(self.row_bytes, chunk_bytes, 0), []
         for masks in tried:
             words = self._words(masks, chunk_bytes, False)
             hits = (
@@ -551,9 +532,9 @@ class _Sweep:
         include the codebook. Rows that coding would enlarge count as raw."""
         fixed = self._per_chunk(_BITS_SET[masks.mask], chunk_bytes)
         num_flags = np.count_nonzero(fixed, axis=1) if not flag_all else np.full(len(fixed), fixed.shape[1])
-        form, stored = MasksForm(self.row_bytes, chunk_bytes, flag_all), []
+        stored = []
         for part, words, flags in zip(self.parts, self._words(masks, chunk_bytes, flag_all), num_flags.tolist()):
-            lengths = torch.ops.ibp.measure_rows.default(part, words, form.codec(flags))
+            lengths = torch.ops.ibp.measure_rows.default(part, words, _codec(self.row_bytes, chunk_bytes, flags))
             stored.append(torch.ops.ibp.survey_rows.default(lengths, len(part), self.row_bytes)[0])
         coded = torch.stack(stored).cpu().numpy() / self.sizes
         return 1 - (coded + self._codebook_bytes(masks, chunk_bytes) / self.num_rows) / self.row_bytes

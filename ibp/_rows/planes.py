@@ -1,4 +1,5 @@
-"""Scheme "planes": a codebook says how elements are split, and which symbols are frequent (FORMAT.md section 6).
+"""Implements scheme "planes". A codebook says how elements are split, and which symbols are frequent (FORMAT.md section
+6).
 
 The low bits of an element are its residual, which is stored unchanged. The high bits are its symbol. A frequent symbol
 is coded by digits of a few bits each, which name an entry of the codebook; any other symbol is an escape, and is stored
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +25,9 @@ import torch
 from .. import _core
 from .._common.sequences import rounded_up
 from .._machine import staging
-from . import geometry as _rows
+from . import geometry as _geometry
 from .codebook import AnyCodebook, checked_savings, private_copy, public, shown, whole
+from .geometry import INTEGERS, Geometry, Survey
 
 # Names of the numbers in a codec, in order (read_planes in csrc/bindings). The number of the scheme, which comes before
 # them, and the widths of the digits, which come after them, have no names here.
@@ -34,38 +37,6 @@ _NUMBERS = (
 )
 ELEMENT_BYTES = (1, 2, 4, 8)
 MAX_PLANES, MAX_DIGIT_BITS = 4, 4
-
-
-class PlanesForm(NamedTuple):
-    """The fields that all codebooks of one table have in common: all fields of PlanesCodebook except entries and
-    expected_savings."""
-
-    row_bytes: int
-    element_bytes: int
-    rotate: int
-    residual_bits: int
-    per_column: bool
-    listed: bool
-    default: int
-    closed: int
-    digit_bits: tuple[int, ...]
-    invariant_bits: int
-    invariant_value: int
-    first_symbol: int | None
-    signed_default: bool
-    num_constant: int
-    constants: bytes  # The bytes of row_template and live_columns at the beginning of the words.
-
-    def codec(self) -> list[int]:
-        """Returns the numbers that the operations take together with the words (read_planes in csrc/bindings). Elements
-        and symbols are given as signed 64-bit numbers."""
-        split = [PlanesCodebook.number, self.row_bytes, self.element_bytes, self.rotate, self.residual_bits]
-        kinds = [int(self.per_column), int(self.listed)]
-        values = [signed(self.default, 64), signed(self.closed, 64)]
-        invariant = [self.invariant_bits, signed(self.invariant_value, 64)]
-        consecutive = [int(self.first_symbol is not None), signed(self.first_symbol or 0, 64)]
-        rest = [int(self.signed_default), self.num_constant]
-        return [*split, *kinds, *values, *invariant, *consecutive, *rest, *self.digit_bits]
 
 
 @public
@@ -229,14 +200,18 @@ class PlanesCodebook(AnyCodebook):
             raise ValueError("signed_default is set, but not listed: it says which elements are not listed")
         return {**numbers, "invariant_bits": invariant_bits}
 
-    @functools.cached_property
-    def form(self) -> PlanesForm:
-        fields = {name: getattr(self, name) for name in PlanesForm._fields[:-1]}
-        return PlanesForm(**fields, constants=self._shared)
+    @property
+    def form(self) -> Hashable:
+        """All fields except entries and expected_savings: they are in the codec and in the words of the constant
+        columns."""
+        return tuple(self.codec), self._shared
 
     @functools.cached_property
     def codec(self) -> list[int]:
-        return self.form.codec()
+        """See `AnyCodebook.codec`. Elements and symbols are given as signed 64-bit numbers."""
+        symbols = {"consecutive": self.first_symbol is not None, "first_symbol": self.first_symbol or 0}
+        numbers = (symbols[name] if name in symbols else getattr(self, name) for name in _NUMBERS)
+        return [self.number, *(signed(int(number), 64) for number in numbers), *self.digit_bits]
 
     @property
     def width(self) -> int:
@@ -397,27 +372,6 @@ _LEARN_ELEMENTS = 1 << 19  # Largest number of elements from which the entries o
 _RUN_ELEMENTS = 1 << 20
 
 
-@dataclass(frozen=True)
-class LearnedPlanes:
-    """The result of `learn_planes`.
-
-    Attributes:
-        codebook: the codebook, with expected_savings.
-        entries: uint16 [n], the `lengths` of the sample's rows (FORMAT.md section 2).
-        survey: the survey of these lengths. None if the sample does not compress. Then the codebook stores all bits
-            unchanged.
-    """
-
-    codebook: PlanesCodebook
-    entries: torch.Tensor
-    survey: _rows.Survey | None
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """Size in bytes of each of the sample's rows as coded, int64 [n]; row_bytes for rows that are stored raw."""
-        return _rows.stored_sizes(self.entries, self.codebook.row_bytes, self.codebook.row_bytes)
-
-
 def check_level(level: str) -> None:
     """Raises ValueError unless level is one of `LEVELS`."""
     if level not in LEVELS:
@@ -443,7 +397,7 @@ def learn_planes(
     *,
     level: str = "default",
     codes_invariant: bool = False,
-) -> LearnedPlanes:
+) -> tuple[PlanesCodebook, torch.Tensor, Survey | None]:
     """Learns the best codebook of scheme planes for a table from a sample of its rows.
 
     The search compares widths of symbols, rotations, widths of digits, dense and listed rows, and entries for the whole
@@ -464,6 +418,11 @@ def learn_planes(
         codes_invariant: whether bits and columns that are the same in the whole sample are also coded. If so, every row
             has a coded form.
 
+    Returns:
+        (codebook, lengths, survey). lengths is uint16 [n], the `lengths` of the sample's rows (FORMAT.md section 2);
+        survey is the survey of these lengths. If the sample does not compress, the codebook stores all bits unchanged,
+        and survey is None.
+
     Raises:
         ValueError: the sample has no rows or does not consist of whole rows.
     """
@@ -476,12 +435,12 @@ def learn_planes(
         sample, row_bytes, element_bytes, exponent_bits, num_rows, level == "fast", codes_invariant
     )
     codebook = PlanesCodebook.of_words(words, codec.tolist())
-    entries = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
-    survey = _rows.Geometry(sample.shape, torch.uint8, row_bytes).survey(entries)
-    coded_bytes = survey.stored / len(entries) + codebook.nbytes / num_rows
+    lengths = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
+    survey = Geometry(sample.shape, torch.uint8, row_bytes).survey(lengths)
+    coded_bytes = survey.stored / len(lengths) + codebook.nbytes / num_rows
     if coded_bytes > row_bytes:  # If there are few rows, the codebook may take more bytes than it saves.
-        return LearnedPlanes(_rows_as_they_are(row_bytes, element_bytes), torch.zeros_like(entries), None)
-    return LearnedPlanes(codebook.with_savings(1 - coded_bytes / row_bytes), entries, survey)
+        return _rows_as_they_are(row_bytes, element_bytes), torch.zeros_like(lengths), None
+    return codebook.with_savings(1 - coded_bytes / row_bytes), lengths, survey
 
 
 def _rows_as_they_are(row_bytes: int, element_bytes: int) -> PlanesCodebook:
@@ -515,7 +474,7 @@ def relearn(codebook: PlanesCodebook, rows: torch.Tensor, sizes: list[int]) -> l
 
 
 def _relearned(codebook: PlanesCodebook, rows: torch.Tensor) -> PlanesCodebook:
-    some = _rows.sample(rows, codebook.row_bytes, max(1, _LEARN_ELEMENTS // codebook.columns))
+    some = _geometry.sample(rows, codebook.row_bytes, max(1, _LEARN_ELEMENTS // codebook.columns))
     words = torch.ops.ibp.learn_entries.default(staging.to_host(some), codebook.words("cpu"), codebook.codec)
     return PlanesCodebook.of_words(words, codebook.codec)
 
@@ -540,7 +499,7 @@ def _symbol_counts(codebook: PlanesCodebook, data: torch.Tensor) -> torch.Tensor
     """Returns a histogram of the symbols of sampled elements. The sample comes from all rows. Elements that are
     `default` are not counted."""
     size, num_symbols = codebook.element_bytes, 2**codebook.symbol_bits
-    elements = data[: data.numel() // size * size].view(_rows.INTEGERS[size])
+    elements = data[: data.numel() // size * size].view(INTEGERS[size])
     # An odd step makes the sample take different columns in different rows.
     elements = elements[:: elements.numel() // _RUN_ELEMENTS | 1]
     elements = elements[elements != signed(codebook.default, 8 * size)]

@@ -1,5 +1,6 @@
-"""The memory of a table whose rows change. This memory may have capacity for more rows, and every row has its own base
-in the index (FORMAT.md section 2), so a row that grows does not move any other row."""
+"""Manages the memory of a table whose rows change. This memory may have capacity for more rows, and every row has its
+own base in the index (FORMAT.md section 2), so a row that grows does not move any other row.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The handle of a table: a description of the table that operations on one device take as an argument.
+"""Keeps the state of tables, and describes tables to the operations that read and write them.
 
-The state of a table: its tensors, the values that are derived from them, its handles for the devices that use it,
-and the faults that operations on it have noted.
+A `Handle` describes the memory of a table as one device reads it. A `Table` holds the table's tensors, the values that
+are derived from them, its handles for the devices that use it, and the faults that operations on it have noted.
+`handle_on` returns the handle for a device. The last part of the file checks the fields of tables, which may come from
+a file, a pickle or a caller.
 
 `_fetch/` fetches the rows of a `Table`. The class `CompressedTensor` in `_tables/compressed_tensor.py` adds the methods
 that users call, such as `index_select` and `decompress`.
@@ -19,7 +21,6 @@ from .. import _core
 from .._common.modes import outside_of_modes
 from .._common.statistics import Saves
 from .._machine import calibration, memory
-from .._machine import memory as _memory
 from .._machine.calibration import Calibration
 from .._machine.segments import PART_DTYPES, FileRows, Segment
 from .codebook import AnyCodebook, coding_of
@@ -142,7 +143,7 @@ class Table(TensorManners, Saves):
     geometry: Geometry
     _faults: Faults
     _room: Room | None = None  # The memory of a table whose rows have been changed; None if they never were.
-    # (state of the rows when `ibp.linear` listed their escapes, list of the escapes); see _fetch/escapes.py.
+    # (state of the rows when `ibp.linear` listed their escapes, list of the escapes); see _fetch/linear.py.
     _escapes: tuple | None = None
     _escapes_of_graphs: tuple = ()  # Lists of escapes that captured CUDA graphs still read.
     # Number of times that rows were changed in place. Code that keeps copies of rows compares this number to detect
@@ -336,7 +337,7 @@ class Table(TensorManners, Saves):
         """Returns whether the rows are in pinned host memory, from which GPUs can fetch rows without the CPU."""
         return self._is_pinned
 
-    def pin_memory(self, *, numa: _memory.Numa = None) -> Table:
+    def pin_memory(self, *, numa: memory.Numa = None) -> Table:
         """Moves the rows to pinned host memory, so that GPUs fetch them without the CPU. Returns the table itself.
 
         torch's `pin_memory` returns a pinned copy and keeps the unpinned tensor. Because tables are large, this method
@@ -352,7 +353,7 @@ class Table(TensorManners, Saves):
             RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
             TypeError, ValueError: numa is neither a node nor a device of this machine.
         """
-        node = _memory.node_of(numa)
+        node = memory.node_of(numa)
         if self.device.type != "cpu":
             return self
         if self._segment is not None:
@@ -554,7 +555,8 @@ class Table(TensorManners, Saves):
         Args:
             geometry: the table's own geometry, or one with more items if the table's room has capacity for them.
         """
-        (codec, words), sizes = self._coding(device), (self.slot_bytes, 0, geometry.num_items, geometry.item_bytes)
+        codec, words = coding_of(self.codebook, self.row_bytes, device)
+        sizes = (self.slot_bytes, 0, geometry.num_items, geometry.item_bytes)
         overflow = memory.seen_from(device, self.overflow)
         if self._room is None:
             lengths, bases = (vars(self)[name].to(device) for name in ("lengths", "bases"))
@@ -562,10 +564,6 @@ class Table(TensorManners, Saves):
         slots = memory.seen_from(device, self._room.slots[: geometry.slots_size(self.slot_bytes)])
         lengths, bases, rooms, used = self._room.index_on(device).first(geometry.num_rows)
         return Parts(slots, overflow, lengths, bases, words, codec, *sizes, rooms, used)
-
-    def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
-        """Returns (codec, words): the table's codebook as operations on a device take it."""
-        return coding_of(self.codebook, self.row_bytes, device)
 
     # ---- faults ----
 

@@ -10,12 +10,11 @@ import torch
 
 from .. import _core
 from .._common.sequences import rounded_up
-from .._fetch.calls import check_range, list_of_ids
+from .._fetch.calls import Ids, check_range, list_of_ids
 from .._machine import memory
 from .._machine.segments import Segment
 from .._rows.faults import new_record
 from .._rows.geometry import Geometry, bytes_of, rows_of
-from .._rows.protocols import Ids
 from .._rows.room import Room, room_of
 from .._rows.table import Handle, Table, handle_on
 
@@ -66,14 +65,15 @@ def append(table: Table, rows: torch.Tensor) -> None:
         data = torch.cat((decoded_bytes(table, old.num_bytes - rest, old.num_bytes, worker), data))
     room = _room_of(table)
     room = table._set_room(room.with_rows(new.num_rows, table.slot_bytes, _memory_of(table)))
-    kept = _Row(table, room, first_row, worker) if rest else None
+    # The short last row is encoded again together with the new bytes. If that fails, its memory gets its old bytes.
+    kept = [(part, part.clone()) for part in _memory_of_row(table, room, first_row, worker)] if rest else []
     try:
         if data.numel():
             _encode(table, new, data, worker, None, first_row)
         table._set_room(_room_of(table), new)
     except BaseException:
-        if kept is not None:
-            kept.put_back()
+        for part, held in kept:
+            part.copy_(held)
         raise
 
 
@@ -209,24 +209,17 @@ def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
     return out
 
 
-class _Row:
-    """A copy of a stored row and of its index entries. `put_back` restores the row."""
-
-    def __init__(self, table: Table, room: Room, row: int, worker: torch.device) -> None:
-        self._parts = []
-        slots, slot_bytes = room.slots, table.slot_bytes
-        parts = [slots[row * slot_bytes : (row + 1) * slot_bytes]]
-        index = room.index_on(worker)
-        parts += [tensor[row : row + 1] for tensor in index[:3]]
-        if index.bases.numel():
-            base, units = int(index.bases[row]), int(index.rooms[row : row + 1].view(torch.int16))
-            if 0 <= base <= room.overflow.numel():
-                parts.append(room.overflow[base : base + units * _SECTOR])
-        self._parts = [(part, part.clone()) for part in parts]
-
-    def put_back(self) -> None:
-        for part, held in self._parts:
-            part.copy_(held)
+def _memory_of_row(table: Table, room: Room, row: int, worker: torch.device) -> list[torch.Tensor]:
+    """Returns views of all memory that holds a stored row: its slot, its entries in the worker's index, and its part of
+    the overflow."""
+    slot_bytes, index = table.slot_bytes, room.index_on(worker)
+    parts = [room.slots[row * slot_bytes : (row + 1) * slot_bytes]]
+    parts += [tensor[row : row + 1] for tensor in index[:3]]
+    if index.bases.numel():
+        base, units = int(index.bases[row]), int(index.rooms[row : row + 1].view(torch.int16))
+        if 0 <= base <= room.overflow.numel():
+            parts.append(room.overflow[base : base + units * _SECTOR])
+    return parts
 
 
 # ---- coding ----

@@ -1,7 +1,10 @@
-"""Makes tables from the rows of a tensor. A `Request` has the tensor and the options. `compressed` works in three
-steps. First, `coded` finds a codebook and measures the coded length of every row. Second, the memory of the table is
-allocated. Third, `encode` writes the rows. `placed` makes tables whose overflow is in host memory, and
-`compressed_in_place` makes tables in the tensor's own memory."""
+"""Makes tables from the rows of a tensor.
+
+A `Request` has the tensor and the options. `compressed` works in three steps. First, `coded` finds a codebook and
+measures the coded length of every row. Second, the memory of the table is allocated. Third, `encode` writes the rows.
+`placed` makes tables whose overflow is in host memory, and `compressed_in_place` makes tables in the tensor's own
+memory.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from .. import _core
 from .._common.process import warn_once
 from .._fetch.streaming import decompress
 from .._machine import memory, staging
-from .._machine import memory as _memory
-from .._rows import geometry as _rows
+from .._rows import geometry as _geometry
 from .._rows.codebook import AnyCodebook, measure, surveyed
 from .._rows.faults import FaultWords, new_record
+from .._rows.geometry import Survey
 from .._rows.learning import Options, Request, checked, learn
 from .._rows.table import AnyTable, Handle, Parts, Table
 
@@ -58,7 +61,7 @@ class Coding(NamedTuple):
 
     codebook: AnyCodebook
     lengths: torch.Tensor
-    survey: _rows.Survey
+    survey: Survey
     place: Handle | None = None
 
     @property
@@ -89,7 +92,7 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
     data, geometry, options = request.data, request.geometry, request.options
     worker, slot_bytes = request.device, request.slot_bytes
     home, pins = memory.home_of(data.device, options.memory, worker)
-    node = _memory.CALLERS_NODE if options.numa is None else _memory.node_of(options.numa)
+    node = memory.CALLERS_NODE if options.numa is None else memory.node_of(options.numa)
     is_there = home == data.device
     pin = pins if is_there else False
 
@@ -241,7 +244,7 @@ def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], tor
     if room is not None and request.slot_bytes != 0 and coder == data.device:
         some = None if known is None else known[1]
         if some is None and data.numel() >= _LEAST_TIMES * _SURVEYED_BYTES:
-            sample = _rows.sample(data, codebook.row_bytes, _SURVEYED_BYTES // codebook.row_bytes)
+            sample = _geometry.sample(data, codebook.row_bytes, _SURVEYED_BYTES // codebook.row_bytes)
             some = surveyed(sample, codebook)
         if some is not None:
             return _encoded_ahead(request, codebook, some, room)
@@ -254,7 +257,7 @@ def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], tor
 
 
 def _encoded_ahead(
-    request: Request, codebook: AnyCodebook, some: _rows.Survey, room: Callable[[int], torch.Tensor]
+    request: Request, codebook: AnyCodebook, some: Survey, room: Callable[[int], torch.Tensor]
 ) -> Coding:
     """Encodes the rows into slots in the pass that measures them, and returns the results. If the overflow turns out to
     be too small, the results have no `place`, and the caller must encode the rows again.
@@ -278,7 +281,7 @@ def _encoded_ahead(
         return Handle(Parts(own, spare, *index, codebook.codec, *sizes, None, used))
 
     bar = "compress" if request.options.progress else None
-    for first, last, block in _rows.blocks(data, geometry.row_bytes, data.device, bar):
+    for first, last, block in _geometry.blocks(data, geometry.row_bytes, data.device, bar):
         place_of(first, last, block.numel()).encode(block, is_new=True)
     survey = geometry.survey(lengths)
     is_whole = survey.spilled(slot_bytes)[1] <= spare.numel()
@@ -317,7 +320,7 @@ def encode(
     words, codec = codebook.words(worker), codebook.codec
     bar = "compress" if request.options.progress else None
     with nullcontext() if lies_near else staging.outlet(worker, slots.device, pageable=pageable) as outlet:
-        for first, last, block in _rows.blocks(data, geometry.row_bytes, worker, bar, whole=lies_near):
+        for first, last, block in _geometry.blocks(data, geometry.row_bytes, worker, bar, whole=lies_near):
             base, end_base = first // _core.ROWS_PER_BASE, -(-last // _core.ROWS_PER_BASE)
             start = int(starts[base]) if is_cut else 0
             end = int(starts[end_base]) if is_cut and end_base < len(starts) else num_bytes
@@ -397,7 +400,7 @@ def _encode_in_place(table: Table, data: torch.Tensor, coding: Coding, progress:
     row_bytes, words, entries = table.row_bytes, codebook.words(worker), table.lengths.view(torch.uint8)
     no_bases = torch.empty(0, dtype=torch.int64, device=worker)
     no_overflow = torch.empty(0, dtype=torch.uint8, device=worker)
-    blocks = _rows.blocks(data, row_bytes, worker, "compress" if progress else None, whole=False)
+    blocks = _geometry.blocks(data, row_bytes, worker, "compress" if progress else None, whole=False)
     with staging.outlet(worker, data.device, pageable=True) as outlet:
         for first, last, block in blocks:
             targets = data[first * row_bytes : last * row_bytes], entries[2 * first : 2 * last]

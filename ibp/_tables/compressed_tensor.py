@@ -1,4 +1,9 @@
-"""CompressedTensor: a table of coded rows with the methods of a tensor."""
+"""Defines `CompressedTensor`, a table of coded rows with the methods of a tensor.
+
+Most methods call functions of `_fetch`, `changes.py` and `coding.py`. The last part of the file implements some
+functions of torch for tables. If an argument of a function is a table, torch calls the table's method
+`__torch_function__`, which calls one of them.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +14,21 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from .._common import wire
 from .._common.statistics import shown_memory
-from .._fetch import escapes, gather, indexing, streaming
-from .._fetch import prefetch as prefetching
+from .._fetch import gather, linear, streaming
+from .._fetch.bags import embedding_bag
 from .._machine import memory
-from .._machine import memory as _memory
 from .._machine.segments import Segment, SharedHandle
 from .._machine.staging import to_device
 from .._rows.codebook import AnyCodebook
 from .._rows.geometry import check_tensor, given_tensor
 from .._rows.learning import Options, Request
 from .._rows.manners import CodedManners, Movable
-from .._rows.table import TENSORS, Table
-from . import changes, coding, torch_functions
+from .._rows.table import TENSORS, Table, handle_on
+from . import changes, coding
 
 # Size in bytes of the blocks that iteration decodes. A block has many rows, but takes little memory.
 _ITERATED_BYTES = 4 << 20
@@ -95,7 +100,7 @@ class CompressedTensor(Movable, CodedManners, Table):
 
     # ---- moving and copying ----
 
-    def pin_memory(self, *, numa: _memory.Numa = None) -> CompressedTensor:
+    def pin_memory(self, *, numa: memory.Numa = None) -> CompressedTensor:
         super().pin_memory(numa=numa)
         return self
 
@@ -156,7 +161,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Returns a copy of the table on the same device. The copy is not pinned, and it shares the codebook."""
         return self._with(torch.clone)
 
-    def share_memory_(self, *, numa: _memory.Numa = None) -> CompressedTensor:
+    def share_memory_(self, *, numa: memory.Numa = None) -> CompressedTensor:
         """Moves a table from host memory to shared memory, which other processes can map: child processes that are
         forked, and processes that open the handle of `share`. Returns self. Nothing happens if the table is on a GPU or
         is already shared.
@@ -173,7 +178,7 @@ class CompressedTensor(Movable, CodedManners, Table):
                 and the overflow is in host memory.
             TypeError, ValueError: numa is neither a node nor a device of this machine.
         """
-        node = _memory.node_of(numa)
+        node = memory.node_of(numa)
         if self.is_shared():
             return self
         if self._owner is not None:
@@ -415,7 +420,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         stream: torch.cuda.Stream | None = None,
         max_sms: int | None = None,
         path: str | None = None,
-    ) -> prefetching.Prefetch:
+    ) -> gather.Prefetch:
         """Starts copying items, or the whole tensor, to a GPU on another stream, while the current stream continues.
 
         The prefetch begins after the work that is queued on the current stream at the time of the call, so this work
@@ -436,7 +441,7 @@ class CompressedTensor(Movable, CodedManners, Table):
 
         It also raises what `index_select` and `decompress` raise.
         """
-        return prefetching.prefetch(self, ids, device=device, out=out, stream=stream, max_sms=max_sms, path=path)
+        return gather.prefetch(self, ids, device=device, out=out, stream=stream, max_sms=max_sms, path=path)
 
     def prepare_linear(self) -> CompressedTensor:
         """Prepares the table for `ibp.linear` on the table's device. Returns self.
@@ -456,14 +461,16 @@ class CompressedTensor(Movable, CodedManners, Table):
         Raises:
             CorruptTableError: the table's bytes are inconsistent.
         """
-        escapes.prepare(self)
+        handle_on(self, self.device)
+        if self.is_cuda:
+            linear.escapes_of(self)
         return self
 
     @property
     def fits_linear(self) -> bool:
         """Whether the kernel of `ibp.linear` can multiply by the coded rows directly once they are in the memory of a
         GPU. This holds for a BF16 matrix that was coded at level "fast" with large enough slots."""
-        return escapes.takes(self)
+        return linear.takes(self)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """Returns x[key]. Only the rows that the key needs are decoded.
@@ -477,7 +484,7 @@ class CompressedTensor(Movable, CodedManners, Table):
             TypeError: the key has an unsupported type.
             ValueError: a slice has a step below 1.
         """
-        return indexing.take(self, key)
+        return gather.get_item(self, key)
 
     def __getitems__(self, ids: Sequence[int]) -> list[torch.Tensor]:
         """Returns a list of the items of the given ids, decoded in one call. torch's DataLoader calls this method for
@@ -522,7 +529,14 @@ class CompressedTensor(Movable, CodedManners, Table):
     ) -> Any:
         """Calls torch.index_select, F.embedding, F.embedding_bag or F.linear with a table. Raises TypeError for other
         functions."""
-        return torch_functions.call(function, args, kwargs or {})
+        # PyTorch Geometric replaces torch.index_select, so this attribute is looked up at each call.
+        handler = _index_select if function is torch.index_select else _HANDLERS.get(function)
+        if handler is None:
+            raise TypeError(
+                f"{getattr(function, '__name__', function)} does not take an ibp.CompressedTensor (only F.embedding, "
+                "F.embedding_bag, F.linear, torch.index_select do): call table.decompress() and give it the tensor"
+            )
+        return handler(*args, **(kwargs or {}))
 
 
 torch.serialization.add_safe_globals([CompressedTensor])
@@ -534,3 +548,103 @@ def compress_rows(x: torch.Tensor | np.ndarray, **options: Any) -> CompressedTen
     x = given_tensor(x)
     check_tensor(x)
     return coding.compressed(CompressedTensor, Request.of(x, Options(**options)))
+
+
+# ---- functions of torch ----
+
+
+def _check_table(table: Any, name: str) -> None:
+    if not isinstance(table, Table):
+        raise TypeError(
+            f"{name} is a {type(table).__name__}; of this function's arguments, a table can only be the one that holds "
+            "rows"
+        )
+
+
+def _index_select(input: Table, dim: int, index: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Implements torch.index_select. For dimension 0, only the selected rows are decoded. For any other dimension, the
+    whole table is decoded on the device of the index."""
+    _check_table(input, "input")
+    if dim in (0, -len(input.shape)):
+        return gather.index_select(input, index, out=out)
+    return torch.index_select(streaming.decompress(input, device=index.device), dim, index, out=out)
+
+
+def embedding_of(
+    input: torch.Tensor,
+    weight: Table,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Implements F.embedding. Returns the rows of the table whose ids are in input, on the device of input.
+    padding_idx, scale_grad_by_freq and sparse are ignored, because they concern only the gradient of the weight, and a
+    table has none."""
+    _check_table(weight, "weight")
+    _refuse_max_norm(max_norm)
+    if len(weight.shape) != 2:
+        raise ValueError(f"weight has shape {list(weight.shape)}; wanted two dimensions")
+    return gather.index_select(weight, input.reshape(-1)).reshape(*input.shape, weight.shape[1])
+
+
+def embedding_bag_of(
+    input: torch.Tensor,
+    weight: Any,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """Implements F.embedding_bag with `ibp.embedding_bag`. The result is on the device of input. scale_grad_by_freq and
+    sparse are ignored."""
+    _check_table(weight, "weight")
+    _refuse_max_norm(max_norm)
+    return embedding_bag(
+        weight,
+        input,
+        offsets,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        padding_idx=padding_idx,
+        include_last_offset=include_last_offset,
+    )
+
+
+def _refuse_max_norm(max_norm: float | None) -> None:
+    if max_norm is not None:
+        raise ValueError(f"max_norm is {max_norm}, but it would change the rows of the table, which are fixed")
+
+
+def _torch_embedding(
+    weight: Table, indices: torch.Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> torch.Tensor:
+    return embedding_of(indices, weight)
+
+
+def linear_of(input: torch.Tensor, weight: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Implements F.linear. Decodes the whole table on the device of input for the duration of the call. If input
+    requires grad, the backward pass decodes the table again."""
+    _check_table(weight, "weight")
+    return linear.differentiable(_decoded_linear, input, weight, bias)
+
+
+def _decoded_linear(input: torch.Tensor, weight: Table, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(input, streaming.decompress(weight, device=input.device), bias)
+
+
+# Functions of torch that take tables, each with the function that is called instead.
+_HANDLERS: dict[Callable, Callable] = {
+    torch._C._VariableFunctions.index_select: _index_select,
+    torch.Tensor.index_select: _index_select,
+    F.embedding: embedding_of,
+    torch.embedding: _torch_embedding,
+    F.embedding_bag: embedding_bag_of,
+    F.linear: linear_of,
+}

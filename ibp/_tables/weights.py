@@ -1,14 +1,14 @@
-"""Joins rows of several tables into one table, by copying the coded rows. No row is decoded.
+"""Makes tables of the weights of models, and joins tables.
 
-Compresses the weights of models into packed tables. A weight is coded with its dimensions in their order in memory.
-Weights of one kind share a codebook.
+`WeightCompressor` compresses weights into packed tables. A weight is coded with its dimensions in their order in
+memory, and weights of one kind share a codebook. `join` puts rows of several tables together in one table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,63 +17,6 @@ from .._rows.codebook import AnyCodebook, fingerprint_of
 from .._rows.geometry import DTYPES, Geometry
 from .._rows.learning import LEAST_BYTES, ROW_BYTES, Kind, Learner, Options, kind_of
 from .compressed_tensor import CompressedTensor, compress_rows
-
-
-class Items(NamedTuple):
-    """The items from `first` to `last` - 1 of a table."""
-
-    table: CompressedTensor
-    first: int
-    last: int
-
-    def slots(self) -> torch.Tensor:
-        return self.table.slots[self.first * self.table.slot_bytes : self.last * self.table.slot_bytes]
-
-    def overflow(self) -> torch.Tensor:
-        """Returns the bytes of the overflow that belong to these items."""
-        return self.table.overflow[_overflow_before(self.table, self.first) : _overflow_before(self.table, self.last)]
-
-
-def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | None:
-    """Concatenates items of several tables into a table on a device, without decoding them. Returns None if the tables
-    cannot be joined.
-
-    Tables can be joined if they have equal codebooks, dtypes, item shapes and slot sizes. Every item must be one row.
-    The size of a slot must be above 0 and below the size of a row. No table may have a separate base for every row, as
-    a table has after its rows have been changed."""
-    table = parts[0].table
-    form = _form(table)
-    if form is None or any(_form(part.table) != form for part in parts[1:]):
-        return None
-    if len(parts) == 1 and parts[0][1:] == (0, table.geometry.num_items):
-        return table.to(device)
-
-    def on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([tensor.to(device) for tensor in tensors])
-
-    num_items, size = sum(part.last - part.first for part in parts), table.slot_bytes
-    geometry = Geometry(torch.Size((num_items, *table.shape[1:])), table.dtype, table.row_bytes)
-    slots, overflow = on_device([part.slots() for part in parts]), on_device([part.overflow() for part in parts])
-    lengths = on_device([part.table.lengths[part.first : part.last] for part in parts])
-    bases = geometry.index_rows(lengths, size) if len(overflow) else None
-    return CompressedTensor.of_parts(geometry, table.scheme, size, slots, table.codebook, lengths, overflow, bases)
-
-
-def _form(table: CompressedTensor) -> Hashable | None:
-    """Returns a value that is equal for tables that can be joined with each other. Returns None for a table that does
-    not meet the conditions of `join` for a single table."""
-    if table.codebook is None or table.geometry.item_bytes != table.row_bytes or table._has_own_bases:
-        return None
-    if not 0 < table.slot_bytes < table.row_bytes:
-        return None
-    return table.dtype, table.shape[1:], table.slot_bytes, fingerprint_of(table.codebook)
-
-
-def _overflow_before(table: CompressedTensor, item: int) -> int:
-    """Returns the total size in bytes of the overflow of all items before `item`."""
-    geometry = Geometry(torch.Size((item, *table.shape[1:])), table.dtype, table.row_bytes)
-    return geometry.survey(table.lengths[:item]).overflow_bytes(table.slot_bytes)
-
 
 # Options that say how a codebook is learned. These options are left out when a weight is compressed with an existing
 # codebook.
@@ -195,3 +138,53 @@ def memory_order(x: torch.Tensor) -> tuple[int, ...]:
     x is dense. If x has gaps in memory or overlaps itself, returns the dimensions in their original order."""
     order = tuple(sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim)))
     return order if x.permute(order).is_contiguous() else tuple(range(x.dim()))
+
+
+# ---- joining ---------------------------------------------------------------------------------------------------------
+
+
+def join(parts: Sequence[tuple[CompressedTensor, int, int]], device: torch.device) -> CompressedTensor | None:
+    """Concatenates items of several tables into a table on a device, by copying the coded rows. No row is decoded.
+    Returns None if the tables cannot be joined.
+
+    Tables can be joined if they have equal codebooks, dtypes, item shapes and slot sizes. Every item must be one row.
+    The size of a slot must be above 0 and below the size of a row. No table may have a separate base for every row, as
+    a table has after its rows have been changed.
+
+    Args:
+        parts: (table, first, last) for the items `first` to `last` - 1 of each table.
+    """
+    like, size = parts[0][0], parts[0][0].slot_bytes
+    form = _form(like)
+    if form is None or any(_form(table) != form for table, _, _ in parts[1:]):
+        return None
+    if len(parts) == 1 and parts[0][1:] == (0, like.geometry.num_items):
+        return like.to(device)
+
+    def on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([tensor.to(device) for tensor in tensors])
+
+    num_items = sum(last - first for _, first, last in parts)
+    geometry = Geometry(torch.Size((num_items, *like.shape[1:])), like.dtype, like.row_bytes)
+    slots = on_device([table.slots[first * size : last * size] for table, first, last in parts])
+    lengths = on_device([table.lengths[first:last] for table, first, last in parts])
+    ends = [(_overflow_before(table, first), _overflow_before(table, last)) for table, first, last in parts]
+    overflow = on_device([table.overflow[start:end] for (table, _, _), (start, end) in zip(parts, ends)])
+    bases = geometry.index_rows(lengths, size) if len(overflow) else None
+    return CompressedTensor.of_parts(geometry, like.scheme, size, slots, like.codebook, lengths, overflow, bases)
+
+
+def _form(table: CompressedTensor) -> Hashable | None:
+    """Returns a value that is equal for tables that can be joined with each other. Returns None for a table that does
+    not meet the conditions of `join` for a single table."""
+    if table.codebook is None or table.geometry.item_bytes != table.row_bytes or table._has_own_bases:
+        return None
+    if not 0 < table.slot_bytes < table.row_bytes:
+        return None
+    return table.dtype, table.shape[1:], table.slot_bytes, fingerprint_of(table.codebook)
+
+
+def _overflow_before(table: CompressedTensor, item: int) -> int:
+    """Returns the total size in bytes of the overflow of all items before `item`."""
+    geometry = Geometry(torch.Size((item, *table.shape[1:])), table.dtype, table.row_bytes)
+    return geometry.survey(table.lengths[:item]).overflow_bytes(table.slot_bytes)

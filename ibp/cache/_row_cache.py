@@ -15,11 +15,12 @@ from .._common.arguments import whole_number
 from .._common.modes import outside_of_graphs
 from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
-from .._fetch import prefetch as prefetching
+from .._fetch import gather as prefetching
 from .._fetch.calls import (
     ID_DTYPES,
     IN_ORDER,
     PLANNED,
+    Ids,
     check_out,
     check_range,
     flat_ids,
@@ -34,7 +35,6 @@ from .._machine.memory import is_capturing
 from .._rows.faults import ENTRIES, new_record
 from .._rows.geometry import rows_of
 from .._rows.manners import TensorManners
-from .._rows.protocols import Ids
 from .._rows.table import Handle, handle_on
 from .._tables.changes import changed_items, check_can_change
 from .._tables.coded_rows import CodedRows

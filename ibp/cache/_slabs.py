@@ -29,14 +29,13 @@ from .._common.arguments import whole_number
 from .._common.modes import outside_of_modes
 from .._common.process import ForkLock
 from .._common.sequences import rounded_up
-from .._fetch.calls import check_range, checked_ids
+from .._fetch.calls import Ids, check_range, checked_ids
 from .._machine import memory
 from .._machine.memory import is_capturing
 from .._rows.codebook import AnyCodebook, coding_of
 from .._rows.faults import FaultWords, new_record
 from .._rows.geometry import bytes_of, default_length, rows_of, stored_sizes
 from .._rows.planes import signed
-from .._rows.protocols import Ids
 from .._rows.table import Handle, Parts, Table, handle_on
 from .._tables import changes
 from .._tables.compressed_tensor import CompressedTensor

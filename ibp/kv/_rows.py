@@ -10,11 +10,10 @@ import torch
 from .._common.arguments import whole_number
 from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
-from .._fetch.calls import check_range, checked_ids, sms_of
+from .._fetch.calls import Ids, check_range, checked_ids, sms_of
 from .._machine import memory as _memory
 from .._rows.codebook import AnyCodebook
 from .._rows.faults import Faults, FaultWords
-from .._rows.protocols import Ids
 from .._tables.coded_rows import CodedRows
 from ..cache import RowCache
 from . import _paged

@@ -21,8 +21,7 @@ from .._fetch.calls import checked_ids, list_of_ids
 from .._machine import memory
 from .._rows.geometry import sampled
 from .._tables.changes import check_rows, put_items, reserve
-from .._tables.compressed_tensor import CompressedTensor, compress_rows
-from .._tables.torch_functions import embedding_of
+from .._tables.compressed_tensor import CompressedTensor, compress_rows, embedding_of
 from ..cache import RowCache
 from ._tables import TableModule, check_forward
 

@@ -22,9 +22,16 @@ import torch
 
 from .._common.modes import outside_of_graphs
 from .._fetch.calls import check_range, checked_ids
-from .._fetch.escapes import Escapes, matrix_of
 from .._fetch.gather import index_select
-from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, multiply_groups
+from .._fetch.linear import (
+    MOST_GROUPED,
+    MOST_STACKED,
+    Escapes,
+    escapes_for_groups,
+    group_vectors,
+    matrix_of,
+    multiply_groups,
+)
 from .._tables.compressed_tensor import CompressedTensor
 from ._parameters import SharedTable, TableParameter, by_rows
 from ._tables import CodedModule

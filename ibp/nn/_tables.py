@@ -19,8 +19,7 @@ import torch
 from .._common.models import SavedTensor, check_conversion
 from .._common.modes import cannot_record
 from .._fetch.linear import differentiable, linear, slot_bytes_for, wants_gradients
-from .._tables.compressed_tensor import CompressedTensor, compress_rows
-from .._tables.torch_functions import linear_of
+from .._tables.compressed_tensor import CompressedTensor, compress_rows, linear_of
 from ._parameters import SharedTable, TableParameter, is_fast, placed_like, reshaped, rows_of_weight
 
 _LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that do not choose slots

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import ibp
 from helpers import assert_same_bits
-from ibp._fetch import escapes, linear
+from ibp._fetch import linear
 from products import matrix_of
 
 AWAY = 2.0**-30  # what weights are multiplied by to become escapes
@@ -91,7 +91,7 @@ def test_quantised_weights_are_refused_as_plain_ones():
 
 def test_a_new_codebook_is_not_used_with_old_escapes():
     table = coded(matrix(64, 2048))
-    table._escapes = escapes._state(table), escapes.list_escapes(table)
+    table._escapes = linear._state(table), linear.list_escapes(table)
     table.refit(level="default")
     assert table._escapes is None
 
@@ -107,7 +107,7 @@ def test_functions_that_see_no_kernel():
 
 def test_which_tables_the_kernel_takes():
     weight = matrix(64, 2048)
-    assert escapes.takes(coded(weight))
+    assert linear.takes(coded(weight))
     place = ibp.CodedRows(coded(weight).codebook, 64, slot_bytes=3136, overflow_bytes=4096, device="cpu")
     for table in (
         place.table(weight.shape, weight.dtype),  # whose rows may be coded anew at any time
@@ -121,7 +121,7 @@ def test_which_tables_the_kernel_takes():
         ibp.compress(weight, scheme="raw", device="cpu", memory="host"),
         ibp.compress(weight, level="fast", row_bytes=1024, slot_bytes=800, device="cpu", memory="host"),
     ):
-        assert not escapes.takes(table)
+        assert not linear.takes(table)
 
 
 @pytest.mark.parametrize("columns", [32, 64, 96, 1024, 4096, 11008, 32736])
@@ -150,9 +150,9 @@ def test_module(dtype):
     other, module = torch.nn.Linear(256, 40).to(dtype), ibp.nn.Linear.from_linear(plain)
     module.load_state_dict(other.state_dict())
     assert_same_bits(module(x), other(x))
-    assert escapes.takes(module.weight) == (dtype == torch.bfloat16)
+    assert linear.takes(module.weight) == (dtype == torch.bfloat16)
     other = ibp.nn.Linear.from_linear(plain, device="cpu", memory="host")
-    assert escapes.takes(other.weight) == (dtype == torch.bfloat16)
+    assert linear.takes(other.weight) == (dtype == torch.bfloat16)
     assert ibp.nn.Linear.from_linear(torch.nn.Linear(100, 40, bias=False))(torch.ones(100)).shape == (40,)
     with pytest.raises(TypeError, match="module is a ReLU; wanted a torch.nn.Linear"):
         ibp.nn.Linear.from_linear(torch.nn.ReLU())
@@ -208,7 +208,7 @@ def test_escapes_complete_the_digits(room):
     slot_bytes = 3072 + room
     weight[41, 7], weight[42, 9], weight[43, 11] = float("inf"), float("nan"), 0.0
     table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes, device="cpu", memory="host")
-    listed = escapes.list_escapes(table)
+    listed = linear.list_escapes(table)
     assert listed.rows.tolist() == [3, 5, 20] and len(listed.entries) >= 600
     assert listed.nbytes == len(listed.below) + 4 * 97 + 8 * len(listed.entries) + 3 * (8 + 4096)
     assert_same_bits(multiplied(table, listed), weight)
@@ -218,9 +218,9 @@ def test_escapes_are_listed_by_chunks(monkeypatch):
     weight = matrix(100, 96)
     weight[::9, 5] *= AWAY
     table = coded(weight)
-    whole = escapes.list_escapes(table)
-    monkeypatch.setattr(escapes, "_CHUNK_ELEMENTS", weight.shape[1] * 7)
-    for one, other in zip(escapes.list_escapes(table), whole):
+    whole = linear.list_escapes(table)
+    monkeypatch.setattr(linear, "_CHUNK_ELEMENTS", weight.shape[1] * 7)
+    for one, other in zip(linear.list_escapes(table), whole):
         assert torch.equal(one, other)
     assert_same_bits(multiplied(table, whole), weight)
 
@@ -229,7 +229,7 @@ def test_many_irregular_rows_are_not_listed():
     weight, codebook = uneven()
     weight[80] = weight[3]
     table = coded(weight, codebook=codebook)
-    assert escapes.list_escapes(table) is None
+    assert linear.list_escapes(table) is None
 
 
 def test_long_rows_may_have_more_escapes():
@@ -240,7 +240,7 @@ def test_long_rows_may_have_more_escapes():
     weight[:, ::180] *= AWAY
     weight[7, : columns // 100] *= AWAY
     table = coded(weight, codebook=codebook)
-    listed = escapes.list_escapes(table)
+    listed = linear.list_escapes(table)
     assert listed.rows.tolist() == [7] and 63 * 91 <= len(listed.entries) <= 63 * 128
     assert_same_bits(multiplied(table, listed), weight)
 
@@ -249,7 +249,7 @@ def test_escapes_of_damaged_rows():
     table = coded(matrix(64, 2048))
     table.lengths.view(torch.int16)[7] += 1
     with pytest.raises(ibp.CorruptTableError, match="7"):
-        escapes.list_escapes(table)
+        linear.list_escapes(table)
 
 
 # ---- by the kernel ----
@@ -350,11 +350,11 @@ def test_weights_of_a_listed_matrix(cuda, rows, columns):
     if rows > 32:
         weight[1] *= AWAY
     table = coded(weight, codebook=codebook)
-    assert_same_bits(escapes.matrix_of(table, cuda), weight)  # nothing is listed
-    listed = escapes.escapes_of(table)
+    assert_same_bits(linear.matrix_of(table, cuda), weight)  # nothing is listed
+    listed = linear.escapes_of(table)
     assert len(listed.entries) and listed.rows.tolist() == [1] * (rows > 32)
-    assert_same_bits(escapes.matrix_of(table, cuda), weight)
-    assert_same_bits(escapes.matrix_of(table, torch.device("cpu")), weight.cpu())
+    assert_same_bits(linear.matrix_of(table, cuda), weight)
+    assert_same_bits(linear.matrix_of(table, torch.device("cpu")), weight.cpu())
     x = vectors(513, columns, cuda)
     assert_same_bits(ibp.linear(x, table), F.linear(x, weight))
     given = (table.slots, table.slot_bytes, listed.below, listed.starts, listed.entries)
@@ -530,7 +530,7 @@ def test_module_on_a_gpu(cuda, fused):
 
 def test_operation(cuda):
     table, x = coded(matrix(64, 96, cuda)), vectors(2, 96, cuda)
-    out, listed = torch.empty(2, 64, dtype=x.dtype, device=cuda), escapes.list_escapes(table)
+    out, listed = torch.empty(2, 64, dtype=x.dtype, device=cuda), linear.list_escapes(table)
     parts, sizes, bias = listed[:4], [table.slot_bytes], vectors(1, 64, cuda)[0]
     OPS = torch.ops.ibp.linear
     for biases in ([], [bias], [bias[:0]]):
@@ -617,7 +617,7 @@ def test_groups_of_vectors(cuda, rows, columns, matrices):
     weight = matrix(matrices * rows, columns, cuda)
     weight[::50, 3] *= AWAY
     table = coded(weight)
-    listed = escapes.list_escapes(table)
+    listed = linear.list_escapes(table)
     given = (table.slots, table.slot_bytes, listed.below, listed.starts, listed.entries)
     parts = [(number % matrices, 1 + number % 8) for number in range(70)]
     x = vectors(sum(count for _, count in parts), columns, cuda)

@@ -13,6 +13,7 @@ import torch
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
 import ibp  # noqa: E402
+from ibp._rows.geometry import stored_sizes  # noqa: E402
 from ibp._rows.planes import learn_planes, relearn  # noqa: E402
 
 FILE = HERE / "learned.json"
@@ -113,9 +114,9 @@ def learned(name, dtype):
     data = x.contiguous().view(torch.uint8).reshape(-1)
     row_bytes, found = data.numel() // len(x), {}
     for way, (options, times) in WAYS.items():
-        result = learn_planes(data, row_bytes, times * len(x), x.dtype, **options)
-        found[way] = [*said(result.codebook), int(result.lengths.sum())]
-    codebook = learn_planes(data, row_bytes, len(x), x.dtype).codebook
+        codebook, lengths, _ = learn_planes(data, row_bytes, times * len(x), x.dtype, **options)
+        found[way] = [*said(codebook), int(stored_sizes(lengths, row_bytes, row_bytes).sum())]
+    codebook = learn_planes(data, row_bytes, len(x), x.dtype)[0]
     if codebook.num_entries and len(x) > 1:
         halves = relearn(codebook, data, [len(x) // 2, len(x) - len(x) // 2])
         found["halves"] = [said(half)[-1] for half in halves]

@@ -46,7 +46,7 @@ def refused(monkeypatch):
     monkeypatch.setattr(process, "said", set())
     monkeypatch.setattr(host_gather, "_refused", set())
     monkeypatch.setattr(host_gather, "_rings", {})
-    monkeypatch.setattr(host_gather, "_stages", {})
+    monkeypatch.setattr(host_gather, "_stagers", {})
     monkeypatch.setattr(segments, "_segments", type(segments._segments)())
 
 

@@ -61,10 +61,11 @@ def row_bytes_of(codebook, sample):
 
 
 def learned(x, row_bytes=None, **kwargs):
-    """What is learned from all rows x[i] of a tensor."""
+    """(the codebook that is learned from all rows x[i] of a tensor, bytes of every row as stored)."""
     data = bytes_of(x)
     row_bytes = row_bytes or data.numel() // len(x)
-    return learn_planes(data, row_bytes, data.numel() // row_bytes, x.dtype, **kwargs)
+    codebook, lengths, _ = learn_planes(data, row_bytes, data.numel() // row_bytes, x.dtype, **kwargs)
+    return codebook, stored_sizes(lengths, row_bytes, row_bytes)
 
 
 # ---- codebooks -----------------------------------------------------------------------------------------------------
@@ -257,27 +258,27 @@ def test_rows_of_zero_value_compression():
 
 def assert_learned_is_exact(x, row_bytes=None, **kwargs):
     """The lengths promised are those of the encoder, which decodes again."""
-    found = learned(x, row_bytes, **kwargs)
-    codebook, data = found.codebook, bytes_of(x).numpy()
+    codebook, sizes = learned(x, row_bytes, **kwargs)
+    data = bytes_of(x).numpy()
     rows = [row.tobytes() for row in data.reshape(-1, codebook.row_bytes)]
     codec = codec_of(codebook)
     coded = [codec.encode(row) for row in rows]
     stored = [0 if row == reference_planes_codebook(codebook).default_row else len(c) for row, c in zip(rows, coded)]
-    assert found.lengths.tolist() == [min(size, codebook.row_bytes) for size in stored]
+    assert sizes.tolist() == [min(size, codebook.row_bytes) for size in stored]
     assert [codec.decode(row) for row in coded] == rows
     assert reference.encode_row(reference_planes_codebook(codebook), rows[0]) == coded[0]
-    total = int(found.lengths.sum()) + codebook.nbytes
+    total = int(sizes.sum()) + codebook.nbytes
     assert codebook.expected_savings == pytest.approx(1 - total / len(data), abs=1e-12)
-    return found
+    return codebook
 
 
 @pytest.mark.parametrize("kind", ["sparse", "narrow", "random", "equal"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_dtypes(dtype, kind):
-    found = assert_learned_is_exact(make_tensor((60, 24), dtype, kind))
-    assert found.codebook.expected_savings >= 0  # row after row as it is costs nothing
+    codebook = assert_learned_is_exact(make_tensor((60, 24), dtype, kind))
+    assert codebook.expected_savings >= 0  # row after row as it is costs nothing
     if kind != "random" and dtype.itemsize > 1:
-        assert found.codebook.expected_savings > 0.1
+        assert codebook.expected_savings > 0.1
 
 
 @pytest.mark.parametrize(
@@ -292,17 +293,17 @@ def test_all_dtypes(dtype, kind):
     ids=["one element", "one row", "two small rows", "all equal", "all distinct"],
 )
 def test_few_rows(x):
-    assert assert_learned_is_exact(x).codebook.expected_savings >= 0
+    assert assert_learned_is_exact(x).expected_savings >= 0
 
 
 def test_all_equal_rows_take_nothing():
-    found = learned(torch.full((100, 300), 1.5))
-    assert found.lengths.tolist() == [0] * 100 and found.codebook.num_entries == 0
+    codebook, sizes = learned(torch.full((100, 300), 1.5))
+    assert sizes.tolist() == [0] * 100 and codebook.num_entries == 0
 
 
 def test_random_bits_are_left_alone():
-    found = learned(torch.randint(-(2**63), 2**63 - 1, (100, 64)))
-    assert found.lengths.tolist() == [512] * 100 and found.codebook.nbytes == 0 and found.codebook.expected_savings == 0
+    codebook, sizes = learned(torch.randint(-(2**63), 2**63 - 1, (100, 64)))
+    assert sizes.tolist() == [512] * 100 and codebook.nbytes == 0 and codebook.expected_savings == 0
 
 
 def test_no_rows():
@@ -325,24 +326,25 @@ def test_samples_that_are_none():
 @pytest.mark.parametrize("row_bytes, element_bytes", [(6, 2), (5, 1), (12, 4), (8, 4)])
 def test_rows_that_cut_elements(row_bytes, element_bytes):
     x = torch.randn(60, 4)
-    found = assert_learned_is_exact(x, row_bytes)
-    assert found.codebook.element_bytes == element_bytes
+    codebook = assert_learned_is_exact(x, row_bytes)
+    assert codebook.element_bytes == element_bytes
 
 
 def test_parts_of_complex_numbers():
-    assert learned(torch.randn(64, 32, dtype=torch.complex64)).codebook.element_bytes == 4
-    assert learned(torch.randn(64, 32, dtype=torch.complex128)).codebook.element_bytes == 8
+    assert learned(torch.randn(64, 32, dtype=torch.complex64))[0].element_bytes == 4
+    assert learned(torch.randn(64, 32, dtype=torch.complex128))[0].element_bytes == 8
 
 
 def test_a_sample_that_starts_anywhere():
     x = torch.randn(64, 32)
     shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), bytes_of(x)])[1:]
-    there = learn_planes(shifted, 128, 64, torch.float32)
-    assert there.codebook == learned(x).codebook and torch.equal(there.lengths, learned(x).lengths)
+    codebook, lengths, _ = learn_planes(shifted, 128, 64, torch.float32)
+    here = learned(x)
+    assert codebook == here[0] and torch.equal(stored_sizes(lengths, 128, 128), here[1])
 
 
 def test_symbols_never_seen():
-    codebook = learned(torch.randn(64, 32)).codebook
+    codebook = learned(torch.randn(64, 32))[0]
     codec = codec_of(codebook)
     for row in (b"\xff" * 128, bytes(128), bytes(range(128))):
         assert codec.decode(codec.encode(row)) == row
@@ -350,7 +352,7 @@ def test_symbols_never_seen():
 
 def test_entries_that_are_missing_repeat_the_first():
     x = torch.randn(500, 64).to(torch.bfloat16)
-    codebook = learned(x).codebook
+    codebook = learned(x)[0]
     for column in codebook.entries.tolist():
         distinct = dict.fromkeys(column)
         assert column == list(distinct) + [column[0]] * (len(column) - len(distinct))
@@ -391,30 +393,30 @@ def shifted_columns(num_rows=600, num_columns=32):
 )
 def test_within_a_hundredth_of_every_setting(make, dtype, widths):
     x = make().to(dtype)
-    found = learned(x)
-    assert int(found.lengths.sum()) + found.codebook.nbytes <= 1.01 * min(every_setting(x, widths))
+    codebook, sizes = learned(x)
+    assert int(sizes.sum()) + codebook.nbytes <= 1.01 * min(every_setting(x, widths))
 
 
 def test_choices():
-    normal = learned(torch.randn(600, 64)).codebook
+    normal = learned(torch.randn(600, 64))[0]
     assert (normal.rotate, normal.symbol_bits, normal.listed, normal.per_column) == (1, 8, False, False)
-    columns = learned(shifted_columns().to(torch.bfloat16)).codebook
+    columns = learned(shifted_columns().to(torch.bfloat16))[0]
     assert columns.per_column and columns.symbol_bits > 9
-    clipped = learned(torch.randn(600, 64).relu()).codebook
+    clipped = learned(torch.randn(600, 64).relu())[0]
     assert clipped.listed and clipped.default == 0 and clipped.rotate == 0
-    ones = learned((torch.rand(600, 64) < 0.05).to(torch.float32)).codebook
+    ones = learned((torch.rand(600, 64) < 0.05).to(torch.float32))[0]
     assert ones.listed and (ones.default, ones.closed, ones.nbytes) == (0, 0x3F800000, 8)
-    ids = learned(torch.randint(0, 1 << 20, (600, 64))).codebook
+    ids = learned(torch.randint(0, 1 << 20, (600, 64)))[0]
     assert not ids.listed and ids.residual_bits <= 20 and ids.expected_savings > 0.65
-    stamps = learned(torch.arange(64) * 10**9 + torch.randint(0, 1000, (600, 64))).codebook
+    stamps = learned(torch.arange(64) * 10**9 + torch.randint(0, 1000, (600, 64)))[0]
     assert stamps.per_column and stamps.expected_savings > 0.75
 
 
 def test_a_codebook_is_paid_for():
     """Entries a column need rows to be worth their bytes: the same sample, more rows in the table."""
     x = shifted_columns(64, 256).to(torch.bfloat16)
-    few = learn_planes(bytes_of(x), 512, 64, x.dtype).codebook
-    many = learn_planes(bytes_of(x), 512, 1 << 20, x.dtype).codebook
+    few = learn_planes(bytes_of(x), 512, 64, x.dtype)[0]
+    many = learn_planes(bytes_of(x), 512, 1 << 20, x.dtype)[0]
     assert few.nbytes < many.nbytes and many.per_column
 
 
@@ -431,26 +433,26 @@ def test_a_sample_does_nearly_as_well(make, fraction):
     x = make().to(torch.bfloat16)
     rows = bytes_of(x).view(len(x), -1)
     chosen = rows[torch.randperm(len(x))[: int(fraction * len(x))]]
-    codebook = learn_planes(chosen.reshape(-1), rows.shape[1], len(x), x.dtype).codebook
+    codebook = learn_planes(chosen.reshape(-1), rows.shape[1], len(x), x.dtype)[0]
     savings = 1 - (int(row_bytes_of(codebook, rows.reshape(-1)).sum()) + codebook.nbytes) / rows.numel()
-    assert savings >= learned(x).codebook.expected_savings - 0.01
+    assert savings >= learned(x)[0].expected_savings - 0.01
     assert savings == pytest.approx(codebook.expected_savings, abs=0.01)
 
 
 def test_columns_of_their_own_do_not_collapse_on_small_samples():
     x = torch.randn(20000, 64).to(torch.bfloat16)  # all columns alike: entries a column could only be noise
     rows = bytes_of(x).view(len(x), -1)
-    codebook = learn_planes(rows[:60].reshape(-1), 128, len(x), x.dtype).codebook
+    codebook = learn_planes(rows[:60].reshape(-1), 128, len(x), x.dtype)[0]
     assert (int(row_bytes_of(codebook, rows.reshape(-1)).sum()) + codebook.nbytes) / rows.numel() <= 0.68
 
 
 def test_the_same_codebook_every_time():
     x = torch.randn(40000, 32).to(torch.float16)
     state = torch.random.get_rng_state()
-    first = learn_planes(bytes_of(x), 64, len(x), x.dtype)
+    first, _, _ = learn_planes(bytes_of(x), 64, len(x), x.dtype)
     assert torch.equal(state, torch.random.get_rng_state())
     torch.manual_seed(1)
-    assert learn_planes(bytes_of(x), 64, len(x), x.dtype).codebook == first.codebook
+    assert learn_planes(bytes_of(x), 64, len(x), x.dtype)[0] == first
 
 
 @pytest.fixture(scope="module")
@@ -557,13 +559,13 @@ def cases(sets):
 
 @pytest.mark.parametrize("make, dtype, least", cases(MADE) + cases(IN_DATA))
 def test_savings(make, dtype, least):
-    assert 100 * learned(make().to(dtype)).codebook.expected_savings >= least
+    assert 100 * learned(make().to(dtype))[0].expected_savings >= least
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="there is no shared/data beside the repository")
 @pytest.mark.parametrize("make, dtype, least", cases(IN_SHARED))
 def test_savings_on_shared_data(make, dtype, least):
-    assert 100 * learned(make().to(dtype)).codebook.expected_savings >= least
+    assert 100 * learned(make().to(dtype))[0].expected_savings >= least
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="there is no shared/data beside the repository")
@@ -573,8 +575,8 @@ def test_savings_with_a_codebook_a_matrix():
     for name in ("emb", "wq", "wk", "wv", "wo", "w1", "w2", "w3"):
         for layer in matrices[name] if matrices[name].ndim == 3 else matrices[name][None]:
             x = torch.from_numpy(layer).to(BF16)
-            found = learned(x)
-            coded, original = coded + int(found.lengths.sum()) + found.codebook.nbytes, original + x.nbytes
+            codebook, sizes = learned(x)
+            coded, original = coded + int(sizes.sum()) + codebook.nbytes, original + x.nbytes
     assert 1 - coded / original >= 0.32
 
 
@@ -585,7 +587,7 @@ def test_codebooks_of_words_are_as_checked_ones(dtype, kind, level):
     x = make_tensor((300, 48), dtype, kind)
     x[:, ::3] = x[0, 0]
     row_bytes = 48 * dtype.itemsize
-    learned = learn_planes(bytes_of(x), row_bytes, 1 << 20, dtype, level=level).codebook
+    learned = learn_planes(bytes_of(x), row_bytes, 1 << 20, dtype, level=level)[0]
     checked = PlanesCodebook(**{field.name: getattr(learned, field.name) for field in dataclasses.fields(learned)})
     assert checked == learned and checked.codec == learned.codec and repr(checked) == repr(learned)
     assert_same_bits(checked.words("cpu"), learned.words("cpu"))

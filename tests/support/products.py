@@ -6,12 +6,12 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from ibp._fetch import escapes, linear
+from ibp._fetch import linear
 
 
 def lists(table):
     """Lists a table's escapes as on a GPU, so that kernels can multiply by it."""
-    table._escapes = escapes._state(table), escapes.list_escapes(table)
+    table._escapes = linear._state(table), linear.list_escapes(table)
 
 
 def matrix_of(slots, slot_bytes, below, starts, entries, columns):

@@ -6,7 +6,7 @@ import torch
 import ibp
 from helpers import assert_same_bits
 from ibp._fetch.linear import slot_bytes_for
-from ibp._tables.weights import Items, join
+from ibp._tables.weights import join
 from ibp.nn._tables import matrix_table
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_rows_keep_their_bits(cuts, is_saved, tmp_path):
     if is_saved:
         ibp.save(tmp_path / "rows.safetensors", {str(number): table for number, table in enumerate(held)})
         held = list(ibp.open(tmp_path / "rows.safetensors").values())
-    made = join([Items(table, *cut) for table, cut in zip(held, cuts)], CPU)
+    made = join([(table, *cut) for table, cut in zip(held, cuts)], CPU)
     wanted = torch.cat([rows[slice(*cut)] for rows, cut in zip(plain, cuts)])
     assert_same_bits(made.decompress(check=True), wanted)
     assert made.slot_bytes == held[0].slot_bytes and made.codebook is held[0].codebook
@@ -60,7 +60,7 @@ def test_rows_keep_their_bits(cuts, is_saved, tmp_path):
 
 def test_a_whole_table_is_moved():
     (table, *_), _ = tables()
-    assert join([Items(table, 0, 100)], CPU) is table
+    assert join([(table, 0, 100)], CPU) is table
 
 
 @pytest.mark.parametrize(
@@ -78,17 +78,17 @@ def test_tables_of_other_forms(other):
     (first, *_), (rows, *_) = tables()
     assert first.slot_bytes == slot_bytes_for(COLUMNS) < 480
     table = other(rows)
-    assert join([Items(first, 0, 100), Items(table, 0, 100)], CPU) is None
+    assert join([(first, 0, 100), (table, 0, 100)], CPU) is None
 
 
 def test_tables_that_are_not_cut():
     _, (rows, *_) = tables()
     for options in ({"layout": "packed"}, {"row_bytes": 4096}, {"scheme": "raw"}):
         table = ibp.compress(rows, **options)
-        assert join([Items(table, 0, 4)], CPU) is None
+        assert join([(table, 0, 4)], CPU) is None
     table = ibp.compress(rows, level="fast", slot_bytes=384)
     kept = table.clone()
     table.update_(torch.tensor([1]), rows[:1])  # rows have a place each in the overflow
-    assert join([Items(table, 0, 4)], CPU) is None
-    assert join([Items(kept, 0, 4)], CPU) is not None
-    assert join([Items(kept, 0, 4), Items(table, 0, 4)], CPU) is None
+    assert join([(table, 0, 4)], CPU) is None
+    assert join([(kept, 0, 4)], CPU) is not None
+    assert join([(kept, 0, 4), (table, 0, 4)], CPU) is None

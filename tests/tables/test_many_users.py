@@ -223,8 +223,8 @@ def calls_an_offloaded_model(x):
 
 
 def gathers_for_a_gpu(x):
-    host_gather._stages.clear()
-    return lambda: host_gather._stage_of(torch.device("cpu"))
+    host_gather._stagers.clear()
+    return lambda: host_gather._stager_of(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def gathers_for_a_gpu(x):
         (stores_and_loads, (ibp.kv.KVStore, "_begun")),
         (saves_activations, (ActivationOffload, "_save")),
         (calls_an_offloaded_model, (Events, "_fetch_ahead")),
-        (gathers_for_a_gpu, (host_gather, "_Stage")),
+        (gathers_for_a_gpu, (host_gather, "_new_stager")),
     ],
 )
 def test_a_process_forks_while_a_thread_holds_a_lock(make, place, x, monkeypatch):
@@ -282,7 +282,7 @@ x = torch.randn(400, 512).bfloat16()
 table, data = ibp.compress(x, scheme="planes", memory="host"), x.view(torch.uint8).reshape(-1).clone()
 table.decompress()
 torch.randn(1000, 1000).sum()
-codec, words = table._coding(torch.device("cpu"))
+codec, words = table.codebook.codec, table.codebook.words("cpu")
 
 def work(barrier, failed):
     barrier.wait()
