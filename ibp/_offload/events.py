@@ -29,7 +29,7 @@ Other hooks do not fetch groups:
 
 A stacked weight is one tensor with the weights of all experts. In its table, an expert is a fixed number of consecutive
 rows. The experts of a call are decoded into slots, with which the module's original forward computes
-(`nn/_parameters.py`). The host never waits for the GPU. A GPU fetches experts on a separate stream; the caller's stream
+(`nn/_experts.py`). The host never waits for the GPU. A GPU fetches experts on a separate stream; the caller's stream
 waits for a stacked weight only when the forward first reads the weight. So `down_proj` is fetched while `gate_up_proj`
 is multiplied.
 """

@@ -15,7 +15,7 @@ from .._common.arguments import whole_number
 from .._common.modes import outside_of_graphs
 from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
-from .._fetch import gather as prefetching
+from .._fetch import gather
 from .._fetch.calls import (
     ID_DTYPES,
     IN_ORDER,
@@ -351,7 +351,7 @@ class RowCache(OfThisProcess, TensorManners):
         out: torch.Tensor | None = None,
         stream: torch.cuda.Stream | None = None,
         max_sms: int | None = None,
-    ) -> prefetching.Prefetch:
+    ) -> gather.Prefetch:
         """Starts copying items to a GPU on another stream, as `CompressedTensor.prefetch` does. Cached rows come from
         the cache.
 
@@ -361,7 +361,7 @@ class RowCache(OfThisProcess, TensorManners):
         It also raises what `index_select` raises.
         """
         cached: Any = self
-        return prefetching.prefetch(cached, ids, device=device, out=out, stream=stream, max_sms=max_sms)
+        return gather.prefetch(cached, ids, device=device, out=out, stream=stream, max_sms=max_sms)
 
     def _take(self, ids: torch.Tensor, sms: int, in_order: bool, out: torch.Tensor | None) -> torch.Tensor:
         """Returns the items at `ids`, which must be on a device of the cache. If `out` is given, writes the items to
