@@ -727,7 +727,7 @@ def test_joined_tensors_on_a_gpu(cuda, share):
 def test_a_crash_amid_joined_tensors_on_a_gpu(cuda, number, after, monkeypatch):
     there = some_experts()
     here = copies(there)
-    before, sender, receiver = copies_on_cpu(here), Sender(there, piece_bytes=100_000), Receiver(here)
+    before, sender, receiver = copies_on_cpu(here), Sender(there, piece_bytes=400_000), Receiver(here)
     train_on_gpu(there, 0.02)
     messages = sender.push(there)
     interrupt_a_write(monkeypatch, number, after)
