@@ -105,9 +105,14 @@ __all__ = [
 ]
 _published(__name__)
 
-# Pickles of earlier commits name these modules, which have been merged into others.
-_sys.modules["ibp._schemes.estimation"] = _sys.modules["ibp._rows.estimation"]
-_sys.modules["ibp._rows.handle"] = _sys.modules["ibp._rows.table"]
+# Pickles of earlier commits name modules that have since been merged into others. pickle finds them under these names.
+for _former, _present in (
+    ("_schemes.estimation", "_rows.estimation"),
+    ("_rows.handle", "_rows.table"),
+    ("nn._neighbours", "nn._tables"),
+    ("nn._stacks", "nn._experts"),
+):
+    _sys.modules[f"ibp.{_former}"] = _sys.modules[f"ibp.{_present}"]
 
 # ibp 0.2 had these classes in the root module, so pickles and torch.save files of 0.2 refer to them there.
 # `__getattr__` finds them under the old names, so that such files can still be loaded. Programs should import the

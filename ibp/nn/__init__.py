@@ -14,10 +14,7 @@ tables; `load_state_dict` accepts both, and compresses plain tensors. `parameter
 docs/embeddings.md says how rows are trained.
 """
 
-import sys as _sys
-
 from .._common.importing import published
-from . import _experts, _tables
 from ._collection import EmbeddingCollection
 from ._compressing import ModelReport, compress, decompress
 from ._embedding import Embedding, EmbeddingBag
@@ -41,7 +38,3 @@ __all__ = [
 ]
 
 __dir__ = published(__name__)
-
-# Pickles of earlier commits name these modules, which have been merged into others.
-_sys.modules[f"{__name__}._neighbours"] = _tables
-_sys.modules[f"{__name__}._stacks"] = _experts
