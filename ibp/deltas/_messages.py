@@ -337,12 +337,13 @@ def named(weights: Named) -> dict[str, Any]:
 
 
 class _Shard(NamedTuple):
-    """The rows of a tensor that this process sends.
+    """Describes the rows of a tensor that this process sends.
 
     name, full_shape, start: the name of the tensor, its complete shape, and the index of the first row.
     is_alone: whether other senders may send the same rows. Such rows are not joined with others, because each sender
         could join them with different ones.
-    memory: identifies the values in memory (`memory_of`).
+    memory: identifies the values in memory (`memory_of`). A tensor without elements has no memory, so its name, dtype
+        and device identify it.
     """
 
     name: str
@@ -352,8 +353,8 @@ class _Shard(NamedTuple):
     memory: tuple[Any, ...]
 
 
-# The rows of one tensor in a region: (the rows; the index of the tensor among the weights; the first and the last of
-# the rows in the values that this process has of it).
+# Rows of one tensor in a region: (the rows; the index of the tensor among the shards; (index of the first row, index of
+# the row after the last one) in the values of the shard, or None for all of its rows).
 _Member = tuple[TensorRows, int, tuple[int, int] | None]
 
 
@@ -392,7 +393,8 @@ class RegionPlan:
                 full_shape, start, values = shard
                 check_source(values, name)
                 is_alone = self._part[1] > 1 and values.shape == tensor.shape
-                shards.append(_Shard(name, full_shape, start, is_alone, memory_of(values)))
+                memory = memory_of(values) if values.numel() else (name, values.dtype, values.device)
+                shards.append(_Shard(name, full_shape, start, is_alone, memory))
                 tensors.append(values)
         if shards != self._shards:
             self._regions = _divided(shards, tensors, self._most_bytes)

@@ -22,7 +22,8 @@ from ._making import begin_differences
 from ._messages import Change, Named, OwnRegion, PushHead, Region, RegionPlan, head_of, message_of
 from ._tensors import CheckpointDelta, Delta, Version
 
-# A message takes about half a millisecond on both sides, besides its bytes, so it holds the changes of much at once.
+# Each message takes time of the host on both sides, however few bytes it has. So a message has the changes of many
+# weights.
 PIECE_BYTES = 1 << 30
 # A receiver needs memory for a copy of a region's weights if they are coded or joined there, so regions are smaller.
 _REGIONS_OF_PIECE = 4

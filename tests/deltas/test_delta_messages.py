@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 import ibp
 from helpers import assert_same_bits
 from ibp.deltas import OutOfSyncError, Receiver, Sender, _on_pieces, _tensors
+from ibp.deltas import _messages as messages
 from ibp.deltas._messages import ChangeHead, PushHead, Region
 from ibp.deltas._on_pieces import TableRows
 from ranks import Ranks
@@ -374,6 +375,21 @@ def test_the_plan_of_a_push_follows_the_weights():
         for message in sender.push(there):
             receiver.apply(message)
         assert all(torch.equal(here[name], there[name]) for name in there)
+
+
+def test_weights_are_divided_once(monkeypatch):
+    """Unless something changes that decides which tensors share a region: here the dtype of a tensor without
+    elements."""
+    weights = {"a": torch.randn(4), "empty": torch.empty(0, 8), "b": torch.randn(5)}
+    plan, divided, divide = messages.RegionPlan((0, 1), 4096), [], messages._divided
+    monkeypatch.setattr(messages, "_divided", lambda *args: divided.append(1) or divide(*args))
+    for _ in range(3):
+        (region,) = plan.regions({name: tensor.view(tensor.shape) for name, tensor in weights.items()})
+        assert region.values().numel() == 9
+    assert len(divided) == 1
+    weights["empty"] = weights["empty"].half()
+    assert sorted(str(region.dtype) for region in plan.regions(weights)) == ["torch.float16", "torch.float32"]
+    assert len(divided) == 2
 
 
 def test_a_part_of_a_push_is_not_the_whole():
