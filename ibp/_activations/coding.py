@@ -49,7 +49,7 @@ class ByteSpan(NamedTuple):
 
 
 class SpanView(NamedTuple):
-    """The layout of a tensor in its span. offset: the position of its first element in the span, in elements."""
+    """Describes how a tensor lies in its span. offset: the position of its first element in the span, in elements."""
 
     dtype: torch.dtype
     shape: torch.Size

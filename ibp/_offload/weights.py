@@ -1,4 +1,4 @@
-"""The weights of an offloaded model, and what stands for them between uses.
+"""Holds the weights of an offloaded model, and the tensors that stand for them between uses.
 
 Between uses, each parameter or buffer of a weight is a resting tensor. It has the weight's shape, dtype and device, but
 not the weight's values. Code that reads the values gets a decoded copy. `rest` and `wake` change a tensor of the model

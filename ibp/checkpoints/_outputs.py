@@ -1,4 +1,4 @@
-"""The files of ibp that this folder writes. For `compress`, this file plans which tensors each file holds (`Shard`),
+"""Plans, records and writes the output files of ibp. For `compress`, it plans which tensors each file holds (`Shard`),
 keeps a record of finished files (`Journal`), and makes the report. For `estimate`, it has the sizes that the files
 would have, and the estimate. `CheckpointWriter` is for programs that make tensors one after the other, and `is_coded`
 recognises such files.
