@@ -62,9 +62,9 @@ class Sender:
             host memory. Each push then copies it to the GPU of the weights, piece by piece, and compares it there.
         piece_bytes: the size in bytes of a piece. One message holds the changes of at most this many bytes of weights;
             only a single row may be larger. Tensors of at most 1/64 of this size are coded together. A push takes
-            memory for more than its messages, because a GPU measures the next piece while a message is made: for the
-            changes of two pieces, for copies of those of their tensors that are coded together, and, if the sender's
-            copy is in host memory, for two pieces of it.
+            memory for more than its messages, because a GPU measures the next piece while a message is made: it takes
+            memory for the changes of two pieces, and for copies of their tensors that are coded together. If the
+            sender's copy is in host memory, the push also takes memory for two pieces of this copy.
         device: the device on which messages are made. None: the device of the weights.
 
     Attributes:
