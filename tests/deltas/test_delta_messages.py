@@ -63,7 +63,7 @@ def applied(receiver, messages):
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.3, 1])
 @pytest.mark.parametrize("most", [1, 1 << 62])
-@pytest.mark.parametrize("piece_bytes", [100, 5000, 1 << 20])
+@pytest.mark.parametrize("piece_bytes", [1000, 5000, 1 << 20])
 def test_any_change(share, most, piece_bytes):
     there = some_weights()
     here, sender = copies(there), Sender(there, piece_bytes=piece_bytes)
@@ -245,8 +245,8 @@ def test_a_new_sender_goes_on_where_the_old_one_ended():
     link.refuses(link.pushes[0], "has fingerprint")
 
 
-@hypothesis.given(st.randoms(use_true_random=False), st.integers(1, 20_000))
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.given(st.randoms(use_true_random=False), st.integers(1_000, 20_000))
+@hypothesis.settings(max_examples=10)  # each is up to a hundred messages
 def test_any_order_within_a_push(rng, piece_bytes):
     link = Link(piece_bytes)
     for push in link.pushes[1:]:
@@ -255,7 +255,6 @@ def test_any_order_within_a_push(rng, piece_bytes):
 
 
 @hypothesis.given(st.integers(0, 1 << 30), st.integers(1, 255))
-@hypothesis.settings(max_examples=100, deadline=None)
 def test_damaged_messages(place, flipped):
     link = Link(1 << 20)
     (message,) = link.pushes[1]
@@ -433,7 +432,6 @@ OTHER_VALUES += [["size", [3]], ["list", []], ["dict", []], ["tensor", "uint8", 
 
 
 @hypothesis.given(st.integers(0, 1 << 20), st.sampled_from(OTHER_VALUES), st.booleans(), st.integers(0, 2))
-@hypothesis.settings(max_examples=100, deadline=None)
 def test_any_head(place, value, full, number):
     """Whatever a head says, the weights are one version or the other, and errors are those that are documented."""
     there = {"a": torch.arange(60.0).view(20, 3), "b": torch.arange(7).bfloat16()}
