@@ -39,14 +39,15 @@ batch size alone does to the answers.
 Loads (`--load 256x128+1024,1x128+1024`: first 256 requests at once with 128 tokens each, which are continued by 1,024
 tokens; then one such request alone). vLLM takes 0.95 of a card of `--card-gib`, which may be smaller than the GPU, for
 weights, keys and values together; torch's allocator refuses more than the card has. If requests find no room, `plain`
-and `coded weights` recompute them, and `coded weights and KV` keeps their pages compressed in `--host-gib` of host
-memory. `ttft_ms` and `ttft_p99_ms` are median and 99th percentile of the time to a request's first token, `between_ms`
-is the median time between two tokens of a request, `sequences` is the number of requests that got a token in a step on
-average, and `kv_tokens` is the number of tokens that vLLM has room for. `load_peak_bytes` and `peak_bytes` are the most
-that torch's allocator held while weights were loaded, and afterwards. `load_s` includes making random weights;
-`capture_s` includes compiling, warming up and capturing graphs. `bound_tokens_per_s` is the highest rate that memory,
-products and attention allow (tools/serving_bounds.py, with the rates of `--rates`), and `share_of_bound` is the
-measured share of it.
+and `coded weights` recompute them. `coded weights and KV` keeps their pages compressed in `--host-gib` of host memory,
+and `coded weights and raw KV` keeps them there as vLLM does without ibp. `ttft_ms` and `ttft_p99_ms` are median and
+99th percentile of the time to a request's first token, `between_ms` is the median time between two tokens of a request,
+`sequences` is the number of requests that got a token in a step on average, `long_steps` is the share of the time in
+steps that took more than twice as long as the median one, and `kv_tokens` is the number of tokens that vLLM has room
+for. `load_peak_bytes` and `peak_bytes` are the most that torch's allocator held while weights were loaded, and
+afterwards. `load_s` includes making random weights; `capture_s` includes compiling, warming up and capturing graphs.
+`bound_tokens_per_s` is the highest rate that memory, products and attention allow (tools/serving_bounds.py, with the
+rates of `--rates`), and `share_of_bound` is the measured share of it.
 
 serve_steps.csv has the steps of `--sequences`. `step_ms` is wall-clock time, `host_ms` is the processor time of the
 thread, which sleeps while it waits, and `gpu_ms` and `kernels` are the time and the number of kernels. The row with
@@ -83,7 +84,7 @@ from benchmarks import harness  # noqa: E402
 COLUMNS = (
     "benchmark,case,arm,mode,prompt_tokens,new_tokens,equal,answers,largest_gap,ttft_ms,tokens_per_s,"
     "batch_tokens_per_s,found,load_s,weight_bytes,host_bytes,stored_pages,raw_pages,requests,order,card_gib,ttft_p99_ms,"
-    "between_ms,sequences,kv_tokens,capture_s,load_peak_bytes,peak_bytes,bound_tokens_per_s,bound_sequences,"
+    "between_ms,sequences,long_steps,kv_tokens,capture_s,load_peak_bytes,peak_bytes,bound_tokens_per_s,bound_sequences,"
     "share_of_bound,command,engine,gpu,torch,cuda,commit"
 ).split(",")
 OF_STEPS = "benchmark,case,arm,mode,order,card_gib,sequences,tokens".split(",")
@@ -375,8 +376,10 @@ def arms_of(args, length, coded_folder):
         base |= {"max_model_len": longest, "max_num_seqs": most}
         base |= {"max_num_batched_tokens": 8192 if args.card_gib >= LARGE_CARD_GIB else 2048}
         base |= {"gpu_memory_utilization": UTILIZATION * args.share}
-        host = tier(args.host_gib * 2**30, **coded)
-        return {"plain": base, "coded weights": base | weights, "coded weights and KV": base | weights | host}
+        arms = {"plain": base, "coded weights": base | weights}
+        for pages, extra in (("raw KV", {}), ("KV", coded)):
+            arms[f"coded weights and {pages}"] = base | weights | tier(args.host_gib * 2**30, **extra)
+        return arms
     # There are blocks for all prompts, and a few to warm up.
     needed = (PROMPTS + 3) * -(-(length + NEW_TOKENS) // BLOCK)
     host_bytes = int(needed / args.gain) * BLOCK * kv_bytes_of(config)
@@ -500,10 +503,9 @@ def write_result(args, config, named, options, answers, result):
     if kind == "load" and (bound := bound_on_card(args, config, load, "coded" in row["arm"], result["weight_bytes"])):
         row |= {"bound_tokens_per_s": bound.tokens_per_s, "bound_sequences": bound.sequences}
         row["share_of_bound"] = row["tokens_per_s"] / bound.tokens_per_s
-    if (
-        kind in ("answers", "load") and "kv_transfer_config" in options
-    ):  # The arm keeps keys and values on the host, too.
-        row["host_bytes"] = options["kv_transfer_config"]["kv_connector_extra_config"]["cpu_bytes_to_use"]
+    if kind in ("answers", "load"):  # Arms with a connector keep keys and values in host memory, too.
+        connector = options.get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
+        row |= {"host_bytes": connector["cpu_bytes_to_use"]} if connector else {}
     row = {column: row[column] for column in columns if column in row}
     row = {name: harness.four_digits(x) if isinstance(x, float) else x for name, x in row.items()}
     harness.append_row(args.out / file, columns, row)

@@ -77,17 +77,20 @@ def add_requests(engine, load, name, num_words):
 
 def serve(engine, load, name, num_words, tell=lambda result: None):
     """Serves a load and returns its times. `sequences` is the average number of requests that got a token in a step.
+    `long_steps` is the share of the time that passed in steps that took more than twice as long as the median step.
 
     Raises:
         RuntimeError: a request got too few tokens.
     """
     wanted, got, num_steps = load.requests * load.new_tokens, 0, 0
     times = defaultdict(list)  # when each token came, by request
+    ends = []  # when each step ended
     start = told = time.perf_counter()
     add_requests(engine, load, name, num_words)
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter()
+        ends.append(now)
         for output in outputs:
             num_tokens = len(output.outputs[0].token_ids)
             times[output.request_id] += [now] * num_tokens
@@ -103,7 +106,9 @@ def serve(engine, load, name, num_words, tell=lambda result: None):
     found = {"tokens_per_s": wanted / (max(each[-1] for each in times.values()) - start)}
     found |= {"ttft_ms": statistics.median(first) * 1e3, "ttft_p99_ms": float(np.percentile(first, 99)) * 1e3}
     found |= {"between_ms": float(np.median(between)) * 1e3} if between.size else {}
-    return found | {"sequences": wanted / num_steps}
+    step_s = np.diff(ends, prepend=start)
+    long_steps = float(step_s[step_s > 2 * np.median(step_s)].sum() / step_s.sum())
+    return found | {"sequences": wanted / num_steps, "long_steps": long_steps}
 
 
 def kernels_of(profile, num_steps):

@@ -168,7 +168,7 @@ def test_a_load_is_served(tools, vllm):
     engine = Engine(room=2)
     found = tools.load.serve(engine, tools.bounds.Load(6, 5, 10), "a", 100)
     assert found["sequences"] == 2 and 0 < found["ttft_ms"] <= found["ttft_p99_ms"]
-    assert found["between_ms"] > 0 and found["tokens_per_s"] > 0
+    assert found["between_ms"] > 0 and found["tokens_per_s"] > 0 and 0 <= found["long_steps"] < 1
     assert [len(prompt) for prompt in engine.prompts.values()] == [5] * 6
     assert len({tuple(prompt) for prompt in engine.prompts.values()}) == 6
     with pytest.raises(RuntimeError, match="wanted 60 tokens, got 54"):
@@ -338,7 +338,7 @@ def test_options_of_the_engine(tools, rates, tmp_path):
     args = types.SimpleNamespace(model=folder, shape="qwen3-32b", mode="graphs", load=loads, sequences=[1, 128])
     vars(args).update(card_gib=79.0, share=0.5, host_gib=2, gain=1.4, min_bytes=1 << 20)
     arms = tools.serve.arms_of(args, 0, None)
-    assert [*arms] == ["plain", "coded weights", "coded weights and KV"]
+    assert [*arms] == ["plain", "coded weights", "coded weights and raw KV", "coded weights and KV"]
     plain = arms["plain"]
     assert plain["load_format"] == "random" and plain["gpu_memory_utilization"] == 0.475
     assert (plain["max_num_seqs"], plain["max_model_len"], plain["max_num_batched_tokens"]) == (256, 1152, 8192)
@@ -346,6 +346,8 @@ def test_options_of_the_engine(tools, rates, tmp_path):
     assert weights["quantization"] == "ibp" and [*weights] == ["quantization", "hf_overrides"]
     extra = arms["coded weights and KV"]["kv_transfer_config"]["kv_connector_extra_config"]
     assert extra["cpu_bytes_to_use"] == 2 << 30 and extra["spec_name"] == "IBPOffloadingSpec"
+    extra = arms["coded weights and raw KV"]["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra == {"cpu_bytes_to_use": 2 << 30}
 
 
 def test_bad_input(run, capsys):
