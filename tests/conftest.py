@@ -2,7 +2,9 @@
 
 import faulthandler
 import gc
+import math
 import os
+import time
 
 # This is set before torch makes its threads. The tests' operations are tiny, so that threads would wait for each other
 # longer than they work, and several test processes share the cores. Programs that tests start inherit the variable.
@@ -25,8 +27,11 @@ hypothesis.settings.load_profile("fast")
 
 
 # After this many seconds a process ends with a traceback of all its threads, because a thread that waits for another
-# one may wait forever.
-MOST_OF_A_TEST, MOST_OF_THE_EXIT = 1200, 120
+# one may wait forever. Setting the timer takes milliseconds, as its former thread has to end first; so a timer that was
+# set at most SAME_TIMER seconds ago serves the next test, too.
+MOST_OF_A_TEST, MOST_OF_THE_EXIT, SAME_TIMER = 1200, 120, 60
+
+HAS_GPU = torch.cuda.is_available()
 
 
 def pytest_configure(config):
@@ -58,18 +63,21 @@ def pytest_sessionstart(session):
     """Keeps a file descriptor of the terminal, because pytest captures standard error while tests run."""
     with session.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         session.config.terminal_file = os.dup(2)
+    session.config.timer_set = -math.inf
 
 
-@pytest.hookimpl(hookwrapper=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item):
-    faulthandler.dump_traceback_later(MOST_OF_A_TEST, exit=True, file=item.config.terminal_file)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+    now = time.monotonic()
+    if now > item.config.timer_set + SAME_TIMER:
+        faulthandler.dump_traceback_later(MOST_OF_A_TEST, exit=True, file=item.config.terminal_file)
+        item.config.timer_set = now
 
 
 def pytest_sessionfinish(session):
     """Ends the process if threads or processes that tests have left keep the interpreter from exiting. This does not
     apply to workers of pytest-xdist, which live until all are done and are then ended."""
+    faulthandler.cancel_dump_traceback_later()
     if hasattr(session.config, "workerinput"):
         return
     faulthandler.dump_traceback_later(MOST_OF_THE_EXIT, exit=True, file=session.config.terminal_file)
@@ -78,12 +86,18 @@ def pytest_sessionfinish(session):
 def pytest_collectstart():
     """Sets the seed before a file is imported, so that what it makes, such as parameters of tests, is the same in every
     run."""
-    torch.manual_seed(0)
+    set_seed()
 
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
-    torch.manual_seed(0)
+    set_seed()
+
+
+def set_seed():
+    """Sets the seed of torch's generators. Without a GPU this is the CPU's alone: torch.manual_seed would keep a
+    traceback for each device that may come, which takes longer than many a test."""
+    (torch.manual_seed if HAS_GPU else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
