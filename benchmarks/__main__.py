@@ -51,7 +51,7 @@ SPEED = {
 CODING = {"families": 80, "compress": 60, "encode_into": 40, "changes": 25, "deltas": 20}
 CACHES = {
     "row_cache": 30,
-    "dlrm": 200,
+    "dlrm": 240,
     "dlrm_train": 30,
     "bags": 25,
     "kv_fetch": 45,

@@ -56,9 +56,9 @@ def released():
     sys.modules[package.__name__] = package
     try:
         module = importlib.import_module(f"{package.__name__}.cached_embedding")
+        return module.CachedEmbeddingBag, importlib.metadata.version("colossalai")
     except ImportError as error:
         raise ImportError(f"{needed} ({error})") from error
-    return module.CachedEmbeddingBag, importlib.metadata.version("colossalai")
 
 
 def calls_for(device):
