@@ -715,7 +715,7 @@ TABLES = (
                 ("ibp", "cpu gather + copy"),
                 ("ibp", "cpu pipelined"),
                 ("ibp", "raw rows"),
-                ("ibp + cache", "raw rows + cache"),
+                ("ibp + cache", "raw + cache"),
             )
         },
     ),

@@ -10,17 +10,23 @@ are distinct; they are compressed on the GPU and repeated.
 Arms:
 
 `cpu gather + copy`   torch's index_select into a pinned buffer, which is copied; ids are on the CPU
+`cpu unique rows`     each row of a batch once, by `index_select().pin_memory()`, then `.cuda()`: the paper's baseline,
+                      whose code has no cache hits (github.com/AKKamath/ColossalAI, commit 04cc5f4c, cache_mgr.py)
 `cpu pipelined`       raw rows with path="cpu", in chunks that are copied meanwhile; ids are on the CPU
 `raw rows`, `ibp`     rows that the GPU fetches; ids are on the GPU, and the call adds to them the first rows of tables
 `scheme ibp`          the same with rows that are compressed with masks
 `raw + cache`, `ibp + cache`   the same through a `RowCache` of 2 % of the raw bytes that holds the most frequent rows;
                       only for ids by Zipf's law
-`CachedEmbeddingBag`  ColossalAI's, if the package is installed, with an equally large cache over the same pinned rows,
-                      its own policy (LFU) and the frequencies of the ids; bags have one row, and batches whose rows do
-                      not fit its cache are left out
+`CachedEmbeddingBag`  ColossalAI's class as it is released, if the package is installed, with an equally large cache
+                      over the same pinned rows, which is full from the start; its own policy (LFU) and, by Zipf's law,
+                      the ranks of the ids; bags have one row, and batches whose rows do not fit its cache are left out
+`CachedEmbeddingBag, no write-back`   the same without copies of dropped rows to host memory, as the paper has it
+`CachedEmbeddingBag, raw rows`, `CachedEmbeddingBag, ibp`, `CachedEmbeddingBag, scheme ibp`   the same, but the GPU
+                      fetches the rows that the cache lacks, by examples/cached_embedding_bag.py
 
 After the common columns, dlrm.csv has ids ("uniform" or "Zipf"), batch, ms (of a call), table_gib (of raw rows),
-hit_rate, target_gbps and met. `rows` is the number of rows of a call.
+hit_rate, sets (of ids, which take turns; an arm is not called twice with one of them), colossalai (the release),
+target_gbps and met. `rows` is the number of rows of a call.
 
 The targets of `ibp` for BF16 rows of 2 KiB: 2.8 times as fast as `cpu gather + copy`, 1.3 times as fast as `cpu
 pipelined`, and from 100,000 ids per call 1.35 times as fast as `raw rows`. For FP32 rows of 2 KiB it is 1.1 times as
@@ -30,10 +36,10 @@ less does not count as slower, because rates of the same code differ by as much.
 """
 
 import gc
-import importlib.util
+import itertools
+import runpy
 import sys
 import types
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -45,13 +51,18 @@ from ibp.cache import _slabs
 from . import harness, ideal, inputs
 from .large_table import GIB, tiled
 
-COLUMNS = ("ids", "batch", "ms", "table_gib", "hit_rate", *harness.TARGET_COLUMNS)
-NUM_TABLES, CACHE_SHARE, NUM_SETS = 26, 0.02, 2
+COLUMNS = ("ids", "batch", "ms", "table_gib", "hit_rate", "sets", "colossalai", *harness.TARGET_COLUMNS)
+# An arm is called at most ten times: for its bits, twice to warm up, and harness.MAX_REPEATS times.
+NUM_TABLES, CACHE_SHARE, NUM_SETS, NUM_OUTS = 26, 0.02, 16, 2
 CPU_COPY, CPU_PIPELINED, RAW, IBP, RAW_CACHE, IBP_CACHE = ARMS = (
     *("cpu gather + copy", "cpu pipelined", "raw rows", "ibp"),
     *("raw + cache", "ibp + cache"),
 )
-SCHEME_IBP, COLOSSALAI = "scheme ibp", "CachedEmbeddingBag"
+SCHEME_IBP, CPU_UNIQUE = "scheme ibp", "cpu unique rows"
+COLOSSALAI = "CachedEmbeddingBag"
+NO_WRITE_BACK, RAW_INSIDE, IBP_INSIDE = (f"{COLOSSALAI}, {how}" for how in ("no write-back", RAW, IBP))
+BY_CPU = (CPU_COPY, CPU_UNIQUE, CPU_PIPELINED, COLOSSALAI, NO_WRITE_BACK)
+EXAMPLE = types.SimpleNamespace(**runpy.run_path(str(harness.ROOT / "examples" / "cached_embedding_bag.py")))
 UNIFORM, ZIPF = "uniform", "Zipf"
 # This many rows share a base (FORMAT.md section 2). The number of rows that are repeated is a multiple of it.
 ROWS_TOGETHER = 32
@@ -78,9 +89,10 @@ CASES = (
     *(Case(torch.bfloat16, row_bytes, 4, (1024, 16384)) for row_bytes in (1024, 512)),
     Case(torch.bfloat16, 128, 4, (16384,)),
     *(Case(torch.float16, row_bytes, 4, (16384,)) for row_bytes in (2048, 512, 128)),
-    *(Case(torch.float32, row_bytes, 4, (16384,)) for row_bytes in (512, 128)),
+    Case(torch.float32, 512, 4, (1024, 4096, 16384)),
+    Case(torch.float32, 128, 4, (16384,)),
 )
-QUICK_CASES = (Case(torch.bfloat16, 2048, 1 / 64, (16, 64)), Case(torch.float32, 128, 1 / 256, (64,)))
+QUICK_CASES = (Case(torch.bfloat16, 2048, 1 / 64, (4, 64)), Case(torch.float32, 512, 1 / 64, (16,)))
 
 
 class Lookups:
@@ -98,11 +110,15 @@ class Lookups:
             self.ids = [inputs.scattered(one, rows_of_table).view(batch, NUM_TABLES) for one in ranks]
         self.cpu_rows = [self.rows(k).cpu() for k in range(NUM_SETS)]
         columns = case.row_bytes // case.dtype.itemsize
-        self.outs = [torch.empty(self.num_rows, columns, dtype=case.dtype, device=run.device) for _ in range(NUM_SETS)]
+        self.outs = [torch.empty(self.num_rows, columns, dtype=case.dtype, device=run.device) for _ in range(NUM_OUTS)]
 
     def rows(self, k):
         """Returns the ids of set k as rows of the table that holds all tables, as calls compute them."""
         return (self.ids[k] + self.firsts).view(-1)
+
+    def out(self, k):
+        """Returns the memory for the rows of set k."""
+        return self.outs[k % NUM_OUTS]
 
     @property
     def output_bytes(self):
@@ -124,6 +140,11 @@ class Tables:
             raise AssertionError(f"{case.name}: the table is not in pinned memory")
         self.small = small
 
+    @property
+    def host(self):
+        """The raw rows as a tensor of torch, in host memory."""
+        return self.table.slots.view(self.table.dtype).view(self.num_rows, -1)
+
     def cache(self):
         budget = int(CACHE_SHARE * self.num_rows * self.case.row_bytes)
         return ibp.RowCache(self.table, budget, self.hotness, devices=self.run.device)
@@ -137,20 +158,17 @@ class Tables:
         return ideal.gather_gbps(NUM_SETS * lookups.output_bytes, link_ns, self.run.memset_gbps)
 
 
-def measure(tables, lookups, arm, call, ideal_gbps, judged=None, wall=False, cache=None, sums=False):
+def measure(tables, lookups, arm, call, ideal_gbps, judged=None, wall=False, hit_rate=None, sums=False, release=""):
     """Times call(k), which returns the rows of set k, and records the arm. Returns GB/s. judged: arguments of
-    `harness.judged`. sums: whether the rows are sums of one row each, which have no negative zeros."""
+    `harness.judged`. hit_rate: function() -> the share of the rows that a cache had. sums: whether the rows are sums of
+    one row each, which have no negative zeros."""
     run, case = tables.run, tables.case
-    harness.poison(lookups.outs[0])
-    found = call(0)
+    sets = itertools.cycle(range(NUM_SETS))
+    harness.poison(lookups.out(0))
+    found = call(next(sets))
     rows = tables.x[lookups.rows(0) % len(tables.x)]
     harness.check_bits(found, rows + 0.0 if sums else rows, f"{lookups.name}, {arm}")
-    hit_rate = ""
-    if cache is not None:
-        cache.reset_stats()
-        call(0)
-        hit_rate = f"{cache.stats().hit_rate:.4f}"
-    seconds = run.seconds([lambda k=k: call(k) for k in range(NUM_SETS)], wall)
+    seconds = run.seconds([lambda: call(next(sets))], wall)
     gbps = lookups.output_bytes * 1e-9 / seconds
     run.add(
         case=lookups.name,
@@ -161,12 +179,14 @@ def measure(tables, lookups, arm, call, ideal_gbps, judged=None, wall=False, cac
         savings=tables.table.savings,
         gbps=gbps,
         ideal_gbps=ideal_gbps,
-        sms=None if run.on_gpu and not wall else 0,
+        sms=None if run.on_gpu and arm not in BY_CPU else 0,
         ids=lookups.law,
         batch=lookups.batch,
         ms=harness.four_digits(1e3 * seconds),
         table_gib=f"{tables.num_rows * case.row_bytes / GIB:.2f}",
-        hit_rate=hit_rate,
+        hit_rate=f"{hit_rate():.4f}" if hit_rate else "",
+        sets=NUM_SETS,
+        colossalai=release,
         **({} if judged is None else harness.judged(gbps, *judged)),
     )
     return gbps
@@ -175,18 +195,23 @@ def measure(tables, lookups, arm, call, ideal_gbps, judged=None, wall=False, cac
 def measure_cpu(tables, lookups, buffer):
     """Measures raw rows that the CPU gathers. Returns the rates by arm. buffer: pinned memory for the rows of a
     call."""
-    table, outs = tables.table, lookups.outs
-    host = table.slots.view(table.dtype).view(tables.num_rows, -1)
-    held = buffer[: lookups.output_bytes].view(table.dtype).view(outs[0].shape)
+    table, host, device = tables.table, tables.host, tables.run.device
+    held = buffer[: lookups.output_bytes].view(table.dtype).view(lookups.outs[0].shape)
 
     def plain(k):
-        return outs[k].copy_(torch.index_select(host, 0, lookups.cpu_rows[k], out=held))
+        return lookups.out(k).copy_(torch.index_select(host, 0, lookups.cpu_rows[k], out=held))
+
+    def unique(k):
+        rows, places = lookups.rows(k).unique(return_inverse=True)
+        with EXAMPLE.calls_for(device):
+            fetched = host.index_select(0, rows.cpu()).pin_memory().cuda()
+        return torch.index_select(fetched, 0, places, out=lookups.out(k))
 
     def pipelined(k):
         path = "cpu" if tables.run.on_gpu else None
-        return ibp.index_select(table, lookups.cpu_rows[k], out=outs[k], path=path)
+        return ibp.index_select(table, lookups.cpu_rows[k], out=lookups.out(k), path=path)
 
-    arms = {CPU_COPY: plain, CPU_PIPELINED: pipelined}
+    arms = {CPU_COPY: plain, CPU_UNIQUE: unique, CPU_PIPELINED: pipelined}
     return {arm: measure(tables, lookups, arm, call, ideal.LINK_COPY_GBPS, wall=True) for arm, call in arms.items()}
 
 
@@ -205,7 +230,7 @@ def measure_gpu(tables, lookups, arm, rates):
     """Measures rows that the GPU fetches."""
 
     def call(k):
-        return ibp.index_select(tables.table, lookups.rows(k), out=lookups.outs[k])
+        return ibp.index_select(tables.table, lookups.rows(k), out=lookups.out(k))
 
     judged = [wanted_of(tables.case, lookups, rates)] if arm == IBP else None
     rates[arm] = measure(tables, lookups, arm, call, tables.link_gbps(lookups), judged)
@@ -213,48 +238,63 @@ def measure_gpu(tables, lookups, arm, rates):
 
 def measure_cached(tables, lookups, arm, rates, cache, is_missed):
     def call(k):
-        return cache.index_select(lookups.rows(k), out=lookups.outs[k])
+        return cache.index_select(lookups.rows(k), out=lookups.out(k))
 
     link_gbps, judged = tables.link_gbps(lookups, is_missed), None
     if arm == IBP_CACHE and RAW_CACHE in rates:
         judged = 1.3 * rates[RAW_CACHE], harness.allowed_beside(rates[RAW_CACHE], rates[RAW_CACHE, "ideal"], link_gbps)
-    rates[arm] = measure(tables, lookups, arm, call, link_gbps, judged, cache=cache)
+    cache.reset_stats()
+    rates[arm] = measure(tables, lookups, arm, call, link_gbps, judged, hit_rate=lambda: cache.stats().hit_rate)
     rates[arm, "ideal"] = link_gbps
 
 
-def cached_embedding_bag():
-    """Returns ColossalAI's class, or None if it is not installed. Imports only the files of the class, because the
-    package imports what training of large models needs."""
-    found = importlib.util.find_spec("colossalai")
-    if found is None:
-        return None
-    package = types.ModuleType("colossalai_cache_embedding")
-    root = Path(found.submodule_search_locations[0])
-    package.__path__ = [str(root.joinpath("legacy", "nn", "parallel", "layers", "cache_embedding"))]
-    sys.modules[package.__name__] = package
+class GatheredRows(EXAMPLE.Rows):
+    """Plain rows in host memory, which the CPU gathers as the class itself does. No row is written back."""
+
+    def index_select(self, dim, ids):
+        return self.table.index_select(dim, ids.cpu()).pin_memory().cuda()
+
+
+def released_class():
+    """Returns (ColossalAI's class, its release), or None if it cannot be imported."""
     try:
-        return importlib.import_module(f"{package.__name__}.cached_embedding").CachedEmbeddingBag
-    except ImportError as error:  # For example, contexttimer is missing.
-        print(f"{COLOSSALAI}: left out: {error}")
+        return EXAMPLE.released()
+    except ImportError as error:
+        print(f"{COLOSSALAI}, left out: {error}")
         return None
 
 
-def measure_colossalai(tables, lookups, make):
-    """Measures ColossalAI's class. make: the result of `cached_embedding_bag()`."""
-    host = tables.table.slots.view(tables.table.dtype).view(tables.num_rows, -1)
+def weights_of(tables, arm):
+    """Returns the weights to give to ColossalAI's class, by arm. arm: the arm of the same rows without the class."""
+    device = tables.run.device
+    weights = {f"{COLOSSALAI}, {arm}": EXAMPLE.Rows(tables.table, device, trainable=False)}
+    if arm != RAW:
+        return weights
+    return {COLOSSALAI: tables.host, NO_WRITE_BACK: GatheredRows(tables.host, device, trainable=False), **weights}
+
+
+def measure_inside(tables, lookups, arm, weight, make, release):
+    """Measures ColossalAI's class with a weight. make, release: what `released_class` returns."""
     held = int(CACHE_SHARE * tables.num_rows)
     if max(len(lookups.rows(k).unique()) for k in range(NUM_SETS)) > held:
-        print(f"{lookups.name}, {COLOSSALAI}: a batch has more rows than the cache, left out")
+        print(f"{lookups.name}, {arm}: a batch has more rows than the cache, left out")
         return
-    frequencies = (tables.hotness - tables.hotness.min()).cpu()
-    bags = make(*host.shape, _weight=host, mode="sum", cache_ratio=CACHE_SHARE, ids_freq_mapping=frequencies)
+    hotness = (tables.hotness - tables.hotness.min()).cpu() if lookups.law == ZIPF else None
+    own = {} if isinstance(weight, torch.Tensor) else {"buffer_size": held}
     offsets = torch.arange(lookups.num_rows, device=tables.run.device)
+    with EXAMPLE.calls_for(tables.run.device), torch.no_grad():
+        own |= {"cache_ratio": CACHE_SHARE, "warmup_ratio": 1.0, "ids_freq_mapping": hotness}
+        bags = make(*weight.shape, _weight=weight, mode="sum", **own)
+        manager = bags.cache_weight_mgr
 
-    def look_up(k):
-        return bags(lookups.rows(k), offsets)
+        def look_up(k):
+            return bags(lookups.rows(k), offsets)
 
-    with torch.no_grad():
-        measure(tables, lookups, COLOSSALAI, look_up, ideal.LINK_COPY_GBPS, wall=True, sums=True)
+        def hit_rate():
+            return 1 - float(manager._cache_miss) / manager._total_cache
+
+        options = {"wall": True, "hit_rate": hit_rate, "sums": True, "release": release}
+        measure(tables, lookups, arm, look_up, ideal.LINK_COPY_GBPS, **options)
 
 
 def missed_rows(cache, num_rows, device):
@@ -267,12 +307,12 @@ def missed_rows(cache, num_rows, device):
     return torch.cat(missed)
 
 
-def run_scheme(run, case, scheme, x, buffers, rates, hotness, every):
-    """Measures all arms of raw or compressed rows. rates: for every lookup, the rates by arm."""
+def run_scheme(run, case, scheme, x, buffers, rates, hotness, every, found_class):
+    """Measures all arms of raw or compressed rows. rates: for every lookup, the rates by arm. found_class: what
+    `released_class` returns."""
     small = ibp.compress(x, scheme=scheme, layout="slots")
     tables = Tables(run, case, x, small, buffers[0], hotness)
     is_raw, arm = scheme == "raw", {"raw": RAW, "auto": IBP, "ibp": SCHEME_IBP}[scheme]
-    others = cached_embedding_bag() if is_raw and run.on_gpu else None
     cache = is_missed = None
     for lookups, found in zip(every, rates):
         name = f"{lookups.name}, {harness.dtype_name(case.dtype)}, {case.row_bytes} B"
@@ -281,9 +321,9 @@ def run_scheme(run, case, scheme, x, buffers, rates, hotness, every):
                 found.update(measure_cpu(tables, lookups, buffers[1]))
         with run.cell(f"{name}, {scheme}"):
             measure_gpu(tables, lookups, arm, found)
-        if others:
-            with run.cell(f"{name}, {COLOSSALAI}"):
-                measure_colossalai(tables, lookups, others)
+        for inside, weight in weights_of(tables, arm).items() if found_class else ():
+            with run.cell(f"{name}, {inside}"):
+                measure_inside(tables, lookups, inside, weight, *found_class)
         if lookups.law == ZIPF and scheme != "ibp":
             with run.cell(f"{name}, {scheme}, cache"):
                 if cache is None:
@@ -292,7 +332,7 @@ def run_scheme(run, case, scheme, x, buffers, rates, hotness, every):
                 measure_cached(tables, lookups, RAW_CACHE if is_raw else IBP_CACHE, found, cache, is_missed)
 
 
-def run_case(run, case, buffers):
+def run_case(run, case, buffers, found_class):
     num_bytes = int(case.gib * GIB)
     columns = case.row_bytes // case.dtype.itemsize
     num_distinct = min(GIB, num_bytes // NUM_TABLES // 4) // (ROWS_TOGETHER * case.row_bytes) * ROWS_TOGETHER
@@ -306,7 +346,7 @@ def run_case(run, case, buffers):
     hotness[inputs.scattered(ranks, rows_of_table)] = -ranks
     rates = [{} for _ in every]
     for scheme in ("raw", "auto", "ibp"):
-        run_scheme(run, case, scheme, x, buffers, rates, hotness.repeat(NUM_TABLES), every)
+        run_scheme(run, case, scheme, x, buffers, rates, hotness.repeat(NUM_TABLES), every, found_class)
         gc.collect()
 
 
@@ -347,10 +387,10 @@ def main(argv=None):
     run = harness.Run("dlrm", args, COLUMNS)
     torch.manual_seed(0)
     cases = CASES if run.is_judged else QUICK_CASES
-    buffers = buffers_of(run, cases)
+    buffers, found_class = buffers_of(run, cases), released_class()
     for case in cases:
         with run.cell(f"{case.name}, {harness.dtype_name(case.dtype)}, {case.row_bytes} B"):
-            run_case(run, case, buffers)
+            run_case(run, case, buffers, found_class)
         if run.on_gpu:
             torch.cuda.empty_cache()
     return run.finish(harness.missed(run.rows))

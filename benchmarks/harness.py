@@ -114,7 +114,7 @@ def commit_id():
         return "unknown"
     try:
         head = git("rev-parse", "HEAD")
-        code = git("status", "--porcelain", "--", "csrc", "ibp", "setup.py", "benchmarks/*.py")
+        code = git("status", "--porcelain", "--", "csrc", "ibp", "setup.py", "benchmarks/*.py", "examples/*.py")
     except OSError:
         return "unknown"
     if head.returncode != 0:

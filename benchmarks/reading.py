@@ -12,7 +12,7 @@ DTYPE_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float6
 # Columns whose values are names, even if they look like numbers.
 NAMES = {
     *("benchmark", "case", "arm", "set", "net", "layer", "program", "sizes", "map", "dtype"),
-    *("gpu", "torch", "cuda", "commit", "reference"),
+    *("gpu", "torch", "cuda", "commit", "reference", "colossalai"),
 }
 
 

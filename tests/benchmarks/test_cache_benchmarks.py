@@ -2,8 +2,6 @@
 
 import csv
 import importlib
-import importlib.util
-import sys
 
 import pytest
 import torch
@@ -43,22 +41,6 @@ def test_targets_of_lookups():
     assert wanted(torch.bfloat16, 2048, 1024) == pytest.approx(2.8 * 20)
     assert wanted(torch.float32, 2048, 8192) == pytest.approx(1.1 * 50)
     assert wanted(torch.float16, 2048, 8192) == wanted(torch.bfloat16, 512, 8192) == pytest.approx(49)
-
-
-def test_colossalais_class_comes_without_its_package(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "colossalai", raising=False)
-    if importlib.util.find_spec("colossalai") is None:
-        assert dlrm.cached_embedding_bag() is None
-    folder = tmp_path / "colossalai" / "legacy" / "nn" / "parallel" / "layers" / "cache_embedding"
-    folder.mkdir(parents=True)
-    for path in (tmp_path / "colossalai", folder):
-        (path / "__init__.py").write_text("raise ImportError('what training large models takes')")
-    (folder / "manager.py").write_text("FOUND = 3")
-    (folder / "cached_embedding.py").write_text("from .manager import FOUND\nclass CachedEmbeddingBag:\n    x = FOUND")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert dlrm.cached_embedding_bag().x == 3
-    for name in [name for name in sys.modules if name.startswith("colossalai")]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 def test_a_larger_cache_is_predicted_to_gain():

@@ -653,6 +653,29 @@ def test_look_ups_are_compared_by_dtype_and_size(tmp_path):
         "as CachedEmbeddingBag, two sets of ids in turn: 1.20 to 9.00, 4.57 on average of 3; raw rows with the cache "
         "1.00, 1.00"
     )
+    assert not reproduction.bags_inside(results)
+
+
+def test_the_class_with_ibp_inside_is_compared_with_itself(tmp_path):
+    """If both arms of the paper's comparison were measured, they are the headline."""
+    lookups = {
+        "ibp + cache": (90, 90),
+        "raw + cache": (45, 60),
+        "CachedEmbeddingBag": (30, 30),
+        "CachedEmbeddingBag, no write-back": (10, 20),
+        "CachedEmbeddingBag, raw rows": (20, 40),
+        "CachedEmbeddingBag, ibp": (30, 50),
+        "ibp": (70, 60),
+        "cpu unique rows": (7, 5),
+    }
+    rows = [f'a,float32,{512 << k},"{arm}",{rates[k]},16' for arm, rates in lookups.items() for k in range(2)]
+    writer(tmp_path)("dlrm", "case,dtype,row_bytes,arm,gbps,sets", *rows)
+    results = reading.Results(tmp_path)
+    assert list(reproduction.lookup_headline(results)) == [("inside CachedEmbeddingBag", 2.75, 2.8)]
+    assert reproduction.bags_inside(results).split("<br>")[1:] == [
+        "ibp 2.50 to 3.00 (2.75), 1.25 to 1.50 (1.38), 10.00 to 12.00 (11.00)"
+    ]
+    assert reproduction.cached_bags(results).startswith("as CachedEmbeddingBag: 3.00, 3.00 on average of 2; raw rows")
 
 
 def test_unlike_rows_are_not_taken_for_each_other(tmp_path):
