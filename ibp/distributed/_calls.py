@@ -227,67 +227,43 @@ def all_to_all_single(
     return _AllToAll(output, input, splits, group, CallOptions(codec, level, name)).call(async_op)
 
 
-class _AllToAll(Collective):
-    """An all-to-all. In a group of n ranks, message k of a piece goes to rank k, and message n + k comes from rank k. A
-    rank's messages to and from itself are empty.
+class _Exchange(Collective):
+    """A call in which a rank can send a part of its data to each rank. In a group of n ranks, message k of a piece goes
+    to rank k, and message n + k comes from rank k. A rank's messages to and from itself are empty.
 
     The sender and the receiver of a message both know its size, so they both know whether it is coded. On GPUs a raw
-    part moves directly from the input to the output tensor, together with the first piece of the coded parts. On the
-    CPU a raw part is copied into a raw message.
-
-    Args:
-        splits: output_split_sizes and input_split_sizes.
+    part moves directly from the sender's tensor to the receiver's tensor, together with the first piece of the coded
+    parts. On the CPU a raw part is copied into a raw message.
     """
 
-    def __init__(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        splits: tuple[Sequence[int] | None, Sequence[int] | None],
-        group: dist.ProcessGroup | None,
-        options: CallOptions,
-    ) -> None:
-        super().__init__(group, options, "all_to_all_single", (input, output))
-        # A rank that sends few bytes can take part in a large call, so the plan must not depend on the sizes of one
-        # rank.
-        self.kind, self.load = self.kind._replace(numel=0), _NOMINAL
-        self._input, self._output, self._splits = input, output, splits
+    def divide(self, plan: Plan, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Sets the parts that the call moves, and decides which of them are coded. Subclasses call this method before a
+        coded call.
 
-    def check(self) -> None:
-        super().check()
-        for what, x, sizes in zip(("output", "input"), (self._output, self._input), self._splits):
-            _check_splits(what, x, sizes, self.state.size)
-
-    def raw(self, async_op: bool) -> dist.Work | None:
-        output, input = movable(self._output, items=True), movable(self._input, items=True)
-        return dist.all_to_all_single(output, input, *self._splits, group=self.group, async_op=async_op)
-
-    def coded(self, plan: Plan, is_async: bool, status: Status | None = None) -> dist.Work | None:
+        Args:
+            sent: for each rank, the bytes that this rank sends to it.
+            received: for each rank, the memory of the bytes that come from it.
+        """
         rank, size = self.state.rank, self.state.size
-        self._on_gpu = self.state.slots(self._input.device).on_gpu
-        received, sent = (_parts(x, sizes, size) for x, sizes in zip((self._output, self._input), self._splits))
+        self._on_gpu = self.state.slots(self.tensors[0].device).on_gpu
         self.own = received[rank], sent[rank]
         self._parts = [data[:0] if k % size == rank else data for k, data in enumerate((*sent, *received))]
         self._is_coded = [data.numel() >= max(1, plan.least) for data in self._parts]
         self._raw = [data[:0] if coded else data for data, coded in zip(self._parts, self._is_coded)]
-        if self._on_gpu and not any(self._is_coded):
-            # This rank has no coded messages, but other ranks may send coded messages to each other. An NCCL all-to-all
-            # is a group of sends and receives between pairs of ranks, so this rank can leave out the all-to-alls in
-            # which it moves no bytes. Its raw parts are moved as bytes, because the other ranks also send and receive
-            # them as bytes.
-            to, back = ([data.numel() for data in parts] for parts in (sent, received))
-            x, out = as_bytes(self._input), as_bytes(self._output)
-            return dist.all_to_all_single(out, x, back, to, group=self.group, async_op=is_async)
-        return super().coded(plan, is_async, status)
+
+    def num_pieces(self, plan: Plan) -> int:
+        """Returns the number of pieces of a call on GPUs. It is the same on all ranks."""
+        return plan.num_pieces
 
     def pieces(self, plan: Plan) -> list[ExchangePiece]:
-        device = self._input.device
+        device = self.tensors[0].device
         if not self._on_gpu:
             messages = plan.messages_of([data.numel() for data in self._parts], device, plan.least)
             return [self._piece(messages, self._parts)]
-        spans = [spans_of(data.numel(), _PIECES) if coded else () for data, coded in zip(self._parts, self._is_coded)]
+        count = self.num_pieces(plan)
+        spans = [spans_of(data.numel(), count) if coded else () for data, coded in zip(self._parts, self._is_coded)]
         pieces = []
-        for k in range(_PIECES):
+        for k in range(count):
             payloads = [found[k].payload if k < len(found) else 0 for found in spans]
             parts = [data[found[k].bytes] if k < len(found) else data[:0] for data, found in zip(self._parts, spans)]
             pieces.append(self._piece(plan.messages_of(payloads, device), parts))
@@ -325,6 +301,51 @@ class _AllToAll(Collective):
             work.wait()
 
 
+class _AllToAll(_Exchange):
+    """An all-to-all. splits: output_split_sizes and input_split_sizes."""
+
+    def __init__(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        splits: tuple[Sequence[int] | None, Sequence[int] | None],
+        group: dist.ProcessGroup | None,
+        options: CallOptions,
+    ) -> None:
+        super().__init__(group, options, "all_to_all_single", (input, output))
+        # A rank that sends few bytes can take part in a large call, so the plan must not depend on the sizes of one
+        # rank.
+        self.kind, self.load = self.kind._replace(numel=0), _NOMINAL
+        self._input, self._output, self._splits = input, output, splits
+
+    def check(self) -> None:
+        super().check()
+        for what, x, sizes in zip(("output", "input"), (self._output, self._input), self._splits):
+            _check_splits(what, x, sizes, self.state.size)
+
+    def raw(self, async_op: bool) -> dist.Work | None:
+        output, input = movable(self._output, items=True), movable(self._input, items=True)
+        return dist.all_to_all_single(output, input, *self._splits, group=self.group, async_op=async_op)
+
+    def num_pieces(self, plan: Plan) -> int:
+        return _PIECES
+
+    def coded(self, plan: Plan, is_async: bool, status: Status | None = None) -> dist.Work | None:
+        received, sent = (
+            _parts(x, sizes, self.state.size) for x, sizes in zip((self._output, self._input), self._splits)
+        )
+        self.divide(plan, sent, received)
+        if self._on_gpu and not any(self._is_coded):
+            # This rank has no coded messages, but other ranks may send coded messages to each other. An NCCL all-to-all
+            # is a group of sends and receives between pairs of ranks, so this rank can leave out the all-to-alls in
+            # which it moves no bytes. Its raw parts are moved as bytes, because the other ranks also send and receive
+            # them as bytes.
+            to, back = ([data.numel() for data in parts] for parts in (sent, received))
+            x, out = as_bytes(self._input), as_bytes(self._output)
+            return dist.all_to_all_single(out, x, back, to, group=self.group, async_op=is_async)
+        return super().coded(plan, is_async, status)
+
+
 def _check_splits(what: str, x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> None:
     """Raises ValueError unless x can be divided into parts for `count` ranks.
 
@@ -345,6 +366,155 @@ def _parts(x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> list[tor
     items = max(1, x.shape[0] if x.dim() else 1)
     data = as_bytes(x)
     return list(data.split([data.numel() // items * n for n in sizes] if sizes else [data.numel() // count] * count))
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: Sequence[torch.Tensor] | None = None,
+    dst: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    *,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> dist.Work | None:
+    """Gathers a tensor from each rank on one rank, as `torch.distributed.gather` does. Tensors travel coded if that is
+    faster.
+
+    If some rows of a tensor do not fit into its messages, only that tensor is sent again, raw. See
+    `all_gather_into_tensor` for how tensors are coded, for the other arguments, the result and the errors.
+
+    Example:
+        >>> # on each rank of a group
+        >>> rank = torch.distributed.get_rank()  # 0 or 1
+        >>> parts = [torch.empty(1000, 64) for _ in range(2)] if rank == 1 else None
+        >>> ibp.distributed.gather(torch.full((1000, 64), float(rank)), parts, dst=1)
+        >>> [part[3, 0].item() for part in parts or []]
+        [0.0, 1.0]
+
+    Args:
+        tensor: a contiguous tensor, which has the same shape and dtype on all ranks.
+        gather_list: on the destination rank, a contiguous tensor for each rank of the group to write to, in the order
+            of the ranks. Each has the shape, dtype and device of `tensor`, and the destination's own may be `tensor`
+            itself. On the other ranks, None or an empty list.
+        dst, group_dst: the rank of the destination among all ranks, or in the group. Give at most one of the two. If
+            both are None, the destination is rank 0 among all ranks.
+    """
+    root = root_of(0 if dst is None and group_dst is None else dst, group_dst, group, "dst")
+    return _Rooted("gather", tensor, gather_list, root, group, CallOptions(codec, level, name)).call(async_op)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: Sequence[torch.Tensor] | None = None,
+    src: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> dist.Work | None:
+    """Sends a different tensor from one rank to each rank, as `torch.distributed.scatter` does. Tensors travel coded if
+    that is faster.
+
+    If some rows of a tensor do not fit into its messages, only that tensor is sent again, raw. See
+    `all_gather_into_tensor` for how tensors are coded, for the other arguments, the result and the errors.
+
+    Example:
+        >>> # on each rank of a group
+        >>> rank = torch.distributed.get_rank()  # 0 or 1
+        >>> part = torch.empty(1000, 64)
+        >>> parts = [torch.full((1000, 64), float(k)) for k in range(2)] if rank == 1 else None
+        >>> ibp.distributed.scatter(part, parts, src=1)
+        >>> part[3, 0].item() == rank
+        True
+
+    Args:
+        tensor: a contiguous tensor to write to, which has the same shape and dtype on all ranks.
+        scatter_list: on the source rank, a contiguous tensor for each rank of the group, in the order of the ranks.
+            Each has the shape, dtype and device of `tensor`, and the source's own may be `tensor` itself. On the other
+            ranks, None or an empty list.
+        src, group_src: the rank of the source among all ranks, or in the group. Give at most one of the two. If both
+            are None, the source is rank 0 among all ranks.
+    """
+    root = root_of(0 if src is None and group_src is None else src, group_src, group)
+    return _Rooted("scatter", tensor, scatter_list, root, group, CallOptions(codec, level, name)).call(async_op)
+
+
+class _Rooted(_Exchange):
+    """A gather or a scatter: one rank, the root, receives a tensor from each rank, or sends a tensor to each rank.
+
+    Args:
+        what: "gather" or "scatter".
+        tensor: the tensor that this rank sends to the root, or receives from it.
+        tensors: on the root, the tensors of all ranks. `check` raises an error unless they suit the call, because
+            an error in the constructor would leave the other ranks waiting.
+        root: the rank of the root in the group.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        tensor: torch.Tensor,
+        tensors: Sequence[torch.Tensor] | None,
+        root: int,
+        group: dist.ProcessGroup | None,
+        options: CallOptions,
+    ) -> None:
+        super().__init__(group, options, what, (tensor,), root)
+        self._tensor, self._list, self._root, self._gathers = tensor, tensors, root, what == "gather"
+        at_root = (self.state.size - 1) * tensor.nbytes
+        coded, decoded = (tensor.nbytes, at_root) if self._gathers else (at_root, tensor.nbytes)
+        self.load = Load(coded, at_root, decoded)
+
+    def check(self) -> None:
+        size, rank, what, tensors = self.state.size, self.state.rank, f"{self.kind.what}_list", self._list
+        if not 0 <= self._root < size:
+            raise ValueError(f"{'dst' if self._gathers else 'src'} is {self._root}; wanted 0 to {size - 1}")
+        if not isinstance(tensors, (list, tuple, type(None))):
+            raise TypeError(f"{what} is a {type(tensors).__name__}; wanted a list of tensors")
+        tensors, wanted = tensors or (), size if rank == self._root else 0
+        if len(tensors) != wanted:
+            raise ValueError(
+                f"{what} has {len(tensors)} tensors on rank {rank} of the group; wanted {wanted}, because rank "
+                f"{self._root} {'receives from' if self._gathers else 'sends to'} {size} ranks"
+            )
+        for k, x in enumerate(tensors):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{what}[{k}] is a {type(x).__name__}; wanted a torch.Tensor")
+            if x.shape != self._tensor.shape:
+                raise ValueError(
+                    f"{what}[{k}] has shape {list(x.shape)}; wanted {list(self._tensor.shape)}, the shape of tensor"
+                )
+        self.tensors = self._tensor, *tensors
+        super().check()
+
+    def raw(self, async_op: bool) -> dist.Work | None:
+        self.check()
+        tensor, *tensors = (movable(x) for x in self.tensors)
+        if self._gathers:
+            return dist.gather(tensor, tensors, group=self.group, group_dst=self._root, async_op=async_op)
+        return dist.scatter(tensor, tensors, group=self.group, group_src=self._root, async_op=async_op)
+
+    def sample(self) -> torch.Tensor | None:
+        if self._gathers:
+            return super().sample()
+        samples = [self.rows_from(x) for x in self.tensors[1:]]
+        return torch.cat(samples) if samples else None
+
+    def coded(self, plan: Plan, is_async: bool, status: Status | None = None) -> dist.Work | None:
+        if self._tensor.nbytes < plan.least:  # On all ranks, because all tensors have one size.
+            return self.raw(is_async)
+        one, *many = (as_bytes(x) for x in self.tensors)
+        nothing = one[:0]
+        with_root = [one if rank == self._root else nothing for rank in range(self.state.size)]
+        with_each = many or [nothing] * self.state.size
+        self.divide(plan, *((with_root, with_each) if self._gathers else (with_each, with_root)))
+        return super().coded(plan, is_async, status)
 
 
 def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | None, what: str = "src") -> int:

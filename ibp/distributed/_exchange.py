@@ -6,7 +6,7 @@ Each call takes these steps:
     step      where                    the host waits for                   who learns what
     --------  -----------------------  -----------------------------------  ------------------------------------------
     plan      Collective.plan          all ranks: always on the CPU; on     rank 0 learns a codec from samples of all
-                                       GPUs if a codec is given, or if the  ranks and sends it to them
+                                       GPUs if a codec is given, or if the  ranks that send, and sends it to all ranks
                                        kind is new or due to be checked
               `call` of a pair         the previous call in this direction  the sender learns a codec, and the receiver
               (_calls.py)                                                   reads it in a note after a raw tensor
@@ -22,9 +22,22 @@ Each call takes these steps:
                                        other once they have coded all rows
     repair    Collective.repair        torch's own call, if rows were lost  all ranks, at the next check of the kind by
                                                                             Collective.plan: they learn a codec anew
+              that of all-to-alls,     the sender or the receiver of the    the same
+              gathers and scatters     part whose rows were lost
+              (_calls.py)
 
 Encode, exchange and decode happen once for each piece, and the other steps once in each call. Tell comes just before
-the exchange of the last piece.
+the exchange of the last piece. The steps of each function differ in what a rank codes, and in which ranks wait for each
+other during tell on GPUs, and during exchange:
+
+    function                  a rank codes                           a rank waits for
+    ------------------------  -------------------------------------  -----------------------------------------------
+    all_gather_into_tensor    its tensor                             all ranks
+    all_to_all_single         its part for each rank                 the ranks that it sends to or receives from
+    broadcast                 the source: its tensor                 the ranks that torch's broadcast waits for
+    gather                    all but the destination: their tensor  the destination; the destination for all ranks
+    scatter                   the source: a tensor for each rank     the source; the source for all ranks
+    send, recv                the sender: its tensor                 the other rank
 
 If the caller passes a status (_fsdp.py does), the call leaves out tell, check and repair. If a rank finds a message
 damaged while a repair is due, it takes part in the repair before it raises, because the other ranks do not know of the
@@ -60,7 +73,8 @@ else:
 # On GPUs, tensors of these dtypes are given to the backend unchanged. All other tensors are moved as bytes.
 _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 _LEAST_BYTES = 1 << 20  # With level="auto", smaller tensors travel raw, because coding them never pays.
-_SAMPLED_ROWS = 512  # A codec is learned from about this many rows of all ranks together, at least 16 from each rank.
+# A codec is learned from about _SAMPLED_ROWS rows of all tensors together, at least _LEAST_SAMPLED_ROWS from each one.
+_SAMPLED_ROWS, _LEAST_SAMPLED_ROWS = 512, 16
 _MOST_PLANS = 4096  # A group keeps at most this many plans.
 _NO_TIMEOUT = timedelta(0)  # Torch passes this value to `wait` if the caller gives no timeout.
 SENT_TWICE = (
@@ -94,7 +108,7 @@ class Collective(ABC):
         what: the name of the function.
         tensors: the tensors that the call reads and writes. The size and dtype of the first tensor are part of the
             call's kind.
-        root: the rank in the group that has the data. -1: each rank has a part of the data.
+        root: the rank in the group that alone sends tensors, or alone receives them. -1: there is no such rank.
 
     Attributes:
         load: the numbers of bytes that a rank codes, moves and decodes. Subclasses set this attribute.
@@ -162,11 +176,21 @@ class Collective(ABC):
         that rows were lost."""
         self.raw(False)
 
+    def sample(self) -> torch.Tensor | None:
+        """Returns rows from which a codec is learned, uint8 [n, 4096] on the CPU: a share of the rows that this rank
+        sends. Returns None if this rank sends no tensor."""
+        return self.rows_from(self.tensors[0])
+
+    def rows_from(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a sample of the rows of a tensor, in a call in which as many tensors travel as the group has
+        ranks."""
+        return sample_of(x, max(_LEAST_SAMPLED_ROWS, _SAMPLED_ROWS // self.state.size))
+
     def travels_raw(self) -> bool:
         """Returns whether the call has to be raw for a reason that every rank can see without asking the other ranks.
         There are three such reasons: there is nothing to send, the tensor is too small for coding to pay, or a CUDA
         graph is being captured."""
-        num_bytes, x = self.load.coded, self.tensors[0]
+        num_bytes, x = min(self.load.coded, self.load.decoded), self.tensors[0]
         is_chosen = self.options.level == "auto" and self.options.codec is None
         if self.state.size == 1 or num_bytes == 0 or (is_chosen and num_bytes < _LEAST_BYTES):
             return True
@@ -253,11 +277,9 @@ class Collective(ABC):
         Args:
             num_calls: the number of calls of the kind so far, this one included.
         """
-        members, kind, load, codec, x = RankGroup(self.group), self.kind, self.load, self.options.codec, self.tensors[0]
+        members, kind, load, codec = RankGroup(self.group), self.kind, self.load, self.options.codec
         link = self.state.measure(members) if kind.level == "auto" and codec is None else None
-        has_data = kind.root in (-1, members.rank)
-        count = _SAMPLED_ROWS if kind.root >= 0 else max(16, _SAMPLED_ROWS // members.size)
-        samples = members.together(kind.what, lambda: sample_of(x, count) if has_data else None)
+        samples = members.together(kind.what, self.sample)
         rows = torch.cat([sample for sample in samples if sample is not None])
         learner = self.state.learners[kind.shared]
         is_due = learner.learned_at == 0 or learner.has_drifted
@@ -270,7 +292,7 @@ class Collective(ABC):
                 found = kind.learned(rows) if is_due or kind.level == "auto" else learner.found
             if found is None:
                 return None, 0, 1
-            rates = _links.rates_of(found, rows, x.device)
+            rates = _links.rates_of(found, rows, self.tensors[0].device)
             if link is None:
                 return found, _links.num_pieces(rates, load), 1
             if not (kind.follows_link and _links.pays(found, rates, link, load)):
@@ -302,6 +324,9 @@ class OneTensor(Collective):
     ) -> None:
         super().__init__(group, options, what, (tensor,), root)
         self.load = Load(tensor.nbytes, tensor.nbytes, tensor.nbytes)
+
+    def sample(self) -> torch.Tensor | None:
+        return sample_of(self.tensors[0], _SAMPLED_ROWS) if self.is_sent else None
 
     def pieces(self, plan: Plan) -> list[ExchangePiece]:
         x, pieces = as_bytes(self.tensors[0]), []

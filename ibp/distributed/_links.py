@@ -233,7 +233,7 @@ class Kind(NamedTuple):
         device: the type of the tensors' device.
         level, name: the arguments of the call.
         codec: the fingerprint of the codec that the caller gave. None: the caller gave no codec.
-        root: the rank in the group that has the data. -1: each rank has a part of the data.
+        root: the rank in the group that alone sends tensors, or alone receives them. -1: there is no such rank.
     """
 
     what: str

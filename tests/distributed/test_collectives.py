@@ -2,6 +2,7 @@
 Processes exchange over gloo.
 """
 
+import functools
 import os
 import pickle
 import types
@@ -65,6 +66,13 @@ def four(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     ranks = Ranks(2, tmp_path_factory.mktemp("two"))
+    yield ranks
+    ranks.end()
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    ranks = Ranks(1, tmp_path_factory.mktemp("one"))
     yield ranks
     ranks.end()
 
@@ -437,6 +445,202 @@ def relay_wrong(rank):
 def test_a_sender_of_another_kind(two):
     sent, received = two(relay_wrong)
     assert sent is None and received[0] == "ValueError" and "float16" in received[1]
+
+
+# ---- gathers on one rank and scatters from one rank ----------------------------------------------------------------
+
+TO_ONE = [(torch.bfloat16, level) for level in LEVELS] + [(dtype, "default") for dtype in DTYPES[1:]]
+
+
+def gather_on_one(rank, dtype, level, root, count=COUNT, is_async=False, **named):
+    """A gather whose destination is named in one of the ways that torch knows, and a scatter back, in place."""
+    size, options = dist.get_world_size(), {"level": level, "async_op": is_async}
+    xs = [tensor_of(other, dtype, count) for other in range(size)]
+    x, out = xs[rank].clone(), [poisoned(count, dtype) for _ in range(size)] if rank == root else None
+    if out is not None:
+        out[rank] = x
+    work = ibp.distributed.gather(x, out, **{f"{name}dst": value for name, value in named.items()}, **options)
+    assert (work is not None) == is_async and (work is None or (work.wait() and work.is_completed()))
+    for found, wanted in zip(out or [], xs, strict=bool(out)):
+        assert_same_bits(found, wanted)
+    back = poisoned(count, dtype)
+    parts = [xs[(other + 1) % size] for other in range(size)] if rank == root else []
+    work = ibp.distributed.scatter(back, parts, **{f"{name}src": value for name, value in named.items()}, **options)
+    assert (work is not None) == is_async and (work is None or (work.wait() and work.is_completed()))
+    assert_same_bits(back, xs[(rank + 1) % size])
+    assert_same_bits(x, xs[rank])
+
+
+def gather_and_scatter(rank, cases):
+    last = dist.get_world_size() - 1
+    for dtype, level in cases:
+        gather_on_one(rank, dtype, level, 0)
+        gather_on_one(rank, dtype, level, last, is_async=True, **{"": last})
+        gather_on_one(rank, dtype, level, last, group_=last)
+    for count in (0, 1):
+        gather_on_one(rank, torch.float64, "default", last, count, **{"": last})
+    plans = _links.state_of(None).plans.items()
+    return {(kind.what, kind.root, kind.level, plan.codec is not None) for kind, plan in plans if kind.numel == COUNT}
+
+
+def test_gathers_and_scatters(one, ranks):
+    """All dtypes and levels; the last rank or rank 0 is the root; 1, 2 and 4 ranks."""
+    assert one(gather_and_scatter, TO_ONE) == [set()]
+    for found in ranks(gather_and_scatter, TO_ONE):
+        roots = 0, len(ranks.pipes) - 1
+        assert {(what, root, "default", True) for what in ("gather", "scatter") for root in roots} <= found
+
+
+def rooted_in_pieces(rank):
+    """Calls in any number of pieces, and calls whose parts are too small to be coded."""
+    for count in (1, 2, 3, 7):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_links, "num_pieces", lambda rates, load, count=count: count)
+            gather_on_one(rank, torch.bfloat16, "default", 1, 200_000 + count, group_=1)
+            gather_on_one(rank, torch.bfloat16, "default", 1, 200_000 + count, is_async=True, group_=1)
+    plans = [plan for kind, plan in _links.state_of(None).plans.items() if kind.numel > 200_000]
+    for plan in plans:
+        plan.least = 1 << 20
+    gather_on_one(rank, torch.bfloat16, "default", 1, 200_007, is_async=True, group_=1)
+    return sorted(plan.num_pieces for plan in plans)
+
+
+def test_pieces_of_gathers_and_scatters(ranks):
+    wanted = [1, 1, 2, 2, 3, 3, 7, 7]
+    assert ranks(as_on_gpus, rooted_in_pieces) == [wanted] * len(ranks.pipes)
+
+
+def gather_in_a_subgroup(rank):
+    group = dist.new_group(SUBGROUP)
+    x, out = tensor_of(rank), [poisoned(COUNT, torch.bfloat16) for _ in SUBGROUP] if rank == SUBGROUP[1] else None
+    if rank not in SUBGROUP:
+        return raised(lambda: ibp.distributed.gather(x, group=group, group_dst=1))
+    for named in ({"dst": SUBGROUP[1]}, {"group_dst": 1}):
+        ibp.distributed.gather(x, out, group=group, level="default", **named)
+    for found, other in zip(out or [], SUBGROUP):
+        assert_same_bits(found, tensor_of(other))
+    ibp.distributed.scatter(x, out, group=group, group_src=1, level="default")
+    assert_same_bits(x, tensor_of(rank))
+    return raised(lambda: ibp.distributed.scatter(x, out, group=group))  # Rank 0 is not in the group.
+
+
+def test_gathers_and_scatters_in_a_subgroup(four):
+    assert [name for name, _ in four(gather_in_a_subgroup)] == ["ValueError"] * 4
+
+
+def lose_to_one(rank, function):
+    """Rows of one tensor have no room. Its sender and its receiver send it again, and the other ranks do not."""
+    process.said.discard(_exchange.SENT_TWICE)
+    learned, size = Codec.learn(tensor_of(9)), dist.get_world_size()
+    codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
+    xs = [tensor_of(other, scale=1e20 if other == 0 else 0.02) for other in range(size)]
+    out = [poisoned(COUNT, torch.bfloat16) for _ in xs]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if function == "gather":
+                ibp.distributed.gather(xs[rank], out if rank == 1 else None, 1, codec=codec)
+            else:
+                ibp.distributed.scatter(out[rank], xs if rank == 1 else None, 1, codec=codec)
+    arrived = range(size) if function == "gather" else [rank]
+    for other in arrived if function == "scatter" or rank == 1 else ():
+        assert_same_bits(out[other], xs[other])
+    return sum("no room" in str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("function", ["gather", "scatter"])
+def test_only_the_tensor_that_has_lost_rows_is_sent_again(ranks, function):
+    wanted = [1, 1, 0, 0][: len(ranks.pipes)]
+    assert ranks(lose_to_one, function) == wanted
+    assert ranks(as_on_gpus, lose_to_one, function) == wanted
+
+
+def wrong_calls(size):
+    """Returns, by what is wrong: (the rank that makes the wrong call; its tensor, its list and its root; its error; a
+    part of the message)."""
+    x = tensor_of(0)
+    good, holes = [x.clone() for _ in range(size)], torch.empty(2 * COUNT, dtype=x.dtype)[::2]
+    last = f"list[{size - 1}]"
+    return {
+        "no list": (0, (x, None, 0), "ValueError", f"has 0 tensors on rank 0 of the group; wanted {size}"),
+        "too few": (0, (x, good[1:], 0), "ValueError", f"has {size - 1} tensors on rank 0 of the group; wanted {size}"),
+        "too many": (0, (x, [*good, x], 0), "ValueError", f"has {size + 1} tensors on rank 0 of the group; wanted"),
+        "a tensor as list": (0, (x, torch.stack(good), 0), "TypeError", "list is a Tensor; wanted a list of tensors"),
+        "no tensor": (0, (x, [*good[1:], 1.0], 0), "TypeError", f"{last} is a float; wanted a torch.Tensor"),
+        "a dtype in a list": (0, (x, [*good[1:], x.half()], 0), "ValueError", "wanted one dtype and device"),
+        "a shape in a list": (0, (x, [*good[1:], x[None]], 0), "ValueError", f"{last} has shape [1, {COUNT}]; wanted"),
+        "a layout in a list": (0, (x, [*good[1:], holes], 0), "ValueError", "strides (2,) is not contiguous memory"),
+        "a list elsewhere": (1, (x, good, 0), "ValueError", f"has {size} tensors on rank 1 of the group; wanted 0"),
+        "a layout": (1, (holes, None, 0), "ValueError", "strides (2,) is not contiguous memory"),
+        "a root that is not there": (1, (x, None, size), "ValueError", f"is {size}; wanted 0 to {size - 1}"),
+        # What ranks disagree on is the same error on all of them.
+        "a size": (None, (x[1:], None, 0), "ValueError", f"numel is {COUNT} on rank 0 of the group and {COUNT - 1} on"),
+        "a dtype": (None, (x.half(), None, 0), "ValueError", "dtype is torch.bfloat16 on rank 0 of the group and"),
+        "a root": (None, (x, good, 1), "ValueError", "root is 0 on rank 0 of the group and 1 on rank 1"),
+    }
+
+
+def make_wrong_calls(rank):
+    size, found = dist.get_world_size(), {}
+    x = tensor_of(0)
+    right = x, [x.clone() for _ in range(size)] if rank == 0 else None, 0
+    for what, (culprit, wrong, _, _) in wrong_calls(size).items():
+        arguments = wrong if rank == (1 if culprit is None else culprit) else right
+        for function in (ibp.distributed.gather, ibp.distributed.scatter):
+            call = functools.partial(function, *arguments, level="default", name="wrong")
+            found[what, function.__name__] = raised(call)
+    gather_on_one(rank, torch.bfloat16, "default", 0)  # The next call is as ever.
+    return found
+
+
+def test_wrong_gathers_and_scatters_raise_on_all_ranks(ranks):
+    results, wrong = ranks(make_wrong_calls), wrong_calls(len(ranks.pipes))
+    for what, function in results[0]:
+        culprit, _, name, message = wrong[what]
+        for rank, result in enumerate(found[what, function] for found in results):
+            assert result is not None and message in result[1], (what, function, rank, result)
+            assert result[0] == (name if culprit in (None, rank) else "RuntimeError"), (what, function, rank, result)
+            assert result[0] != "RuntimeError" or f"{function} has failed on rank {culprit}" in result[1]
+
+
+def make_wrong_raw_calls(rank):
+    """Calls that need no other rank are checked, too."""
+    x = tensor_of(0)
+    gather_on, scatter_from = ibp.distributed.gather, ibp.distributed.scatter
+    return [
+        raised(lambda: gather_on(x, None)),
+        raised(lambda: scatter_from(x, [x, x])),
+        raised(lambda: gather_on(x[::2], [x[::2]])),
+        raised(lambda: scatter_from(x, [x.half()])),
+        raised(lambda: gather_on(x, [x], dst=0, group_dst=0)),
+        raised(lambda: scatter_from(x, [x], 1)),
+        raised(lambda: gather_on([1.0], [x])),
+        raised(lambda: scatter_from(x, [x], level="best")),
+        raised(lambda: gather_on(x, [x], codec="planes")),
+    ]
+
+
+def test_wrong_gathers_and_scatters_of_one_rank(one):
+    (found,) = one(make_wrong_raw_calls)
+    assert [name for name, _ in found] == ["ValueError"] * 6 + ["TypeError", "ValueError", "TypeError"]
+    assert "wanted one of dst and group_dst" in found[4][1] and "src is 1; wanted 0 to 0" in found[5][1]
+
+
+def rooted_by_the_link(rank):
+    """Over a slow link, tensors of 512 KiB travel raw without a plan, and tensors of 2 MiB travel coded."""
+    state = _links.state_of(None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "link", Link(1e-4))
+        patch.setattr(_links.Kind, "follows_link", True)  # as on a GPU
+        for count in (1 << 18, 1 << 20):
+            gather_on_one(rank, torch.bfloat16, "auto", 0, count)
+    plans = [(kind, plan) for kind, plan in state.plans.items() if (kind.root, kind.level) == (0, "auto")]
+    return {(kind.what, kind.numel, plan.codec is not None) for kind, plan in plans if kind.what != "broadcast"}
+
+
+def test_the_link_decides_for_gathers_and_scatters(ranks):
+    wanted = {("gather", 1 << 20, True), ("scatter", 1 << 20, True)}
+    assert ranks(rooted_by_the_link) == [wanted] * len(ranks.pipes)
 
 
 # ---- when tensors travel raw ---------------------------------------------------------------------------------------
