@@ -690,7 +690,7 @@ class _Transfer(OneTensor):
     def call(self, async_op: bool) -> dist.Work | None:
         """Finishes the previous call in this direction. Then makes this call by the pair's plan for tensors of this
         kind."""
-        if self.travels_raw():
+        if self.travels_raw() or self.load.coded == 0:
             return self.raw(async_op)
         self.check()
         pair = self.state.pairs.setdefault((self.is_sent, self._peer, self._tag), Pair())

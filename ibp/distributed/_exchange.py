@@ -188,11 +188,11 @@ class Collective(ABC):
 
     def travels_raw(self) -> bool:
         """Returns whether the call has to be raw for a reason that every rank can see without asking the other ranks.
-        There are three such reasons: there is nothing to send, the tensor is too small for coding to pay, or a CUDA
-        graph is being captured."""
+        There are three such reasons: the group has one rank, the tensor is too small for coding to pay, or a CUDA graph
+        is being captured."""
         num_bytes, x = min(self.load.coded, self.load.decoded), self.tensors[0]
         is_chosen = self.options.level == "auto" and self.options.codec is None
-        if self.state.size == 1 or num_bytes == 0 or (is_chosen and num_bytes < _LEAST_BYTES):
+        if self.state.size == 1 or (is_chosen and num_bytes < _LEAST_BYTES):
             return True
         return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -282,7 +282,7 @@ class Collective(ABC):
         samples = members.together(kind.what, self.sample)
         rows = torch.cat([sample for sample in samples if sample is not None])
         learner = self.state.learners[kind.shared]
-        is_due = learner.learned_at == 0 or learner.has_drifted
+        is_due = len(rows) > 0 and (learner.learned_at == 0 or learner.has_drifted)
 
         def offer() -> tuple[Codec | None, int, int]:
             """Returns (the codec, or None if calls are raw; the number of pieces, or 0 if calls are raw; the size in
@@ -290,7 +290,7 @@ class Collective(ABC):
             found = codec
             if codec is None and not learner.is_hopeless:
                 found = kind.learned(rows) if is_due or kind.level == "auto" else learner.found
-            if found is None:
+            if found is None or load.coded == 0:
                 return None, 0, 1
             rates = _links.rates_of(found, rows, self.tensors[0].device)
             if link is None:

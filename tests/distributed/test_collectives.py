@@ -207,7 +207,11 @@ def test_pieces(ranks):
 
 
 def nothing(rank):
-    size = dist.get_world_size()
+    size, of_few = dist.get_world_size(), {"level": "default", "name": "nothing"}
+    for count in (0, 1, COUNT):  # What tensors of no whole row say about a codec does not count.
+        all_gather_into_tensor(poisoned(size * count, torch.float16), tensor_of(rank, torch.float16, count), **of_few)
+    plans = [(kind, plan) for kind, plan in _links.state_of(None).plans.items() if kind.name == "nothing"]
+    assert {kind.numel: plan.codec is not None for kind, plan in plans} == {0: False, 1: False, COUNT: True}
     out = torch.empty(0)
     all_gather_into_tensor(out, torch.empty(0), level="default")
     broadcast(out, 0, level="default")
@@ -498,7 +502,8 @@ def rooted_in_pieces(rank):
             patch.setattr(_links, "num_pieces", lambda rates, load, count=count: count)
             gather_on_one(rank, torch.bfloat16, "default", 1, 200_000 + count, group_=1)
             gather_on_one(rank, torch.bfloat16, "default", 1, 200_000 + count, is_async=True, group_=1)
-    plans = [plan for kind, plan in _links.state_of(None).plans.items() if kind.numel > 200_000]
+    plans = _links.state_of(None).plans.items()
+    plans = [plan for kind, plan in plans if kind.what in ("gather", "scatter") and 200_000 < kind.numel < 200_010]
     for plan in plans:
         plan.least = 1 << 20
     gather_on_one(rank, torch.bfloat16, "default", 1, 200_007, is_async=True, group_=1)
@@ -575,6 +580,7 @@ def wrong_calls(size):
         "a root that is not there": (1, (x, None, size), "ValueError", f"is {size}; wanted 0 to {size - 1}"),
         # What ranks disagree on is the same error on all of them.
         "a size": (None, (x[1:], None, 0), "ValueError", f"numel is {COUNT} on rank 0 of the group and {COUNT - 1} on"),
+        "nothing": (None, (x[:0], None, 0), "ValueError", f"numel is {COUNT} on rank 0 of the group and 0 on rank 1"),
         "a dtype": (None, (x.half(), None, 0), "ValueError", "dtype is torch.bfloat16 on rank 0 of the group and"),
         "a root": (None, (x, good, 1), "ValueError", "root is 0 on rank 0 of the group and 1 on rank 1"),
     }
