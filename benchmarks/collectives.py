@@ -167,7 +167,7 @@ def savings_of(call, dtype, level, name):
     if call == FSDP:  # Its codecs are named after modules.
         found = [plan for kind, plan in state.plans.items() if kind.name.isdigit() and kind.level == level]
     else:
-        plans = [*state.plans.items(), *(item for pair in state.pairs.values() for item in pair.plans.items())]
+        plans = [*state.plans.items(), *(item for channel in state.channels.values() for item in channel.plans.items())]
         wanted = call, dtype, level, name
         found = [plan for kind, plan in plans if (kind.what, kind.dtype, kind.level, kind.name) == wanted]
     return found[-1].codec.savings if found and found[-1].codec is not None else 0.0

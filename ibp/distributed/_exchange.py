@@ -8,8 +8,8 @@ Each call takes these steps:
     plan      Collective.plan          all ranks: always on the CPU; on     rank 0 learns a codec from samples of all
                                        GPUs if a codec is given, or if the  ranks that send, and sends it to all ranks
                                        kind is new or due to be checked
-              `call` of a pair         the previous call in this direction  the sender learns a codec, and the receiver
-              (_calls.py)                                                   reads it in a note after a raw tensor
+              _Transfer.call           the previous call in this direction  the sender learns a codec, and the receiver
+              (_point_to_point.py)                                          reads it in a note after a raw tensor
     size      Collective.pieces,       nothing                              nobody: sizes of messages follow from the
               Messages                                                      codec and the sizes of tensors
     encode    CodedWork._start         nothing                              the sender: which messages lose rows
@@ -51,7 +51,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -63,7 +63,7 @@ from .._common.group import RankGroup, all_taking_part, same_on_all
 from .._common.process import warn_once
 from . import _links
 from ._links import RAW, CallOptions, Load, Plan, state_of
-from ._messages import TURNS, Codec, Messages, Part, Slot, Status, as_bytes, on, sample_of, spans_of
+from ._messages import TURNS, Codec, MessageBuffer, Messages, Status, as_bytes, on, sample_of, spans_of
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -89,13 +89,14 @@ class ExchangePiece:
 
     Attributes:
         messages: the messages of the piece.
-        sent: the parts of tensors that this rank codes into messages.
-        received: the parts of tensors that arrive in messages from other ranks.
+        sent: for each message that this rank sends, by its number: the bytes of a tensor to code, uint8 [n].
+        received: for each message that comes from another rank, by its number: the memory of the decoded bytes,
+            uint8 [n].
     """
 
     messages: Messages
-    sent: Sequence[Part]
-    received: Sequence[Part]
+    sent: Mapping[int, torch.Tensor]
+    received: Mapping[int, torch.Tensor]
 
 
 class Collective(ABC):
@@ -331,9 +332,8 @@ class OneTensor(Collective):
     def pieces(self, plan: Plan) -> list[ExchangePiece]:
         x, pieces = as_bytes(self.tensors[0]), []
         for span in spans_of(x.numel(), plan.num_pieces):
-            messages, parts = plan.messages_of([span.payload], x.device), [Part(0, x[span.bytes])]
-            sent, received = (parts, []) if self.is_sent else ([], parts)
-            pieces.append(ExchangePiece(messages, sent, received))
+            messages, data = plan.messages_of([span.payload], x.device), {0: x[span.bytes]}
+            pieces.append(ExchangePiece(messages, data, {}) if self.is_sent else ExchangePiece(messages, {}, data))
         return pieces
 
 
@@ -359,20 +359,21 @@ class CodedWork(Work):
         self._call: Collective | None = None  # None: there is nothing to wait for.
         self._error: Exception | None = None
         self._plan, self._pieces = plan, call.pieces(plan)
-        self._slots = slots = call.state.slots(call.tensors[0].device)
-        # (number of the piece, its slot, work to wait for or None) for each piece that is travelling, the oldest first.
-        self._pending = deque[tuple[int, Slot, Work | None]]()
+        self._buffers = buffers = call.state.buffers(call.tensors[0].device)
+        # (number of the piece, its buffer, work to wait for or None) for each piece that is travelling, the oldest
+        # first.
+        self._pending = deque[tuple[int, MessageBuffer, Work | None]]()
         self._is_known = status is not None
         self._status = self._pieces[0].messages.status() if status is None else status
-        self._stream = slots.side if is_async else None
+        self._stream = buffers.side if is_async else None
         self._done = None if self._stream is None else torch.cuda.Event()
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(slots.device))
+            self._stream.wait_stream(torch.cuda.current_stream(buffers.device))
         try:
             with on(self._stream):
-                self._queue(call, slots.on_gpu or not is_async)
+                self._queue(call, buffers.on_gpu or not is_async)
         except BaseException:
-            slots.forget()
+            buffers.forget()
             self._keep_memory(call)
             raise
         self._call = call
@@ -385,37 +386,37 @@ class CodedWork(Work):
             waits: whether to wait for a piece once the next piece is coded. If not, `_finish_all` does all the
                 decoding. On a GPU only streams wait, not the host.
         """
-        self._slots.begin()
+        self._buffers.begin()
         for piece in range(len(self._pieces)):
             self._start(call, piece)
             if len(self._pending) == TURNS and waits:
                 self._finish()
         if call.own is not None and call.own[0].data_ptr() != call.own[1].data_ptr():
             call.own[0].copy_(call.own[1])
-        if self._slots.on_gpu:
+        if self._buffers.on_gpu:
             self._finish_all()
-        self._slots.end()
+        self._buffers.end()
 
     def _start(self, call: Collective, number: int) -> None:
         """Codes a piece and begins to move it."""
         piece, messages = self._pieces[number], self._pieces[number].messages
-        slot = self._slots.take(number, messages.num_bytes)
+        buffer = self._buffers.take(number, messages.num_bytes)
         # While a piece other than the first is coded, the previous piece travels. NCCL needs some multiprocessors to
         # move it.
-        max_sms = 0 if number == 0 else self._slots.coding_sms
-        for part in piece.sent:
-            messages.code(slot, part, self._status, max_sms)
-        slot.clean = None
-        memory = messages.of(slot)
-        tells = self._slots.on_gpu and not self._is_known and number == len(self._pieces) - 1
+        max_sms = 0 if number == 0 else self._buffers.coding_sms
+        for message, data in piece.sent.items():
+            messages.code(buffer, message, data, self._status, max_sms)
+        buffer.clean = None
+        views = messages.of(buffer)
+        tells = self._buffers.on_gpu and not self._is_known and number == len(self._pieces) - 1
         with all_taking_part():
             told = call.tell(self._status) if tells else None
-            work = call.move(memory.whole, memory.each)
+            work = call.move(views.whole, views.each)
             if told is not None:
                 told.wait()
         if tells:
             self._status.record()
-        self._pending.append((number, slot, work))
+        self._pending.append((number, buffer, work))
 
     def _finish(self, until: float | None = None) -> None:
         """Waits for the oldest piece that is still travelling, and decodes it. If the call was interrupted, the caller
@@ -424,19 +425,19 @@ class CodedWork(Work):
         Args:
             until: the value of `time.monotonic()` at which to stop waiting. None: there is no timeout.
         """
-        number, slot, work = self._pending[0]
+        number, buffer, work = self._pending[0]
         piece, messages, is_last = self._pieces[number], self._pieces[number].messages, number == len(self._pieces) - 1
         if work is not None:
             with all_taking_part():  # To backends a timeout of 0 means that there is no timeout.
                 work.wait() if until is None else work.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))
-        if number == 0 and not self._slots.on_gpu:
-            messages.note_heads(slot, self._status)
-        for part in piece.received:
-            messages.decode(slot, part, self._status, 0 if is_last else self._slots.decoding_sms)
+        if number == 0 and not self._buffers.on_gpu:
+            messages.note_heads(buffer, self._status)
+        for message, data in piece.received.items():
+            messages.decode(buffer, message, data, self._status, 0 if is_last else self._buffers.decoding_sms)
         if is_last and self._done is not None:
             self._done.record()
-        if self._slots.on_gpu and piece.sent:
-            messages.clean(slot, piece.sent[0].message)
+        if self._buffers.on_gpu and piece.sent:
+            messages.clean(buffer, next(iter(piece.sent)))
         self._pending.popleft()
 
     def _finish_all(self, until: float | None = None) -> None:
@@ -480,7 +481,7 @@ class CodedWork(Work):
         until = time.monotonic() + seconds if seconds else None
         self._finish_all(until)
         if self._done is not None:
-            torch.cuda.current_stream(self._slots.device).wait_event(self._done)
+            torch.cuda.current_stream(self._buffers.device).wait_event(self._done)
         if self._is_known:
             return
         status = self._status
@@ -534,6 +535,25 @@ def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
     if not items:
         return as_bytes(x)
     return as_bytes(x).view(x.shape[0] if x.dim() else 1, math.prod(x.shape[1:]) * x.element_size())
+
+
+def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | None, what: str = "src") -> int:
+    """Returns the rank in the group that the caller has named by either of two arguments.
+
+    Args:
+        src: the rank among all ranks, or None.
+        group_src: the rank in the group, or None.
+        what: the name of the argument src, for the error.
+
+    Raises:
+        ValueError: both arguments are given, or neither.
+    """
+    if (src is None) == (group_src is None):
+        raise ValueError(f"wanted one of {what} and group_{what}")
+    if group_src is not None:
+        return group_src
+    assert src is not None
+    return src if group is None else dist.get_group_rank(group, src)
 
 
 def _is_memory(x: torch.Tensor) -> bool:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from .._common.group import all_taking_part
 from ._calls import AllGather
-from ._links import RAW, CallOptions, Kind, Plan, State, state_of
-from ._messages import Codec, MessageSlots, Part, Status, as_bytes, has_lost, on, spans_of, status_entries
+from ._links import RAW, CallOptions, GroupState, Kind, Plan, state_of
+from ._messages import Codec, MessageBuffers, Status, as_bytes, has_lost, on, spans_of, status_entries
 
 
 def compress_all_gather(
@@ -68,13 +68,13 @@ def compress_all_gather(
         raise ValueError(f"{type(module).__name__} has no module that torch.distributed.fsdp.fully_shard was called on")
     for before in getattr(module, _HOOKS, ()):
         before.remove()
-    rooms = Rooms([Shards(one, options._replace(name=name)) for name, one in sharded])
-    for (_, one), mine in zip(sharded, rooms.shards):
-        one.set_custom_all_gather(_comm_class()(rooms, mine))
+    checks = FitChecks([Shards(one, options._replace(name=name)) for name, one in sharded])
+    for (_, one), mine in zip(sharded, checks.shards):
+        one.set_custom_all_gather(_comm_class()(checks, mine))
     hooks = (
-        module.register_forward_pre_hook(rooms.begin_forward, prepend=True),
-        module.register_forward_hook(rooms.leave_forward, always_call=True),
-        module.register_forward_hook(rooms.end_forward),
+        module.register_forward_pre_hook(checks.begin_forward, prepend=True),
+        module.register_forward_hook(checks.leave_forward, always_call=True),
+        module.register_forward_hook(checks.end_forward),
     )
     setattr(module, _HOOKS, hooks)
     return len(sharded)
@@ -93,7 +93,7 @@ class Shards:
             group. Both are None if there was no such all-gather.
         plan: the plan by which the shards were coded in the check before this pass. None: the shards were not checked.
         status: the status in which lost rows are recorded if the host does not wait for all-gathers.
-        is_seen: whether the check before this pass has found that all rows of all ranks have room.
+        fits: whether the check before this pass has found that all rows of all ranks have room.
         is_raw: whether shards travel raw in this pass. This is the case if the check has found rows without room, and
             the codec cannot be learned anew, because the user gave it.
     """
@@ -102,10 +102,10 @@ class Shards:
         self.module, self.options = module, options
         self._group: weakref.ref[dist.ProcessGroup] | None = None  # The group may be freed before the module.
         self.kind: Kind | None = None
-        self.state: State | None = None
+        self.state: GroupState | None = None
         self.plan: Plan | None = None
         self.status: Status | None = None
-        self.is_seen = self.is_raw = False
+        self.fits = self.is_raw = False
 
     def gather(
         self,
@@ -126,7 +126,7 @@ class Shards:
             assert self.state is not None and self.kind is not None
             if self.is_raw or self.state.plans.get(self.kind) is RAW:
                 return call.raw(async_op)
-            if self.is_seen and is_watched:
+            if self.fits and is_watched:
                 assert self.plan is not None
                 return call.coded(self.plan, async_op, self.status)
         self._note(input_tensor, group)
@@ -135,8 +135,8 @@ class Shards:
         return call.call(async_op)
 
     def _is_same(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Returns whether an all-gather of x is the call that the check of `Rooms` was made for. It is if the kind and
-        the group are the same, and no CUDA graph is being captured."""
+        """Returns whether an all-gather of x is the call that the check before this pass was made for. It is if the
+        kind and the group are the same, and no CUDA graph is being captured."""
         kind = self.kind
         if kind is None or group is not self.group() or (kind.numel, kind.dtype) != (x.numel(), x.dtype):
             return False
@@ -152,7 +152,7 @@ class Shards:
         forward pass FSDP may reshard to a smaller group; calls that gather those shards are not recorded."""
         torchs = self.torchs()
         if torchs is not None and torchs.is_sharded:
-            self.plan, self.is_seen, self.is_raw = None, False, False
+            self.plan, self.fits, self.is_raw = None, False, False
             self._group, self.state = weakref.ref(group), state_of(group)
             self.kind = self.options.kind_of("all_gather_into_tensor", x)
 
@@ -178,7 +178,7 @@ class Shards:
         """Discards the decision for the previous pass. Returns whether the next forward pass may gather the module's
         parameters in coded form. It may if the ranks have agreed to code the module's all-gathers, and the parameters
         are sharded. All ranks return the same value."""
-        self.plan, self.is_seen, self.is_raw = None, False, False
+        self.plan, self.fits, self.is_raw = None, False, False
         if self.kind is None or self.state is None:
             return False
         plan, torchs = self.state.plans.get(self.kind), self.torchs()
@@ -187,7 +187,7 @@ class Shards:
         self.plan = plan
         return True
 
-    def code(self, slots: MessageSlots, status: Status) -> None:
+    def code(self, buffers: MessageBuffers, status: Status) -> None:
         """Encodes the shards of the next all-gather in advance, and discards the messages. The status records the rows
         that have no room."""
         assert self.plan is not None and self.kind is not None and self.state is not None
@@ -198,8 +198,8 @@ class Shards:
         x = as_bytes(torch.cat(inputs) if len(inputs) > 1 else inputs[0])
         for k, span in enumerate(spans_of(x.numel(), self.plan.num_pieces)):
             messages = self.plan.messages_of([span.payload] * self.state.size, x.device)
-            slot = slots.take(k, messages.num_bytes)
-            messages.code(slot, Part(self.state.rank, x[span.bytes]), status, 0)
+            buffer = buffers.take(k, messages.num_bytes)
+            messages.code(buffer, self.state.rank, x[span.bytes], status, 0)
 
     def decide(self, is_lost: bool) -> None:
         """Decides how all-gathers travel until the next forward pass.
@@ -208,13 +208,13 @@ class Shards:
             is_lost: whether rows had no room on any rank.
         """
         assert self.plan is not None and self.kind is not None and self.state is not None
-        self.is_seen = not is_lost
+        self.fits = not is_lost
         if is_lost and self.plan.is_checked:
             self.state.forget(self.kind)
         self.is_raw = is_lost and not self.plan.is_checked
 
 
-class Rooms:
+class FitChecks:
     """Checks whether the parameters of all modules fit in their messages on all ranks. The check is made before each
     forward pass, and again at the end of each forward pass and each backward pass.
 
@@ -229,7 +229,7 @@ class Rooms:
         self.shards = shards
         # For each process group: (a tensor [modules, entries] that holds the statuses of all modules; the statuses,
         # which are views of its rows).
-        self._statuses: dict[State, tuple[torch.Tensor, list[Status]]] = {}
+        self._statuses: dict[GroupState, tuple[torch.Tensor, list[Status]]] = {}
         self._depth = 0  # Number of forward passes that have begun and not ended. Passes can be nested.
         self._backward = _NO_BACKWARD  # The number of the last backward pass for which `end_pass` was registered.
 
@@ -251,7 +251,7 @@ class Rooms:
             return
         self._depth += 1
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            self._see()
+            self._check_before()
 
     def leave_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Records that a forward pass has ended. Torch calls this hook even if the pass has raised an error."""
@@ -261,45 +261,45 @@ class Rooms:
     def end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """At the end of the outermost forward pass, checks the statuses of the all-gathers."""
         if not (torch.compiler.is_compiling() or self._depth):
-            self._look()
+            self._check_after()
 
     def end_pass(self) -> None:
         """At the end of a backward pass, reads the statuses. Discards the result of the check that was made before the
         forward pass, because the optimizer changes the parameters next."""
         for shard in self.shards:
-            shard.is_seen = False
-        self._look()
+            shard.fits = False
+        self._check_after()
 
     @torch.no_grad()
-    def _see(self) -> None:
+    def _check_before(self) -> None:
         """Makes the check before a forward pass, in all process groups, and decides how the all-gathers of each module
         travel. A collective call."""
-        groups: dict[State, list[int]] = {}
+        groups: dict[GroupState, list[int]] = {}
         for k, shard in enumerate(self.shards):
             if shard.is_known():
                 assert shard.state is not None
                 groups.setdefault(shard.state, []).append(k)
         for state, numbers in groups.items():
             device = self.shards[numbers[0]].torchs().device
-            slots, (table, statuses) = state.slots(device), self._statuses_of(state, device)
+            buffers, (table, statuses) = state.buffers(device), self._statuses_of(state, device)
             context = getattr(self.shards[0].module._get_fsdp_state(), "_state_ctx", None)
             event = getattr(context, "post_optim_event", None)
             if event is not None:  # The user told FSDP to wait for this event instead of the current stream.
                 torch.cuda.current_stream(device).wait_event(event)
-            slots.begin()
+            buffers.begin()
             table.zero_()
             for k in numbers:
-                self.shards[k].code(slots, statuses[k])
+                self.shards[k].code(buffers, statuses[k])
             flags = has_lost(table).to(torch.int64)
             with all_taking_part():
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.shards[numbers[0]].group())
             is_lost = flags.tolist()
             table.zero_()
-            slots.end()
+            buffers.end()
             for k in numbers:
                 self.shards[k].decide(bool(is_lost[k]))
 
-    def _look(self) -> None:
+    def _check_after(self) -> None:
         """Waits for the all-gathers of the pass, and reads their statuses. All ranks get the same result, because each
         rank gets every message.
 
@@ -308,9 +308,9 @@ class Rooms:
         """
         names = []
         for state, (table, _) in self._statuses.items():
-            slots = state.slots(table.device)
-            with on(slots.side):  # So the host waits only for all-gathers, not for the work on the current stream.
-                slots.begin()
+            buffers = state.buffers(table.device)
+            with on(buffers.side):  # So the host waits only for all-gathers, not for the work on the current stream.
+                buffers.begin()
                 flags = has_lost(table).tolist()
             names += [shard.options.name for shard, is_lost in zip(self.shards, flags) if is_lost]
         if names:
@@ -320,7 +320,7 @@ class Rooms:
             )
 
     @torch.inference_mode(False)  # Later passes write to the memory.
-    def _statuses_of(self, state: State, device: torch.device) -> tuple[torch.Tensor, list[Status]]:
+    def _statuses_of(self, state: GroupState, device: torch.device) -> tuple[torch.Tensor, list[Status]]:
         """Returns (the tensor that holds the statuses of all modules in a process group; these statuses)."""
         if state not in self._statuses:
             shape = len(self.shards), status_entries(state.size)
@@ -370,9 +370,9 @@ def _comm_class() -> Any:
     class CodedAllGather(AllGather):
         """The all-gather that FSDP2 calls for the parameters of one module."""
 
-        def __init__(self, rooms: Rooms, shards: Shards) -> None:
+        def __init__(self, checks: FitChecks, shards: Shards) -> None:
             super().__init__()
-            self.rooms, self.shards = rooms, shards
+            self.checks, self.shards = checks, shards
 
         def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             return torch.empty(*size, dtype=dtype, device=device)
@@ -384,6 +384,6 @@ def _comm_class() -> Any:
             group: dist.ProcessGroup,
             async_op: bool = False,
         ) -> dist.Work | None:
-            return self.shards.gather(self.rooms.is_watched(), output_tensor, input_tensor, group, async_op)
+            return self.shards.gather(self.checks.is_watched(), output_tensor, input_tensor, group, async_op)
 
     return CodedAllGather

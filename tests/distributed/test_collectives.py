@@ -30,10 +30,9 @@ from ibp.distributed import (
 )
 from ibp.distributed._messages import (
     ROW_BYTES,
-    Memory,
+    MessageBuffers,
     Messages,
-    MessageSlots,
-    Part,
+    MessageViews,
     Status,
     shares_of,
     spans_of,
@@ -366,8 +365,10 @@ def relay(rank, dtype, level, codec):
             assert work.wait() and work.is_completed()
         assert_same_bits(outs[0], tensor_of(before, dtype))
         assert_same_bits(outs[1], x)
-    pair = _links.state_of(None).pairs[True, behind, 0]
-    return [plan.codec is not None for kind, plan in pair.plans.items() if (kind.dtype, kind.level) == (dtype, level)]
+    channel = _links.state_of(None).channels[True, behind, 0]
+    return [
+        plan.codec is not None for kind, plan in channel.plans.items() if (kind.dtype, kind.level) == (dtype, level)
+    ]
 
 
 @pytest.mark.parametrize("codec", [False, True])
@@ -841,8 +842,8 @@ def status_as_on_gpus(messages):
 def as_on_gpus(rank, work, *arguments):
     """Ranks tell each other what was lost once all is coded, before it moves; they exchange in pairs."""
     with pytest.MonkeyPatch.context() as patch:
-        slots = _links.state_of(None).slots(torch.device("cpu"))
-        patch.setattr(slots, "on_gpu", True)
+        buffers = _links.state_of(None).buffers(torch.device("cpu"))
+        patch.setattr(buffers, "on_gpu", True)
         patch.setattr(Messages, "status", status_as_on_gpus)
         patch.setattr(Messages, "note_heads", lambda *ignored: pytest.fail("on a GPU codecs are told, too"))
         patch.setattr(dist, "all_to_all", exchange_as_nccl)
@@ -916,9 +917,9 @@ def damage(rank):
     size, x, options = dist.get_world_size(), tensor_of(rank), {"level": "default", "name": "damage"}
     out, decode = poisoned(size * COUNT, x.dtype), Messages.decode
 
-    def decode_with_a_fault(messages, slot, part, status, max_sms):
-        decode(messages, slot, part, status, max_sms)
-        status.faults[part.message][0] = 3
+    def decode_with_a_fault(messages, buffer, message, data, status, max_sms):
+        decode(messages, buffer, message, data, status, max_sms)
+        status.faults[message][0] = 3
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -1115,21 +1116,21 @@ class FailingMessages:
     def status(self):
         return None
 
-    def of(self, slot):
-        return Memory(slot.memory, [slot.memory], {})
+    def of(self, buffer):
+        return MessageViews(buffer.memory, [buffer.memory], {})
 
-    def code(self, slot, part, status, max_sms):
-        self.used.add(slot)  # It is kept, so that no other slot can have its place in memory.
+    def code(self, buffer, message, data, status, max_sms):
+        self.used.add(buffer)  # It is kept, so that no other buffer can have its place in memory.
         self._meet("code")
 
-    def decode(self, slot, part, status, max_sms):
+    def decode(self, buffer, message, data, status, max_sms):
         self._meet("decode")
-        self.decoded.append(part)
+        self.decoded.append(data)
 
-    def clean(self, slot, k):
+    def clean(self, buffer, k):
         """There is nothing to clean."""
 
-    def note_heads(self, slot, status):
+    def note_heads(self, buffer, status):
         """There are no heads."""
 
     def _meet(self, what):
@@ -1144,9 +1145,9 @@ class FailingCall:
 
     tensors, own, state = (torch.zeros(1),), None, None
 
-    def __init__(self, slots, messages, count):
-        self.state = types.SimpleNamespace(slots=lambda device: slots)
-        self._pieces = [_exchange.ExchangePiece(messages, [Part(0, part)], [Part(0, part)]) for part in range(count)]
+    def __init__(self, buffers, messages, count):
+        self.state = types.SimpleNamespace(buffers=lambda device: buffers)
+        self._pieces = [_exchange.ExchangePiece(messages, {0: part}, {0: part}) for part in range(count)]
 
     def pieces(self, plan):
         return self._pieces
@@ -1155,36 +1156,37 @@ class FailingCall:
         return None
 
 
-def work_of(slots, messages, count, is_async):
+def work_of(buffers, messages, count, is_async):
     status = Status(1, torch.device("cpu"), data=torch.zeros(status_entries(1), dtype=torch.int64))
-    return _exchange.CodedWork(FailingCall(slots, messages, count), None, is_async, status)
+    return _exchange.CodedWork(FailingCall(buffers, messages, count), None, is_async, status)
 
 
 @pytest.mark.parametrize("fails", ["code", "decode"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_calls_that_fail_keep_no_slots(fails, number):
-    """As on a GPU, where slots are used again: work that nobody waits for may still use those of a call that failed."""
-    slots = MessageSlots(torch.device("cpu"))
-    slots.on_gpu = True
+def test_calls_that_fail_keep_no_buffers(fails, number):
+    """As on a GPU, where buffers are used again: work that nobody waits for may still use the buffers of a call that
+    failed."""
+    buffers = MessageBuffers(torch.device("cpu"))
+    buffers.on_gpu = True
     used = []
     for _ in range(3):
         messages = FailingMessages(fails, number)
         with pytest.raises(KeyboardInterrupt):
-            work_of(slots, messages, 4, False)
+            work_of(buffers, messages, 4, False)
         assert not used or not used[-1] & messages.used
         used.append(messages.used)
     messages = FailingMessages("", 0)
     for _ in range(2):
-        work_of(slots, messages, 4, False)
+        work_of(buffers, messages, 4, False)
     assert len(messages.used) == 2  # They are used in turn, and again.
 
 
 def test_an_interrupted_wait_goes_on():
     messages = FailingMessages("decode", 2)
-    work = work_of(MessageSlots(torch.device("cpu")), messages, 3, True)
+    work = work_of(MessageBuffers(torch.device("cpu")), messages, 3, True)
     with pytest.raises(KeyboardInterrupt):
         work.wait()
-    assert work.wait() and [part.data for part in messages.decoded] == [0, 1, 2]
+    assert work.wait() and messages.decoded == [0, 1, 2]
 
 
 def test_without_torch_distributed():
