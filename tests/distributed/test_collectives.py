@@ -457,23 +457,23 @@ def test_a_sender_of_another_kind(two):
 TO_ONE = [(torch.bfloat16, level) for level in LEVELS] + [(dtype, "default") for dtype in DTYPES[1:]]
 
 
-def gather_on_one(rank, dtype, level, root, count=COUNT, is_async=False, **named):
+def gather_on_one(rank, dtype, level, root, count=COUNT, is_async=False, device="cpu", **named):
     """A gather whose destination is named in one of the ways that torch knows, and a scatter back, in place."""
     size, options = dist.get_world_size(), {"level": level, "async_op": is_async}
-    xs = [tensor_of(other, dtype, count) for other in range(size)]
-    x, out = xs[rank].clone(), [poisoned(count, dtype) for _ in range(size)] if rank == root else None
+    xs = [tensor_of(other, dtype, count).to(device) for other in range(size)]
+    x, out = xs[rank].clone(), [poisoned(count, dtype).to(device) for _ in range(size)] if rank == root else None
     if out is not None:
         out[rank] = x
     work = ibp.distributed.gather(x, out, **{f"{name}dst": value for name, value in named.items()}, **options)
-    assert (work is not None) == is_async and (work is None or (work.wait() and work.is_completed()))
+    assert (work is not None) == is_async and (work is None or (work.wait() and (x.is_cuda or work.is_completed())))
     for found, wanted in zip(out or [], xs, strict=bool(out)):
-        assert_same_bits(found, wanted)
-    back = poisoned(count, dtype)
+        assert_same_bits(found.cpu(), wanted.cpu())
+    back = poisoned(count, dtype).to(device)
     parts = [xs[(other + 1) % size] for other in range(size)] if rank == root else []
     work = ibp.distributed.scatter(back, parts, **{f"{name}src": value for name, value in named.items()}, **options)
-    assert (work is not None) == is_async and (work is None or (work.wait() and work.is_completed()))
-    assert_same_bits(back, xs[(rank + 1) % size])
-    assert_same_bits(x, xs[rank])
+    assert (work is not None) == is_async and (work is None or (work.wait() and (x.is_cuda or work.is_completed())))
+    assert_same_bits(back.cpu(), xs[(rank + 1) % size].cpu())
+    assert_same_bits(x.cpu(), xs[rank].cpu())
 
 
 def gather_and_scatter(rank, cases):
@@ -534,13 +534,13 @@ def test_gathers_and_scatters_in_a_subgroup(four):
     assert [name for name, _ in four(gather_in_a_subgroup)] == ["ValueError"] * 4
 
 
-def lose_to_one(rank, function):
+def lose_to_one(rank, function, device="cpu"):
     """Rows of one tensor have no room. Its sender and its receiver send it again, and the other ranks do not."""
     process.said.discard(_exchange.SENT_TWICE)
     learned, size = Codec.learn(tensor_of(9)), dist.get_world_size()
     codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
-    xs = [tensor_of(other, scale=1e20 if other == 0 else 0.02) for other in range(size)]
-    out = [poisoned(COUNT, torch.bfloat16) for _ in xs]
+    xs = [tensor_of(other, scale=1e20 if other == 0 else 0.02).to(device) for other in range(size)]
+    out = [poisoned(COUNT, torch.bfloat16).to(device) for _ in xs]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -550,7 +550,7 @@ def lose_to_one(rank, function):
                 ibp.distributed.scatter(out[rank], xs if rank == 1 else None, 1, codec=codec)
     arrived = range(size) if function == "gather" else [rank]
     for other in arrived if function == "scatter" or rank == 1 else ():
-        assert_same_bits(out[other], xs[other])
+        assert_same_bits(out[other].cpu(), xs[other].cpu())
     return sum("no room" in str(one.message) for one in caught)
 
 
@@ -1247,6 +1247,20 @@ def test_nccl(nccl, dtype):
     for coded in nccl(equal_to_torchs, dtype, "default", 3_000_001):
         assert any(coded)
     nccl(equal_to_torchs, dtype, "auto", 3_000_001)
+
+
+def to_one_on_gpus(rank, dtype, level):
+    device = torch.device("cuda", rank)
+    for root in range(2):
+        for is_async in (False, True):
+            gather_on_one(rank, dtype, level, root, 3_000_001, is_async, device, group_=root)
+    return [lose_to_one(rank, function, device) for function in ("gather", "scatter")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool], ids=str)
+def test_nccl_gathers_and_scatters(nccl, dtype):
+    for level in ("default", "auto"):
+        assert nccl(to_one_on_gpus, dtype, level) == [[1, 1]] * 2  # Both ranks warn of lost rows once.
 
 
 def splits_on_gpus(rank):
