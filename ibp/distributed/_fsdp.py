@@ -68,9 +68,9 @@ def compress_all_gather(
         raise ValueError(f"{type(module).__name__} has no module that torch.distributed.fsdp.fully_shard was called on")
     for before in getattr(module, _HOOKS, ()):
         before.remove()
-    checks = FitChecks([Shards(one, options._replace(name=name)) for name, one in sharded])
-    for (_, one), mine in zip(sharded, checks.shards):
-        one.set_custom_all_gather(_comm_class()(checks, mine))
+    checks = FitChecks([(one, options._replace(name=name)) for name, one in sharded])
+    for shards in checks.shards:
+        shards.module.set_custom_all_gather(shards)
     hooks = (
         module.register_forward_pre_hook(checks.begin_forward, prepend=True),
         module.register_forward_hook(checks.leave_forward, always_call=True),
@@ -84,7 +84,9 @@ _HOOKS = "_ibp_hooks"  # The attribute of a module that holds the handles of the
 
 
 class Shards:
-    """This rank's shards of one module's parameters, and how the module's all-gathers send them.
+    """This rank's shards of one module's parameters, and how the module's all-gathers send them. FSDP2 calls the object
+    for each all-gather of the module: it has the methods of torch's class `AllGather` for custom all-gathers, which is
+    no base class, because not every torch has it.
 
     Attributes:
         module: the module.
@@ -96,10 +98,13 @@ class Shards:
         fits: whether the check before this pass has found that all rows of all ranks have room.
         is_raw: whether shards travel raw in this pass. This is the case if the check has found rows without room, and
             the codec cannot be learned anew, because the user gave it.
+
+    Args:
+        checks: the checks that are made before and after each pass.
     """
 
-    def __init__(self, module: Any, options: CallOptions) -> None:
-        self.module, self.options = module, options
+    def __init__(self, module: Any, options: CallOptions, checks: FitChecks) -> None:
+        self.module, self.options, self._checks = module, options, checks
         self._group: weakref.ref[dist.ProcessGroup] | None = None  # The group may be freed before the module.
         self.kind: Kind | None = None
         self.state: GroupState | None = None
@@ -107,20 +112,20 @@ class Shards:
         self.status: Status | None = None
         self.fits = self.is_raw = False
 
-    def gather(
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocates a tensor for an all-gather of FSDP."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
         self,
-        is_watched: bool,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        async_op: bool,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Makes an all-gather for FSDP. The check before the pass has decided how: raw, coded without the host waiting,
-        or by `AllGather.call`. Returns work, or None once the call is done.
-
-        Args:
-            is_watched: whether the host will read the status at the end of this pass.
-        """
+        or by `AllGather.call`. Returns work, or None once the call is done."""
+        is_watched = self._checks.is_watched()
         call = AllGather(output_tensor, input_tensor, group, self.options, is_known_to_fit=True)
         if self._is_same(input_tensor, group):
             assert self.state is not None and self.kind is not None
@@ -222,11 +227,14 @@ class FitChecks:
     the same on all ranks: the result of the check before the pass, and whether a pass is under way.
 
     Args:
+        modules: (a module, how its shards are coded) for each module.
+
+    Attributes:
         shards: the shards of each module.
     """
 
-    def __init__(self, shards: Sequence[Shards]) -> None:
-        self.shards = shards
+    def __init__(self, modules: Sequence[tuple[Any, CallOptions]]) -> None:
+        self.shards = [Shards(module, options, self) for module, options in modules]
         # For each process group: (a tensor [modules, entries] that holds the statuses of all modules; the statuses,
         # which are views of its rows).
         self._statuses: dict[GroupState, tuple[torch.Tensor, list[Status]]] = {}
@@ -359,31 +367,3 @@ def _inputs_function() -> Any:
 def _inputs_of(group: Any) -> list[torch.Tensor]:
     """Returns the tensors that torch copies into the input of an all-gather, in the order in which it copies them."""
     return [x for inputs in _inputs_function()(list(group.fsdp_params)) for x in inputs]
-
-
-@functools.cache
-def _comm_class() -> Any:
-    """Returns the class `CodedAllGather`. The class is defined in a function, because not every torch has its base
-    class."""
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-
-    class CodedAllGather(AllGather):
-        """The all-gather that FSDP2 calls for the parameters of one module."""
-
-        def __init__(self, checks: FitChecks, shards: Shards) -> None:
-            super().__init__()
-            self.checks, self.shards = checks, shards
-
-        def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            return torch.empty(*size, dtype=dtype, device=device)
-
-        def __call__(
-            self,
-            output_tensor: torch.Tensor,
-            input_tensor: torch.Tensor,
-            group: dist.ProcessGroup,
-            async_op: bool = False,
-        ) -> dist.Work | None:
-            return self.shards.gather(self.checks.is_watched(), output_tensor, input_tensor, group, async_op)
-
-    return CodedAllGather
