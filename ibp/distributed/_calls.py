@@ -377,9 +377,9 @@ def gather(
     Example:
         >>> # on each rank of a group
         >>> rank = torch.distributed.get_rank()  # 0 or 1
-        >>> parts = [torch.empty(1000, 64) for _ in range(2)] if rank == 1 else None
-        >>> ibp.distributed.gather(torch.full((1000, 64), float(rank)), parts, dst=1)
-        >>> [part[3, 0].item() for part in parts or []]
+        >>> parts = [torch.empty(1000, 64) for _ in range(2)]
+        >>> ibp.distributed.gather(torch.full((1000, 64), float(rank)), parts if rank == 1 else None, dst=1)
+        >>> [part[3, 0].item() for part in parts]  # on rank 1
         [0.0, 1.0]
 
     Args:
@@ -439,8 +439,8 @@ class _Rooted(_Exchange):
     Args:
         what: "gather" or "scatter".
         tensor: the tensor that this rank sends to the root, or receives from it.
-        tensors: on the root, the tensors of all ranks. `check` raises an error unless they suit the call, because
-            an error in the constructor would leave the other ranks waiting.
+        tensors: on the root, the tensors of all ranks. `check` raises an error unless they suit the call. The
+            constructor does not, because the other ranks would then wait for this rank.
         root: the rank of the root in the group.
     """
 

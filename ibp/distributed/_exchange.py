@@ -1,7 +1,10 @@
 """The steps of a collective call whose tensors travel coded.
 
-A tensor is divided into pieces. While one piece travels, the next piece is coded and the previous piece is decoded.
-Each call takes these steps:
+A `Collective` is one call. Its `Kind` is the key of a `Plan`, which says how calls of that kind are made; the
+`GroupState` of the process group keeps the plans. The tensors of a coded call are divided into pieces, and an
+`ExchangePiece` has the layout of a piece's messages (`Messages`). `CodedWork` makes the call: it codes each piece into
+a `MessageBuffer`, and counts lost rows in a `Status`. While one piece travels, the next piece is coded and the previous
+piece is decoded. Each call takes these steps:
 
     step      where                    the host waits for                   who learns what
     --------  -----------------------  -----------------------------------  ------------------------------------------
