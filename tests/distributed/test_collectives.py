@@ -781,10 +781,11 @@ def lose_in_one_piece(rank, num_pieces):
     process.said.add(_exchange.SENT_TWICE)
     learned, size, count = Codec.learn(tensor_of(9)), dist.get_world_size(), 2_000_000
     codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
+    normal = [tensor_of(other, count=count) for other in range(size)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_links, "num_pieces", lambda rates, load: num_pieces)
         for first in (0, count // 2, count - 40_960, count, 0, count):
-            xs = [tensor_of(other, count=count) for other in range(size)]
+            xs = [normal[0].clone(), *normal[1:]]
             xs[0][first : first + 40_960] *= 1e20  # 20 rows
             out = poisoned(size * count, xs[0].dtype)
             all_gather_into_tensor(out, xs[rank], codec=codec, name=f"{num_pieces} pieces")
