@@ -7,15 +7,15 @@ There are two processes with a GPU each, and NCCL over three links: as NCCL find
 network. On the CPU gloo is used. Arms: `torch` is torch.distributed; `default` and `fast` compress tensors at that
 level; `auto` is what `ibp.distributed` does without options. The calls are all-gathers of BF16 weights N(0, 0.02) in
 three sizes, and of other kinds in one size: FP32 gradients, FP8, half zeros, small integers, random bytes; broadcasts,
-all-to-alls and sends of BF16 weights; and `FSDP2`, steps of nets whose all-gathers work in this way and whose losses
-must be equal.
+all-to-alls, gathers, scatters and sends of BF16 weights; and `FSDP2`, steps of nets whose all-gathers work in this way
+and whose losses must be equal.
 
 Several calls in a row are timed with the wall clock, and the slower rank's time counts. The arms take turns, in
 alternating order. `over_torch` is the median of an arm's speed over torch's in the same turn, and the arm's time is
 torch's median divided by it. On the direct link, `torch again` is torch's own call once more; its difference from
 `torch` is noise. GB/s count the original bytes that arrive at a rank. The ideal is torch's rate divided by the
-messages' share of the bytes. `mib` is the size of the output, for FSDP2 that of one module. Every arm's result has
-torch's bits.
+messages' share of the bytes. `mib` is the size of the output, for scatters that of all parts, for FSDP2 that of one
+module. Every arm's result has torch's bits.
 """
 
 import contextlib
@@ -52,7 +52,14 @@ SIZES_MIB, QUICK_SIZES_MIB = (64, 256, 1024), (2,)  # The outputs have these siz
 ONE_MIB = 256
 TORCH, AGAIN, DEFAULT, FAST, AUTO = "torch", "torch again", "default", "fast", "auto"
 ARMS = (TORCH, DEFAULT, FAST, AUTO)
-GATHER, BROADCAST, ALL_TO_ALL, SEND, FSDP = "all_gather_into_tensor", "broadcast", "all_to_all_single", "send", "FSDP2"
+ALL_GATHER, BROADCAST, ALL_TO_ALL, SEND, FSDP = (
+    "all_gather_into_tensor",
+    "broadcast",
+    "all_to_all_single",
+    "send",
+    "FSDP2",
+)
+GATHER, SCATTER = "gather", "scatter"
 # Calls before timing; calls in a row; the seconds of a call from which on a row has one call; the most turns.
 WARM, TIMED, LONG_S, ROWS = 2, 10, 0.05, 31
 ROW_S = 0.006  # torch's calls in a row take about this many seconds.
@@ -160,7 +167,7 @@ def savings_of(call, dtype, level, name):
     if call == FSDP:  # Its codecs are named after modules.
         found = [plan for kind, plan in state.plans.items() if kind.name.isdigit() and kind.level == level]
     else:
-        plans = [*state.plans.items(), *(item for pair in state.pairs.values() for item in pair.plans.items())]
+        plans = [*state.plans.items(), *(item for channel in state.channels.values() for item in channel.plans.items())]
         wanted = call, dtype, level, name
         found = [plan for kind, plan in plans if (kind.what, kind.dtype, kind.level, kind.name) == wanted]
     return found[-1].codec.savings if found and found[-1].codec is not None else 0.0
@@ -208,8 +215,8 @@ def measure_gather(process, name, dtype, make, mib, arms=ARMS):
     raw = functools.partial(_torch_gather, out.view(torch.uint8), x.view(torch.uint8))
     calls = {arm: functools.partial(coded.all_gather_into_tensor, out, x, level=arm, name=name) for arm in arms[1:]}
     moved = x.nbytes * (WORLD - 1)
-    check = checker(out, wanted, f"{process.link}, {GATHER}, {name}")
-    process.measure(GATHER, name, dtype, {TORCH: raw, **calls}, moved, check, mib)
+    check = checker(out, wanted, f"{process.link}, {ALL_GATHER}, {name}")
+    process.measure(ALL_GATHER, name, dtype, {TORCH: raw, **calls}, moved, check, mib)
 
 
 def _torch_gather(out, x):
@@ -218,7 +225,7 @@ def _torch_gather(out, x):
 
 
 def measure_others(process, mib):
-    """Measures broadcast, all_to_all_single and send. They leave out `fast`, which behaves as in all-gathers."""
+    """Measures the calls other than all-gathers. They leave out `fast`, which behaves as in all-gathers."""
     name, dtype, make = KINDS[0]
     x, rank = tensor_of(process, make, dtype, mib * inputs.MIB), process.rank
     sent = x.clone()
@@ -244,6 +251,18 @@ def measure_others(process, mib):
     calls = arms(lambda: dist.all_to_all_single(out, x), functools.partial(coded.all_to_all_single, out, x))
     check = checker(out, wanted, f"{process.link}, {ALL_TO_ALL}")
     process.measure(ALL_TO_ALL, name, dtype, calls, x.nbytes // WORLD, check, mib)
+
+    # nvCOMP's scenarios of one GPU: rank 0 gathers a part from each rank, and scatters the parts of its tensor.
+    part, parts = x.chunk(WORLD)[rank], list(out.chunk(WORLD)) if rank == 0 else None
+    dist.all_gather(list(wanted.chunk(WORLD)), part)
+    calls = arms(lambda: dist.gather(part, parts), functools.partial(coded.gather, part, parts))
+    check = (lambda arm: None) if rank else checker(out, wanted, f"{process.link}, {GATHER}")
+    process.measure(GATHER, name, dtype, calls, x.nbytes // WORLD, check, mib)
+
+    got, parts = out.chunk(WORLD)[rank], list(sent.chunk(WORLD)) if rank == 0 else None
+    calls = arms(lambda: dist.scatter(got, parts), functools.partial(coded.scatter, got, parts))
+    check = checker(got, sent.chunk(WORLD)[rank], f"{process.link}, {SCATTER}")
+    process.measure(SCATTER, name, dtype, calls, x.nbytes // WORLD, check, mib)
 
 
 # ---- FSDP2 ---------------------------------------------------------------------------------------------------------

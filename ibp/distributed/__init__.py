@@ -4,7 +4,7 @@ ibp.distributed.share_table        shares one rank's table with all ranks of a g
 ibp.distributed.open_shared        opens a table that another process shares with `table.share()`
 ibp.distributed.ShardedTable       a table whose rows are spread over the ranks of a group
 ibp.distributed.broadcast_delta    sends the changes of weights from one process to the others
-ibp.distributed.all_gather_into_tensor (or all_gather_single), all_to_all_single, broadcast, send, recv
+ibp.distributed.all_gather_into_tensor (or all_gather_single), all_to_all_single, broadcast, gather, scatter, send, recv
                                    do the same as in torch.distributed, but code tensors if that is faster
 ibp.distributed.compress_all_gather
                                    makes FSDP2's all-gathers code tensors if that is faster
@@ -15,10 +15,11 @@ ibp.distributed.measure_link       measures how fast a group's all-gathers are
 from .._common.importing import published
 from .._machine.segments import SharedHandle
 from ..deltas._sending import broadcast_delta
-from ._calls import all_gather_into_tensor, all_gather_single, all_to_all_single, broadcast, recv, send
+from ._calls import all_gather_into_tensor, all_gather_single, all_to_all_single, broadcast, gather, scatter
 from ._fsdp import compress_all_gather
 from ._links import Link, measure_link
 from ._messages import Codec
+from ._point_to_point import recv, send
 from ._tables import ShardedTable, open_shared, share_table
 
 __all__ = [
@@ -32,9 +33,11 @@ __all__ = [
     "broadcast",
     "broadcast_delta",
     "compress_all_gather",
+    "gather",
     "measure_link",
     "open_shared",
     "recv",
+    "scatter",
     "send",
     "share_table",
 ]

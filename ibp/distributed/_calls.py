@@ -1,29 +1,17 @@
-"""The functions that move tensors between ranks: first the collective functions, then `send` and `recv`. Each function
-has a class, which determines the messages of a call and how they move. `_exchange.py` describes the steps of a coded
-call.
-
-The ranks of a collective call agree on how tensors travel. With `send` and `recv`, the first tensor of a kind travels
-raw, followed by a note, which says how the next tensors are coded. Some later tensors are followed by a new note. So
-both ranks know how a tensor travels, without asking each other. If rows do not fit in a tensor's messages, the tensor
-is sent again, raw. This happens before any other tensor travels in the same direction, because both ranks finish one
-call before they begin the next call.
+"""The collective functions, which move tensors between all ranks of a group. Each function has a class, which
+determines the messages of a call and how they move. `_exchange.py` describes the steps of a coded call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from .._common import wire
-from .._rows.learning import Learner
-from . import _links
-from ._exchange import Collective, ExchangePiece, OneTensor, Work, finished, movable
-from ._links import RAW, CallOptions, Kind, Load, Pair, Plan, raw_all_gather
-from ._messages import Codec, Messages, Part, Status, as_bytes, sample_of, spans_of
-
-# ---- collective functions ------------------------------------------------------------------------------------------
+from ._exchange import Collective, ExchangePiece, OneTensor, movable, root_of
+from ._links import CallOptions, Load, Plan, raw_all_gather
+from ._messages import Codec, Messages, Status, as_bytes, spans_of
 
 # In an all-to-all, ranks may send different numbers of bytes. The call is planned as if each rank sent 64 MiB.
 _NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)
@@ -131,9 +119,9 @@ class AllGather(Collective):
         sent, received = x.split_with_sizes(lengths), out.split_with_sizes(lengths * size)
         pieces = []
         for k, span in enumerate(spans):
-            arriving = [Part(other, received[other * len(spans) + k]) for other in range(size) if other != rank]
+            arriving = {other: received[other * len(spans) + k] for other in range(size) if other != rank}
             messages = plan.messages_of([span.payload] * size, x.device)
-            pieces.append(ExchangePiece(messages, [Part(rank, sent[k])], arriving))
+            pieces.append(ExchangePiece(messages, {rank: sent[k]}, arriving))
         return pieces
 
     def move(self, whole: torch.Tensor, each: Sequence[torch.Tensor]) -> dist.Work | None:
@@ -227,75 +215,51 @@ def all_to_all_single(
     return _AllToAll(output, input, splits, group, CallOptions(codec, level, name)).call(async_op)
 
 
-class _AllToAll(Collective):
-    """An all-to-all. In a group of n ranks, message k of a piece goes to rank k, and message n + k comes from rank k. A
-    rank's messages to and from itself are empty.
+class _Exchange(Collective):
+    """A call in which a rank can send a part of its data to each rank. In a group of n ranks, message k of a piece goes
+    to rank k, and message n + k comes from rank k. A rank's messages to and from itself are empty.
 
     The sender and the receiver of a message both know its size, so they both know whether it is coded. On GPUs a raw
-    part moves directly from the input to the output tensor, together with the first piece of the coded parts. On the
-    CPU a raw part is copied into a raw message.
-
-    Args:
-        splits: output_split_sizes and input_split_sizes.
+    part moves directly from the sender's tensor to the receiver's tensor, together with the first piece of the coded
+    parts. On the CPU a raw part is copied into a raw message.
     """
 
-    def __init__(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        splits: tuple[Sequence[int] | None, Sequence[int] | None],
-        group: dist.ProcessGroup | None,
-        options: CallOptions,
-    ) -> None:
-        super().__init__(group, options, "all_to_all_single", (input, output))
-        # A rank that sends few bytes can take part in a large call, so the plan must not depend on the sizes of one
-        # rank.
-        self.kind, self.load = self.kind._replace(numel=0), _NOMINAL
-        self._input, self._output, self._splits = input, output, splits
+    def divide(self, plan: Plan, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Sets the parts that the call moves, and decides which of them are coded. Subclasses call this method before a
+        coded call.
 
-    def check(self) -> None:
-        super().check()
-        for what, x, sizes in zip(("output", "input"), (self._output, self._input), self._splits):
-            _check_splits(what, x, sizes, self.state.size)
-
-    def raw(self, async_op: bool) -> dist.Work | None:
-        output, input = movable(self._output, items=True), movable(self._input, items=True)
-        return dist.all_to_all_single(output, input, *self._splits, group=self.group, async_op=async_op)
-
-    def coded(self, plan: Plan, is_async: bool, status: Status | None = None) -> dist.Work | None:
+        Args:
+            sent: for each rank, the bytes that this rank sends to it.
+            received: for each rank, the memory of the bytes that come from it.
+        """
         rank, size = self.state.rank, self.state.size
-        self._on_gpu = self.state.slots(self._input.device).on_gpu
-        received, sent = (_parts(x, sizes, size) for x, sizes in zip((self._output, self._input), self._splits))
+        self._on_gpu = self.state.buffers(self.tensors[0].device).on_gpu
         self.own = received[rank], sent[rank]
         self._parts = [data[:0] if k % size == rank else data for k, data in enumerate((*sent, *received))]
         self._is_coded = [data.numel() >= max(1, plan.least) for data in self._parts]
         self._raw = [data[:0] if coded else data for data, coded in zip(self._parts, self._is_coded)]
-        if self._on_gpu and not any(self._is_coded):
-            # This rank has no coded messages, but other ranks may send coded messages to each other. An NCCL all-to-all
-            # is a group of sends and receives between pairs of ranks, so this rank can leave out the all-to-alls in
-            # which it moves no bytes. Its raw parts are moved as bytes, because the other ranks also send and receive
-            # them as bytes.
-            to, back = ([data.numel() for data in parts] for parts in (sent, received))
-            x, out = as_bytes(self._input), as_bytes(self._output)
-            return dist.all_to_all_single(out, x, back, to, group=self.group, async_op=is_async)
-        return super().coded(plan, is_async, status)
+
+    def num_pieces(self, plan: Plan) -> int:
+        """Returns the number of pieces of a call on GPUs. It is the same on all ranks."""
+        return plan.num_pieces
 
     def pieces(self, plan: Plan) -> list[ExchangePiece]:
-        device = self._input.device
+        device = self.tensors[0].device
         if not self._on_gpu:
             messages = plan.messages_of([data.numel() for data in self._parts], device, plan.least)
             return [self._piece(messages, self._parts)]
-        spans = [spans_of(data.numel(), _PIECES) if coded else () for data, coded in zip(self._parts, self._is_coded)]
+        count = self.num_pieces(plan)
+        spans = [spans_of(data.numel(), count) if coded else () for data, coded in zip(self._parts, self._is_coded)]
         pieces = []
-        for k in range(_PIECES):
+        for k in range(count):
             payloads = [found[k].payload if k < len(found) else 0 for found in spans]
             parts = [data[found[k].bytes] if k < len(found) else data[:0] for data, found in zip(self._parts, spans)]
             pieces.append(self._piece(plan.messages_of(payloads, device), parts))
         return pieces
 
     def _piece(self, messages: Messages, parts: Sequence[torch.Tensor]) -> ExchangePiece:
-        size, found = self.state.size, [Part(k, data) for k, data in enumerate(parts) if data.numel()]
-        sent, received = ([part for part in found if (part.message < size) == is_sent] for is_sent in (True, False))
+        size, found = self.state.size, {k: data for k, data in enumerate(parts) if data.numel()}
+        sent, received = ({k: data for k, data in found.items() if (k < size) == is_sent} for is_sent in (True, False))
         return ExchangePiece(messages, sent, received)
 
     def move(self, whole: torch.Tensor, each: Sequence[torch.Tensor]) -> dist.Work | None:
@@ -325,6 +289,51 @@ class _AllToAll(Collective):
             work.wait()
 
 
+class _AllToAll(_Exchange):
+    """An all-to-all. splits: output_split_sizes and input_split_sizes."""
+
+    def __init__(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        splits: tuple[Sequence[int] | None, Sequence[int] | None],
+        group: dist.ProcessGroup | None,
+        options: CallOptions,
+    ) -> None:
+        super().__init__(group, options, "all_to_all_single", (input, output))
+        # A rank that sends few bytes can take part in a large call, so the plan must not depend on the sizes of one
+        # rank.
+        self.kind, self.load = self.kind._replace(numel=0), _NOMINAL
+        self._input, self._output, self._splits = input, output, splits
+
+    def check(self) -> None:
+        super().check()
+        for what, x, sizes in zip(("output", "input"), (self._output, self._input), self._splits):
+            _check_splits(what, x, sizes, self.state.size)
+
+    def raw(self, async_op: bool) -> dist.Work | None:
+        output, input = movable(self._output, items=True), movable(self._input, items=True)
+        return dist.all_to_all_single(output, input, *self._splits, group=self.group, async_op=async_op)
+
+    def num_pieces(self, plan: Plan) -> int:
+        return _PIECES
+
+    def coded(self, plan: Plan, is_async: bool, status: Status | None = None) -> dist.Work | None:
+        received, sent = (
+            _parts(x, sizes, self.state.size) for x, sizes in zip((self._output, self._input), self._splits)
+        )
+        self.divide(plan, sent, received)
+        if self._on_gpu and not any(self._is_coded):
+            # This rank has no coded messages, but other ranks may send coded messages to each other. An NCCL all-to-all
+            # is a group of sends and receives between pairs of ranks, so this rank can leave out the all-to-alls in
+            # which it moves no bytes. Its raw parts are moved as bytes, because the other ranks also send and receive
+            # them as bytes.
+            to, back = ([data.numel() for data in parts] for parts in (sent, received))
+            x, out = as_bytes(self._input), as_bytes(self._output)
+            return dist.all_to_all_single(out, x, back, to, group=self.group, async_op=is_async)
+        return super().coded(plan, is_async, status)
+
+
 def _check_splits(what: str, x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> None:
     """Raises ValueError unless x can be divided into parts for `count` ranks.
 
@@ -347,286 +356,150 @@ def _parts(x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> list[tor
     return list(data.split([data.numel() // items * n for n in sizes] if sizes else [data.numel() // count] * count))
 
 
-def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | None, what: str = "src") -> int:
-    """Returns the rank in the group that the caller has named by either of two arguments.
-
-    Args:
-        src: the rank among all ranks, or None.
-        group_src: the rank in the group, or None.
-        what: the name of the argument src, for the error.
-
-    Raises:
-        ValueError: both arguments are given, or neither.
-    """
-    if (src is None) == (group_src is None):
-        raise ValueError(f"wanted one of {what} and group_{what}")
-    if group_src is not None:
-        return group_src
-    assert src is not None
-    return src if group is None else dist.get_group_rank(group, src)
-
-
-# ---- from rank to rank ---------------------------------------------------------------------------------------------
-
-_NOTE_BYTES = 1 << 14  # Size of a note in bytes. If a codec does not fit in it, the note says that tensors travel raw.
-_LENGTH_BYTES = 8  # A note begins with the length of its content in bytes, an int64.
-# A tensor of n bytes is divided into max(1, min(_MOST_PIECES, n // _PIECE_BYTES)) pieces.
-_PIECE_BYTES, _MOST_PIECES = 64 << 20, 8
-
-
-class NotedWork(Work):
-    """Waits for a raw tensor and for the note that follows it.
-
-    Args:
-        works: the work of the tensor and the work of the note.
-        read: a function that is called when the tensor and the note have arrived. None: nothing is called.
-    """
-
-    def __init__(self, works: list[dist.Work | None], read: Callable[[], None] | None) -> None:
-        super().__init__()
-        self._works, self._read = works, read
-
-    def is_completed(self) -> bool:
-        return all(work is None or work.is_completed() for work in self._works)
-
-    def wait(self, timeout: object = None) -> bool:
-        works, self._works = self._works, []  # Some kinds of work cannot be waited for twice.
-        for work in works:
-            finished(work, False)
-        read, self._read = self._read, None
-        if read is not None:
-            read()
-        return True
-
-
-def send(
+def gather(
     tensor: torch.Tensor,
+    gather_list: Sequence[torch.Tensor] | None = None,
     dst: int | None = None,
     group: dist.ProcessGroup | None = None,
-    tag: int = 0,
+    async_op: bool = False,
     group_dst: int | None = None,
     *,
-    async_op: bool = False,
     codec: Codec | None = None,
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """Sends a tensor to another rank, as `torch.distributed.send` does. The tensor is sent in coded form if that is
+    """Gathers a tensor from each rank on one rank, as `torch.distributed.gather` does. Tensors travel coded if that is
     faster.
 
-    The receiver calls `recv` of this module with the same arguments.
-
-    If no codec is given, the first tensor of a kind travels raw, followed by the codec for the next tensors of the
-    kind. The call first waits until the previous tensor with the same tag has arrived at the same rank. See
-    `all_gather_into_tensor` for the other arguments.
+    If some rows of a tensor do not fit into its messages, only that tensor is sent again, raw. See
+    `all_gather_into_tensor` for how tensors are coded, for the other arguments, the result and the errors.
 
     Example:
         >>> # on each rank of a group
-        >>> weights = torch.full((1000, 64), float(torch.distributed.get_rank()))
-        >>> if torch.distributed.get_rank() == 1:
-        ...     ibp.distributed.send(weights, dst=0)
-        ... elif torch.distributed.get_rank() == 0:
-        ...     ibp.distributed.recv(weights, src=1)
-        >>> weights[0, 0]
-        tensor(1.)
+        >>> rank = torch.distributed.get_rank()  # 0 or 1
+        >>> parts = [torch.empty(1000, 64) for _ in range(2)]
+        >>> ibp.distributed.gather(torch.full((1000, 64), float(rank)), parts if rank == 1 else None, dst=1)
+        >>> [part[3, 0].item() for part in parts]  # on rank 1
+        [0.0, 1.0]
 
     Args:
-        tensor: a contiguous tensor of any dtype.
-        dst, group_dst: the receiver's rank among all ranks, or in the group. Give exactly one of the two.
-        tag: as in torch.
-        async_op: whether to return work, as `torch.distributed.isend` does.
-        level: as in `all_gather_into_tensor`, with one difference. With "auto", tensors travel raw on the CPU, and also
-            before the rate of the group's link has been measured (`measure_link`).
-
-    Returns:
-        Work if async_op is set, else None.
-
-    Raises:
-        TypeError, ValueError: an argument is not as described.
-        RuntimeError: torch.distributed is not initialised, or the other rank does not take part.
+        tensor: a contiguous tensor, which has the same shape and dtype on all ranks.
+        gather_list: on the destination rank, a contiguous tensor for each rank of the group to write to, in the order
+            of the ranks. Each has the shape, dtype and device of `tensor`, and the destination's own may be `tensor`
+            itself. On the other ranks, None or an empty list.
+        dst, group_dst: the rank of the destination among all ranks, or in the group. Give at most one of the two. If
+            both are None, the destination is rank 0 among all ranks.
     """
-    peer = root_of(dst, group_dst, group, "dst")
-    return _Transfer(tensor, True, peer, tag, group, CallOptions(codec, level, name)).call(async_op)
+    root = root_of(0 if dst is None and group_dst is None else dst, group_dst, group, "dst")
+    return _Rooted("gather", tensor, gather_list, root, group, CallOptions(codec, level, name)).call(async_op)
 
 
-def recv(
+def scatter(
     tensor: torch.Tensor,
+    scatter_list: Sequence[torch.Tensor] | None = None,
     src: int | None = None,
     group: dist.ProcessGroup | None = None,
-    tag: int = 0,
+    async_op: bool = False,
     group_src: int | None = None,
     *,
-    async_op: bool = False,
     codec: Codec | None = None,
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """Receives a tensor from another rank, as `torch.distributed.recv` does.
+    """Sends a different tensor from one rank to each rank, as `torch.distributed.scatter` does. Tensors travel coded if
+    that is faster.
 
-    The sender calls `send` of this module with the same arguments.
+    If some rows of a tensor do not fit into its messages, only that tensor is sent again, raw. See
+    `all_gather_into_tensor` for how tensors are coded, for the other arguments, the result and the errors.
 
     Example:
         >>> # on each rank of a group
-        >>> weights = torch.full((1000, 64), float(torch.distributed.get_rank()))
-        >>> if torch.distributed.get_rank() == 0:
-        ...     ibp.distributed.recv(weights, src=1)
-        ... elif torch.distributed.get_rank() == 1:
-        ...     ibp.distributed.send(weights, dst=0)
-        >>> weights[0, 0]
-        tensor(1.)
+        >>> rank = torch.distributed.get_rank()  # 0 or 1
+        >>> part = torch.empty(1000, 64)
+        >>> parts = [torch.full((1000, 64), float(k)) for k in range(2)] if rank == 1 else None
+        >>> ibp.distributed.scatter(part, parts, src=1)
+        >>> part[3, 0].item() == rank
+        True
 
     Args:
-        tensor: a contiguous tensor to write to, with the shape and dtype of the sender's tensor.
-        src, group_src: the sender's rank among all ranks, or in the group. Give exactly one of the two.
-        tag, async_op, codec, level, name: as in `send`.
-
-    Returns:
-        Work if async_op is set, else None.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as in `send`; ValueError also if the sender's tensor is of another kind.
+        tensor: a contiguous tensor to write to, which has the same shape and dtype on all ranks.
+        scatter_list: on the source rank, a contiguous tensor for each rank of the group, in the order of the ranks.
+            Each has the shape, dtype and device of `tensor`, and the source's own may be `tensor` itself. On the other
+            ranks, None or an empty list.
+        src, group_src: the rank of the source among all ranks, or in the group. Give at most one of the two. If both
+            are None, the source is rank 0 among all ranks.
     """
-    peer = root_of(src, group_src, group)
-    return _Transfer(tensor, False, peer, tag, group, CallOptions(codec, level, name)).call(async_op)
+    root = root_of(0 if src is None and group_src is None else src, group_src, group)
+    return _Rooted("scatter", tensor, scatter_list, root, group, CallOptions(codec, level, name)).call(async_op)
 
 
-class _Transfer(OneTensor):
-    """One call of `send` or `recv`, which moves a tensor to another rank or from it.
+class _Rooted(_Exchange):
+    """A gather or a scatter: one rank, the root, receives a tensor from each rank, or sends a tensor to each rank.
 
     Args:
-        is_sent: whether this rank sends the tensor. If not, this rank receives it.
-        peer: the rank of the other process in the group.
-        tag: as in torch.
+        what: "gather" or "scatter".
+        tensor: the tensor that this rank sends to the root, or receives from it.
+        tensors: on the root, the tensors of all ranks. `check` raises an error unless they suit the call. The
+            constructor does not, because the other ranks would then wait for this rank.
+        root: the rank of the root in the group.
     """
 
     def __init__(
         self,
+        what: str,
         tensor: torch.Tensor,
-        is_sent: bool,
-        peer: int,
-        tag: int,
+        tensors: Sequence[torch.Tensor] | None,
+        root: int,
         group: dist.ProcessGroup | None,
         options: CallOptions,
     ) -> None:
-        super().__init__("send", tensor, group, options)
-        self.is_sent, self._peer, self._tag = is_sent, peer, tag
+        super().__init__(group, options, what, (tensor,), root)
+        self._tensor, self._list, self._root, self._gathers = tensor, tensors, root, what == "gather"
+        at_root = (self.state.size - 1) * tensor.nbytes
+        coded, decoded = (tensor.nbytes, at_root) if self._gathers else (at_root, tensor.nbytes)
+        self.load = Load(coded, at_root, decoded)
+
+    def check(self) -> None:
+        size, rank, what, tensors = self.state.size, self.state.rank, f"{self.kind.what}_list", self._list
+        if not 0 <= self._root < size:
+            raise ValueError(f"{'dst' if self._gathers else 'src'} is {self._root}; wanted 0 to {size - 1}")
+        if not isinstance(tensors, (list, tuple, type(None))):
+            raise TypeError(f"{what} is a {type(tensors).__name__}; wanted a list of tensors")
+        tensors, wanted = tensors or (), size if rank == self._root else 0
+        if len(tensors) != wanted:
+            raise ValueError(
+                f"{what} has {len(tensors)} tensors on rank {rank} of the group; wanted {wanted}, because rank "
+                f"{self._root} {'receives from' if self._gathers else 'sends to'} {size} ranks"
+            )
+        for k, x in enumerate(tensors):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{what}[{k}] is a {type(x).__name__}; wanted a torch.Tensor")
+            if x.shape != self._tensor.shape:
+                raise ValueError(
+                    f"{what}[{k}] has shape {list(x.shape)}; wanted {list(self._tensor.shape)}, the shape of tensor"
+                )
+        self.tensors = self._tensor, *tensors
+        super().check()
 
     def raw(self, async_op: bool) -> dist.Work | None:
-        return finished(self._moved(movable(self.tensors[0])), async_op)
-
-    def move(self, whole: torch.Tensor, each: Sequence[torch.Tensor]) -> dist.Work | None:
-        return self._moved(whole)
-
-    def call(self, async_op: bool) -> dist.Work | None:
-        """Finishes the previous call in this direction. Then makes this call by the pair's plan for tensors of this
-        kind."""
-        if self.travels_raw():
-            return self.raw(async_op)
         self.check()
-        pair = self.state.pairs.setdefault((self.is_sent, self._peer, self._tag), Pair())
-        # If waiting for the last call fails here, the next call does not wait for it again.
-        last, pair.last = pair.last, None
-        finished(last, False)
-        plan = pair.plans.get(self.kind)
-        if plan is None and self.options.codec is not None:
-            plan = pair.plans[self.kind] = Plan(self.options.codec, self._num_pieces(), is_checked=False)
-        if plan is None or (plan.codec is not None and plan.is_due()):
-            work = finished(self._noted(pair, plan), async_op)
-        elif plan.codec is not None:
-            work = self.coded(plan, async_op)
-        else:
-            return self.raw(async_op)
-        pair.last = work
-        return work
+        tensor, *tensors = (movable(x) for x in self.tensors)
+        if self._gathers:
+            return dist.gather(tensor, tensors, group=self.group, group_dst=self._root, async_op=async_op)
+        return dist.scatter(tensor, tensors, group=self.group, group_src=self._root, async_op=async_op)
 
-    def _moved(self, data: torch.Tensor) -> dist.Work | None:
-        """Begins to send or to receive `data`. Returns work."""
-        if self.is_sent:
-            return dist.isend(data, group=self.group, tag=self._tag, group_dst=self._peer)
-        return dist.irecv(data, group=self.group, tag=self._tag, group_src=self._peer)
+    def sample(self) -> torch.Tensor | None:
+        if self._gathers:
+            return super().sample()
+        samples = [self.rows_from(x) for x in self.tensors[1:]]
+        return torch.cat(samples) if samples else None
 
-    def _noted(self, pair: Pair, old: Plan | None) -> NotedWork:
-        """Begins to move the tensor raw, followed by a note that says how the next tensors of the kind travel. The
-        sender replaces the plan of the kind at once. The receiver replaces it when the note has arrived.
-
-        Args:
-            old: the present plan of the kind. None: the kind is new.
-        """
-
-        def take(note: torch.Tensor) -> None:
-            codec = _read(note, self.kind)
-            num_calls = 1 if old is None else old.num_calls
-            pair.plans[self.kind] = RAW if codec is None else Plan(codec, self._num_pieces(), num_calls=num_calls)
-
-        device, data = self.tensors[0].device, movable(self.tensors[0])
-        if self.is_sent:
-            note = _note(self.kind, self._learned(old, pair.learners.setdefault(self.kind, Learner())))
-            take(note)
-            note = note.to(device)
-            return NotedWork([self._moved(data), self._moved(note)], None)
-        note = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device=device)
-        return NotedWork([self._moved(data), self._moved(note)], lambda: take(note))
-
-    def _learned(self, old: Plan | None, learner: Learner[Codec]) -> Codec | None:
-        """Returns the codec that the sender chooses for the next tensors. This is the present codec. If there is no
-        present codec, or it has lost rows, it is a newly learned codec. Returns None if coding saves too little. With
-        level="auto", also returns None if raw tensors are expected to be faster, or if the rate of the link is not
-        known."""
-        kind, link = self.kind, self.state.link
-        learner.has_drifted = old is not None and old.has_lost
-        if old is not None and not learner.has_drifted:
-            return old.codec
-        if learner.is_hopeless or (kind.level == "auto" and (link is None or not kind.follows_link)):
-            return None
-        rows = sample_of(self.tensors[0])
-        found = kind.learned(rows)
-        if found is not None and kind.level == "auto":
-            assert link is not None
-            rates = _links.rates_of(found, rows, self.tensors[0].device)
-            found = found if _links.pays(found, rates, link, self.load) else None
-        learner.take(found)
-        return found
-
-    def _num_pieces(self) -> int:
-        """Returns the number of pieces of the tensor. It is the same on both ranks, because it depends only on the size
-        of the tensor."""
-        return max(1, min(_MOST_PIECES, self.tensors[0].nbytes // _PIECE_BYTES))
-
-
-def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:
-    """Returns a note, uint8 [_NOTE_BYTES] on the CPU. The note has the length of its content, followed by the content:
-    the kind and the codec. If the content does not fit, the length is 0."""
-    content = wire.written((kind, codec))
-    note = torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
-    if len(content) <= _NOTE_BYTES - _LENGTH_BYTES:
-        note[:_LENGTH_BYTES].view(torch.int64).fill_(len(content))
-        note[_LENGTH_BYTES : _LENGTH_BYTES + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    return note
-
-
-def _read(note: torch.Tensor, kind: Kind) -> Codec | None:
-    """Returns the codec in a note, or None if tensors travel raw.
-
-    Args:
-        kind: the kind of tensor that the receiver expects.
-
-    Raises:
-        ValueError: the bytes are not a note, or the sender's tensor is of another kind.
-    """
-    content = note.cpu()
-    length = int(content[:_LENGTH_BYTES].view(torch.int64))
-    if not 0 < length <= _NOTE_BYTES - _LENGTH_BYTES:
-        return None
-    found = wire.read(content[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes())
-    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Kind):
-        raise ValueError("recv: what came behind the sender's tensor is no note that says how later ones travel")
-    sent, codec = found
-    if codec is not None and not isinstance(codec, Codec):
-        raise ValueError(f"recv: the sender's note has a {type(codec).__name__}; wanted a codec")
-    if sent != kind:
-        raise ValueError(f"recv: the sender's tensor is {_shown(sent)}; this one is {_shown(kind)}")
-    return codec
-
-
-def _shown(kind: Kind) -> str:
-    return f"{kind.numel} elements of {kind.dtype} on {kind.device}, level {kind.level!r}, name {kind.name!r}"
+    def coded(self, plan: Plan, is_async: bool, status: Status | None = None) -> dist.Work | None:
+        if self._tensor.nbytes < plan.least:  # On all ranks, because all tensors have one size.
+            return self.raw(is_async)
+        one, *many = (as_bytes(x) for x in self.tensors)
+        nothing = one[:0]
+        with_root = [one if rank == self._root else nothing for rank in range(self.state.size)]
+        with_each = many or [nothing] * self.state.size
+        self.divide(plan, *((with_root, with_each) if self._gathers else (with_each, with_root)))
+        return super().coded(plan, is_async, status)

@@ -1,15 +1,18 @@
 """The steps of a collective call whose tensors travel coded.
 
-A tensor is divided into pieces. While one piece travels, the next piece is coded and the previous piece is decoded.
-Each call takes these steps:
+A `Collective` is one call. Its `Kind` is the key of a `Plan`, which says how calls of that kind are made; the
+`GroupState` of the process group keeps the plans. The tensors of a coded call are divided into pieces, and an
+`ExchangePiece` has the layout of a piece's messages (`Messages`). `CodedWork` makes the call: it codes each piece into
+a `MessageBuffer`, and counts lost rows in a `Status`. While one piece travels, the next piece is coded and the previous
+piece is decoded. Each call takes these steps:
 
     step      where                    the host waits for                   who learns what
     --------  -----------------------  -----------------------------------  ------------------------------------------
     plan      Collective.plan          all ranks: always on the CPU; on     rank 0 learns a codec from samples of all
-                                       GPUs if a codec is given, or if the  ranks and sends it to them
+                                       GPUs if a codec is given, or if the  ranks that send, and sends it to all ranks
                                        kind is new or due to be checked
-              `call` of a pair         the previous call in this direction  the sender learns a codec, and the receiver
-              (_calls.py)                                                   reads it in a note after a raw tensor
+              _Transfer.call           the previous call in this direction  the sender learns a codec, and the receiver
+              (_point_to_point.py)                                          reads it in a note after a raw tensor
     size      Collective.pieces,       nothing                              nobody: sizes of messages follow from the
               Messages                                                      codec and the sizes of tensors
     encode    CodedWork._start         nothing                              the sender: which messages lose rows
@@ -22,9 +25,22 @@ Each call takes these steps:
                                        other once they have coded all rows
     repair    Collective.repair        torch's own call, if rows were lost  all ranks, at the next check of the kind by
                                                                             Collective.plan: they learn a codec anew
+              that of all-to-alls,     the sender or the receiver of the    the same
+              gathers and scatters     part whose rows were lost
+              (_calls.py)
 
 Encode, exchange and decode happen once for each piece, and the other steps once in each call. Tell comes just before
-the exchange of the last piece.
+the exchange of the last piece. The steps of each function differ in what a rank codes, and in which ranks wait for each
+other during tell on GPUs, and during exchange:
+
+    function                  a rank codes                           a rank waits for
+    ------------------------  -------------------------------------  -----------------------------------------------
+    all_gather_into_tensor    its tensor                             all ranks
+    all_to_all_single         its part for each rank                 the ranks that it sends to or receives from
+    broadcast                 the source: its tensor                 the ranks that torch's broadcast waits for
+    gather                    all but the destination: their tensor  the destination; the destination for all ranks
+    scatter                   the source: a tensor for each rank     the source; the source for all ranks
+    send, recv                the sender: its tensor                 the other rank
 
 If the caller passes a status (_fsdp.py does), the call leaves out tell, check and repair. If a rank finds a message
 damaged while a repair is due, it takes part in the repair before it raises, because the other ranks do not know of the
@@ -38,7 +54,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -50,7 +66,7 @@ from .._common.group import RankGroup, all_taking_part, same_on_all
 from .._common.process import warn_once
 from . import _links
 from ._links import RAW, CallOptions, Load, Plan, state_of
-from ._messages import TURNS, Codec, Messages, Part, Slot, Status, as_bytes, on, sample_of, spans_of
+from ._messages import TURNS, Codec, MessageBuffer, Messages, Status, as_bytes, on, sample_of, spans_of
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -60,7 +76,8 @@ else:
 # On GPUs, tensors of these dtypes are given to the backend unchanged. All other tensors are moved as bytes.
 _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 _LEAST_BYTES = 1 << 20  # With level="auto", smaller tensors travel raw, because coding them never pays.
-_SAMPLED_ROWS = 512  # A codec is learned from about this many rows of all ranks together, at least 16 from each rank.
+# A codec is learned from about _SAMPLED_ROWS rows of all tensors together, at least _LEAST_SAMPLED_ROWS from each one.
+_SAMPLED_ROWS, _LEAST_SAMPLED_ROWS = 512, 16
 _MOST_PLANS = 4096  # A group keeps at most this many plans.
 _NO_TIMEOUT = timedelta(0)  # Torch passes this value to `wait` if the caller gives no timeout.
 SENT_TWICE = (
@@ -75,13 +92,14 @@ class ExchangePiece:
 
     Attributes:
         messages: the messages of the piece.
-        sent: the parts of tensors that this rank codes into messages.
-        received: the parts of tensors that arrive in messages from other ranks.
+        sent: for each message that this rank sends, by its number: the bytes of a tensor to code, uint8 [n].
+        received: for each message that comes from another rank, by its number: the memory of the decoded bytes,
+            uint8 [n].
     """
 
     messages: Messages
-    sent: Sequence[Part]
-    received: Sequence[Part]
+    sent: Mapping[int, torch.Tensor]
+    received: Mapping[int, torch.Tensor]
 
 
 class Collective(ABC):
@@ -94,7 +112,7 @@ class Collective(ABC):
         what: the name of the function.
         tensors: the tensors that the call reads and writes. The size and dtype of the first tensor are part of the
             call's kind.
-        root: the rank in the group that has the data. -1: each rank has a part of the data.
+        root: the rank in the group that alone sends tensors, or alone receives them. -1: there is no such rank.
 
     Attributes:
         load: the numbers of bytes that a rank codes, moves and decodes. Subclasses set this attribute.
@@ -162,13 +180,23 @@ class Collective(ABC):
         that rows were lost."""
         self.raw(False)
 
+    def sample(self) -> torch.Tensor | None:
+        """Returns rows from which a codec is learned, uint8 [n, 4096] on the CPU: a share of the rows that this rank
+        sends. Returns None if this rank sends no tensor."""
+        return self.rows_from(self.tensors[0])
+
+    def rows_from(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns a sample of the rows of a tensor, in a call in which as many tensors travel as the group has
+        ranks."""
+        return sample_of(x, max(_LEAST_SAMPLED_ROWS, _SAMPLED_ROWS // self.state.size))
+
     def travels_raw(self) -> bool:
         """Returns whether the call has to be raw for a reason that every rank can see without asking the other ranks.
-        There are three such reasons: there is nothing to send, the tensor is too small for coding to pay, or a CUDA
-        graph is being captured."""
-        num_bytes, x = self.load.coded, self.tensors[0]
+        There are three such reasons: the group has one rank, the tensor is too small for coding to pay, or a CUDA graph
+        is being captured."""
+        num_bytes, x = min(self.load.coded, self.load.decoded), self.tensors[0]
         is_chosen = self.options.level == "auto" and self.options.codec is None
-        if self.state.size == 1 or num_bytes == 0 or (is_chosen and num_bytes < _LEAST_BYTES):
+        if self.state.size == 1 or (is_chosen and num_bytes < _LEAST_BYTES):
             return True
         return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -253,14 +281,12 @@ class Collective(ABC):
         Args:
             num_calls: the number of calls of the kind so far, this one included.
         """
-        members, kind, load, codec, x = RankGroup(self.group), self.kind, self.load, self.options.codec, self.tensors[0]
+        members, kind, load, codec = RankGroup(self.group), self.kind, self.load, self.options.codec
         link = self.state.measure(members) if kind.level == "auto" and codec is None else None
-        has_data = kind.root in (-1, members.rank)
-        count = _SAMPLED_ROWS if kind.root >= 0 else max(16, _SAMPLED_ROWS // members.size)
-        samples = members.together(kind.what, lambda: sample_of(x, count) if has_data else None)
+        samples = members.together(kind.what, self.sample)
         rows = torch.cat([sample for sample in samples if sample is not None])
         learner = self.state.learners[kind.shared]
-        is_due = learner.learned_at == 0 or learner.has_drifted
+        is_due = len(rows) > 0 and (learner.learned_at == 0 or learner.has_drifted)
 
         def offer() -> tuple[Codec | None, int, int]:
             """Returns (the codec, or None if calls are raw; the number of pieces, or 0 if calls are raw; the size in
@@ -268,9 +294,9 @@ class Collective(ABC):
             found = codec
             if codec is None and not learner.is_hopeless:
                 found = kind.learned(rows) if is_due or kind.level == "auto" else learner.found
-            if found is None:
+            if found is None or load.coded == 0:
                 return None, 0, 1
-            rates = _links.rates_of(found, rows, x.device)
+            rates = _links.rates_of(found, rows, self.tensors[0].device)
             if link is None:
                 return found, _links.num_pieces(rates, load), 1
             if not (kind.follows_link and _links.pays(found, rates, link, load)):
@@ -303,12 +329,14 @@ class OneTensor(Collective):
         super().__init__(group, options, what, (tensor,), root)
         self.load = Load(tensor.nbytes, tensor.nbytes, tensor.nbytes)
 
+    def sample(self) -> torch.Tensor | None:
+        return sample_of(self.tensors[0], _SAMPLED_ROWS) if self.is_sent else None
+
     def pieces(self, plan: Plan) -> list[ExchangePiece]:
         x, pieces = as_bytes(self.tensors[0]), []
         for span in spans_of(x.numel(), plan.num_pieces):
-            messages, parts = plan.messages_of([span.payload], x.device), [Part(0, x[span.bytes])]
-            sent, received = (parts, []) if self.is_sent else ([], parts)
-            pieces.append(ExchangePiece(messages, sent, received))
+            messages, data = plan.messages_of([span.payload], x.device), {0: x[span.bytes]}
+            pieces.append(ExchangePiece(messages, data, {}) if self.is_sent else ExchangePiece(messages, {}, data))
         return pieces
 
 
@@ -334,20 +362,21 @@ class CodedWork(Work):
         self._call: Collective | None = None  # None: there is nothing to wait for.
         self._error: Exception | None = None
         self._plan, self._pieces = plan, call.pieces(plan)
-        self._slots = slots = call.state.slots(call.tensors[0].device)
-        # (number of the piece, its slot, work to wait for or None) for each piece that is travelling, the oldest first.
-        self._pending = deque[tuple[int, Slot, Work | None]]()
+        self._buffers = buffers = call.state.buffers(call.tensors[0].device)
+        # (number of the piece, its buffer, work to wait for or None) for each piece that is travelling, the oldest
+        # first.
+        self._pending = deque[tuple[int, MessageBuffer, Work | None]]()
         self._is_known = status is not None
         self._status = self._pieces[0].messages.status() if status is None else status
-        self._stream = slots.side if is_async else None
+        self._stream = buffers.side if is_async else None
         self._done = None if self._stream is None else torch.cuda.Event()
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(slots.device))
+            self._stream.wait_stream(torch.cuda.current_stream(buffers.device))
         try:
             with on(self._stream):
-                self._queue(call, slots.on_gpu or not is_async)
+                self._queue(call, buffers.on_gpu or not is_async)
         except BaseException:
-            slots.forget()
+            buffers.forget()
             self._keep_memory(call)
             raise
         self._call = call
@@ -360,37 +389,37 @@ class CodedWork(Work):
             waits: whether to wait for a piece once the next piece is coded. If not, `_finish_all` does all the
                 decoding. On a GPU only streams wait, not the host.
         """
-        self._slots.begin()
+        self._buffers.begin()
         for piece in range(len(self._pieces)):
             self._start(call, piece)
             if len(self._pending) == TURNS and waits:
                 self._finish()
         if call.own is not None and call.own[0].data_ptr() != call.own[1].data_ptr():
             call.own[0].copy_(call.own[1])
-        if self._slots.on_gpu:
+        if self._buffers.on_gpu:
             self._finish_all()
-        self._slots.end()
+        self._buffers.end()
 
     def _start(self, call: Collective, number: int) -> None:
         """Codes a piece and begins to move it."""
         piece, messages = self._pieces[number], self._pieces[number].messages
-        slot = self._slots.take(number, messages.num_bytes)
+        buffer = self._buffers.take(number, messages.num_bytes)
         # While a piece other than the first is coded, the previous piece travels. NCCL needs some multiprocessors to
         # move it.
-        max_sms = 0 if number == 0 else self._slots.coding_sms
-        for part in piece.sent:
-            messages.code(slot, part, self._status, max_sms)
-        slot.clean = None
-        memory = messages.of(slot)
-        tells = self._slots.on_gpu and not self._is_known and number == len(self._pieces) - 1
+        max_sms = 0 if number == 0 else self._buffers.coding_sms
+        for message, data in piece.sent.items():
+            messages.code(buffer, message, data, self._status, max_sms)
+        buffer.clean = None
+        views = messages.of(buffer)
+        tells = self._buffers.on_gpu and not self._is_known and number == len(self._pieces) - 1
         with all_taking_part():
             told = call.tell(self._status) if tells else None
-            work = call.move(memory.whole, memory.each)
+            work = call.move(views.whole, views.each)
             if told is not None:
                 told.wait()
         if tells:
             self._status.record()
-        self._pending.append((number, slot, work))
+        self._pending.append((number, buffer, work))
 
     def _finish(self, until: float | None = None) -> None:
         """Waits for the oldest piece that is still travelling, and decodes it. If the call was interrupted, the caller
@@ -399,19 +428,19 @@ class CodedWork(Work):
         Args:
             until: the value of `time.monotonic()` at which to stop waiting. None: there is no timeout.
         """
-        number, slot, work = self._pending[0]
+        number, buffer, work = self._pending[0]
         piece, messages, is_last = self._pieces[number], self._pieces[number].messages, number == len(self._pieces) - 1
         if work is not None:
             with all_taking_part():  # To backends a timeout of 0 means that there is no timeout.
                 work.wait() if until is None else work.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))
-        if number == 0 and not self._slots.on_gpu:
-            messages.note_heads(slot, self._status)
-        for part in piece.received:
-            messages.decode(slot, part, self._status, 0 if is_last else self._slots.decoding_sms)
+        if number == 0 and not self._buffers.on_gpu:
+            messages.note_heads(buffer, self._status)
+        for message, data in piece.received.items():
+            messages.decode(buffer, message, data, self._status, 0 if is_last else self._buffers.decoding_sms)
         if is_last and self._done is not None:
             self._done.record()
-        if self._slots.on_gpu and piece.sent:
-            messages.clean(slot, piece.sent[0].message)
+        if self._buffers.on_gpu and piece.sent:
+            messages.clean(buffer, next(iter(piece.sent)))
         self._pending.popleft()
 
     def _finish_all(self, until: float | None = None) -> None:
@@ -455,7 +484,7 @@ class CodedWork(Work):
         until = time.monotonic() + seconds if seconds else None
         self._finish_all(until)
         if self._done is not None:
-            torch.cuda.current_stream(self._slots.device).wait_event(self._done)
+            torch.cuda.current_stream(self._buffers.device).wait_event(self._done)
         if self._is_known:
             return
         status = self._status
@@ -509,6 +538,25 @@ def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
     if not items:
         return as_bytes(x)
     return as_bytes(x).view(x.shape[0] if x.dim() else 1, math.prod(x.shape[1:]) * x.element_size())
+
+
+def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | None, what: str = "src") -> int:
+    """Returns the rank in the group that the caller has named by either of two arguments.
+
+    Args:
+        src: the rank among all ranks, or None.
+        group_src: the rank in the group, or None.
+        what: the name of the argument src, for the error.
+
+    Raises:
+        ValueError: both arguments are given, or neither.
+    """
+    if (src is None) == (group_src is None):
+        raise ValueError(f"wanted one of {what} and group_{what}")
+    if group_src is not None:
+        return group_src
+    assert src is not None
+    return src if group is None else dist.get_group_rank(group, src)
 
 
 def _is_memory(x: torch.Tensor) -> bool:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from .._common.group import all_taking_part
 from ._calls import AllGather
-from ._links import RAW, CallOptions, Kind, Plan, State, state_of
-from ._messages import Codec, MessageSlots, Part, Status, as_bytes, has_lost, on, spans_of, status_entries
+from ._links import RAW, CallOptions, GroupState, Kind, Plan, state_of
+from ._messages import Codec, MessageBuffers, Status, as_bytes, has_lost, on, spans_of, status_entries
 
 
 def compress_all_gather(
@@ -68,13 +68,13 @@ def compress_all_gather(
         raise ValueError(f"{type(module).__name__} has no module that torch.distributed.fsdp.fully_shard was called on")
     for before in getattr(module, _HOOKS, ()):
         before.remove()
-    rooms = Rooms([Shards(one, options._replace(name=name)) for name, one in sharded])
-    for (_, one), mine in zip(sharded, rooms.shards):
-        one.set_custom_all_gather(_comm_class()(rooms, mine))
+    checks = FitChecks([(one, options._replace(name=name)) for name, one in sharded])
+    for shards in checks.shards:
+        shards.module.set_custom_all_gather(shards)
     hooks = (
-        module.register_forward_pre_hook(rooms.begin_forward, prepend=True),
-        module.register_forward_hook(rooms.leave_forward, always_call=True),
-        module.register_forward_hook(rooms.end_forward),
+        module.register_forward_pre_hook(checks.begin_forward, prepend=True),
+        module.register_forward_hook(checks.leave_forward, always_call=True),
+        module.register_forward_hook(checks.end_forward),
     )
     setattr(module, _HOOKS, hooks)
     return len(sharded)
@@ -84,7 +84,9 @@ _HOOKS = "_ibp_hooks"  # The attribute of a module that holds the handles of the
 
 
 class Shards:
-    """This rank's shards of one module's parameters, and how the module's all-gathers send them.
+    """This rank's shards of one module's parameters, and how the module's all-gathers send them. FSDP2 calls the object
+    for each all-gather of the module: it has the methods of torch's class `AllGather` for custom all-gathers, which is
+    no base class, because not every torch has it.
 
     Attributes:
         module: the module.
@@ -93,40 +95,43 @@ class Shards:
             group. Both are None if there was no such all-gather.
         plan: the plan by which the shards were coded in the check before this pass. None: the shards were not checked.
         status: the status in which lost rows are recorded if the host does not wait for all-gathers.
-        is_seen: whether the check before this pass has found that all rows of all ranks have room.
+        fits: whether the check before this pass has found that all rows of all ranks have room.
         is_raw: whether shards travel raw in this pass. This is the case if the check has found rows without room, and
             the codec cannot be learned anew, because the user gave it.
+
+    Args:
+        checks: the checks that are made before and after each pass.
     """
 
-    def __init__(self, module: Any, options: CallOptions) -> None:
-        self.module, self.options = module, options
+    def __init__(self, module: Any, options: CallOptions, checks: FitChecks) -> None:
+        self.module, self.options, self._checks = module, options, checks
         self._group: weakref.ref[dist.ProcessGroup] | None = None  # The group may be freed before the module.
         self.kind: Kind | None = None
-        self.state: State | None = None
+        self.state: GroupState | None = None
         self.plan: Plan | None = None
         self.status: Status | None = None
-        self.is_seen = self.is_raw = False
+        self.fits = self.is_raw = False
 
-    def gather(
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocates a tensor for an all-gather of FSDP."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
         self,
-        is_watched: bool,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        async_op: bool,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Makes an all-gather for FSDP. The check before the pass has decided how: raw, coded without the host waiting,
-        or by `AllGather.call`. Returns work, or None once the call is done.
-
-        Args:
-            is_watched: whether the host will read the status at the end of this pass.
-        """
+        or by `AllGather.call`. Returns work, or None once the call is done."""
+        is_watched = self._checks.is_watched()
         call = AllGather(output_tensor, input_tensor, group, self.options, is_known_to_fit=True)
         if self._is_same(input_tensor, group):
             assert self.state is not None and self.kind is not None
             if self.is_raw or self.state.plans.get(self.kind) is RAW:
                 return call.raw(async_op)
-            if self.is_seen and is_watched:
+            if self.fits and is_watched:
                 assert self.plan is not None
                 return call.coded(self.plan, async_op, self.status)
         self._note(input_tensor, group)
@@ -135,8 +140,8 @@ class Shards:
         return call.call(async_op)
 
     def _is_same(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Returns whether an all-gather of x is the call that the check of `Rooms` was made for. It is if the kind and
-        the group are the same, and no CUDA graph is being captured."""
+        """Returns whether an all-gather of x is the call that the check before this pass was made for. It is if the
+        kind and the group are the same, and no CUDA graph is being captured."""
         kind = self.kind
         if kind is None or group is not self.group() or (kind.numel, kind.dtype) != (x.numel(), x.dtype):
             return False
@@ -152,7 +157,7 @@ class Shards:
         forward pass FSDP may reshard to a smaller group; calls that gather those shards are not recorded."""
         torchs = self.torchs()
         if torchs is not None and torchs.is_sharded:
-            self.plan, self.is_seen, self.is_raw = None, False, False
+            self.plan, self.fits, self.is_raw = None, False, False
             self._group, self.state = weakref.ref(group), state_of(group)
             self.kind = self.options.kind_of("all_gather_into_tensor", x)
 
@@ -178,7 +183,7 @@ class Shards:
         """Discards the decision for the previous pass. Returns whether the next forward pass may gather the module's
         parameters in coded form. It may if the ranks have agreed to code the module's all-gathers, and the parameters
         are sharded. All ranks return the same value."""
-        self.plan, self.is_seen, self.is_raw = None, False, False
+        self.plan, self.fits, self.is_raw = None, False, False
         if self.kind is None or self.state is None:
             return False
         plan, torchs = self.state.plans.get(self.kind), self.torchs()
@@ -187,7 +192,7 @@ class Shards:
         self.plan = plan
         return True
 
-    def code(self, slots: MessageSlots, status: Status) -> None:
+    def code(self, buffers: MessageBuffers, status: Status) -> None:
         """Encodes the shards of the next all-gather in advance, and discards the messages. The status records the rows
         that have no room."""
         assert self.plan is not None and self.kind is not None and self.state is not None
@@ -198,8 +203,8 @@ class Shards:
         x = as_bytes(torch.cat(inputs) if len(inputs) > 1 else inputs[0])
         for k, span in enumerate(spans_of(x.numel(), self.plan.num_pieces)):
             messages = self.plan.messages_of([span.payload] * self.state.size, x.device)
-            slot = slots.take(k, messages.num_bytes)
-            messages.code(slot, Part(self.state.rank, x[span.bytes]), status, 0)
+            buffer = buffers.take(k, messages.num_bytes)
+            messages.code(buffer, self.state.rank, x[span.bytes], status, 0)
 
     def decide(self, is_lost: bool) -> None:
         """Decides how all-gathers travel until the next forward pass.
@@ -208,13 +213,13 @@ class Shards:
             is_lost: whether rows had no room on any rank.
         """
         assert self.plan is not None and self.kind is not None and self.state is not None
-        self.is_seen = not is_lost
+        self.fits = not is_lost
         if is_lost and self.plan.is_checked:
             self.state.forget(self.kind)
         self.is_raw = is_lost and not self.plan.is_checked
 
 
-class Rooms:
+class FitChecks:
     """Checks whether the parameters of all modules fit in their messages on all ranks. The check is made before each
     forward pass, and again at the end of each forward pass and each backward pass.
 
@@ -222,14 +227,17 @@ class Rooms:
     the same on all ranks: the result of the check before the pass, and whether a pass is under way.
 
     Args:
+        modules: (a module, how its shards are coded) for each module.
+
+    Attributes:
         shards: the shards of each module.
     """
 
-    def __init__(self, shards: Sequence[Shards]) -> None:
-        self.shards = shards
+    def __init__(self, modules: Sequence[tuple[Any, CallOptions]]) -> None:
+        self.shards = [Shards(module, options, self) for module, options in modules]
         # For each process group: (a tensor [modules, entries] that holds the statuses of all modules; the statuses,
         # which are views of its rows).
-        self._statuses: dict[State, tuple[torch.Tensor, list[Status]]] = {}
+        self._statuses: dict[GroupState, tuple[torch.Tensor, list[Status]]] = {}
         self._depth = 0  # Number of forward passes that have begun and not ended. Passes can be nested.
         self._backward = _NO_BACKWARD  # The number of the last backward pass for which `end_pass` was registered.
 
@@ -251,7 +259,7 @@ class Rooms:
             return
         self._depth += 1
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            self._see()
+            self._check_before()
 
     def leave_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Records that a forward pass has ended. Torch calls this hook even if the pass has raised an error."""
@@ -261,45 +269,45 @@ class Rooms:
     def end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """At the end of the outermost forward pass, checks the statuses of the all-gathers."""
         if not (torch.compiler.is_compiling() or self._depth):
-            self._look()
+            self._check_after()
 
     def end_pass(self) -> None:
         """At the end of a backward pass, reads the statuses. Discards the result of the check that was made before the
         forward pass, because the optimizer changes the parameters next."""
         for shard in self.shards:
-            shard.is_seen = False
-        self._look()
+            shard.fits = False
+        self._check_after()
 
     @torch.no_grad()
-    def _see(self) -> None:
+    def _check_before(self) -> None:
         """Makes the check before a forward pass, in all process groups, and decides how the all-gathers of each module
         travel. A collective call."""
-        groups: dict[State, list[int]] = {}
+        groups: dict[GroupState, list[int]] = {}
         for k, shard in enumerate(self.shards):
             if shard.is_known():
                 assert shard.state is not None
                 groups.setdefault(shard.state, []).append(k)
         for state, numbers in groups.items():
             device = self.shards[numbers[0]].torchs().device
-            slots, (table, statuses) = state.slots(device), self._statuses_of(state, device)
+            buffers, (table, statuses) = state.buffers(device), self._statuses_of(state, device)
             context = getattr(self.shards[0].module._get_fsdp_state(), "_state_ctx", None)
             event = getattr(context, "post_optim_event", None)
             if event is not None:  # The user told FSDP to wait for this event instead of the current stream.
                 torch.cuda.current_stream(device).wait_event(event)
-            slots.begin()
+            buffers.begin()
             table.zero_()
             for k in numbers:
-                self.shards[k].code(slots, statuses[k])
+                self.shards[k].code(buffers, statuses[k])
             flags = has_lost(table).to(torch.int64)
             with all_taking_part():
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.shards[numbers[0]].group())
             is_lost = flags.tolist()
             table.zero_()
-            slots.end()
+            buffers.end()
             for k in numbers:
                 self.shards[k].decide(bool(is_lost[k]))
 
-    def _look(self) -> None:
+    def _check_after(self) -> None:
         """Waits for the all-gathers of the pass, and reads their statuses. All ranks get the same result, because each
         rank gets every message.
 
@@ -308,9 +316,9 @@ class Rooms:
         """
         names = []
         for state, (table, _) in self._statuses.items():
-            slots = state.slots(table.device)
-            with on(slots.side):  # So the host waits only for all-gathers, not for the work on the current stream.
-                slots.begin()
+            buffers = state.buffers(table.device)
+            with on(buffers.side):  # So the host waits only for all-gathers, not for the work on the current stream.
+                buffers.begin()
                 flags = has_lost(table).tolist()
             names += [shard.options.name for shard, is_lost in zip(self.shards, flags) if is_lost]
         if names:
@@ -320,7 +328,7 @@ class Rooms:
             )
 
     @torch.inference_mode(False)  # Later passes write to the memory.
-    def _statuses_of(self, state: State, device: torch.device) -> tuple[torch.Tensor, list[Status]]:
+    def _statuses_of(self, state: GroupState, device: torch.device) -> tuple[torch.Tensor, list[Status]]:
         """Returns (the tensor that holds the statuses of all modules in a process group; these statuses)."""
         if state not in self._statuses:
             shape = len(self.shards), status_entries(state.size)
@@ -359,31 +367,3 @@ def _inputs_function() -> Any:
 def _inputs_of(group: Any) -> list[torch.Tensor]:
     """Returns the tensors that torch copies into the input of an all-gather, in the order in which it copies them."""
     return [x for inputs in _inputs_function()(list(group.fsdp_params)) for x in inputs]
-
-
-@functools.cache
-def _comm_class() -> Any:
-    """Returns the class `CodedAllGather`. The class is defined in a function, because not every torch has its base
-    class."""
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-
-    class CodedAllGather(AllGather):
-        """The all-gather that FSDP2 calls for the parameters of one module."""
-
-        def __init__(self, rooms: Rooms, shards: Shards) -> None:
-            super().__init__()
-            self.rooms, self.shards = rooms, shards
-
-        def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            return torch.empty(*size, dtype=dtype, device=device)
-
-        def __call__(
-            self,
-            output_tensor: torch.Tensor,
-            input_tensor: torch.Tensor,
-            group: dist.ProcessGroup,
-            async_op: bool = False,
-        ) -> dist.Work | None:
-            return self.shards.gather(self.rooms.is_watched(), output_tensor, input_tensor, group, async_op)
-
-    return CodedAllGather

@@ -28,7 +28,7 @@ from .._machine.calibration import timed_once
 from .._rows.codebook import coder_rates
 from .._rows.learning import Learner
 from .._rows.planes import LEVELS as CODED_LEVELS
-from ._messages import Codec, Messages, MessageSlots, Part, Slot, learned, shares_of
+from ._messages import Codec, MessageBuffer, MessageBuffers, Messages, learned, shares_of
 
 # ---- rates ---------------------------------------------------------------------------------------------------------
 
@@ -198,14 +198,15 @@ def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
     if not len(rows):
         return Rates(1.0, 1.0)
     messages = Messages(codec, [rows.numel()], 0, rows.device)
-    slot, status = Slot(torch.empty(messages.num_bytes, dtype=torch.uint8, device="cpu")), messages.status()
-    part, out = Part(0, rows.reshape(-1)), Part(0, torch.empty(rows.numel(), dtype=torch.uint8, device="cpu"))
+    buffer, status = MessageBuffer(torch.empty(messages.num_bytes, dtype=torch.uint8, device="cpu")), messages.status()
+    data = rows.reshape(-1)
+    out = torch.empty_like(data)
     times = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        messages.code(slot, part, status, 0)
+        messages.code(buffer, 0, data, status, 0)
         coded = time.perf_counter()
-        messages.decode(slot, out, status, 0)
+        messages.decode(buffer, 0, out, status, 0)
         times.append((coded - start, time.perf_counter() - coded))
     encode_s, decode_s = (min(of) for of in zip(*times))
     encode_gbps, decode_gbps = (rows.numel() / seconds / 1e9 for seconds in (encode_s, decode_s))
@@ -233,7 +234,7 @@ class Kind(NamedTuple):
         device: the type of the tensors' device.
         level, name: the arguments of the call.
         codec: the fingerprint of the codec that the caller gave. None: the caller gave no codec.
-        root: the rank in the group that has the data. -1: each rank has a part of the data.
+        root: the rank in the group that alone sends tensors, or alone receives them. -1: there is no such rank.
     """
 
     what: str
@@ -333,8 +334,8 @@ RAW = Plan(None)  # The plan of calls that are raw.
 
 
 @dataclass(eq=False)
-class Pair:
-    """The state of `send`, or of `recv`, between this rank and another rank, for one tag.
+class Channel:
+    """The state of the `send` calls, or of the `recv` calls, between this rank and another rank, for one tag.
 
     Attributes:
         plans: the plan for each kind of tensor.
@@ -348,7 +349,7 @@ class Pair:
     last: dist.Work | None = None
 
 
-class State:
+class GroupState:
     """The state of a process group on one rank.
 
     Attributes:
@@ -356,22 +357,22 @@ class State:
         link: the rate of the group's all-gathers. None: it has not been measured yet.
         plans: the plan for each kind of call.
         learners: the learner for each codec, by `Kind.shared`.
-        pairs: the state of each direction of `send` and `recv`, by (whether this rank sends, the other rank, the tag).
+        channels: the channels of `send` and `recv`, by (whether this rank sends, the other rank, the tag).
     """
 
     def __init__(self, members: RankGroup) -> None:
         self.rank, self.size = members.rank, members.size
         self.link: Link | None = None
         self.plans: dict[Kind, Plan] = {}
-        self.pairs: dict[tuple[bool, int, int], Pair] = {}
+        self.channels: dict[tuple[bool, int, int], Channel] = {}
         self.learners: defaultdict[tuple, Learner[Codec]] = defaultdict(Learner)
-        self._slots: dict[torch.device, MessageSlots] = {}
+        self._buffers: dict[torch.device, MessageBuffers] = {}
 
-    def slots(self, device: torch.device) -> MessageSlots:
-        """Returns the message slots on a device."""
-        if device not in self._slots:
-            self._slots[device] = MessageSlots(device)
-        return self._slots[device]
+    def buffers(self, device: torch.device) -> MessageBuffers:
+        """Returns the message buffers on a device."""
+        if device not in self._buffers:
+            self._buffers[device] = MessageBuffers(device)
+        return self._buffers[device]
 
     def measure(self, members: RankGroup, refresh: bool = False) -> Link:
         """Returns the rate of the group's all-gathers. Measures it first if it is not known yet. A collective call.
@@ -412,10 +413,10 @@ def measure_link(group: dist.ProcessGroup | None = None, *, refresh: bool = Fals
     return state_of(group).measure(RankGroup(group), refresh)
 
 
-_states: weakref.WeakKeyDictionary[dist.ProcessGroup, State] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
 
 
-def state_of(group: dist.ProcessGroup | None) -> State:
+def state_of(group: dist.ProcessGroup | None) -> GroupState:
     """Returns the state of a group. None: the default group.
 
     Raises:
@@ -425,7 +426,7 @@ def state_of(group: dist.ProcessGroup | None) -> State:
     key = dist.group.WORLD if group is None and dist.is_initialized() else group
     state = _states.get(key) if isinstance(key, dist.ProcessGroup) else None
     if state is None:
-        state = State(RankGroup(group))
+        state = GroupState(RankGroup(group))
         assert key is not None  # RankGroup raises if there is no default group.
         _states[key] = state
     return state

@@ -172,20 +172,8 @@ _ENTRIES = 8  # Number of int64 entries that the coder of a message writes to th
 _LOST, _FINGERPRINT = 1, 7  # Indices of the number of lost rows and of the codec's fingerprint among these entries.
 
 
-class Part(NamedTuple):
-    """A part of a tensor, and the message that carries it.
-
-    Attributes:
-        message: the index of the message in its piece.
-        data: uint8 [n], the bytes to send, or the memory to which arriving bytes are written.
-    """
-
-    message: int
-    data: torch.Tensor
-
-
-class Memory(NamedTuple):
-    """Views of the memory in which messages lie.
+class MessageViews(NamedTuple):
+    """Views of the messages in a buffer.
 
     Attributes:
         whole: uint8, all messages, one after the other.
@@ -201,27 +189,27 @@ class Memory(NamedTuple):
 
 
 @dataclass(eq=False)
-class Slot:
+class MessageBuffer:
     """Memory for the messages of one piece.
 
     Attributes:
         memory: uint8.
         clean: the first bytes of the message that has already been reset, so that rows can be coded into it at once.
             None: there is no such message.
-        views: views of the memory, for each layout (`Messages`) that the slot was used with.
+        views: views of the memory, for each layout (`Messages`) that the buffer was used with.
     """
 
     memory: torch.Tensor
     clean: torch.Tensor | None = None
-    views: MutableMapping[Messages, Memory] = field(default_factory=weakref.WeakKeyDictionary)
+    views: MutableMapping[Messages, MessageViews] = field(default_factory=weakref.WeakKeyDictionary)
 
 
-class MessageSlots:
-    """The slots in which a group's messages lie on one device, and the order of the streams that use them.
+class MessageBuffers:
+    """The buffers in which a group's messages lie on one device, and the order of the streams that use them.
 
-    On the CPU every piece gets a new slot, which lives until the call ends. On a GPU the pieces of all calls alternate
-    between two slots. Streams keep the uses of a slot in order: the work of a call begins when the work of the previous
-    call has ended, and the pieces of a call follow each other on one stream.
+    On the CPU every piece gets a new buffer, which lives until the call ends. On a GPU the pieces of all calls
+    alternate between two buffers. Streams keep the uses of a buffer in order: the work of a call begins when the work
+    of the previous call has ended, and the pieces of a call follow each other on one stream.
 
     Attributes:
         side: the stream on which asynchronous calls run. The current stream waits for such a call only when the caller
@@ -236,7 +224,7 @@ class MessageSlots:
         self.side = torch.cuda.Stream(device) if self.on_gpu else None
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 0
         self.coding_sms, self.decoding_sms = num_sms * 3 // 4, num_sms // 2
-        self._slots: list[Slot | None] = [None] * TURNS
+        self._buffers: list[MessageBuffer | None] = [None] * TURNS
         self._ended = torch.cuda.Event() if self.on_gpu else None
         self._last: torch.cuda.Stream | None = None
 
@@ -253,30 +241,30 @@ class MessageSlots:
             self._last = torch.cuda.current_stream(self.device)
             self._ended.record(self._last)
 
-    def take(self, piece: int, num_bytes: int) -> Slot:
-        """Returns a slot of at least num_bytes bytes for a piece of a call. piece: the index of the piece in the
+    def take(self, piece: int, num_bytes: int) -> MessageBuffer:
+        """Returns a buffer of at least num_bytes bytes for a piece of a call. piece: the index of the piece in the
         call."""
         if not self.on_gpu:
-            return Slot(self._empty(num_bytes))
-        slot = self._slots[piece % TURNS]
-        if slot is None or slot.memory.numel() < num_bytes:
-            self._release(slot)
-            slot = self._slots[piece % TURNS] = Slot(self._empty(num_bytes))
-        return slot
+            return MessageBuffer(self._empty(num_bytes))
+        buffer = self._buffers[piece % TURNS]
+        if buffer is None or buffer.memory.numel() < num_bytes:
+            self._release(buffer)
+            buffer = self._buffers[piece % TURNS] = MessageBuffer(self._empty(num_bytes))
+        return buffer
 
     def forget(self) -> None:
-        """Releases the slots, so that later calls use new memory. Call this method after a collective call has failed:
-        its work may still use the slots, and nobody waits for this work."""
-        for turn, slot in enumerate(self._slots):
-            self._release(slot)
-            self._slots[turn] = None
+        """Releases the buffers, so that later calls use new memory. Call this method after a collective call has
+        failed: its work may still use the buffers, and nobody waits for this work."""
+        for turn, buffer in enumerate(self._buffers):
+            self._release(buffer)
+            self._buffers[turn] = None
 
-    def _release(self, slot: Slot | None) -> None:
-        """Tells the allocator which streams may still use a slot's memory, so that it keeps the memory until these
+    def _release(self, buffer: MessageBuffer | None) -> None:
+        """Tells the allocator which streams may still use a buffer's memory, so that it keeps the memory until these
         streams are done."""
-        if slot is not None and self.side is not None:
-            slot.memory.record_stream(torch.cuda.current_stream(self.device))
-            slot.memory.record_stream(self.side)
+        if buffer is not None and self.side is not None:
+            buffer.memory.record_stream(torch.cuda.current_stream(self.device))
+            buffer.memory.record_stream(self.side)
 
     @torch.inference_mode(False)  # Later calls write to the memory.
     def _empty(self, num_bytes: int) -> torch.Tensor:
@@ -397,7 +385,7 @@ def _split(data: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
 
 
 class Messages:
-    """The layout of messages in a slot, one after the other.
+    """The layout of messages in a buffer, one after the other.
 
     Args:
         codec: how messages are coded.
@@ -421,14 +409,14 @@ class Messages:
         self._starts = {payload: self._empty_start(payload) for payload in {self.payloads[k] for k in self._coded}}
         self._unused_statuses: list[Status] = []
 
-    def of(self, slot: Slot) -> Memory:
-        """Returns views of the messages in a slot."""
-        memory = slot.views.get(self)
-        if memory is None:
+    def of(self, buffer: MessageBuffer) -> MessageViews:
+        """Returns views of the messages in a buffer."""
+        views = buffer.views.get(self)
+        if views is None:
             with torch.inference_mode(False):  # Later calls write to the views.
-                whole = slot.memory[: self.num_bytes]
-                memory = slot.views[self] = Memory(whole, whole.split(self._sizes), {})
-        return memory
+                whole = buffer.memory[: self.num_bytes]
+                views = buffer.views[self] = MessageViews(whole, whole.split(self._sizes), {})
+        return views
 
     def status(self) -> Status:
         """Returns a status that no other call uses. Pass it to `give_back` after the call."""
@@ -440,50 +428,47 @@ class Messages:
         """Takes back a status, so that another call can use the status."""
         self._unused_statuses.append(status)
 
-    def code(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
-        """Codes a part of a tensor into its message. If the message is raw, copies the part into it.
+    def code(self, buffer: MessageBuffer, k: int, data: torch.Tensor, status: Status, max_sms: int) -> None:
+        """Codes bytes of a tensor, uint8 [n], into message k. If the message is raw, copies the bytes into it.
 
         Args:
             max_sms: the largest number of multiprocessors to use. 0: all.
         """
-        k, data = part
         if not self.is_coded[k]:
-            self.of(slot).each[k][: data.numel()].copy_(data)
+            self.of(buffer).each[k][: data.numel()].copy_(data)
             return
-        start, handle = self._coded_in(slot, k)
-        if slot.clean is not start:
+        start, handle = self._coded_in(buffer, k)
+        if buffer.clean is not start:
             start.copy_(self._starts[self.payloads[k]])
-        slot.clean = None
+        buffer.clean = None
         handle.encode(data, status.counts[k], status.unused, max_sms=max_sms)
 
-    def clean(self, slot: Slot, k: int) -> None:
+    def clean(self, buffer: MessageBuffer, k: int) -> None:
         """Resets message k after it was sent, so that the next call can code rows into it at once."""
         if self.is_coded[k]:
-            slot.clean, _ = self._coded_in(slot, k)
-            slot.clean.copy_(self._starts[self.payloads[k]])
+            buffer.clean, _ = self._coded_in(buffer, k)
+            buffer.clean.copy_(self._starts[self.payloads[k]])
 
-    def decode(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
-        """Decodes a message into its part of a tensor. If the message is raw, copies the bytes. max_sms: as for
-        `code`."""
-        k, data = part
+    def decode(self, buffer: MessageBuffer, k: int, data: torch.Tensor, status: Status, max_sms: int) -> None:
+        """Decodes message k to `data`, uint8 [n]. If the message is raw, copies its bytes. max_sms: as for `code`."""
         if not self.is_coded[k]:
-            data.copy_(self.of(slot).each[k][: data.numel()])
+            data.copy_(self.of(buffer).each[k][: data.numel()])
             return
-        _, handle = self._coded_in(slot, k)
+        _, handle = self._coded_in(buffer, k)
         torch.ops.ibp.decode_bytes.default(handle.table, 0, data.numel(), max_sms, data, status.faults[k])
 
-    def note_heads(self, slot: Slot, status: Status) -> None:
+    def note_heads(self, buffer: MessageBuffer, status: Status) -> None:
         """Copies the fingerprints in the heads of the coded messages to a status."""
-        status.heads[self._coded] = self.of(slot).whole.view(torch.int64)[self._notes]
+        status.heads[self._coded] = self.of(buffer).whole.view(torch.int64)[self._notes]
 
-    def _coded_in(self, slot: Slot, k: int) -> tuple[torch.Tensor, Handle]:
-        """Returns (the first bytes of coded message k in a slot, a handle of the message's rows)."""
-        memory, payload = self.of(slot), self.payloads[k]
-        if k not in memory.coded:
+    def _coded_in(self, buffer: MessageBuffer, k: int) -> tuple[torch.Tensor, Handle]:
+        """Returns (the first bytes of coded message k in a buffer, a handle of the message's rows)."""
+        views, payload = self.of(buffer), self.payloads[k]
+        if k not in views.coded:
             with torch.inference_mode(False):  # Later calls write to the views.
-                start = memory.each[k][: self._start_bytes(payload)]
-                memory.coded[k] = start, self._rows_in(memory.each[k], payload).handle
-        return memory.coded[k]
+                start = views.each[k][: self._start_bytes(payload)]
+                views.coded[k] = start, self._rows_in(views.each[k], payload).handle
+        return views.coded[k]
 
     def _empty_start(self, payload: int) -> torch.Tensor:
         """Returns the content to which a message's first bytes are reset before rows are coded."""

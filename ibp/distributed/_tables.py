@@ -251,9 +251,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         received = self._fetched(unique)
         if refused is not None:
             raise refused
-        if isinstance(received, CorruptTableError):
-            raise received
-        return self._decoded(received, unique.numel(), places, target, sms, out)
+        return self._decoded(*received, unique.numel(), places, target, sms, out)
 
     def __getitem__(self, ids: Ids) -> torch.Tensor:
         """Returns `index_select(ids)`."""
@@ -296,11 +294,18 @@ class ShardedTable(OfThisProcess, TensorManners):
         ascending order, on the group's device."""
         return torch.searchsorted(ordered, self._starts).diff().tolist()
 
-    def _fetched(self, unique: torch.Tensor) -> _StoredRows | CorruptTableError:
-        """Fetches rows from all ranks. Returns the rows, or an error if a rank cannot send its rows. A collective call.
+    def _fetched(self, unique: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fetches rows from all ranks. A collective call.
 
         Args:
             unique: ids in ascending order, without repeats.
+
+        Returns:
+            (uint16 [rows], the entries of the rows in the table's index, which tell their stored sizes; uint8, the rows
+            in their stored form, one after the other).
+
+        Raises:
+            CorruptTableError: a rank cannot send rows. The call is complete, so this rank can make the next call.
         """
         group = self._group
         unique = unique.to(group.device)
@@ -308,30 +313,31 @@ class ShardedTable(OfThisProcess, TensorManners):
         asking = group.counts(asked)
         ids = group.exchange(unique, asked, asking) - self.starts[group.rank]
         answers = self._answers(ids, asking)
-        sent_bytes = [_CANNOT_SEND if answer is None else answer.rows.numel() for answer in answers]
+        sent_bytes = [_CANNOT_SEND if answer is None else answer[1].numel() for answer in answers]
         come_bytes = group.counts(sent_bytes)
         given, nothing = [answer for answer in answers if answer is not None], unique.new_empty(0, dtype=torch.uint8)
         lengths = group.exchange(
-            torch.cat([nothing, *(answer.lengths for answer in given)]),
-            [0 if answer is None else answer.lengths.numel() for answer in answers],
+            torch.cat([nothing, *(lengths for lengths, _ in given)]),
+            [0 if answer is None else answer[0].numel() for answer in answers],
             [2 * self.rows_per_item * count * (size >= 0) for count, size in zip(asked, come_bytes)],
         )
         rows = group.exchange(
-            torch.cat([nothing, *(answer.rows for answer in given)]),
+            torch.cat([nothing, *(rows for _, rows in given)]),
             [max(0, size) for size in sent_bytes],
             [max(0, size) for size in come_bytes],
         )
         if _CANNOT_SEND in come_bytes:
             which = come_bytes.index(_CANNOT_SEND)
-            return CorruptTableError(
+            raise CorruptTableError(
                 f"rank {which} of the group cannot send rows of its shard: they contradict each other, or it has been "
                 "refit"
             )
-        return _StoredRows(lengths.view(torch.uint16), rows)
+        return lengths.view(torch.uint16), rows
 
     def _decoded(
         self,
-        received: _StoredRows,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
         num_items: int,
         places: torch.Tensor,
         target: torch.device,
@@ -341,6 +347,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         """Decodes the rows that this rank has received. Returns the items that the caller asked for.
 
         Args:
+            lengths, rows: the result of `_fetched`.
             num_items: the number of items that have been received.
             places: int64 [K], the position among these items of each item of the result.
             target: the device of the result.
@@ -351,7 +358,8 @@ class ShardedTable(OfThisProcess, TensorManners):
         direct = out is not None and out.is_contiguous()
         result = out if direct and out is not None else torch.empty(shape, dtype=self.dtype, device=target)
         if result.numel():
-            lengths, rows, nothing = received.lengths.to(target), received.rows.to(target), received.rows[:0].to(target)
+            lengths, rows = lengths.to(target), rows.to(target)
+            nothing = rows[:0]
             codec, words = coding_of(self._codebook, table.row_bytes, target)
             sizes, row_bytes = (0, num_items, table.geometry.item_bytes), table.row_bytes
             if self._codebook is None:
@@ -365,8 +373,9 @@ class ShardedTable(OfThisProcess, TensorManners):
                 table._raise_fault(fault, of_selections=True)
         return out.copy_(result.view(out.shape)) if out is not None and not direct else result
 
-    def _answers(self, ids: torch.Tensor, counts: list[int]) -> list[_StoredRows | None]:
-        """Returns the rows to send to each rank. The entry of a rank is None if its rows cannot be sent.
+    def _answers(self, ids: torch.Tensor, counts: list[int]) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Returns the rows to send to each rank, as `_selected` does. The entry of a rank is None if its rows cannot be
+        sent.
 
         Args:
             ids: the positions in this shard of the items that the ranks ask for: first those for rank 0, then those
@@ -380,19 +389,23 @@ class ShardedTable(OfThisProcess, TensorManners):
         except (CorruptTableError, IndexError):
             return [self._answer(part) for part in ids.split(counts)]
 
-    def _answer(self, ids: torch.Tensor) -> _StoredRows | None:
+    def _answer(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns the rows to send to one rank, or None if they cannot be sent."""
         try:
             return self._selected(ids, [ids.numel()])[0]
         except (CorruptTableError, IndexError):
             return None
 
-    def _selected(self, ids: torch.Tensor, counts: list[int]) -> list[_StoredRows]:
+    def _selected(self, ids: torch.Tensor, counts: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies the stored rows of items of this shard, and divides them into messages.
 
         Args:
             ids: the positions of the items in this shard.
             counts: the number of items of each message.
+
+        Returns:
+            For each message, (the bytes of the rows' entries in the table's index, uint8 [2 * rows]; the rows in their
+            stored form, uint8).
 
         Raises:
             IndexError, CorruptTableError: an id is out of range, or a row is damaged.
@@ -400,7 +413,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         table, device = self.local_table, self._group.device
         if ids.numel() == 0:
             nothing = torch.empty(0, dtype=torch.uint8, device=device)
-            return [_StoredRows(nothing, nothing) for _ in counts]
+            return [(nothing, nothing) for _ in counts]
         check_range(ids, table.geometry.num_items)
         worker = worker_of(table, device)
         parts = torch.arange(self.rows_per_item, device=worker)
@@ -418,7 +431,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         table._raise_fault(fault)
         near, sizes = copied.to(device), [end - start for start, end in zip(bounds, bounds[1:])]
         sent = lengths.view(torch.uint8).to(device).split((2 * ends_of_parts.diff()).tolist())
-        return [_StoredRows(*pair) for pair in zip(sent, near.split(sizes))]
+        return list(zip(sent, near.split(sizes)))
 
     def _places(self, lengths: torch.Tensor) -> torch.Tensor:
         """Returns int64 [rows + 1]: the byte offset of each row in a message, followed by the size of the message in
@@ -470,19 +483,6 @@ class _Shard(NamedTuple):
         """Returns the properties that must be the same for all shards, by the names that they have in error
         messages."""
         return {"shape of items": list(self.item_shape), "dtype": self.dtype, "row_bytes": self.row_bytes}
-
-
-class _StoredRows(NamedTuple):
-    """The rows of one message to be sent, or all rows that have arrived.
-
-    Attributes:
-        lengths: the entries of the rows in the table's index. They tell the stored sizes of the rows. On the sender,
-            lengths is uint8 [2 * rows], the bytes of the entries. On the receiver, it is uint16 [rows].
-        rows: uint8, the rows in their stored form, one after the other.
-    """
-
-    lengths: torch.Tensor
-    rows: torch.Tensor
 
 
 def _check_whole_rows(geometry: _rows.Geometry) -> None:

@@ -28,10 +28,10 @@ def measured(rank):
 def test_every_arm_is_measured(two):
     found, _ = two(measured)
     kinds = [name for name, _, _ in collectives.KINDS]
-    calls = [collectives.BROADCAST, collectives.SEND, collectives.ALL_TO_ALL]
+    calls = [collectives.BROADCAST, collectives.SEND, collectives.ALL_TO_ALL, collectives.GATHER, collectives.SCATTER]
     arms = (*collectives.ARMS, collectives.AGAIN)
     assert {(row["call"], row["kind"], row["arm"]) for row in found} == {
-        *((collectives.GATHER, kind, arm) for kind in kinds for arm in arms),
+        *((collectives.ALL_GATHER, kind, arm) for kind in kinds for arm in arms),
         *((call, collectives.WEIGHTS, arm) for call in calls for arm in arms if arm != collectives.FAST),
         *(
             (collectives.FSDP, collectives.WEIGHTS, arm)
@@ -40,8 +40,8 @@ def test_every_arm_is_measured(two):
         ),
     }
     saved = {(row["call"], row["kind"]): row["savings"] for row in found if row["arm"] == collectives.DEFAULT}
-    assert all(saved[call, collectives.WEIGHTS] > 0.3 for call in [collectives.GATHER, *calls])
-    assert saved[collectives.GATHER, "random bytes"] == 0 and saved[collectives.GATHER, "half zeros"] > 0.55
+    assert all(saved[call, collectives.WEIGHTS] > 0.3 for call in [collectives.ALL_GATHER, *calls])
+    assert saved[collectives.ALL_GATHER, "random bytes"] == 0 and saved[collectives.ALL_GATHER, "half zeros"] > 0.55
 
 
 def test_processes_inherit_what_nccl_is_told(monkeypatch):

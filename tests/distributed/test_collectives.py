@@ -2,6 +2,7 @@
 Processes exchange over gloo.
 """
 
+import functools
 import os
 import pickle
 import types
@@ -29,10 +30,9 @@ from ibp.distributed import (
 )
 from ibp.distributed._messages import (
     ROW_BYTES,
-    Memory,
+    MessageBuffers,
     Messages,
-    MessageSlots,
-    Part,
+    MessageViews,
     Status,
     shares_of,
     spans_of,
@@ -65,6 +65,13 @@ def four(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     ranks = Ranks(2, tmp_path_factory.mktemp("two"))
+    yield ranks
+    ranks.end()
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    ranks = Ranks(1, tmp_path_factory.mktemp("one"))
     yield ranks
     ranks.end()
 
@@ -199,7 +206,11 @@ def test_pieces(ranks):
 
 
 def nothing(rank):
-    size = dist.get_world_size()
+    size, of_few = dist.get_world_size(), {"level": "default", "name": "nothing"}
+    for count in (0, 1, COUNT):  # What tensors of no whole row say about a codec does not count.
+        all_gather_into_tensor(poisoned(size * count, torch.float16), tensor_of(rank, torch.float16, count), **of_few)
+    plans = [(kind, plan) for kind, plan in _links.state_of(None).plans.items() if kind.name == "nothing"]
+    assert {kind.numel: plan.codec is not None for kind, plan in plans} == {0: False, 1: False, COUNT: True}
     out = torch.empty(0)
     all_gather_into_tensor(out, torch.empty(0), level="default")
     broadcast(out, 0, level="default")
@@ -354,8 +365,10 @@ def relay(rank, dtype, level, codec):
             assert work.wait() and work.is_completed()
         assert_same_bits(outs[0], tensor_of(before, dtype))
         assert_same_bits(outs[1], x)
-    pair = _links.state_of(None).pairs[True, behind, 0]
-    return [plan.codec is not None for kind, plan in pair.plans.items() if (kind.dtype, kind.level) == (dtype, level)]
+    channel = _links.state_of(None).channels[True, behind, 0]
+    return [
+        plan.codec is not None for kind, plan in channel.plans.items() if (kind.dtype, kind.level) == (dtype, level)
+    ]
 
 
 @pytest.mark.parametrize("codec", [False, True])
@@ -437,6 +450,209 @@ def relay_wrong(rank):
 def test_a_sender_of_another_kind(two):
     sent, received = two(relay_wrong)
     assert sent is None and received[0] == "ValueError" and "float16" in received[1]
+
+
+# ---- gathers on one rank and scatters from one rank ----------------------------------------------------------------
+
+TO_ONE = [(torch.bfloat16, level) for level in LEVELS] + [(dtype, "default") for dtype in DTYPES[1:]]
+
+
+def gather_on_one(rank, dtype, level, root, count=COUNT, is_async=False, device="cpu", **named):
+    """A gather whose destination is named in one of the ways that torch knows, and a scatter back, in place."""
+    size, options = dist.get_world_size(), {"level": level, "async_op": is_async}
+    xs = [tensor_of(other, dtype, count).to(device) for other in range(size)]
+    x, out = xs[rank].clone(), [poisoned(count, dtype).to(device) for _ in range(size)] if rank == root else None
+    if out is not None:
+        out[rank] = x
+    to = {f"{name}dst": value for name, value in named.items()}
+    work = ibp.distributed.gather(x, out, **to, **options, name="gather")
+    assert (work is not None) == is_async and (work is None or (work.wait() and (x.is_cuda or work.is_completed())))
+    for found, wanted in zip(out or [], xs, strict=bool(out)):
+        assert_same_bits(found.cpu(), wanted.cpu())
+    back = poisoned(count, dtype).to(device)
+    parts = [xs[(other + 1) % size] for other in range(size)] if rank == root else []
+    from_one = {f"{name}src": value for name, value in named.items()}
+    work = ibp.distributed.scatter(back, parts, **from_one, **options, name="scatter")
+    assert (work is not None) == is_async and (work is None or (work.wait() and (x.is_cuda or work.is_completed())))
+    assert_same_bits(back.cpu(), xs[(rank + 1) % size].cpu())
+    assert_same_bits(x.cpu(), xs[rank].cpu())
+
+
+def gather_and_scatter(rank, cases):
+    last = dist.get_world_size() - 1
+    for dtype, level in cases:
+        gather_on_one(rank, dtype, level, 0)
+        gather_on_one(rank, dtype, level, last, is_async=True, **{"": last})
+        gather_on_one(rank, dtype, level, last, group_=last)
+    for count in (0, 1):
+        gather_on_one(rank, torch.float64, "default", last, count, **{"": last})
+    plans = [
+        (kind, plan) for kind, plan in _links.state_of(None).plans.items() if kind.numel == COUNT and kind.root >= 0
+    ]
+    assert not any(plan.has_lost for kind, plan in plans if kind.what != "broadcast")  # Codecs suit what is sent.
+    return {(kind.what, kind.root, kind.level, plan.codec is not None) for kind, plan in plans}
+
+
+def test_gathers_and_scatters(one, ranks):
+    """All dtypes and levels; the last rank or rank 0 is the root; 1, 2 and 4 ranks."""
+    assert one(gather_and_scatter, TO_ONE) == [set()]
+    for found in ranks(gather_and_scatter, TO_ONE):
+        roots = 0, len(ranks.pipes) - 1
+        assert {(what, root, "default", True) for what in ("gather", "scatter") for root in roots} <= found
+
+
+def rooted_in_pieces(rank):
+    """Calls in any number of pieces, and calls whose parts are too small to be coded."""
+    for count in (1, 2, 3, 7):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_links, "num_pieces", lambda rates, load, count=count: count)
+            gather_on_one(rank, torch.bfloat16, "default", 1, 200_000 + count, group_=1)
+            gather_on_one(rank, torch.bfloat16, "default", 1, 200_000 + count, is_async=True, group_=1)
+    plans = _links.state_of(None).plans.items()
+    plans = [plan for kind, plan in plans if kind.what in ("gather", "scatter") and 200_000 < kind.numel < 200_010]
+    for plan in plans:
+        plan.least = 1 << 20
+    gather_on_one(rank, torch.bfloat16, "default", 1, 200_007, is_async=True, group_=1)
+    return sorted(plan.num_pieces for plan in plans)
+
+
+def test_pieces_of_gathers_and_scatters(ranks):
+    wanted = [1, 1, 2, 2, 3, 3, 7, 7]
+    assert ranks(as_on_gpus, rooted_in_pieces) == [wanted] * len(ranks.pipes)
+
+
+def gather_in_a_subgroup(rank):
+    group = dist.new_group(SUBGROUP)
+    x, out = tensor_of(rank), [poisoned(COUNT, torch.bfloat16) for _ in SUBGROUP] if rank == SUBGROUP[1] else None
+    if rank not in SUBGROUP:
+        return raised(lambda: ibp.distributed.gather(x, group=group, group_dst=1))
+    for named in ({"dst": SUBGROUP[1]}, {"group_dst": 1}):
+        ibp.distributed.gather(x, out, group=group, level="default", **named)
+    for found, other in zip(out or [], SUBGROUP):
+        assert_same_bits(found, tensor_of(other))
+    ibp.distributed.scatter(x, out, group=group, group_src=1, level="default")
+    assert_same_bits(x, tensor_of(rank))
+    return raised(lambda: ibp.distributed.scatter(x, out, group=group))  # Rank 0 is not in the group.
+
+
+def test_gathers_and_scatters_in_a_subgroup(four):
+    assert [name for name, _ in four(gather_in_a_subgroup)] == ["ValueError"] * 4
+
+
+def lose_to_one(rank, function, device="cpu"):
+    """Rows of one tensor have no room. Its sender and its receiver send it again, and the other ranks do not."""
+    process.said.discard(_exchange.SENT_TWICE)
+    learned, size = Codec.learn(tensor_of(9)), dist.get_world_size()
+    codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
+    xs = [tensor_of(other, scale=1e20 if other == 0 else 0.02).to(device) for other in range(size)]
+    out = [poisoned(COUNT, torch.bfloat16).to(device) for _ in xs]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if function == "gather":
+                ibp.distributed.gather(xs[rank], out if rank == 1 else None, 1, codec=codec)
+            else:
+                ibp.distributed.scatter(out[rank], xs if rank == 1 else None, 1, codec=codec)
+    arrived = range(size) if function == "gather" else [rank]
+    for other in arrived if function == "scatter" or rank == 1 else ():
+        assert_same_bits(out[other].cpu(), xs[other].cpu())
+    return sum("no room" in str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("function", ["gather", "scatter"])
+def test_only_the_tensor_that_has_lost_rows_is_sent_again(ranks, function):
+    wanted = [1, 1, 0, 0][: len(ranks.pipes)]
+    assert ranks(lose_to_one, function) == wanted
+    assert ranks(as_on_gpus, lose_to_one, function) == wanted
+
+
+def wrong_calls(size):
+    """Returns, by what is wrong: (the rank that makes the wrong call; its tensor, its list and its root; its error; a
+    part of the message)."""
+    x = tensor_of(0)
+    good, holes = [x.clone() for _ in range(size)], torch.empty(2 * COUNT, dtype=x.dtype)[::2]
+    last = f"list[{size - 1}]"
+    return {
+        "no list": (0, (x, None, 0), "ValueError", f"has 0 tensors on rank 0 of the group; wanted {size}"),
+        "too few": (0, (x, good[1:], 0), "ValueError", f"has {size - 1} tensors on rank 0 of the group; wanted {size}"),
+        "too many": (0, (x, [*good, x], 0), "ValueError", f"has {size + 1} tensors on rank 0 of the group; wanted"),
+        "a tensor as list": (0, (x, torch.stack(good), 0), "TypeError", "list is a Tensor; wanted a list of tensors"),
+        "no tensor": (0, (x, [*good[1:], 1.0], 0), "TypeError", f"{last} is a float; wanted a torch.Tensor"),
+        "a dtype in a list": (0, (x, [*good[1:], x.half()], 0), "ValueError", "wanted one dtype and device"),
+        "a shape in a list": (0, (x, [*good[1:], x[None]], 0), "ValueError", f"{last} has shape [1, {COUNT}]; wanted"),
+        "a layout in a list": (0, (x, [*good[1:], holes], 0), "ValueError", "strides (2,) is not contiguous memory"),
+        "a list elsewhere": (1, (x, good, 0), "ValueError", f"has {size} tensors on rank 1 of the group; wanted 0"),
+        "a layout": (1, (holes, None, 0), "ValueError", "strides (2,) is not contiguous memory"),
+        "a root that is not there": (1, (x, None, size), "ValueError", f"is {size}; wanted 0 to {size - 1}"),
+        # What ranks disagree on is the same error on all of them.
+        "a size": (None, (x[1:], None, 0), "ValueError", f"numel is {COUNT} on rank 0 of the group and {COUNT - 1} on"),
+        "nothing": (None, (x[:0], None, 0), "ValueError", f"numel is {COUNT} on rank 0 of the group and 0 on rank 1"),
+        "a dtype": (None, (x.half(), None, 0), "ValueError", "dtype is torch.bfloat16 on rank 0 of the group and"),
+        "a root": (None, (x, good, 1), "ValueError", "root is 0 on rank 0 of the group and 1 on rank 1"),
+    }
+
+
+def make_wrong_calls(rank):
+    size, found = dist.get_world_size(), {}
+    x = tensor_of(0)
+    right = x, [x.clone() for _ in range(size)] if rank == 0 else None, 0
+    for what, (culprit, wrong, _, _) in wrong_calls(size).items():
+        arguments = wrong if rank == (1 if culprit is None else culprit) else right
+        for function in (ibp.distributed.gather, ibp.distributed.scatter):
+            call = functools.partial(function, *arguments, level="default", name="wrong")
+            found[what, function.__name__] = raised(call)
+    gather_on_one(rank, torch.bfloat16, "default", 0)  # The next call is as ever.
+    return found
+
+
+def test_wrong_gathers_and_scatters_raise_on_all_ranks(ranks):
+    results, wrong = ranks(make_wrong_calls), wrong_calls(len(ranks.pipes))
+    for what, function in results[0]:
+        culprit, _, name, message = wrong[what]
+        for rank, result in enumerate(found[what, function] for found in results):
+            assert result is not None and message in result[1], (what, function, rank, result)
+            assert result[0] == (name if culprit in (None, rank) else "RuntimeError"), (what, function, rank, result)
+            assert result[0] != "RuntimeError" or f"{function} has failed on rank {culprit}" in result[1]
+
+
+def make_wrong_raw_calls(rank):
+    """Calls that need no other rank are checked, too."""
+    x = tensor_of(0)
+    gather_on, scatter_from = ibp.distributed.gather, ibp.distributed.scatter
+    return [
+        raised(lambda: gather_on(x, None)),
+        raised(lambda: scatter_from(x, [x, x])),
+        raised(lambda: gather_on(x[::2], [x[::2]])),
+        raised(lambda: scatter_from(x, [x.half()])),
+        raised(lambda: gather_on(x, [x], dst=0, group_dst=0)),
+        raised(lambda: scatter_from(x, [x], 1)),
+        raised(lambda: gather_on([1.0], [x])),
+        raised(lambda: scatter_from(x, [x], level="best")),
+        raised(lambda: gather_on(x, [x], codec="planes")),
+    ]
+
+
+def test_wrong_gathers_and_scatters_of_one_rank(one):
+    (found,) = one(make_wrong_raw_calls)
+    assert [name for name, _ in found] == ["ValueError"] * 6 + ["TypeError", "ValueError", "TypeError"]
+    assert "wanted one of dst and group_dst" in found[4][1] and "src is 1; wanted 0 to 0" in found[5][1]
+
+
+def rooted_by_the_link(rank):
+    """Over a slow link, tensors of 512 KiB travel raw without a plan, and tensors of 2 MiB travel coded."""
+    state = _links.state_of(None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "link", Link(1e-4))
+        patch.setattr(_links.Kind, "follows_link", True)  # as on a GPU
+        for count in (1 << 18, 1 << 20):
+            gather_on_one(rank, torch.bfloat16, "auto", 0, count)
+    plans = [(kind, plan) for kind, plan in state.plans.items() if (kind.root, kind.level) == (0, "auto")]
+    return {(kind.what, kind.numel, plan.codec is not None) for kind, plan in plans if kind.what != "broadcast"}
+
+
+def test_the_link_decides_for_gathers_and_scatters(ranks):
+    wanted = {("gather", 1 << 20, True), ("scatter", 1 << 20, True)}
+    assert ranks(rooted_by_the_link) == [wanted] * len(ranks.pipes)
 
 
 # ---- when tensors travel raw ---------------------------------------------------------------------------------------
@@ -632,8 +848,8 @@ def status_as_on_gpus(messages):
 def as_on_gpus(rank, work, *arguments):
     """Ranks tell each other what was lost once all is coded, before it moves; they exchange in pairs."""
     with pytest.MonkeyPatch.context() as patch:
-        slots = _links.state_of(None).slots(torch.device("cpu"))
-        patch.setattr(slots, "on_gpu", True)
+        buffers = _links.state_of(None).buffers(torch.device("cpu"))
+        patch.setattr(buffers, "on_gpu", True)
         patch.setattr(Messages, "status", status_as_on_gpus)
         patch.setattr(Messages, "note_heads", lambda *ignored: pytest.fail("on a GPU codecs are told, too"))
         patch.setattr(dist, "all_to_all", exchange_as_nccl)
@@ -707,9 +923,9 @@ def damage(rank):
     size, x, options = dist.get_world_size(), tensor_of(rank), {"level": "default", "name": "damage"}
     out, decode = poisoned(size * COUNT, x.dtype), Messages.decode
 
-    def decode_with_a_fault(messages, slot, part, status, max_sms):
-        decode(messages, slot, part, status, max_sms)
-        status.faults[part.message][0] = 3
+    def decode_with_a_fault(messages, buffer, message, data, status, max_sms):
+        decode(messages, buffer, message, data, status, max_sms)
+        status.faults[message][0] = 3
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -906,21 +1122,21 @@ class FailingMessages:
     def status(self):
         return None
 
-    def of(self, slot):
-        return Memory(slot.memory, [slot.memory], {})
+    def of(self, buffer):
+        return MessageViews(buffer.memory, [buffer.memory], {})
 
-    def code(self, slot, part, status, max_sms):
-        self.used.add(slot)  # It is kept, so that no other slot can have its place in memory.
+    def code(self, buffer, message, data, status, max_sms):
+        self.used.add(buffer)  # It is kept, so that no other buffer can have its place in memory.
         self._meet("code")
 
-    def decode(self, slot, part, status, max_sms):
+    def decode(self, buffer, message, data, status, max_sms):
         self._meet("decode")
-        self.decoded.append(part)
+        self.decoded.append(data)
 
-    def clean(self, slot, k):
+    def clean(self, buffer, k):
         """There is nothing to clean."""
 
-    def note_heads(self, slot, status):
+    def note_heads(self, buffer, status):
         """There are no heads."""
 
     def _meet(self, what):
@@ -935,9 +1151,9 @@ class FailingCall:
 
     tensors, own, state = (torch.zeros(1),), None, None
 
-    def __init__(self, slots, messages, count):
-        self.state = types.SimpleNamespace(slots=lambda device: slots)
-        self._pieces = [_exchange.ExchangePiece(messages, [Part(0, part)], [Part(0, part)]) for part in range(count)]
+    def __init__(self, buffers, messages, count):
+        self.state = types.SimpleNamespace(buffers=lambda device: buffers)
+        self._pieces = [_exchange.ExchangePiece(messages, {0: part}, {0: part}) for part in range(count)]
 
     def pieces(self, plan):
         return self._pieces
@@ -946,36 +1162,37 @@ class FailingCall:
         return None
 
 
-def work_of(slots, messages, count, is_async):
+def work_of(buffers, messages, count, is_async):
     status = Status(1, torch.device("cpu"), data=torch.zeros(status_entries(1), dtype=torch.int64))
-    return _exchange.CodedWork(FailingCall(slots, messages, count), None, is_async, status)
+    return _exchange.CodedWork(FailingCall(buffers, messages, count), None, is_async, status)
 
 
 @pytest.mark.parametrize("fails", ["code", "decode"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_calls_that_fail_keep_no_slots(fails, number):
-    """As on a GPU, where slots are used again: work that nobody waits for may still use those of a call that failed."""
-    slots = MessageSlots(torch.device("cpu"))
-    slots.on_gpu = True
+def test_calls_that_fail_keep_no_buffers(fails, number):
+    """As on a GPU, where buffers are used again: work that nobody waits for may still use the buffers of a call that
+    failed."""
+    buffers = MessageBuffers(torch.device("cpu"))
+    buffers.on_gpu = True
     used = []
     for _ in range(3):
         messages = FailingMessages(fails, number)
         with pytest.raises(KeyboardInterrupt):
-            work_of(slots, messages, 4, False)
+            work_of(buffers, messages, 4, False)
         assert not used or not used[-1] & messages.used
         used.append(messages.used)
     messages = FailingMessages("", 0)
     for _ in range(2):
-        work_of(slots, messages, 4, False)
+        work_of(buffers, messages, 4, False)
     assert len(messages.used) == 2  # They are used in turn, and again.
 
 
 def test_an_interrupted_wait_goes_on():
     messages = FailingMessages("decode", 2)
-    work = work_of(MessageSlots(torch.device("cpu")), messages, 3, True)
+    work = work_of(MessageBuffers(torch.device("cpu")), messages, 3, True)
     with pytest.raises(KeyboardInterrupt):
         work.wait()
-    assert work.wait() and [part.data for part in messages.decoded] == [0, 1, 2]
+    assert work.wait() and messages.decoded == [0, 1, 2]
 
 
 def test_without_torch_distributed():
@@ -1036,6 +1253,20 @@ def test_nccl(nccl, dtype):
     for coded in nccl(equal_to_torchs, dtype, "default", 3_000_001):
         assert any(coded)
     nccl(equal_to_torchs, dtype, "auto", 3_000_001)
+
+
+def to_one_on_gpus(rank, dtype, level):
+    device = torch.device("cuda", rank)
+    for root in range(2):
+        for is_async in (False, True):
+            gather_on_one(rank, dtype, level, root, 3_000_001, is_async, device, group_=root)
+    return [lose_to_one(rank, function, device) for function in ("gather", "scatter")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool], ids=str)
+def test_nccl_gathers_and_scatters(nccl, dtype):
+    for level in ("default", "auto"):
+        assert nccl(to_one_on_gpus, dtype, level) == [[1, 1]] * 2  # Both ranks warn of lost rows once.
 
 
 def splits_on_gpus(rank):
