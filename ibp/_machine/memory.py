@@ -224,8 +224,8 @@ def is_capturing(device: torch.device) -> bool:
 
 # ---- memory of other GPUs ----
 
-# For each GPU, the stream on which `empty_overflow` allocates.
-_allocating: dict[torch.device, torch.cuda.Stream] = {}
+# For each GPU, the stream on which overflow of slots on other GPUs is allocated and copied.
+_overflow_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def can_read(device: torch.device, other: torch.device) -> bool:
@@ -261,12 +261,12 @@ def empty_overflow(num_bytes: int, home: torch.device, device: torch.device) -> 
     `seen_from`.
 
     A tensor on another GPU may be freed as soon as its last use is queued, just like a tensor that was allocated on the
-    current stream of `device`. The allocator of the other GPU gives its memory to another tensor only after the work
-    that is then queued on this stream of `device`, and on the stream of the other GPU that is current now and that
-    copies by torch use. `record_stream` provides for that. But the allocator ignores a stream whose handle equals the
-    handle of the stream that the memory was allocated on (`recordStream` in c10/cuda/CUDACachingAllocator.cpp), and the
-    default streams of all GPUs have the same handle, 0. Therefore the memory is allocated on a stream that is never a
-    default stream.
+    current stream of `device`. The allocator of the other GPU gives the memory to another tensor only after the work
+    that is queued on this stream when the tensor is freed, and on the stream of the other GPU that is current now,
+    which torch's `to` uses. `record_stream` provides for that. But the allocator ignores a stream whose handle equals
+    the handle of the stream that the memory was allocated on (`recordStream` in c10/cuda/CUDACachingAllocator.cpp), and
+    the default streams of all GPUs have the same handle, 0. Therefore the memory is allocated on a stream that is never
+    a default stream.
 
     Args:
         home: a device that `overflow_home` returns for `device`.
@@ -277,33 +277,38 @@ def empty_overflow(num_bytes: int, home: torch.device, device: torch.device) -> 
     """
     if home.type == "cpu":
         return empty(num_bytes, home, device.type == "cuda")
-    users = [torch.cuda.current_stream(gpu) for gpu in (device, home)]
-    if home not in _allocating:
-        _allocating[home] = torch.cuda.Stream(home)
+    if home not in _overflow_streams:
+        _overflow_streams[home] = torch.cuda.Stream(home)
     try:
-        with torch.cuda.stream(_allocating[home]):
+        with torch.cuda.stream(_overflow_streams[home]):
             made = torch.empty(num_bytes, dtype=torch.uint8, device=home)
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(f"{home} has no free memory for {num_bytes:,} bytes of overflow") from error
-    for user in users:
-        user.wait_stream(_allocating[home])  # Torch shares its streams: other work may be queued on this one.
+    near = torch.cuda.current_stream(device)
+    near.wait_stream(_overflow_streams[home])  # Its last work may still use the memory.
+    for user in (near, torch.cuda.current_stream(home)):
         made.record_stream(user)
     return made
 
 
 def copied_overflow(to: torch.Tensor, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies the overflow of slots on `device` to other memory, `to`. Returns `to`. The copy is in the order of the
-    current stream of `device`: it contains what earlier work on this stream has written, and later work on this stream
-    finds the copy in `to`. If `to` is on the host, the call waits for `device`."""
-    if to.is_cuda and to.device != device:  # Torch copies on the current stream of the GPU of `source`, or of `to`.
-        near, far = (torch.cuda.current_stream(gpu) for gpu in (device, to.device))
-        far.wait_stream(near)
-        to.copy_(source)
-        near.wait_stream(far)
-        return to
-    if device.type == "cuda" and not to.is_cuda:
+    """Copies the overflow of slots on `device` to other memory, `to`, which `empty_overflow` has allocated for slots on
+    `device`, or which is in the memory of the slots. Returns `to`.
+
+    The copy is in the order of the current stream of `device`: it contains what earlier work on this stream has
+    written, and later work on this stream finds the copy in `to`. If `to` is in host memory, the call waits for
+    `device`. If it is on another GPU, the current stream of this GPU has no part in the copy."""
+    if to.device == device or device.type == "cpu":
+        return to.copy_(source)
+    if not to.is_cuda:
         torch.cuda.synchronize(device)
-    return to.copy_(source)
+        return to.copy_(source)
+    near, far = torch.cuda.current_stream(device), _overflow_streams[to.device]
+    far.wait_stream(near)
+    with torch.cuda.stream(far):
+        to.copy_(source)
+    near.wait_stream(far)
+    return to
 
 
 # ---- the argument `memory` of calls ----

@@ -241,14 +241,14 @@ def test_memory_of_a_peer_is_held_for_the_streams_that_use_it(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return types.SimpleNamespace(record_stream=recorded.append)
 
-    monkeypatch.setattr(memory, "_allocating", {})
+    monkeypatch.setattr(memory, "_overflow_streams", {})
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(entered.append(stream)))
     monkeypatch.setattr(torch.cuda, "current_stream", current.get)
     memory.empty_overflow(1000, PEER, GPU)
     assert recorded == [*current.values()] and entered[0] not in recorded and entered[0].device == PEER
-    assert all(stream.awaited == entered for stream in recorded)
+    assert current[GPU].awaited == entered and current[PEER].awaited == []
     entered.clear()
     with pytest.raises(torch.OutOfMemoryError, match="cuda:1 has no free memory for 1,001 bytes of overflow"):
         memory.empty_overflow(1001, PEER, GPU)
