@@ -249,9 +249,11 @@ def _enable_access(device: torch.device, peer: torch.device) -> None:
     memory of the target's GPU (`copy_kernel_cuda` in aten/src/ATen/native/cuda/Copy.cu calls `get_p2p_access` of
     aten/src/ATen/cuda/PeerToPeerAccess.cpp; this calls `enablePeerAccess` of the allocator, which in
     c10/cuda/CUDACachingAllocator.cpp also gives access to present and future expandable segments). No other interface
-    of torch in Python does the same.
+    of torch in Python does the same. The copy is on streams of its own, since the current streams may be captured in a
+    CUDA graph.
     """
-    with outside_of_modes():
+    sides = [torch.cuda.stream(torch.cuda.Stream(gpu)) for gpu in (device, peer)]
+    with outside_of_modes(), sides[0], sides[1]:
         torch.empty(1, device=peer).copy_(torch.empty(1, device=device))
 
 
