@@ -254,6 +254,19 @@ def test_memory_of_a_peer_is_held_for_the_streams_that_use_it(monkeypatch):
         memory.empty_overflow(1001, PEER, GPU)
 
 
+def test_overflow_is_copied_in_the_order_of_the_slots(monkeypatch):
+    """The copy waits for the GPU of the slots, and this GPU for the copy; the current stream of the other GPU for
+    nothing."""
+    near, far = FakeStream(GPU), FakeStream(PEER)
+    done = []
+    to = types.SimpleNamespace(device=PEER, is_cuda=True, copy_=lambda source: done.append((source, [*far.awaited])))
+    monkeypatch.setattr(memory, "_overflow_streams", {PEER: far})
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(done.append(stream)))
+    monkeypatch.setattr(torch.cuda, "current_stream", {GPU: near}.get)
+    assert memory.copied_overflow(to, "source", GPU) is to
+    assert done == [far, ("source", [near])] and near.awaited == [far]
+
+
 def test_views_of_a_peer_keep_its_memory():
     data = torch.zeros(32, dtype=torch.uint8)
     owner = weakref.ref(data)
