@@ -61,8 +61,8 @@ static_assert(sizeof(DLManagedTensor) == 64, "the layout of dlpack.h on a 64-bit
 enum : int32_t { kDLCUDA = 2 };
 enum : uint8_t { kDLUInt = 1 };
 
-// Memory of an object, `owner`, as a DLPack array on a CUDA device. It keeps the owner alive until the DLPack capsule, or
-// the tensor that was made from the capsule, releases the array.
+// Memory of an object, `owner`, as a DLPack array on a CUDA device. It keeps the owner alive until the DLPack capsule,
+// or the tensor that was made from the capsule, releases the array.
 struct MappedBytes {
     DLManagedTensor managed;
     py::object owner;
@@ -76,10 +76,10 @@ struct MappedBytes {
     }
 };
 
-// Returns a DLPack capsule that holds memory as an array of uint8 on a CUDA device. Torch's own ways to wrap an address,
-// from_blob and __cuda_array_interface__, cannot be used: they ask the driver for the device of the address. For pinned
-// memory the driver names the device that was current when the memory was pinned, and for the memory of another device
-// it names that device.
+// Returns a DLPack capsule that holds memory as an array of uint8 on a CUDA device. Torch's own ways to wrap an
+// address, from_blob and __cuda_array_interface__, cannot be used: they ask the driver for the device of the address.
+// For pinned memory the driver names the device that was current when the memory was pinned, and for the memory of
+// another device it names that device.
 //
 // owner: the object that the memory belongs to; it is kept alive.
 // mapped: the address at which kernels of the device find the memory.
