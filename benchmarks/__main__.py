@@ -86,6 +86,7 @@ OTHERS = {
     "codec --sizes": 70,
     "spill --programs": 90,
     "spill --managed": 20,
+    "spill --peer": 40,
     "activations --batches": 90,
     "gnn": 180,
     "gnn_cache": 100,
@@ -95,7 +96,7 @@ OTHERS = {
     "collectives": 90,
 }
 # These scripts take two GPUs if there are two.
-TWO_GPUS = {"collectives", "gnn_parallel", "row_cache", "scale", "weights"}
+TWO_GPUS = {"collectives", "gnn_parallel", "row_cache", "scale", "spill", "weights"}
 BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms", "entries")
 GRACE_S = 5  # A script has this many seconds to print what it measured.
 ALL_S = 1800  # --all takes at most this many seconds on a GPU.

@@ -1,6 +1,7 @@
-"""What does it cost to read and change slots on the GPU whose overflow is in pinned host memory (ibp.spill.place)?
+"""What does it cost to read and change slots on the GPU whose overflow is in pinned host memory, or on another GPU
+(ibp.spill.place)?
 
-    python -m benchmarks.spill [--programs | --managed] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.spill [--programs | --managed | --peer] [--out DIR] [--device cpu] [--quick]
 
 Tables have 1 GiB in device memory. A share of the rows is noise, which overflows its slots. `decode` decodes the whole
 table, and `index_select` half of its rows in random order; `device only` has the overflow on the GPU, too, and
@@ -17,8 +18,12 @@ which the link brings what spilled if that is slower. All results are compared b
 --programs measures only profiles of nets in training in single precision, of their weights, gradients, momentum and
 layers' outputs of at least 1 MiB, in rows of 2 KiB. --managed measures only tables of 1 GiB in managed memory. A share
 of their pages is on the host before a kernel reads all of them, as after the driver has evicted them: `migrated` by
-page faults, or `read over the link`, where they stay. No more memory is taken than the GPU has free, because a driver
-that has to do more can stop a machine. Other rows of the CSV stay, and these rows stay in runs without the options.
+page faults, or `read over the link`, where they stay. Beside them `slots and overflow` decodes a table of as many
+random bytes, which no codebook makes smaller, with the same share of every row in overflow. No more memory is taken
+than the GPU has free, because a driver that has to do more can stop a machine. --peer needs two GPUs. It measures
+tables with overflow on the second GPU, `spilled to a GPU`, beside the other two places: BF16 weights in rows of 2,048
+and of 128 bytes, and the random bytes of --managed. Other rows of the CSV stay, and these rows stay in runs without the
+options.
 """
 
 import argparse
@@ -33,7 +38,7 @@ import torch
 import ibp
 from ibp import spill
 
-from . import densities, families, harness, ideal, inputs, scattered
+from . import densities, families, harness, ideal, inputs, row_cache, scattered
 
 COLUMNS = (
     *(
@@ -50,7 +55,7 @@ COLUMNS = (
     *harness.TARGET_COLUMNS,
 )
 TABLE_BYTES, SMALL_TABLE_BYTES, QUICK_TABLE_BYTES = 1024 * inputs.MIB, 256 * inputs.MIB, inputs.MIB
-DEVICE, SPILLED = "device only", "spilled"
+DEVICE, SPILLED, ON_PEER = "device only", "spilled", "spilled to a GPU"
 DECODE, SELECT, UPDATE = "decode", "index_select", "update_"
 SHARES, FEW_SHARES = (0.0, 0.05, 0.1, 0.2, 0.3), (0.0, 0.2)
 RATIOS = (4 / 3, 2.0, 4.0)
@@ -69,10 +74,14 @@ def ids_in_runs(rows, columns, device):
 
 
 SMALL = ", 256 MiB"  # The names of smaller tables' cases end with this text.
+SHORT = ", 128 bytes"  # These rows have the size of Buddy Compression's memory-entries.
+PEER = "two GPUs, "  # The names of cases with overflow on another GPU begin with this text.
+PEER_CASES = ("normal 0.02", "normal 0.02" + SHORT)
 # Each case has (name, level, dtype, columns, maker, shares of noise, target ratios).
 CASES = (
     ("normal 0.02", "default", BF16, 1024, families.weights, SHARES, RATIOS),
     ("normal 0.02" + SMALL, "default", BF16, 1024, families.weights, SHARES, ()),
+    ("normal 0.02" + SHORT, "default", BF16, 64, families.weights, FEW_SHARES, (1.0, *RATIOS)),
     ("normal 0.02, fast", "fast", BF16, 1024, families.weights, SHARES, ()),
     ("normal 1", "default", FP32, 512, families.normal, FEW_SHARES, (4 / 3,)),
     ("half zeros", "default", BF16, 1024, families.masked, FEW_SHARES, (2.0,)),
@@ -92,20 +101,24 @@ def with_noise(x, share):
 
 
 class Case:
-    """Rows of one kind, and a codebook for them."""
+    """Rows of one kind, and a codebook for them. peer: the memory of overflow on another GPU, or None."""
 
-    def __init__(self, run, name, x, level):
-        self.run, self.name, self.x = run, name, x
+    def __init__(self, run, name, x, level, peer=None):
+        self.run, self.name, self.x, self.peer = run, name, x, peer
         self.codebook = ibp.codecs.analyze(x, scheme="planes", sample=families.SAMPLE, level=level)
         self.ids = torch.randperm(len(x), device=run.device)[: len(x) // 2]
 
     def measure(self, x, slot_bytes, target=None):
-        """Measures reading and changing a table with these slots, with overflow in both places."""
+        """Measures reading and changing a table with these slots, with overflow in all places."""
         layout = {"slot_bytes": slot_bytes} if slot_bytes else {"layout": "packed"}
         tables = {
             DEVICE: ibp.compress(x, codebook=self.codebook, **layout),
             SPILLED: ibp.spill.place(x, slot_bytes=slot_bytes, codebook=self.codebook),
         }
+        if self.peer is not None:
+            tables[ON_PEER] = ibp.spill.place(
+                x, slot_bytes=slot_bytes, codebook=self.codebook, overflow_memory=self.peer
+            )
         found = {"target": target, "x": x, "seconds": {}, "spill": spill_of(tables[DEVICE])}
         for where, table in tables.items():
             self.read(table, where, DECODE, found, lambda table, out: ibp.decompress(table, out=out), x)
@@ -141,7 +154,7 @@ class Case:
         spilled, spilled_bytes = found["spill"]
         if where == DEVICE:
             found["seconds"][what] = seconds
-        least = max(found["seconds"][what], link_seconds(spilled_bytes * num_bytes / found["x"].nbytes))
+        least = max(found["seconds"][what], link_seconds(spilled_bytes * num_bytes / found["x"].nbytes, where))
         gbps, ideal_gbps = num_bytes * 1e-9 / seconds, num_bytes * 1e-9 / least
         share = DEVICE_SHARE if spilled == 0 else IDEAL_SHARE
         is_judged = where == SPILLED and what != UPDATE and spilled <= MOST_SPILLED
@@ -160,7 +173,7 @@ class Case:
             spilled=f"{spilled:.4f}",
             spilled_bytes=spilled_bytes,
             device_bytes=table.nbytes if where == DEVICE else table.nbytes - table.overflow.numel(),
-            host_bytes=0 if where == DEVICE else table.overflow.numel(),
+            host_bytes=table.overflow.numel() if where == SPILLED else 0,
             **harness.judged(gbps, share * ideal_gbps if is_judged else None),
         )
 
@@ -172,16 +185,17 @@ def spill_of(table):
     return float((parts > 0).double().mean()), int(sectors.sum()) * ideal.SECTOR_BYTES
 
 
-def link_seconds(num_bytes):
-    return num_bytes * 1e-9 / ideal.LINK_KERNEL_GBPS
+def link_seconds(num_bytes, where=SPILLED):
+    return num_bytes * 1e-9 / (row_cache.PEER_GBPS if where == ON_PEER else ideal.LINK_KERNEL_GBPS)
 
 
-def measure_kinds(run, cases):
+def measure_kinds(run, cases, peer=None):
     for name, level, dtype, columns, make, shares, ratios in cases:
         num_bytes = SMALL_TABLE_BYTES if name.endswith(SMALL) else TABLE_BYTES
         num_bytes = QUICK_TABLE_BYTES if run.quick else num_bytes
         with run.cell(f"{name} {harness.dtype_name(dtype)}"):
-            case = Case(run, name, make(num_bytes // (columns * dtype.itemsize), columns, run.device).to(dtype), level)
+            x = make(num_bytes // (columns * dtype.itemsize), columns, run.device).to(dtype)
+            case = Case(run, name if peer is None else f"{PEER}{name}", x, level, peer)
             slot_bytes = fitting(case)
             for share in shares:
                 case.measure(with_noise(case.x, share), slot_bytes)
@@ -445,13 +459,50 @@ def measure_programs(run):
 
 MANAGED, MANAGED_READS = "managed memory", 3
 MANAGED_SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
-MIGRATED, OVER_LINK = "migrated", "read over the link"
+MIGRATED, OVER_LINK, PLACED = "migrated", "read over the link", "slots and overflow"
+NOISE, NOISE_ROW_BYTES = "random bytes", 2560  # The shares of such a row are multiples of 128 bytes.
+
+
+def noise(run):
+    """Returns random numbers, int32 [rows, numbers of a row]."""
+    num_bytes = QUICK_TABLE_BYTES if run.quick or not run.on_gpu else TABLE_BYTES
+    shape = num_bytes // NOISE_ROW_BYTES, NOISE_ROW_BYTES // 4
+    return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=run.device)
+
+
+def measure_placed(run, case, homes):
+    """Measures decoding tables of random bytes, with the wall clock as `measure_managed`. homes: (arm, place of the
+    overflow, memory of the overflow)."""
+    x = noise(run)
+    out = torch.empty_like(x)
+    for arm, where, home in homes:
+        first_s = None
+        for share in MANAGED_SHARES:
+            with run.cell(f"{case}, {arm}, {share:.0%}"):
+                part = round(share * NOISE_ROW_BYTES)
+                table = ibp.spill.place(
+                    x, slot_bytes=NOISE_ROW_BYTES - part, scheme="planes", device=run.device, overflow_memory=home
+                )
+                harness.poison(out)
+                ibp.decompress(table, out=out)
+                harness.check_bits(out, x, f"{case}, {arm}")
+                times = [run._wall_seconds(lambda: ibp.decompress(table, out=out)) for _ in range(MANAGED_READS)]
+                seconds, spilled_bytes = statistics.median(times), part * len(x)
+                first_s = first_s or seconds
+                run.add(
+                    case=case, arm=arm, rows=len(x), row_bytes=NOISE_ROW_BYTES, dtype=x.dtype, savings=table.savings,
+                    gbps=x.nbytes * 1e-9 / seconds,
+                    ideal_gbps=x.nbytes * 1e-9 / max(first_s, link_seconds(spilled_bytes, where)), sms=None,
+                    slot_bytes=table.slot_bytes, spilled=f"{part / NOISE_ROW_BYTES:.4f}", spilled_bytes=spilled_bytes,
+                    device_bytes=table.nbytes - table.overflow.numel(),
+                    host_bytes=table.overflow.numel() if where == SPILLED else 0,
+                )  # fmt: skip
 
 
 def measure_managed(run):
     """Measures Buddy Compression's figure 12 with the wall clock, because a missing page interrupts the CPU."""
-    num_bytes = QUICK_TABLE_BYTES if run.quick or not run.on_gpu else TABLE_BYTES
-    x = torch.randint(-(2**31), 2**31 - 1, (num_bytes // 4,), dtype=torch.int32, device=run.device)
+    x = noise(run).view(-1)
+    num_bytes = x.nbytes
     out, managed = torch.empty_like(x), scattered.ManagedCopy(x) if run.on_gpu else None
     source = x if managed is None else managed.tensor
     first_s = None
@@ -476,16 +527,38 @@ def measure_managed(run):
                 spilled=f"{1 - start / num_bytes:.4f}", spilled_bytes=num_bytes - start,
                 device_bytes=start, host_bytes=num_bytes - start,
             )  # fmt: skip
+    measure_placed(run, MANAGED, [(PLACED, SPILLED, "pinned")])
+
+
+# ---- overflow on another GPU ---------------------------------------------------------------------------------------
+
+
+def peer_of(device):
+    """Returns the name of a GPU whose memory the current GPU can read, or None if there is none. On the CPU, where
+    overflow has only one place, returns "pinned"."""
+    if device == "cpu":
+        return "pinned"
+    near = torch.cuda.current_device()
+    others = (gpu for gpu in range(torch.cuda.device_count()) if gpu != near)
+    return next((f"cuda:{far}" for far in others if torch.cuda.can_device_access_peer(near, far)), None)
+
+
+def measure_peer(run):
+    peer = peer_of(run.device.type)
+    measure_kinds(run, [case for case in CASES if case[0] in PEER_CASES], peer)
+    homes = [(f"{PLACED}, {SPILLED}", SPILLED, "pinned"), (f"{PLACED}, {ON_PEER}", ON_PEER, peer)]
+    measure_placed(run, f"{PEER}{NOISE}", homes)
 
 
 def mode_of(case):
     """Returns the option that measures a case."""
-    return "programs" if case.startswith(PROGRAM) else "managed" if case == MANAGED else ""
+    modes = {PROGRAM: "programs", MANAGED: "managed", PEER: "peer"}
+    return next((mode for start, mode in modes.items() if case.startswith(start)), "")
 
 
 def parsed(argv):
     own = argparse.ArgumentParser(add_help=False)
-    for mode in ("programs", "managed"):
+    for mode in ("programs", "managed", "peer"):
         own.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, default="")
     options, others = own.parse_known_args(argv)
     return options.mode, harness.parse_args(others, __doc__)
@@ -493,10 +566,13 @@ def parsed(argv):
 
 def main(argv=None):
     mode, args = parsed(argv)
+    if mode == "peer" and peer_of(args.device) is None:
+        print("spill --peer: needs two GPUs of which one reads the other's memory: results stay as they are")
+        return 1
     run = harness.Run("spill", args, COLUMNS, keep=lambda row: mode_of(row["case"]) != mode)
     torch.manual_seed(0)
     if mode:
-        {"programs": measure_programs, "managed": measure_managed}[mode](run)
+        {"programs": measure_programs, "managed": measure_managed, "peer": measure_peer}[mode](run)
         return run.finish()
     measure_kinds(run, CASES)
     measure_pages(run, args.data)

@@ -1,12 +1,13 @@
-"""Tables whose slots are on a GPU, and whose overflow is in pinned host memory (Buddy Compression, ISCA 2020).
+"""Tables whose slots are on a GPU, and whose overflow is in pinned host memory or in the memory of another GPU (Buddy
+Compression, ISCA 2020).
 
     profile = ibp.spill.profile(snapshots)               # finds the sizes of slots
     table   = ibp.spill.place(x, profile["weight"])      # slots of this size on the GPU, the rest in host memory
 
 A target ratio is the size of a tensor divided by the size of its slots. The first part of this file computes sizes of
 slots from target ratios, and from the fraction of rows that may be larger than their slots. `profile` finds the sizes
-that snapshots of a run need. `place` moves tensors and tables to slots on a device, with overflow in pinned host
-memory.
+that snapshots of a run need. `place` moves tensors and tables to slots on a device, with overflow in pinned host memory
+or on another GPU.
 """
 
 from __future__ import annotations
@@ -385,8 +386,6 @@ def _profile_of(
 
 # ---- placing ----
 
-_CPU = torch.device("cpu")
-
 
 def place(
     x: torch.Tensor | CompressedTensor,
@@ -399,21 +398,28 @@ def place(
     level: str = "default",
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
+    overflow_memory: torch.device | str | None = None,
     progress: bool = False,
 ) -> CompressedTensor:
-    """Returns a table whose slots are on a GPU. Bytes that do not fit in the slots are in pinned host memory, and the
-    GPU reads them over the link when it decodes rows (Buddy Compression, ISCA 2020).
+    """Returns a table whose slots are on a GPU. Bytes that do not fit in the slots, the overflow, are in pinned host
+    memory or in the memory of another GPU. The GPU reads them over the link or over NVLink when it decodes rows (Buddy
+    Compression, ISCA 2020).
 
     Every row has a slot of the same size on the device. If a stored row is larger than its slot, the rest of its bytes
-    are in host memory. If `update_` makes a row larger than its slot, the row's further bytes also go to host memory;
+    are in the overflow. If `update_` makes a row larger than its slot, the row's further bytes also go to the overflow;
     the slots do not grow, and no other row moves. A default row (zeros, or another row that the codebook defines) has
     no bytes, so no slot is read for it. With a target of infinity there are no slots, and all rows except default rows
-    are in host memory.
+    are in the overflow.
 
-    The table can be used like any other table. `table.device_bytes` and `table.host_bytes` are the sizes of its memory
-    on the GPU and in host memory. `to(device)` moves the slots to another GPU. `cpu()` returns an ordinary table, whose
-    slots and overflow are both in host memory. A table that is saved and loaded again is also an ordinary table.
-    `place` can move it to a GPU again. If the device is a CPU, everything is in host memory.
+    The table can be used like any other table. `table.device_bytes`, `table.host_bytes` and `table.peer_bytes` are the
+    sizes of its memory on the GPU, in host memory and on another GPU. `to(device)` moves the slots to another GPU. It
+    leaves overflow in host memory where it is, and moves overflow from another GPU to the device of the slots. `cpu()`
+    returns an ordinary table, whose slots and overflow are both in host memory. A table that is saved and loaded again
+    is also an ordinary table. `place` can move it to a GPU again. In a pickle, overflow on another GPU becomes overflow
+    in host memory. If the device is a CPU, everything is in host memory.
+
+    If the overflow is on another GPU, only the GPU of the slots works on it, in the order of its own streams: nothing
+    has to be synchronised with the other GPU, and the table may be freed whenever a table on one GPU may be freed.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -435,12 +441,16 @@ def place(
         device: the device of the slots. None: the GPU of x if x is on one, otherwise the current GPU if there is one,
             otherwise the CPU. But if the rows of a table are moved without decoding them, None means the table's
             device.
+        overflow_memory: the memory of the overflow: "pinned", or another GPU, such as "cuda:1", to whose memory the
+            GPU of the slots has access (`torch.cuda.can_device_access_peer`). None: "pinned".
         progress: whether to show progress bars.
 
     Raises:
         TypeError, ValueError: as in `compress`. Also if target, slot_bytes or threshold is out of range, if target and
-            slot_bytes are both given, or if x does not match the profile.
+            slot_bytes are both given, if x does not match the profile, or if overflow_memory is neither "pinned" nor
+            another GPU whose memory the device can read.
         RuntimeError: the system refuses to pin the memory of the overflow.
+        torch.OutOfMemoryError: a GPU has too little free memory.
     """
     if isinstance(target, TensorProfile):
         if codebook is not None or slot_bytes is not None or row_bytes is not None:
@@ -452,7 +462,7 @@ def place(
     threshold = checked_threshold(threshold)
     if isinstance(x, CompressedTensor):
         if ratio is None and slot_bytes is None:
-            return _moved(x, memory.canonical(x.device if device is None else device))
+            return _moved(x, memory.canonical(x.device if device is None else device), overflow_memory)
         codebook = x.codebook if codebook is None and x.codebook is not None else codebook
         x = decompress(x, check=x.is_cuda)
     geometry.check_tensor(x)
@@ -460,6 +470,7 @@ def place(
     if scheme == "raw":
         raise ValueError("scheme is 'raw'; wanted 'planes', 'ibp' or 'auto': raw rows need slots of their full size")
     worker = memory.usual(device, x)
+    home = memory.overflow_home(overflow_memory, worker)
     options = Options(scheme, level=level, codebook=codebook, row_bytes=row_bytes, device=worker, progress=progress)
     request = Request.of(x, options)
     if slot_bytes not in (None, 0):
@@ -472,20 +483,23 @@ def place(
             return slot_bytes_of(ratio, request.geometry.row_bytes)
         return slots_within(threshold, coding.survey, RATIOS)
 
-    return placed(CompressedTensor, request, slots_for)
+    return placed(CompressedTensor, request, slots_for, home)
 
 
-def _moved(table: CompressedTensor, device: torch.device) -> CompressedTensor:
-    """Returns a table with the same coded rows, whose slots are on the device and whose overflow is in pinned host
-    memory. If the device is a CPU, both are in host memory. If both are already where they should be, returns the table
-    itself."""
-    if device.type == "cpu" or (table.device == device and table.spills_to_host):
+def _moved(
+    table: CompressedTensor, device: torch.device, overflow_memory: torch.device | str | None
+) -> CompressedTensor:
+    """Returns a table with the same coded rows, whose slots are on the device, and whose overflow is in the memory that
+    the argument `overflow_memory` of `place` says. If the device is a CPU, both are in host memory. If both are already
+    where they should be, returns the table itself."""
+    home = memory.overflow_home(overflow_memory, device)
+    if device.type == "cpu" or (table.device == device and table.overflow.device == home):
         return table.to(device)
 
-    def to_host(overflow: torch.Tensor) -> torch.Tensor:
-        return memory.empty(overflow.numel(), _CPU, True).copy_(overflow)
+    def moved(overflow: torch.Tensor) -> torch.Tensor:
+        return memory.copied_overflow(memory.empty_overflow(overflow.numel(), home, device), overflow, device)
 
-    return table._with(lambda tensor: to_device(tensor, device), change_overflow=to_host)
+    return table._with(lambda tensor: to_device(tensor, device), change_overflow=moved)
 
 
 __dir__ = published(__name__)

@@ -61,8 +61,8 @@ static_assert(sizeof(DLManagedTensor) == 64, "the layout of dlpack.h on a 64-bit
 enum : int32_t { kDLCUDA = 2 };
 enum : uint8_t { kDLUInt = 1 };
 
-// Pinned memory of an object, `owner`, as a DLPack array on a CUDA device. It keeps the owner alive until the DLPack
-// capsule, or the tensor that was made from the capsule, releases the array.
+// Memory of an object, `owner`, as a DLPack array on a CUDA device. It keeps the owner alive until the DLPack capsule,
+// or the tensor that was made from the capsule, releases the array.
 struct MappedBytes {
     DLManagedTensor managed;
     py::object owner;
@@ -76,17 +76,17 @@ struct MappedBytes {
     }
 };
 
-// Returns a DLPack capsule that holds pinned memory as an array of uint8 on the current CUDA device. Torch's own ways
-// to wrap an address, from_blob and __cuda_array_interface__, cannot be used: they ask the driver for the device of the
-// address, and the driver names the device that was current when the memory was pinned.
+// Returns a DLPack capsule that holds memory as an array of uint8 on a CUDA device. Torch's own ways to wrap an
+// address, from_blob and __cuda_array_interface__, cannot be used: they ask the driver for the device of the address.
+// For pinned memory the driver names the device that was current when the memory was pinned, and for the memory of
+// another device it names that device.
 //
 // owner: the object that the memory belongs to; it is kept alive.
-// address, num_bytes: the memory.
-// device: the index of the current device.
-py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, int32_t device)
+// mapped: the address at which kernels of the device find the memory.
+// num_bytes: the size of the memory.
+// device: the index of the device.
+py::object mapped_bytes(py::object owner, void *mapped, int64_t num_bytes, int32_t device)
 {
-    void *mapped = nullptr;
-    check(ibp_cuda_map_pinned(reinterpret_cast<void *>(address), &mapped));
     auto *const bytes = new MappedBytes{{}, std::move(owner), num_bytes};
     bytes->managed.array = {mapped, kDLCUDA, device, 1, kDLUInt, 8, 1, &bytes->num_bytes, nullptr, 0};
     bytes->managed.manager = bytes;
@@ -100,6 +100,21 @@ py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, in
         throw py::error_already_set();
     }
     return py::reinterpret_steal<py::object>(capsule);
+}
+
+// Returns pinned memory as mapped_bytes. device: the index of the current device.
+py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, int32_t device)
+{
+    void *mapped = nullptr;
+    check(ibp_cuda_map_pinned(reinterpret_cast<void *>(address), &mapped));
+    return mapped_bytes(std::move(owner), mapped, num_bytes, device);
+}
+
+// Returns memory of a CUDA device as mapped_bytes on another device, which must have access to it. All devices have the
+// same address for it (unified addressing, CUDA C++ Programming Guide).
+py::object map_peer(py::object owner, uintptr_t address, int64_t num_bytes, int32_t device)
+{
+    return mapped_bytes(std::move(owner), reinterpret_cast<void *>(address), num_bytes, device);
 }
 
 // An ibp_streamer (ibp_stream.h): the streams and events for streaming tables to the device that is current when
@@ -315,13 +330,12 @@ PYBIND11_MODULE(_core, m)
         "sync_directory", [](const py::bytes &path) { sync_directory(PyBytes_AS_STRING(path.ptr())); }, py::arg("path"),
         "Waits until the names in a directory are on disk. path: the directory, as os.fsencode returns it.");
 
-    m.def(
-        "enable_peer", [](int device, int peer) { check(ibp_cuda_enable_peer(device, peer)); }, py::arg("device"),
-        py::arg("peer"),
-        "Lets kernels of a CUDA device read the memory of another device. Raises RuntimeError if they cannot.");
     m.def("map_pinned", &map_pinned, py::arg("owner"), py::arg("address"), py::arg("num_bytes"), py::arg("device"),
           "Returns a DLPack capsule of pinned memory, as bytes on the current CUDA device, whose index is device. The "
           "capsule keeps the owner alive.");
+    m.def("map_peer", &map_peer, py::arg("owner"), py::arg("address"), py::arg("num_bytes"), py::arg("device"),
+          "Returns a DLPack capsule of a CUDA device's memory, as bytes on another CUDA device, whose index is device "
+          "and which must have access to the memory. The capsule keeps the owner alive.");
 
     py::class_<Stager>(m, "Stager", "The rings and streams of stage_items on the current CUDA device.")
         .def("__init__", &make<Stager, uintptr_t, uintptr_t, int64_t, py::object>, kNewStyle, py::arg("pinned"),

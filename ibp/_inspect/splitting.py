@@ -346,7 +346,8 @@ def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
     cluster, in both schemes. numbers: the numbers of the rows."""
     if table.slot_bytes:
         return table.slots.cpu().numpy()[numbers * table.slot_bytes]
-    overflow, bases = table.overflow.cpu().numpy(), table.bases.cpu().numpy()
+    bases = table.bases.cpu().numpy()  # This also waits for a GPU that writes to overflow elsewhere.
+    overflow = table.overflow.cpu().numpy()
     if table._has_own_bases:
         return overflow[bases[numbers]]
     of_group = numbers[:, None] // ROWS_PER_BASE * ROWS_PER_BASE + np.arange(ROWS_PER_BASE)

@@ -1,8 +1,10 @@
-"""Allocates memory of the host for work on GPUs, and interprets the arguments `memory`, `device` and `numa` of calls.
+"""Allocates memory of the host and of other GPUs for work on a GPU, and interprets the arguments `memory`,
+`overflow_memory`, `device` and `numa` of calls.
 
 The first part of the file allocates pinned memory of exactly the requested size, and makes tensors through which a CUDA
-device uses it without a copy. The next parts interpret the arguments `memory` and `device`, and find the NUMA node of
-the host on which new pinned memory is allocated. The last part is `Pool`, a pool of pinned buffers for one owner.
+device uses it without a copy. The second part does the same with the memory of another GPU. The next parts interpret
+the arguments `memory`, `overflow_memory` and `device`, and find the NUMA node of the host on which new pinned memory is
+allocated. The last part is `Pool`, a pool of pinned buffers for one owner.
 
 Pinning memory takes tens of milliseconds, even for a small buffer. The core keeps the pinned memory of freed tensors
 for the whole process (csrc/bindings/pinned_pool.h, `empty`), but a caller that reuses such memory waits for all GPUs. A
@@ -24,6 +26,7 @@ import torch
 from .. import _core
 from .._common import ops
 from .._common.arguments import whole_number
+from .._common.modes import outside_of_modes
 from .._common.process import warn_once
 from .._common.sequences import rounded_up
 
@@ -182,25 +185,30 @@ def to_pinned(tensor: torch.Tensor, node: int = -1) -> torch.Tensor:
     return pinned.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor on `device`, a CUDA device, over the memory of `host`, a contiguous pinned tensor. Nothing is
-    copied. The result keeps `host` alive.
+def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a tensor on `device`, a CUDA device, over the memory of `memory`, a contiguous tensor that is pinned, or
+    that is on another GPU whose memory `device` can read. Nothing is copied. The result keeps `memory` alive.
 
     `device` can be any GPU. It need not be the current device, nor the one that was current when the memory was pinned.
 
     Raises:
-        RuntimeError: host is not pinned.
+        ValueError: memory is on a GPU whose memory `device` cannot read.
+        RuntimeError: memory is in host memory that is not pinned.
     """
-    if host.numel() == 0:
-        return torch.empty_like(host, device=device)
+    if memory.is_cuda and not can_read(device, memory.device):
+        raise ValueError(f"{device} cannot read the memory of {memory.device}")
+    if memory.numel() == 0:
+        return torch.empty_like(memory, device=device)
+    mapped = _core.map_peer if memory.is_cuda else _core.map_pinned
     with torch.cuda.device(device):
-        capsule = _core.map_pinned(host, host.data_ptr(), host.nbytes, device.index)
-        return torch.from_dlpack(capsule).view(host.dtype).view(host.shape)
+        capsule = mapped(memory, memory.data_ptr(), memory.nbytes, device.index)
+        return torch.from_dlpack(capsule).view(memory.dtype).view(memory.shape)
 
 
 def seen_from(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of `memory`, without a copy, as a tensor that work on `device` can use. This is `memory` itself
-    if it is on this device, and otherwise a view of it on the device. In the second case, `memory` must be pinned."""
+    if it is on this device, and otherwise a view of it on the device. In the second case, `memory` must be pinned, or
+    on a GPU whose memory `device` can read. Work on a view is in the order of the streams of `device`."""
     return memory if memory.device == device else device_view(memory, device)
 
 
@@ -212,6 +220,97 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):  # torch reports only on the current device.
         return torch.cuda.is_current_stream_capturing()
+
+
+# ---- memory of other GPUs ----
+
+# For each GPU, the stream on which overflow of slots on other GPUs is allocated and copied.
+_overflow_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def can_read(device: torch.device, other: torch.device) -> bool:
+    """Returns whether kernels of `device` can read and write the memory of `other`: whether it is the same device, or
+    another GPU to whose memory `device` has access. Enables this access, until the process ends."""
+    if device == other:
+        return True
+    if device.type != "cuda" or other.type != "cuda" or not torch.cuda.can_device_access_peer(device, other):
+        return False
+    _enable_access(device, other)
+    return True
+
+
+@functools.cache
+def _enable_access(device: torch.device, peer: torch.device) -> None:
+    """Gives kernels of `device` access to all memory that torch's allocator holds or will hold on `peer`, another GPU.
+
+    cudaDeviceEnablePeerAccess alone would not do. It covers memory from cudaMalloc, but neither expandable segments nor
+    the pools of cudaMallocAsync, for which the allocator has to set the access of each device itself. Torch makes its
+    allocator do all this when it first copies from one GPU to another: it enables the access of the source's GPU to the
+    memory of the target's GPU (`copy_kernel_cuda` in aten/src/ATen/native/cuda/Copy.cu calls `get_p2p_access` of
+    aten/src/ATen/cuda/PeerToPeerAccess.cpp; this calls `enablePeerAccess` of the allocator, which in
+    c10/cuda/CUDACachingAllocator.cpp also gives access to present and future expandable segments). No other interface
+    of torch in Python does the same. The copy is on streams of its own, since the current streams may be captured in a
+    CUDA graph.
+    """
+    sides = [torch.cuda.stream(torch.cuda.Stream(gpu)) for gpu in (device, peer)]
+    with outside_of_modes(), sides[0], sides[1]:
+        torch.empty(1, device=peer).copy_(torch.empty(1, device=device))
+
+
+def empty_overflow(num_bytes: int, home: torch.device, device: torch.device) -> torch.Tensor:
+    """Returns an uninitialised uint8 tensor of num_bytes bytes in the memory of `home`, for the overflow of slots on
+    `device`. If `device` is a GPU, the tensor is pinned or on another GPU, and work of `device` uses it through
+    `seen_from`.
+
+    A tensor on another GPU may be freed as soon as its last use is queued, just like a tensor that was allocated on the
+    current stream of `device`. The allocator of the other GPU gives the memory to another tensor only after the work
+    that is queued on this stream when the tensor is freed, and on the stream of the other GPU that is current now,
+    which torch's `to` uses. `record_stream` provides for that. But the allocator ignores a stream whose handle equals
+    the handle of the stream that the memory was allocated on (`recordStream` in c10/cuda/CUDACachingAllocator.cpp), and
+    the default streams of all GPUs have the same handle, 0. Therefore the memory is allocated on a stream that is never
+    a default stream.
+
+    Args:
+        home: a device that `overflow_home` returns for `device`.
+
+    Raises:
+        PinningError: the system refuses to pin the memory.
+        torch.OutOfMemoryError: the other GPU has too little free memory.
+    """
+    if home.type == "cpu":
+        return empty(num_bytes, home, device.type == "cuda")
+    if home not in _overflow_streams:
+        _overflow_streams[home] = torch.cuda.Stream(home)
+    try:
+        with torch.cuda.stream(_overflow_streams[home]):
+            made = torch.empty(num_bytes, dtype=torch.uint8, device=home)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(f"{home} has no free memory for {num_bytes:,} bytes of overflow") from error
+    near = torch.cuda.current_stream(device)
+    near.wait_stream(_overflow_streams[home])  # Its last work may still use the memory.
+    for user in (near, torch.cuda.current_stream(home)):
+        made.record_stream(user)
+    return made
+
+
+def copied_overflow(to: torch.Tensor, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies the overflow of slots on `device` to other memory, `to`, which `empty_overflow` has allocated for slots on
+    `device`, or which is in the memory of the slots. Returns `to`.
+
+    The copy is in the order of the current stream of `device`: it contains what earlier work on this stream has
+    written, and later work on this stream finds the copy in `to`. If `to` is in host memory, the call waits for
+    `device`. If it is on another GPU, the current stream of this GPU has no part in the copy."""
+    if to.device == device or device.type == "cpu":
+        return to.copy_(source)
+    if not to.is_cuda:
+        torch.cuda.synchronize(device)
+        return to.copy_(source)
+    near, far = torch.cuda.current_stream(device), _overflow_streams[to.device]
+    far.wait_stream(near)
+    with torch.cuda.stream(far):
+        to.copy_(source)
+    near.wait_stream(far)
+    return to
 
 
 # ---- the argument `memory` of calls ----
@@ -271,6 +370,49 @@ def home_of(source: torch.device, where: str | None, worker: torch.device) -> tu
         check_memory(where)
     home = worker if where == "device" else source if where is None else _CPU
     return home, False if home.type == "cuda" or where in ("device", "host") else pins(where)
+
+
+# ---- the argument `overflow_memory` of tables ----
+
+
+def overflow_home(where: torch.device | str | None, device: torch.device) -> torch.device:
+    """Returns the device whose memory is to hold the overflow of a table: the CPU, or a GPU whose memory the table's
+    GPU can read.
+
+    Args:
+        where: the argument `overflow_memory`: "pinned", another GPU or its name, or None, which stands for "pinned".
+        device: the device of the slots.
+
+    Raises:
+        ValueError: `where` is something else, or the device of the slots cannot read this memory.
+    """
+    if where is None or where == "pinned":
+        return _CPU
+    try:
+        peer = torch.device(where)
+    except (RuntimeError, TypeError):  # Torch does not know this device.
+        peer = _CPU
+    if peer.type != "cuda":
+        raise ValueError(f"overflow_memory is {where!r}; wanted 'pinned', another GPU, such as 'cuda:1', or None")
+    where = str(where)
+    if device.type != "cuda":
+        raise ValueError(
+            f"overflow_memory is {where!r}, but the slots are in host memory; wanted slots on a GPU, 'pinned' or None"
+        )
+    peer = canonical(peer)
+    if not 0 <= peer.index < torch.cuda.device_count():
+        raise ValueError(f"overflow_memory is {where!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
+    if peer == device:
+        raise ValueError(
+            f"overflow_memory is {where!r}, the GPU of the slots; wanted another GPU, 'pinned' or None. ibp.compress "
+            "makes tables that lie on one GPU"
+        )
+    if not can_read(device, peer):
+        raise ValueError(
+            f"overflow_memory is {where!r}, but {device} cannot read the memory of {peer}; wanted a GPU that it can "
+            "read, 'pinned' or None"
+        )
+    return peer
 
 
 # ---- the argument `device` of calls ----

@@ -13,6 +13,7 @@ import torch
 from .. import _core
 from .._common.modes import outside_of_modes
 from .._common.sequences import rounded_up
+from .._machine import memory
 from .geometry import Geometry, stored_sizes
 
 _NO_BASE = -1  # IBP_NO_BASE of ibp.h: the base of a row without a part in the overflow.
@@ -121,10 +122,9 @@ class Room:
         if wanted + free <= self.overflow.numel():
             return self
         self.settle()
-        if self.slots.is_cuda and not self.overflow.is_cuda:
-            torch.cuda.synchronize(self.slots.device)  # The GPU may still be writing to the overflow in host memory.
         larger = empty(max(wanted + 2 * free, int(_GROWTH * self.overflow.numel())))
-        larger[: self.most_used].copy_(self.overflow[: self.most_used])
+        held = slice(self.most_used)
+        memory.copied_overflow(larger[held], self.overflow[held], self.slots.device)
         return replace(self, overflow=larger)
 
     def with_rows(self, num_rows: int, slot_bytes: int, empty: Empty) -> Room:

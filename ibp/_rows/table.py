@@ -198,11 +198,11 @@ class Table(TensorManners, Saves):
         """Makes a table from tensors that the library itself has made. They are not checked; for tensors from files and
         pickles, call the constructor, which checks its arguments. None stands for an empty tensor. lengths and bases
         are moved to the device of the slots. If the slots are on a GPU and the overflow is in host memory, the overflow
-        is pinned."""
+        is pinned. If the overflow is on another GPU, `memory.empty_overflow` must have allocated it."""
         table, home = object.__new__(cls), slots.device
         if overflow is None:
             overflow = torch.empty(0, dtype=torch.uint8, device=home)
-        elif overflow.device != home:
+        elif overflow.device != home and not overflow.is_cuda:
             overflow = memory.to_pinned(overflow)
         vars(table).update(
             shape=geometry.shape,
@@ -262,7 +262,15 @@ class Table(TensorManners, Saves):
     def spills_to_host(self) -> bool:
         """Whether the slots are on a GPU and the overflow is in pinned host memory. `ibp.spill.place` makes such
         tables."""
-        return self.slots.device != self.overflow.device
+        return self.is_cuda and not self.overflow.is_cuda
+
+    @property
+    def overflow_memory(self) -> str:
+        """The memory that holds the overflow: "device", if this is the memory of the table's GPU; "pinned" or "host",
+        as in `ibp.compress`; or the name of another GPU, such as "cuda:1"."""
+        if self.overflow.is_cuda:
+            return str(self.overflow.device) if spills(self) else "device"
+        return "pinned" if self.spills_to_host or self._is_pinned else "host"
 
     @property
     def layout(self) -> str:
@@ -309,7 +317,13 @@ class Table(TensorManners, Saves):
     @property
     def device_bytes(self) -> int:
         """The part of `nbytes` that is in the memory of the table's GPU; 0 if the table is in host memory."""
-        return self.nbytes - self.host_bytes
+        return self.nbytes - self.host_bytes - self.peer_bytes
+
+    @property
+    def peer_bytes(self) -> int:
+        """The part of `nbytes` that is in the memory of a GPU other than the table's: the overflow, if
+        `ibp.spill.place` put it there, and otherwise 0."""
+        return self.overflow.numel() if spills(self) and self.overflow.is_cuda else 0
 
     @property
     def host_bytes(self) -> int:
@@ -421,7 +435,7 @@ class Table(TensorManners, Saves):
         tensors = {name: getattr(self, name) for name in TENSORS}
         if self._room is not None:
             tensors["overflow"] = self.overflow[: int(self._room.index.used)]
-        if self.spills_to_host:  # The CPU is about to copy overflow that the GPU may still be writing.
+        if spills(self):  # Another device is about to copy overflow that the GPU may still be writing.
             torch.cuda.current_stream(self.device).synchronize()
         return tensors
 
@@ -497,6 +511,8 @@ class Table(TensorManners, Saves):
 
     def __getstate__(self) -> dict[str, Any]:
         tensors = self._tensors()
+        if spills(self) and not self.spills_to_host:  # Whoever reads the state may have no other GPU.
+            tensors["overflow"] = tensors["overflow"].cpu()
         return {
             "format_version": _core.FORMAT_VERSION,
             "release": _core.version(),
@@ -595,6 +611,12 @@ class Table(TensorManners, Saves):
         (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.geometry.num_items - 1)
 
 
+def spills(table: Table) -> bool:
+    """Returns whether the slots of a table are on a GPU and its overflow is in other memory: in pinned host memory, or
+    on another GPU. `ibp.spill.place` makes such tables."""
+    return table.slots.device != table.overflow.device
+
+
 def handle_on(table: Table, device: torch.device) -> Handle:
     """Returns the table's handle for the operations of a device. The first call for a device makes the handle. For a
     GPU, this copies the index and the codebook to the GPU, and maps pinned rows. After a calibration, the next call
@@ -690,7 +712,9 @@ def _checked_tensors(
             )
         tensors[name] = tensor.detach()
         home = tensors["slots"].device
-        if tensor.device != home and not (name == "overflow" and tensor.device == _CPU):
+        if tensor.device != home and not (
+            name == "overflow" and (tensor.device == _CPU or memory.can_read(home, tensor.device))
+        ):
             raise ValueError(f"the table's {name} is on {tensor.device}, its slots on {home}; wanted one device")
     return tensors
 

@@ -16,7 +16,7 @@ from .._machine.segments import Segment
 from .._rows.faults import new_record
 from .._rows.geometry import Geometry, bytes_of, rows_of
 from .._rows.room import Room, room_of
-from .._rows.table import Handle, Table, handle_on
+from .._rows.table import Handle, Table, handle_on, spills
 
 _SECTOR = _core.SECTOR_BYTES
 _FEW_IDS = 256  # Up to this many ids are compared on the host, because a GPU would take longer to sort them.
@@ -213,12 +213,13 @@ def _memory_of_row(table: Table, room: Room, row: int, worker: torch.device) -> 
     """Returns views of all memory that holds a stored row: its slot, its entries in the worker's index, and its part of
     the overflow."""
     slot_bytes, index = table.slot_bytes, room.index_on(worker)
+    overflow = memory.seen_from(worker, room.overflow) if room.overflow.is_cuda else room.overflow
     parts = [room.slots[row * slot_bytes : (row + 1) * slot_bytes]]
     parts += [tensor[row : row + 1] for tensor in index[:3]]
     if index.bases.numel():
         base, units = int(index.bases[row]), int(index.rooms[row : row + 1].view(torch.int16))
         if 0 <= base <= room.overflow.numel():
-            parts.append(room.overflow[base : base + units * _SECTOR])
+            parts.append(overflow[base : base + units * _SECTOR])
     return parts
 
 
@@ -233,8 +234,15 @@ def _memory_of(table: Table) -> Callable[[int], torch.Tensor]:
 def _overflow_memory_of(table: Table) -> Callable[[int], torch.Tensor]:
     """Returns a function that allocates a given number of bytes in the kind of memory that holds the table's
     overflow."""
-    pin = table.is_pinned() or table.spills_to_host
-    return lambda num_bytes: memory.empty(num_bytes, table.overflow.device, pin)
+    home = table.overflow.device
+    if spills(table):
+        return lambda num_bytes: memory.empty_overflow(num_bytes, home, table.device)
+    return lambda num_bytes: memory.empty(num_bytes, home, table.is_pinned())
+
+
+def copied_overflow(table: Table, overflow: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a table's overflow in the kind of memory that holds it."""
+    return memory.copied_overflow(_overflow_memory_of(table)(overflow.numel()), overflow, table.device)
 
 
 def _room_of(table: Table) -> Room:
@@ -252,7 +260,7 @@ def _make_room(table: Table) -> None:
     slots, overflow = table.slots, table.overflow
     if table._is_aliased:  # Another table has the same memory and must keep its rows.
         slots = _memory_of(table)(slots.numel()).copy_(slots)
-        overflow = _overflow_memory_of(table)(overflow.numel()).copy_(overflow)
+        overflow = copied_overflow(table, overflow)
     table._set_room(room_of(table.geometry, table.slot_bytes, slots, overflow, table.lengths, table.bases))
 
 

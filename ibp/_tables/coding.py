@@ -2,8 +2,8 @@
 
 A `Request` has the tensor and the options. `compressed` works in three steps. First, `coded` finds a codebook and
 measures the coded length of every row. Second, the memory of the table is allocated. Third, `encode` writes the rows.
-`placed` makes tables whose overflow is in host memory, and `compressed_in_place` makes tables in the tensor's own
-memory.
+`placed` makes tables whose overflow is in the memory of another device, and `compressed_in_place` makes tables in the
+tensor's own memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .._rows.codebook import AnyCodebook, measure, surveyed
 from .._rows.faults import FaultWords, new_record
 from .._rows.geometry import Survey
 from .._rows.learning import Options, Request, checked, learn
-from .._rows.table import AnyTable, Handle, Parts, Table
+from .._rows.table import AnyTable, Handle, Parts, Table, spills
 
 # If the caller names no device, the CPU encodes tensors in host memory of at most this size in bytes, because copying
 # them to a GPU would take longer.
@@ -41,7 +41,6 @@ _MORE_OVERFLOW, _LEAST_SHARE = 1.25, 1 / 512
 # the savings on all rows are lower than expected by at least this fraction of the original bytes, a codebook that can
 # code all rows is learned, too.
 MOST_LACKING = 0.01
-_CPU = torch.device("cpu")
 CHANGED = FaultWords(
     "x changed while it was being compressed: row {position} of a block no longer has the length measured", RuntimeError
 )
@@ -145,25 +144,25 @@ def code_anew(table: Table, options: Options, level: str | None) -> Table:
     if level is None:
         is_free = options.scheme in ("auto", "planes") and options.codebook is options.clusters is None
         level = table.codebook.level if is_free and table.codebook is not None else "default"
-    scheme = "planes" if options.scheme == "auto" and table.spills_to_host else options.scheme
+    scheme = "planes" if options.scheme == "auto" and spills(table) else options.scheme
     options = replace(options, scheme=scheme, level=level, layout=table.layout, row_bytes=table.row_bytes)
     x = decompress(table, check=table.device.type == "cuda")
-    if table.spills_to_host:
+    if spills(table):
         options = replace(checked(options), clusters=None, device=table.device)
-        return placed(Table, Request.of(x, options), lambda _: table.slot_bytes)
+        return placed(Table, Request.of(x, options), lambda _: table.slot_bytes, table.overflow.device)
     home = None if x.is_cuda else "pinned" if table.is_pinned() else "host"
     return compressed(Table, Request.of(x, replace(options, memory=home)))
 
 
-def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding], int]) -> AnyTable:
-    """Compresses the rows of a request. Returns a table whose slots are on the device that encodes the rows. The
-    table's overflow is in host memory, which is pinned if that device is a GPU. The rows stay raw if a slot has the
-    size of a row and encoding would not make the table smaller.
+def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding], int], home: torch.device) -> AnyTable:
+    """Compresses the rows of a request. Returns a table whose slots are on the device that encodes the rows. The rows
+    stay raw if a slot has the size of a row and encoding would not make the table smaller.
 
     Args:
         kind: the class of the table.
         slots_for: a function that takes the `Coding` and returns the size of a slot in bytes. It is called if the
             request does not give the size.
+        home: the device of the overflow, as `memory.overflow_home` returns it for the device that encodes the rows.
     """
     data, geometry, device, slot_bytes = request.data, request.geometry, request.device, request.slot_bytes
     is_near = device.type == "cpu"
@@ -175,11 +174,11 @@ def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding],
         elif slot_bytes is None:
             slot_bytes = slots_for(coding)
         if coding is None or (slot_bytes == geometry.row_bytes and coding.stored_bytes >= geometry.num_bytes):
-            nothing = torch.empty(0, dtype=torch.uint8, device=_CPU)
+            nothing = torch.empty(0, dtype=torch.uint8, device=home)
             slots = data.to(device, copy=True)
             return kind.of_parts(geometry, "raw", geometry.row_bytes, slots, overflow=nothing)
         slots = memory.empty(geometry.slots_size(slot_bytes), device, False)
-        overflow = memory.empty(coding.survey.overflow_bytes(slot_bytes), _CPU, not is_near)
+        overflow = memory.empty_overflow(coding.survey.overflow_bytes(slot_bytes), home, device)
         bases = encode(request, coding, slot_bytes, slots, memory.seen_from(device, overflow), is_near)
     book = coding.codebook
     return kind.of_parts(geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)

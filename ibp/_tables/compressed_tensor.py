@@ -8,6 +8,7 @@ functions of torch for tables. If an argument of a function is a table, torch ca
 from __future__ import annotations
 
 import builtins
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ from .._rows.codebook import AnyCodebook
 from .._rows.geometry import check_tensor, given_tensor
 from .._rows.learning import Options, Request
 from .._rows.manners import CodedManners, Movable
-from .._rows.table import TENSORS, Table, handle_on
+from .._rows.table import TENSORS, Table, handle_on, spills
 from . import changes, coding
 
 # Size in bytes of the blocks that iteration decodes. A block has many rows, but takes little memory.
@@ -90,13 +91,18 @@ class CompressedTensor(Movable, CodedManners, Table):
 
     def __repr__(self) -> str:
         where = str(self.device) if self.device.type == "cuda" else "pinned" if self._is_pinned else "pageable"
-        where += ", overflow in host memory" if self.spills_to_host else ""
+        where += f", overflow in {self._far_memory}" if spills(self) else ""
         slots = f", slot_bytes={self.slot_bytes}" if self.slot_bytes else ""
         return (
             f"ibp.CompressedTensor(shape={list(self.shape)}, dtype={self.dtype}, scheme={self.scheme!r}, "
             f"layout={self.layout!r}{slots}, {shown_memory(self.nbytes, self.original_bytes)}, "
             f"stored_bytes={self.stored_bytes:,}, savings={self.savings:.1%}, {where})"
         )
+
+    @property
+    def _far_memory(self) -> str:
+        """Words for the memory of the overflow of a table that spills, for messages."""
+        return "host memory" if self.spills_to_host else f"the memory of {self.overflow_memory}"
 
     # ---- moving and copying ----
 
@@ -115,7 +121,7 @@ class CompressedTensor(Movable, CodedManners, Table):
     ) -> CompressedTensor:
         """Returns the table on a device: the table itself if it is already there, and otherwise a copy of its coded
         bytes, which is not pinned. If a table spills to host memory (`ibp.spill.place`), its overflow stays in host
-        memory.
+        memory. If it spills to the memory of another GPU, the result does not: its overflow is on the device, too.
 
         Args:
             device: the device of the result; or a tensor or a table, which stands for its device and dtype. None: the
@@ -143,6 +149,8 @@ class CompressedTensor(Movable, CodedManners, Table):
             return self._with(lambda tensor: tensor.to(target, non_blocking=True))
         if self.spills_to_host:
             return self._with(lambda tensor: tensor.to(target), change_overflow=torch.clone)
+        if spills(self):  # Without copy=True, the result on the GPU of the overflow would have the same overflow.
+            return self._with(lambda tensor: tensor.to(target, copy=True))
         return self._with(lambda tensor: to_device(tensor, target))
 
     def half(self) -> CompressedTensor:
@@ -158,8 +166,10 @@ class CompressedTensor(Movable, CodedManners, Table):
         return self.to(torch.float64)
 
     def clone(self) -> CompressedTensor:
-        """Returns a copy of the table on the same device. The copy is not pinned, and it shares the codebook."""
-        return self._with(torch.clone)
+        """Returns a copy of the table on the same device. The copy is not pinned, and it shares the codebook. If the
+        overflow is on another GPU, so is that of the copy."""
+        kept = functools.partial(changes.copied_overflow, self) if spills(self) else None
+        return self._with(torch.clone, change_overflow=kept)
 
     def share_memory_(self, *, numa: memory.Numa = None) -> CompressedTensor:
         """Moves a table from host memory to shared memory, which other processes can map: child processes that are
@@ -175,7 +185,7 @@ class CompressedTensor(Movable, CodedManners, Table):
 
         Raises:
             RuntimeError: `compress(inplace=True)` made the table in a tensor's own memory, or the slots are on a GPU
-                and the overflow is in host memory.
+                and the overflow is elsewhere.
             TypeError, ValueError: numa is neither a node nor a device of this machine.
         """
         node = memory.node_of(numa)
@@ -185,10 +195,10 @@ class CompressedTensor(Movable, CodedManners, Table):
             raise RuntimeError(
                 "a table in the memory of a tensor that was compressed in place cannot be shared: clone() it first"
             )
-        if self.spills_to_host:
+        if spills(self):
             raise RuntimeError(
-                "a table whose overflow is in host memory and whose slots are on a GPU cannot be shared: share its "
-                "cpu(), or send it by pickle"
+                f"a table whose overflow is in {self._far_memory} and whose slots are on a GPU cannot be shared: share "
+                "its cpu(), or send it by pickle"
             )
         segment, copies = Segment.of(self._tensors(), node)
         segment.pin = self._is_pinned
@@ -197,7 +207,7 @@ class CompressedTensor(Movable, CodedManners, Table):
 
     def is_shared(self) -> bool:
         """Returns whether the rows are in memory that other processes can map."""
-        return (self.is_cuda and not self.spills_to_host) or isinstance(self._segment, Segment)
+        return (self.is_cuda and not spills(self)) or isinstance(self._segment, Segment)
 
     def share(self) -> SharedHandle:
         """Moves the table to shared memory (see `share_memory_`) and returns a handle. Other processes pass the handle

@@ -743,7 +743,7 @@ def _check_policy(cache: RowCache) -> None:
         check_can_change(cache.view)
         for device in cache.devices:
             for peer in cache.devices:
-                if device != peer and not torch.cuda.can_device_access_peer(device, peer):
+                if not memory.can_read(device, peer):
                     raise ValueError(f"{device} cannot read the memory of {peer}, as GPUs of a writable cache must")
 
 

@@ -255,7 +255,7 @@ class Generation:
         and reads them from `bytes`. For a slab that the device cannot read, both tensors are empty."""
         if device not in self.views:
             near = self.near_maps.get(device, {})
-            readable = [can_read(device, slab) for slab in self.slabs]
+            readable = [memory.can_read(device, slab.device) for slab in self.slabs]
             self.views[device] = (
                 [near.get(i, slab.map) if readable[i] else _none_of(slab.map, device) for i, slab in self],
                 [slab.bytes if readable[i] else _none_of(slab.bytes, device) for i, slab in self],
@@ -293,18 +293,6 @@ class Generation:
     @property
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
-
-
-def can_read(device: torch.device, slab: Slab) -> bool:
-    """Returns whether kernels of a device can read a slab. If the slab is on another GPU that can be read, enables the
-    access."""
-    peer = slab.device
-    if device == peer:
-        return True
-    if device.type != "cuda" or peer.type != "cuda" or not torch.cuda.can_device_access_peer(device, peer):
-        return False
-    _core.enable_peer(device.index, peer.index)
-    return True
 
 
 def _none_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -25,7 +25,7 @@ from .._rows.codebook import AnyCodebook, coding_of, surveyed
 from .._rows.faults import CorruptTableError, new_record
 from .._rows.learning import Options, Request, checked, learn
 from .._rows.manners import TensorManners
-from .._rows.table import OF_SELECTIONS, TENSORS, Handle, Parts, handle_on
+from .._rows.table import OF_SELECTIONS, TENSORS, Handle, Parts, handle_on, spills
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
@@ -698,7 +698,7 @@ def _reduced(table: CompressedTensor) -> Any:
     even if the sender no longer has the table."""
     if table._owner is not None:
         return table.__reduce_ex__(2)
-    if table.spills_to_host:
+    if spills(table):
         state = table.__getstate__()
         return _placed, (wire.written(state), str(table.device))
     handle = table.share()

@@ -828,9 +828,29 @@ def test_programs_are_profiled_and_other_rows_stay(tmp_path, monkeypatch):
     rows = run_quickly("spill", tmp_path, "--programs")
     assert [row["case"].split(",")[0] for row in rows] == ["pages", *4 * ["program AlexNet"], *4 * ["program LSTM"]]
     rows = run_quickly("spill", tmp_path, "--managed")
-    assert len(rows) == 9 + 2 * len(spill.MANAGED_SHARES) and {row["arm"] for row in rows[9:]} == {
-        *("migrated", "read over the link")
+    assert len(rows) == 9 + 3 * len(spill.MANAGED_SHARES) and {row["arm"] for row in rows[9:]} == {
+        *("migrated", "read over the link", "slots and overflow")
     }
+
+
+def test_overflow_on_another_gpu_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "MAX_REPEATS", 1)
+    monkeypatch.setattr(harness, "MIN_REPEATS", 1)
+    rows = run_quickly("spill", tmp_path, "--peer")
+    kinds, placed = (
+        {row["arm"] for row in rows if row["case"].endswith(end)} for end in ("normal 0.02, 128 bytes", spill.NOISE)
+    )
+    reads = ("decode", "index_select", "update_")
+    assert kinds == {f"{read}, {where}" for read in reads for where in ("device only", "spilled", "spilled to a GPU")}
+    assert placed == {"slots and overflow, spilled", "slots and overflow, spilled to a GPU"}
+    assert all(spill.mode_of(row["case"]) == "peer" for row in rows)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda near, far: far == 2)
+    for count, found in ((3, "cuda:2"), (2, None)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert spill.peer_of("cuda") == found
+    monkeypatch.setattr(spill, "peer_of", lambda device: None)
+    assert spill.main(["--peer", "--device", "cpu", "--out", str(tmp_path)]) == 1
 
 
 # CSVs that lack columns of where they were measured: those that count bytes, and what README.md of the benchmarks says.

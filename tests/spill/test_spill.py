@@ -1,9 +1,12 @@
 """Tables with slots of a target size (ibp.spill.place), and the profiles that targets come from, against plain
 tensors."""
 
+import contextlib
 import io
 import math
 import pickle
+import types
+import weakref
 
 import pytest
 import torch
@@ -13,11 +16,12 @@ from hypothesis import strategies as st
 import ibp
 from helpers import assert_same_bits
 from ibp import spill
+from ibp._machine import memory
 from ibp._rows.geometry import Survey, stored_sizes
 from ibp._rows.learning import Options
-from ibp._rows.table import Table
 from ibp._tables import coding
 
+CPU = torch.device("cpu")
 COLUMNS = 96  # of bfloat16: rows of 192 bytes
 TARGETS = [1, 4 / 3, 2, 4, 16, math.inf]
 
@@ -154,6 +158,128 @@ def test_what_place_refuses():
         ibp.spill.place([1.0], device="cpu")
 
 
+# ---- where overflow lies ----
+
+GPU, PEER = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Lets torch see two GPUs, of which GPU 0 can read the memory of GPU 1. Yields the pairs of GPUs between which
+    access has been enabled."""
+    enabled = []
+    monkeypatch.setattr(memory, "canonical", torch.device)
+    monkeypatch.setattr(memory, "_enable_access", lambda *pair: enabled.append(pair))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: (device, peer) == (GPU, PEER))
+    return enabled
+
+
+def test_homes_of_overflow(two_gpus):
+    for where in (None, "pinned"):
+        assert memory.overflow_home(where, GPU) == memory.overflow_home(where, CPU) == CPU
+    assert two_gpus == []
+    assert memory.overflow_home("cuda:1", GPU) == memory.overflow_home(PEER, GPU) == PEER
+    assert two_gpus == [(GPU, PEER)] * 2
+
+
+@pytest.mark.parametrize(
+    ("where", "device", "match"),
+    [
+        ("disk", GPU, "overflow_memory is 'disk'; wanted 'pinned', another GPU, such as 'cuda:1', or None"),
+        ("host", GPU, "overflow_memory is 'host'; wanted"),
+        ("cpu", GPU, "overflow_memory is 'cpu'; wanted"),
+        (CPU, GPU, "overflow_memory is device.type='cpu'.; wanted"),
+        ([1], GPU, "overflow_memory is .1.; wanted"),
+        ("cuda:0", GPU, "overflow_memory is 'cuda:0', the GPU of the slots; wanted another GPU"),
+        (GPU, GPU, "overflow_memory is 'cuda:0', the GPU of the slots; wanted another GPU"),
+        ("cuda:2", GPU, "overflow_memory is 'cuda:2', but torch sees 2 CUDA devices"),
+        ("cuda:0", PEER, "overflow_memory is 'cuda:0', but cuda:1 cannot read the memory of cuda:0; wanted"),
+        ("cuda:1", CPU, "overflow_memory is 'cuda:1', but the slots are in host memory; wanted slots on a GPU"),
+    ],
+    ids=str,
+)
+def test_refused_homes_of_overflow(two_gpus, where, device, match):
+    with pytest.raises(ValueError, match=match):
+        memory.overflow_home(where, device)
+    assert two_gpus == []
+
+
+def test_place_reads_where_overflow_is_to_lie():
+    x = mixed(50)
+    table = ibp.spill.place(x, 4, device="cpu", overflow_memory="pinned")
+    assert table.overflow_memory == "host" and (table.host_bytes, table.peer_bytes) == (table.nbytes, 0)
+    assert ibp.spill.place(table, device="cpu", overflow_memory="pinned") is table
+    for of in (x, table):
+        with pytest.raises(ValueError, match="'cuda:1', but the slots are in host memory"):
+            ibp.spill.place(of, device="cpu", overflow_memory="cuda:1")
+        with pytest.raises(ValueError, match="overflow_memory is 'device'; wanted 'pinned', another GPU"):
+            ibp.spill.place(of, device="cpu", overflow_memory="device")
+    codebook = ibp.codecs.analyze(x, scheme="planes")
+    with pytest.raises(ValueError, match="overflow_memory is 'cuda:1'; wanted 'pinned' or None"):
+        ibp.CodedRows(codebook, 1, slot_bytes=32, overflow_bytes=64, device="cpu", overflow_memory="cuda:1")
+
+
+class FakeStream:
+    """A stream that notes for which streams it waits."""
+
+    def __init__(self, device):
+        self.device, self.awaited = device, []
+
+    def wait_stream(self, stream):
+        self.awaited.append(stream)
+
+
+def test_memory_of_a_peer_is_held_for_the_streams_that_use_it(monkeypatch):
+    """The allocator must know the streams of both GPUs, and must not take one of them for its own."""
+    current = {gpu: FakeStream(gpu) for gpu in (GPU, PEER)}
+    entered, recorded = [], []
+
+    def empty(size, dtype, device):
+        assert (dtype, device) == (torch.uint8, PEER) and len(entered) == 1
+        if size > 1000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return types.SimpleNamespace(record_stream=recorded.append)
+
+    monkeypatch.setattr(memory, "_overflow_streams", {})
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(entered.append(stream)))
+    monkeypatch.setattr(torch.cuda, "current_stream", current.get)
+    memory.empty_overflow(1000, PEER, GPU)
+    assert recorded == [*current.values()] and entered[0] not in recorded and entered[0].device == PEER
+    assert current[GPU].awaited == entered and current[PEER].awaited == []
+    entered.clear()
+    with pytest.raises(torch.OutOfMemoryError, match="cuda:1 has no free memory for 1,001 bytes of overflow"):
+        memory.empty_overflow(1001, PEER, GPU)
+
+
+def test_overflow_is_copied_in_the_order_of_the_slots(monkeypatch):
+    """The copy waits for the GPU of the slots, and this GPU for the copy; the current stream of the other GPU for
+    nothing."""
+    near, far = FakeStream(GPU), FakeStream(PEER)
+    done = []
+    to = types.SimpleNamespace(device=PEER, is_cuda=True, copy_=lambda source: done.append((source, [*far.awaited])))
+    monkeypatch.setattr(memory, "_overflow_streams", {PEER: far})
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(done.append(stream)))
+    monkeypatch.setattr(torch.cuda, "current_stream", {GPU: near}.get)
+    assert memory.copied_overflow(to, "source", GPU) is to
+    assert done == [far, ("source", [near])] and near.awaited == [far]
+
+
+def test_views_of_a_peer_keep_its_memory():
+    data = torch.zeros(32, dtype=torch.uint8)
+    owner = weakref.ref(data)
+    capsule = ibp._core.map_peer(data, data.data_ptr(), data.nbytes, 1)
+    del data
+    assert owner() is not None
+    del capsule
+    assert owner() is None
+
+
+# ---- files ----
+
+
 def test_files_and_pickles(tmp_path):
     x = mixed()
     table = ibp.spill.place(x, 4, device="cpu").update_([3, 4], rows(2, "noise"))
@@ -225,7 +351,7 @@ def test_placed_anew(monkeypatch, level):
     """What `refit` makes of a table that spills to host memory."""
     x = torch.randn(400, 512)
     table = ibp.spill.place(x, 4 / 3, level=level, device="cpu")
-    monkeypatch.setattr(Table, "spills_to_host", True)  # as on a GPU
+    monkeypatch.setattr(coding, "spills", lambda table: True)  # as on a GPU
     monkeypatch.setattr(coding, "decompress", lambda *args, **options: 100 * x)
     anew = coding.code_anew(table, Options(), level)
     monkeypatch.undo()

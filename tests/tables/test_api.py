@@ -692,8 +692,9 @@ def test_public_names_of_a_table():
     """
     of_tables = """
         append bases check codebook decompress decompress_items device_bytes fits_linear geometry host_bytes index_bytes
-        index_select layout lengths link_bytes nbytes num_rows of_parts original_bytes overflow prefetch prepare_linear
-        refit row_bytes savings scheme share slot_bytes slots spills_to_host stored_bytes update_ version
+        index_select layout lengths link_bytes nbytes num_rows of_parts original_bytes overflow overflow_memory
+        peer_bytes prefetch prepare_linear refit row_bytes savings scheme share slot_bytes slots spills_to_host
+        stored_bytes update_ version
     """
     public = {name for name in dir(table) if not name.startswith("_")}
     assert public == {*of_tensors.split(), *of_tables.split()}
