@@ -131,23 +131,6 @@ int ibp_cuda_device_count(void)
 
 const char *ibp_cuda_last_error(void) { return ibp::last_error; }
 
-ibp_status ibp_cuda_enable_peer(int device, int peer)
-{
-    int current = 0, can = 0;
-    ibp_status status = ibp::check_cuda(cudaGetDevice(&current));
-    if (status == IBP_OK) status = ibp::check_cuda(cudaDeviceCanAccessPeer(&can, device, peer));
-    if (status == IBP_OK && !can) status = ibp::check_cuda(cudaErrorPeerAccessUnsupported);
-    if (status == IBP_OK) status = ibp::check_cuda(cudaSetDevice(device));
-    if (status != IBP_OK) return status;
-    const cudaError_t enabled = cudaDeviceEnablePeerAccess(peer, 0);
-    if (enabled == cudaErrorPeerAccessAlreadyEnabled)
-        cudaGetLastError(); // this is not an error, so the caller's next CUDA call must not report it
-    else
-        status = ibp::check_cuda(enabled);
-    const ibp_status restored = ibp::check_cuda(cudaSetDevice(current));
-    return status == IBP_OK ? restored : status;
-}
-
 // Allocates pinned memory: maps ordinary memory, with huge pages if the system has them, lets several threads write to
 // the pages, and then registers the pages with CUDA. On the host of an H200, with 16 processors, this allocates 20 to
 // 27 GB per second, where cudaHostAlloc allocates 1.5 to 2.9 GB per second.

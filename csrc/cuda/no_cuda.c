@@ -49,7 +49,6 @@ IBP_WITHOUT_CUDA(ibp_cuda_list_matrices, const ibp_ids *ids, int64_t num_matrice
                  ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_decode_bytes, const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
                  ibp_fault *fault, int max_sms, ibp_stream stream)
-IBP_WITHOUT_CUDA(ibp_cuda_enable_peer, int device, int peer)
 IBP_WITHOUT_CUDA(ibp_cuda_owners_of_rows, const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
                  ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_find_cached, const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,

@@ -29,12 +29,6 @@ IBP_API uint32_t ibp_set_cpu_features(uint32_t features);
  * between them, such as "800,900"; "" if the build has no kernels. */
 IBP_API const char *ibp_cuda_architectures(void);
 
-/* Lets kernels of `device` read the memory of `peer` until the process ends. The function may be called again for the
- * same devices.
- *
- * @return IBP_CUDA_ERROR if the devices cannot read each other's memory. */
-IBP_API ibp_status ibp_cuda_enable_peer(int device, int peer);
-
 /* Pins memory that devices only read, such as a read-only mapping of a file, as ibp_cuda_register_pinned does.
  *
  * @return IBP_CUDA_ERROR if the system cannot pin such memory. */

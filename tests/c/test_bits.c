@@ -126,7 +126,6 @@ void test_no_cuda(void)
         ibp_cuda_begin_stream(streamer, &byte, 1),
         ibp_cuda_stream_bytes(streamer, &table, NULL, 0, 0, true, &byte, &fault, 0, NULL),
         ibp_cuda_partition_ids(&ids, 1, 0, &byte, &byte, &position, NULL),
-        ibp_cuda_enable_peer(0, 1),
         ibp_cuda_fill(&byte, 0, 1, NULL),
         ibp_cuda_owners_of_rows(NULL, 0, 1, &byte, NULL),
         ibp_cuda_find_cached(NULL, NULL, 0, &count, NULL, NULL),
