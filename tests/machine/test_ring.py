@@ -9,8 +9,8 @@ from helpers import assert_same_bits
 from ibp._machine import memory, staging
 from ibp._machine.staging import Ring, Turn
 from ibp.checkpoints import _coding
-from ibp.kv._tokens import HostTokenDecoder, TokenHistory
-from kv_blocks import Raw, any_changes
+from ibp.kv._tokens import TokenDecoder
+from kv_blocks import Raw, any_changes, tokens
 from stream_clocks import Gpu, clock_copies, clocked_gpu
 
 CPU = torch.device("cpu")
@@ -162,12 +162,11 @@ class Layers:
     def __init__(self, gpu, monkeypatch, count):
         monkeypatch.setattr(memory, "device_view", lambda host, device: host)
         monkeypatch.setattr(memory, "empty", lambda size, *_, **__: torch.empty(size, dtype=torch.uint8))
-        self.raws = [Raw() for _ in range(count)]
-        self.decoder = HostTokenDecoder(CPU, self.raws[0].options)
+        self.raws, self.decoder = [Raw() for _ in range(count)], TokenDecoder(CPU, "pinned", 0)
         decode = self.decoder._decode
         for raw in self.raws:
-            forms = (raw.history.keys.form, raw.history.values.form)
-            raw.decoder, raw.history = self.decoder, TokenHistory(*forms, raw.options, self.decoder)
+            raw.coder._decoders[CPU] = self.decoder
+            raw.history = raw.coder.history(*tokens(1, 1))
 
         def clocked_decode(history, keys, values, blocks, staged):
             gpu.use(staged, writes=False)
