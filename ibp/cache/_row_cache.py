@@ -39,7 +39,6 @@ from .._rows.table import Handle, handle_on
 from .._tables.changes import changed_items, check_can_change
 from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor
-from . import _slabs
 from ._peers import Peers
 from ._slabs import (
     LRU_WAYS,
@@ -50,6 +49,7 @@ from ._slabs import (
     Generation,
     Hotness,
     SlabPlan,
+    are_present,
     copy_maps_near,
     current_key,
     filled_slab,
@@ -255,7 +255,7 @@ class RowCache(OfThisProcess, TensorManners):
         with self._state.lock:
             self._state.synchronize()
             maps = [slab.map for _, slab in self._state.generation]
-            rows = [held[_slabs.are_present(held[:, 1]) & (held[:, 0] >= 0), 0].cpu() for held in maps]
+            rows = [held[are_present(held[:, 1]) & (held[:, 0] >= 0), 0].cpu() for held in maps]
         return torch.cat(rows)
 
     def cached_ids(self) -> torch.Tensor:
@@ -602,15 +602,14 @@ class RowCache(OfThisProcess, TensorManners):
                 check_range(ids, self.view.geometry.num_items)
             rows = rows_of(ids, self._state.rows_per_item)
         with self._state.change_lock, self._state.lock:
-            for generation in {id(made): made for made in (self._state.generation, *self._state.captured)}.values():
-                _slabs.forget(self._state, generation, rows)
-                generation.version = self.view.version
+            self._state.forget(rows)
+            self._state.mark_current()
 
     # ---- changing ----
 
     def put_items(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Changes items as `update_` does. ids must be int64, all different and in range; rows must fit the table."""
-        _slabs.put_items(self._state, ids, rows)
+        self._state.put_items(ids, rows)
 
     def update_(self, ids: Ids, rows: torch.Tensor) -> RowCache:
         """Sets table[ids] = rows, as `CompressedTensor.update_` does. Returns the cache.
@@ -634,7 +633,7 @@ class RowCache(OfThisProcess, TensorManners):
             raise ValueError(
                 "rows of an ibp.CodedRows are changed by ibp.encode_into: invalidate them in the cache then"
             )
-        _slabs.put_items(self._state, *changed_items(self.view, ids, rows))
+        self._state.put_items(*changed_items(self.view, ids, rows))
         return self
 
     def flush(self) -> None:
@@ -644,7 +643,7 @@ class RowCache(OfThisProcess, TensorManners):
             RuntimeError: the table is shared with other processes.
         """
         if self.writable:
-            _slabs.flush(self._state)
+            self._state.flush()
 
     def _check_alone(self) -> None:
         """Raises RuntimeError if the cache belongs to a group, because other processes read its slabs."""
