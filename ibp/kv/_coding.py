@@ -110,20 +110,20 @@ class CodedItems(NamedTuple):
     # The index of the items' rows (FORMAT.md, section 2): uint16 [rows] and int64 [rows]. Empty if the items are raw.
     lengths: torch.Tensor
     bases: torch.Tensor
-    state: torch.Tensor | None  # int64 [8]: the counters of `CodedRows`. None if the items are raw.
+    counters: torch.Tensor | None  # int64 [8], those of `CodedRows`. None if the items are raw.
     num_items: int  # number of items
 
-    def num_bytes(self, state: list[int] | None) -> int:
-        """Returns the number of bytes of `data` that are in use. state: the values of the tensor `self.state`, as a
-        list. None: the items are raw, and there is no such tensor.
+    def num_bytes(self, counters: list[int] | None) -> int:
+        """Returns the number of bytes of `data` that are in use. counters: the values of `self.counters`, as a list.
+        None: the items are raw, and there is no such tensor.
 
         Raises:
             RuntimeError: a row was not encoded. This is an internal check: `encode` allocates enough memory for all
                 rows.
         """
-        if state is None:
+        if counters is None:
             return self.data.numel()
-        used, _, lost, status, *_ = state
+        used, _, lost, status, *_ = counters
         if lost or status or not 0 <= used <= self.data.numel():
             raise RuntimeError(f"tokens were not coded: {lost} rows lost, status {status}, {used} bytes in use")
         return used

@@ -49,12 +49,13 @@ class PendingBlocks:
         self.keys, self.values, self.num_blocks, self.batch_size = keys, values, num_blocks, batch_size
         # int64 [B]: for each present sequence, its index at the time of the encoding. None: the order has not changed.
         self.sequences: torch.Tensor | None = None
-        states = [coded.state for coded in (keys, values) if coded.state is not None]
-        self._states = Coming(torch.stack(states) if states else torch.empty(0, 8, dtype=torch.int64, device="cpu"))
+        counters = [coded.counters for coded in (keys, values) if coded.counters is not None]
+        none = torch.empty(0, 8, dtype=torch.int64, device="cpu")
+        self._counters = Coming(torch.stack(counters) if counters else none)
 
     def is_ready(self) -> bool:
         """Returns whether the sizes of the encoded blocks have arrived on the host."""
-        return self._states.is_here
+        return self._counters.is_here
 
     def sizes(self) -> tuple[int, int]:
         """Waits for the encoding. Returns (size of the encoded keys, size of the encoded values), in bytes.
@@ -63,9 +64,9 @@ class PendingBlocks:
             RuntimeError: rows were lost, or the status or a size is invalid. This is an internal check: it always holds
                 for encodings that `encode` has queued.
         """
-        states = iter(self._states.wait().tolist())
+        counters = iter(self._counters.wait().tolist())
         keys, values = (
-            coded.num_bytes(None if coded.state is None else next(states)) for coded in (self.keys, self.values)
+            coded.num_bytes(None if coded.counters is None else next(counters)) for coded in (self.keys, self.values)
         )
         return keys, values
 
