@@ -224,27 +224,25 @@ class Receiver:
             KeyError, TypeError, ValueError: as in `apply`.
         """
         return [
-            bases_of_rows(
-                [
-                    (rows, [self._whole_place(name, rows, region) for name in rows.names])
-                    for rows in region.tensor_rows()
-                ],
-                region.dtype,
-            )
+            bases_of_rows([(rows, self._parts_here(rows, region.dtype)) for rows in region.tensor_rows()], region.dtype)
             for region in regions
         ]
 
-    def _whole_place(self, name: str, rows: TensorRows, region: Region) -> tuple[Memory, tuple[slice, ...]]:
-        """Returns (the memory that holds `rows`; a slice for each dimension, which together select all of `rows`)."""
-        if name not in self._weights:
-            raise KeyError(f"there is no tensor {name!r} here, which the message changes")
-        weight = self._weights[name]
-        if weight.dtype != region.dtype:
-            raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {region.dtype}")
-        if weight.shape != rows.full_shape:
-            raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(rows.full_shape)}")
-        memory = rows_of(weight, rows.start, rows.end)
-        return memory, (slice(None),) * len(rows.shape)
+    def _parts_here(self, rows: TensorRows, dtype: torch.dtype) -> list[tuple[Memory, tuple[slice, ...]]]:
+        """Returns (the memory in this process that holds a part of `rows`; a slice for each dimension of `rows`, which
+        together select this part) for each such part. Here these are all of the rows, under each name of their
+        tensor."""
+        found = []
+        for name in rows.names:
+            if name not in self._weights:
+                raise KeyError(f"there is no tensor {name!r} here, which the message changes")
+            weight = self._weights[name]
+            if weight.dtype != dtype:
+                raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {dtype}")
+            if weight.shape != rows.full_shape:
+                raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(rows.full_shape)}")
+            found.append((rows_of(weight, rows.start, rows.end), (slice(None),) * len(rows.shape)))
+        return found
 
     def _check_before(self, region: Region, base: Base) -> None:
         """Raises OutOfSyncError if the rows in a base are not those that the sender had before the push. If the
@@ -415,22 +413,17 @@ class PlacedReceiver(Receiver, ABC):
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
         """Returns, for each region of a message, the memory that holds its rows. `Receiver.apply` calls this method."""
-        all_rows = [region.tensor_rows() for region in regions]
         asked = {
             name: (rows.full_shape, region.dtype)
-            for region, each in zip(regions, all_rows)
-            for rows in each
+            for region in regions
+            for rows in region.tensor_rows()
             for name in rows.names
             if name not in self._places
         }
         if asked:
             self._places.update(self.places_of(asked))
-        return [
-            bases_of_rows([(rows, self._parts_here(rows)) for rows in each], region.dtype)
-            for region, each in zip(regions, all_rows)
-        ]
+        return super().bases_of(regions)
 
-    def _parts_here(self, rows: TensorRows) -> list[tuple[Memory, tuple[slice, ...]]]:
-        """Returns the results of `ShardPlace._within` for the places that hold a part of `rows`."""
+    def _parts_here(self, rows: TensorRows, dtype: torch.dtype) -> list[tuple[Memory, tuple[slice, ...]]]:
         places = [place._within(rows) for name in rows.names for place in self._places[name]]
         return [place for place in places if place is not None]

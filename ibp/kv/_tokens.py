@@ -5,7 +5,7 @@ Three objects own the memory:
 - A `TokenCoder` belongs to a cache. It has the options, and one decoder for each device.
 - A `TokenDecoder` has what all layers on a device share: the streams and buffers through which coded bytes pass.
 - A `TokenHistory` belongs to a layer. It has the coded bytes of the layer (`TokenArena`), and the index and the
-  codebooks of its keys and of its values (`CodedStates`); `_coding.py` has these classes.
+  codebooks of its keys and of its values (`CodedStates`); `_states.py` has these classes.
 
 Tokens go through four states. New tokens are raw, and belong to the caller. `encode` makes `PendingBlocks` of the
 oldest raw tokens; while these are being encoded, their tokens still count as raw ones. `store` copies the coded bytes
@@ -29,7 +29,7 @@ from .._machine.staging import Coming, Ring, Turn
 from .._rows.codebook import AnyCodebook
 from .._rows.faults import Faults, FaultWords
 from .._rows.learning import check_scheme
-from ._coding import CodedItems, CodedStates, Form, TokenArena
+from ._states import CodedItems, CodedStates, Form, TokenArena
 
 # ---- the tokens of a layer ----
 
@@ -126,7 +126,7 @@ class TokenHistory(OfThisProcess):
         self._stored: list[StoredBlocks] = []
         self._num_slots, self._batch_size = 0, 0
         # int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence. None: the
-        # sequences are in the order of encoding. The tensor is never changed, only replaced (see `_coding.py`).
+        # sequences are in the order of encoding. The tensor is never changed, only replaced (see `_states.py`).
         self.order: torch.Tensor | None = None
 
     @property

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ibp._machine import memory as _memory
-from ibp.kv._coding import Form, TokenArena
+from ibp.kv._states import Form, TokenArena
 from kv_blocks import BLOCK, Raw, any_changes, tokens
 
 CPU = torch.device("cpu")
