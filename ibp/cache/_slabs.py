@@ -473,12 +473,15 @@ class CacheState:
         view: the table whose rows are held.
         devices: the devices of the slabs.
         writable: whether changed rows are kept in the slabs until they are flushed.
+        replaces: whether rows that are looked up replace other rows.
     """
 
     generation: Generation  # the slabs in use
 
-    def __init__(self, view: CompressedTensor, devices: tuple[torch.device, ...], writable: bool) -> None:
-        self.view, self.devices, self.writable = view, devices, writable
+    def __init__(
+        self, view: CompressedTensor, devices: tuple[torch.device, ...], writable: bool, replaces: bool
+    ) -> None:
+        self.view, self.devices, self.writable, self.replaces = view, devices, writable, replaces
         self.workers = tuple(dict.fromkeys(devices))  # the devices, each once
         self.rows_per_item = max(1, view.geometry.item_bytes // view.row_bytes)
         # For each device, the counters of its lookups, see `COUNTERS`.
@@ -492,6 +495,26 @@ class CacheState:
         # all rows come from the table.
         self.is_idle = devices[0].type == "cuda" and view._is_refused and not view.is_pinned()
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
+
+    def in_use(self, worker: torch.device) -> Generation:
+        """Returns the generation that is in use. If necessary, makes the current stream of the device `worker` wait for
+        other streams before it uses the generation. The caller must hold `lock`. Raises RuntimeError if the table has
+        changed since its rows were cached."""
+        generation = self.generation
+        if generation.codebook is not self.view.codebook or generation.version != self.view.version:
+            self.check(generation)
+        key = current_key(worker)
+        if (
+            key is not None
+            and (key == ON_CPU or key in generation.streams)
+            and self.order.is_settled(key, self.replaces)
+        ):
+            return generation
+        if not generation.is_captured and is_capturing(worker):
+            generation.is_captured = True
+            self.captured.append(generation)  # the graph that is being captured reads it even after refills
+        self.hold(generation, worker, self.order.write(worker) if self.replaces else self.order.read(worker))
+        return generation
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
         """Keeps the allocator from reusing the memory of the generation and of the counters too early: when the memory
