@@ -39,7 +39,6 @@ from ._coding import (
     first_rows,
     integers_of,
     mix,
-    note_change,
 )
 
 if TYPE_CHECKING:
@@ -459,7 +458,9 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
             batch.take_back()
         raise
     finally:
-        note_change(base for _, _, base in jobs if isinstance(base, torch.Tensor))
+        # Autograd does not see what the operations change.
+        changed = [base for _, _, base in jobs if isinstance(base, torch.Tensor) and not base.is_inference()]
+        torch.autograd.graph.increment_version(changed)
 
 
 def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -177,8 +177,3 @@ def code(differences: torch.Tensor, like: torch.Tensor | CompressedTensor) -> Co
     else:
         table = compress_rows(differences, row_bytes=ROW_BYTES, layout="packed", device=device, memory="device")
     return table._with(lambda tensor: tensor, like.shape, like.dtype)
-
-
-def note_change(tensors: Iterable[torch.Tensor]) -> None:
-    """Tells autograd that tensors were changed in place, by operations that torch does not see."""
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
