@@ -24,7 +24,7 @@ from transformers import DynamicCache, LlamaConfig
 
 import ibp
 from ibp.integrations.transformers import CompressedCache
-from ibp.kv import _coding
+from ibp.kv import _states
 
 from . import harness, ideal
 
@@ -120,7 +120,7 @@ class Case:
 def paper_codebooks(case):
     """Returns codebooks of the paper's scheme. They are learned from the first layer and used for all, because learning
     them takes long."""
-    row_bytes = _coding.Form.of(case.states[0][0], case.block, None).row_bytes
+    row_bytes = _states.Form.of(case.states[0][0], case.block, None).row_bytes
     rows = [x[0, 0, : PAPER_TOKENS // case.block * case.block].cpu().view(-1) for x in case.states[0]]
     return {"codebooks": tuple(ibp.codecs.analyze(x, scheme="ibp", sample=1.0, row_bytes=row_bytes) for x in rows)}
 

@@ -5,8 +5,11 @@
     rows    = cache.index_select(ids)                     # from the cache if it has them, else from the table
     print(cache.stats().hit_rate)
 
-`_slabs.py` chooses the rows that are cached, keeps copies of them within a budget, and changes them. `_peers.py` shares
-these copies among processes, and `_row_cache.py` has the cache itself.
+A `RowCache` (`_row_cache.py`) takes the arguments, looks rows up and counts. Its `CacheState` (`_slabs.py`) has what
+changes: the `Generation` that is in use, and the order of the streams that read and write it. A generation has a `Slab`
+for each device, with the stored bytes of rows and a map that finds them. A refill makes a new generation and puts it in
+the place of the old one when it is filled; a `SlabPlan` says which rows go into a slab within the budget. If the
+processes of a group share a cache, `Peers` (`_peers.py`) makes generations of the slabs of all ranks.
 """
 
 from ._row_cache import CacheStats, RowCache

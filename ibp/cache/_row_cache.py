@@ -31,7 +31,6 @@ from .._fetch.calls import (
 )
 from .._fetch.gather import raise_for
 from .._machine import memory
-from .._machine.memory import is_capturing
 from .._rows.faults import ENTRIES, new_record
 from .._rows.geometry import rows_of
 from .._rows.manners import TensorManners
@@ -39,19 +38,17 @@ from .._rows.table import Handle, handle_on
 from .._tables.changes import changed_items, check_can_change
 from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor
-from . import _slabs
 from ._peers import Peers
 from ._slabs import (
     LRU_WAYS,
     MAX_SLABS,
-    ON_CPU,
     STATIC_WAYS,
     CacheState,
     Generation,
     Hotness,
     SlabPlan,
+    are_present,
     copy_maps_near,
-    current_key,
     filled_slab,
     hottest_first,
     in_sectors,
@@ -199,7 +196,7 @@ class RowCache(OfThisProcess, TensorManners):
             if slot_bytes is not None:
                 most = in_sectors(self.view.row_bytes)
                 self._given_slot_bytes = in_sectors(whole_number("slot_bytes", slot_bytes, 1, most))
-            self._state = CacheState(self.view, self.devices, writable)
+            self._state = CacheState(self.view, self.devices, writable, policy == "lru")
             for device in self._state.serving:
                 handle_on(self.view, device)
             self._state.generation = self._made(None)
@@ -255,7 +252,7 @@ class RowCache(OfThisProcess, TensorManners):
         with self._state.lock:
             self._state.synchronize()
             maps = [slab.map for _, slab in self._state.generation]
-            rows = [held[_slabs.are_present(held[:, 1]) & (held[:, 0] >= 0), 0].cpu() for held in maps]
+            rows = [held[are_present(held[:, 1]) & (held[:, 0] >= 0), 0].cpu() for held in maps]
         return torch.cat(rows)
 
     def cached_ids(self) -> torch.Tensor:
@@ -374,7 +371,7 @@ class RowCache(OfThisProcess, TensorManners):
             view._raise_pending(worker)
         try:
             with state.lock:
-                generation = self._in_use(worker)
+                generation = state.in_use(worker)
                 cache = generation.described.get(worker)
                 if cache is None:
                     cache = generation.describe(worker, state.counts[worker])
@@ -392,22 +389,6 @@ class RowCache(OfThisProcess, TensorManners):
 
     _take_outside = outside_of_graphs(_take)
 
-    def _in_use(self, worker: torch.device) -> Generation:
-        """Returns the generation that is in use. If necessary, makes the current stream of the device
-        `worker` wait for other streams before it uses the generation. The caller must hold the lock. Raises
-        RuntimeError if the table has changed since its rows were cached."""
-        state, generation, writes = self._state, self._state.generation, self.policy == "lru"
-        if generation.codebook is not self.view.codebook or generation.version != self.view.version:
-            state.check(generation)
-        key = current_key(worker)
-        if key is not None and (key == ON_CPU or key in generation.streams) and state.order.is_settled(key, writes):
-            return generation
-        if not generation.is_captured and is_capturing(worker):
-            generation.is_captured = True
-            state.captured.append(generation)  # the graph that is being captured reads it even after refills
-        state.hold(generation, worker, state.order.write(worker) if writes else state.order.read(worker))
-        return generation
-
     @contextmanager
     def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
         """Looks items up on the current stream, for operations that read their rows on this stream.
@@ -424,7 +405,7 @@ class RowCache(OfThisProcess, TensorManners):
         entries = torch.empty(ids.numel() * self._state.rows_per_item, dtype=torch.int64, device=worker)
         counts = self._state.counts[worker]
         with self._state.lock:
-            generation = self._in_use(worker)
+            generation = self._state.in_use(worker)
             if self.policy == "lru":
                 self._claim(generation, ids, handle, entries, counts)
             else:
@@ -602,15 +583,14 @@ class RowCache(OfThisProcess, TensorManners):
                 check_range(ids, self.view.geometry.num_items)
             rows = rows_of(ids, self._state.rows_per_item)
         with self._state.change_lock, self._state.lock:
-            for generation in {id(made): made for made in (self._state.generation, *self._state.captured)}.values():
-                _slabs.forget(self._state, generation, rows)
-                generation.version = self.view.version
+            self._state.forget(rows)
+            self._state.mark_current()
 
     # ---- changing ----
 
     def put_items(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Changes items as `update_` does. ids must be int64, all different and in range; rows must fit the table."""
-        _slabs.put_items(self._state, ids, rows)
+        self._state.put_items(ids, rows)
 
     def update_(self, ids: Ids, rows: torch.Tensor) -> RowCache:
         """Sets table[ids] = rows, as `CompressedTensor.update_` does. Returns the cache.
@@ -634,7 +614,7 @@ class RowCache(OfThisProcess, TensorManners):
             raise ValueError(
                 "rows of an ibp.CodedRows are changed by ibp.encode_into: invalidate them in the cache then"
             )
-        _slabs.put_items(self._state, *changed_items(self.view, ids, rows))
+        self._state.put_items(*changed_items(self.view, ids, rows))
         return self
 
     def flush(self) -> None:
@@ -644,7 +624,7 @@ class RowCache(OfThisProcess, TensorManners):
             RuntimeError: the table is shared with other processes.
         """
         if self.writable:
-            _slabs.flush(self._state)
+            self._state.flush()
 
     def _check_alone(self) -> None:
         """Raises RuntimeError if the cache belongs to a group, because other processes read its slabs."""

@@ -9,8 +9,8 @@ hash of a row's number determines the slab that may hold the row.
 `count_accesses` and `hottest_first` find the hottest items. `StreamOrder` orders the work on several streams, because
 one stream may write rows that another stream reads. A `Generation` has all slabs between two refills. A `SlabPlan` has
 the rows that a slab will hold, which depend on the sizes of the rows. `filled_slab` and `replacing_slab` make slabs.
-`CacheState` is the state that the modules of a cache share. The last part of the file changes rows: it removes them,
-encodes them into their slots, or writes them back to the table.
+`CacheState` has the generation that is in use, and the locks and streams of its readers and writers. It changes rows:
+it removes them, encodes them into their slots, or writes them back to the table.
 """
 
 from __future__ import annotations
@@ -448,22 +448,28 @@ def copy_maps_near(slabs: Sequence[Slab]) -> dict[torch.device, dict[int, torch.
     }
 
 
-# ---- state ----
+# ---- the rows that a cache holds ----
+
+_BLOCK_BYTES = 256 << 20  # size in bytes of the rows that are written back at once
+_WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written back")
 
 
 class CacheState:
-    """The rows that a cache holds, and the locks and streams that order readers and writers.
+    """The rows that a cache holds, the locks and streams that order readers and writers, and all changes of rows.
 
     Args:
         view: the table whose rows are held.
         devices: the devices of the slabs.
         writable: whether changed rows are kept in the slabs until they are flushed.
+        replaces: whether rows that are looked up replace other rows.
     """
 
     generation: Generation  # the slabs in use
 
-    def __init__(self, view: CompressedTensor, devices: tuple[torch.device, ...], writable: bool) -> None:
-        self.view, self.devices, self.writable = view, devices, writable
+    def __init__(
+        self, view: CompressedTensor, devices: tuple[torch.device, ...], writable: bool, replaces: bool
+    ) -> None:
+        self.view, self.devices, self.writable, self.replaces = view, devices, writable, replaces
         self.workers = tuple(dict.fromkeys(devices))  # the devices, each once
         self.rows_per_item = max(1, view.geometry.item_bytes // view.row_bytes)
         # For each device, the counters of its lookups, see `COUNTERS`.
@@ -477,6 +483,26 @@ class CacheState:
         # all rows come from the table.
         self.is_idle = devices[0].type == "cuda" and view._is_refused and not view.is_pinned()
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
+
+    def in_use(self, worker: torch.device) -> Generation:
+        """Returns the generation that is in use. If necessary, makes the current stream of the device `worker` wait for
+        other streams before it uses the generation. The caller must hold `lock`. Raises RuntimeError if the table has
+        changed since its rows were cached."""
+        generation = self.generation
+        if generation.codebook is not self.view.codebook or generation.version != self.view.version:
+            self.check(generation)
+        key = current_key(worker)
+        if (
+            key is not None
+            and (key == ON_CPU or key in generation.streams)
+            and self.order.is_settled(key, self.replaces)
+        ):
+            return generation
+        if not generation.is_captured and is_capturing(worker):
+            generation.is_captured = True
+            self.captured.append(generation)  # the graph that is being captured reads it even after refills
+        self.hold(generation, worker, self.order.write(worker) if self.replaces else self.order.read(worker))
+        return generation
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
         """Keeps the allocator from reusing the memory of the generation and of the counters too early: when the memory
@@ -530,79 +556,92 @@ class CacheState:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
+    # ---- changes ----
 
-# ---- changes ----
+    def forget(self, rows: torch.Tensor | None) -> None:
+        """Removes rows from the cache, so that they come from the table. This includes the generations that CUDA graphs
+        read, and copies of maps. rows: the row numbers; None: all rows."""
+        for generation in {id(made): made for made in (self.generation, *self.captured)}.values():
+            for held in generation.all_maps():
+                self.hold(generation, held.device, self.order.write(held.device))
+                if rows is not None:
+                    torch.ops.ibp.drop_cached.default(rows.to(held.device), generation.ways, held)
+                else:
+                    held.zero_()[:, 0] = -1
 
-_BLOCK_BYTES = 256 << 20  # size in bytes of the rows that are written back at once
-_WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written back")
+    def put_items(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Changes items of a cache and its table. ids: int64, all different and in range. rows: in the form that
+        `check_rows` requires."""
+        if ids.numel() == 0 or self.view.geometry.item_bytes == 0:
+            return
+        with self.change_lock, self.lock:
+            generation = self.generation
+            self.check(generation)
+            if self.writable and not self.is_idle:
+                self._write(generation, ids.to(self.devices[0]), rows)
+            else:
+                self.forget(rows_of(ids, self.rows_per_item))
+                changes.put_items(self.view, ids, rows)
+                self.mark_current()
+
+    def mark_current(self) -> None:
+        """Notes that the cached rows are those of the table's present version."""
+        for held in (self.generation, *self.captured):
+            held.version = self.view.version
+
+    def _write(self, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
+        """Changes items of a writable cache. If a row is cached and its new bytes fit in its slot, the row is changed
+        in the slot. All other rows are changed in the table, and those that are cached are removed from the cache.
+        items: ids on the cache's first device, all different."""
+        view, worker = self.view, items.device
+        numbers = rows_of(items, self.rows_per_item)
+        data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
+        entries = torch.empty_like(numbers)
+        self.hold(generation, worker, self.order.read(worker))
+        maps, _ = generation.view_of(worker)
+        of_table = handle_on(view, worker).parts.lengths
+        torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, of_table, maps, generation.ways, entries, None)
+        held = entries.nonzero()[:, 0]
+        coded, lengths, fits = _encoded(generation.codebook, _rows_at(data, held), generation.slot_bytes)
+        fitting = fits.nonzero()[:, 0]
+        kept, lost = held, None
+        if fitting.numel() < held.numel():
+            kept, lost = held[fitting], numbers[held[~fits]]
+            coded, lengths = _rows_at(coded, fitting), lengths[fitting]
+        if kept.numel() < numbers.numel():
+            others = torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, kept, False).nonzero()[:, 0]
+            changes.put_rows(view, numbers[others], _rows_at(data, others).view(-1))
+            self.mark_current()
+        numbers, entries = numbers[kept], entries[kept]
+        for number, slab in generation:
+            mine = None if len(generation.slabs) == 1 else (slabs_of(entries) == number).nonzero()[:, 0]
+            self.hold(generation, slab.device, self.order.write(slab.device))
+            if mine is None:
+                _put(slab, generation, numbers, entries, coded, lengths)
+            else:
+                _put(slab, generation, numbers[mine], entries[mine], _rows_at(coded, mine), lengths[mine])
+            if lost is not None:
+                torch.ops.ibp.drop_cached.default(lost.to(slab.device), generation.ways, slab.map)
+
+    def flush(self) -> None:
+        """Writes changed rows back to the table. They stay cached."""
+        view = self.view
+        with self.change_lock, self.lock:
+            generation = self.generation
+            was_current = generation.version == view.version
+            for _, slab in generation:
+                self.hold(generation, slab.device, self.order.write(slab.device))
+                are_dirty = ((slab.map[:, 1] & _DIRTY) != 0) & (slab.map[:, 0] >= 0)
+                changed = are_dirty.nonzero()[:, 0]
+                for ways in changed.split(max(1, _BLOCK_BYTES // view.row_bytes)) if changed.numel() else ():
+                    numbers, entries = slab.map[ways].t().contiguous().unbind(0)
+                    changes.put_rows(view, numbers, _decoded(generation, entries, slab.device, view.row_bytes))
+                    slab.map[ways, 1] = entries & ~_DIRTY
+            if was_current:
+                self.mark_current()
 
 
-def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None) -> None:
-    """Removes rows from every map of a generation, and from every copy of a map. rows: the row numbers; None: all
-    rows."""
-    for held in generation.all_maps():
-        state.hold(generation, held.device, state.order.write(held.device))
-        if rows is not None:
-            torch.ops.ibp.drop_cached.default(rows.to(held.device), generation.ways, held)
-        else:
-            held.zero_()[:, 0] = -1
-
-
-def put_items(state: CacheState, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items of a cache and its table. ids: int64, all different and in range. rows: in the form that
-    `check_rows` requires."""
-    if ids.numel() == 0 or state.view.geometry.item_bytes == 0:
-        return
-    with state.change_lock, state.lock:
-        generation = state.generation
-        state.check(generation)
-        if state.writable and not state.is_idle:
-            _write(state, generation, ids.to(state.devices[0]), rows)
-        else:
-            for held in (generation, *state.captured):
-                forget(state, held, rows_of(ids, state.rows_per_item))
-            changes.put_items(state.view, ids, rows)
-            mark_current(state)
-
-
-def mark_current(state: CacheState) -> None:
-    for held in (state.generation, *state.captured):
-        held.version = state.view.version
-
-
-def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items of a writable cache. If a row is cached and its new bytes fit in its slot, the row is changed in
-    the slot. All other rows are changed in the table, and those that are cached are removed from the cache. items: ids
-    on the cache's first device, all different."""
-    view, worker = state.view, items.device
-    numbers = rows_of(items, state.rows_per_item)
-    data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
-    entries = torch.empty_like(numbers)
-    state.hold(generation, worker, state.order.read(worker))
-    maps, _ = generation.view_of(worker)
-    of_table = handle_on(view, worker).parts.lengths
-    torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, of_table, maps, generation.ways, entries, None)
-    held = entries.nonzero()[:, 0]
-    coded, lengths, fits = _encoded(generation.codebook, _rows_at(data, held), generation.slot_bytes)
-    fitting = fits.nonzero()[:, 0]
-    kept, lost = held, None
-    if fitting.numel() < held.numel():
-        kept, lost = held[fitting], numbers[held[~fits]]
-        coded, lengths = _rows_at(coded, fitting), lengths[fitting]
-    if kept.numel() < numbers.numel():
-        others = torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, kept, False).nonzero()[:, 0]
-        changes.put_rows(view, numbers[others], _rows_at(data, others).view(-1))
-        mark_current(state)
-    numbers, entries = numbers[kept], entries[kept]
-    for number, slab in generation:
-        mine = None if len(generation.slabs) == 1 else (slabs_of(entries) == number).nonzero()[:, 0]
-        state.hold(generation, slab.device, state.order.write(slab.device))
-        if mine is None:
-            _put(slab, generation, numbers, entries, coded, lengths)
-        else:
-            _put(slab, generation, numbers[mine], entries[mine], _rows_at(coded, mine), lengths[mine])
-        if lost is not None:
-            torch.ops.ibp.drop_cached.default(lost.to(slab.device), generation.ways, slab.map)
+# ---- coded rows in slots ----
 
 
 def _put(
@@ -684,24 +723,6 @@ def _encoded(
     if inner < row_bytes:  # rows that do not fit are encoded as raw rows, of length 0
         fits &= found != 0
     return slots, found, fits
-
-
-def flush(state: CacheState) -> None:
-    """Implements `RowCache.flush`."""
-    view = state.view
-    with state.change_lock, state.lock:
-        generation = state.generation
-        was_current = generation.version == view.version
-        for _, slab in generation:
-            state.hold(generation, slab.device, state.order.write(slab.device))
-            are_dirty = ((slab.map[:, 1] & _DIRTY) != 0) & (slab.map[:, 0] >= 0)
-            changed = are_dirty.nonzero()[:, 0]
-            for ways in changed.split(max(1, _BLOCK_BYTES // view.row_bytes)) if changed.numel() else ():
-                numbers, entries = slab.map[ways].t().contiguous().unbind(0)
-                changes.put_rows(view, numbers, _decoded(generation, entries, slab.device, view.row_bytes))
-                slab.map[ways, 1] = entries & ~_DIRTY
-        if was_current:
-            mark_current(state)
 
 
 def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device, row_bytes: int) -> torch.Tensor:

@@ -4,10 +4,13 @@
     delta.apply_(base)                      # base is new, bit for bit
     ibp.save("delta.safetensors", delta)
 
-`_tensors.py` has the classes of deltas and applies them. `_making.py` makes deltas; `_coding.py` says how differences
-are coded, and computes fingerprints. `_on_gpu.py` makes and applies deltas of many tensors at once on a GPU, and
-`_on_pieces.py` changes weights that lie in several tensors or in tables. `_sending.py` and `_receiving.py` keep the
-weights of several processes the same, by the messages of `_messages.py`.
+A delta is a value: coded differences, and the fingerprints of the versions before and after (`_tensors.py`).
+`_coding.py` computes fingerprints and says how differences are coded. `_making.py` makes deltas, and `_applying.py`
+applies them: to tensors on the CPU or on a GPU, and to weights that lie in several tensors or in tables.
+
+Weights of several processes are kept the same by pushes. A `Sender` (`_sending.py`) divides its weights into regions
+and makes messages of the deltas of regions; `_messages.py` says what a message holds; a `Receiver` (`_receiving.py`)
+finds the memory of the regions in its process and applies the deltas there.
 """
 
 from .._common.importing import published

@@ -7,15 +7,19 @@ with a codebook that is learned from the differences.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from .. import _core
 from .._fetch.streaming import decode_items
 from .._rows import geometry
 from .._rows.planes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from ..codecs._whole import WholeTensor
+
+Version = torch.Tensor | CompressedTensor
 
 # Tables are decompressed, and non-contiguous tensors are copied, in blocks of approximately this many bytes.
 _BLOCK_BYTES = 64 << 20
@@ -146,6 +150,14 @@ def known_codebook(element_bytes: int) -> PlanesCodebook:
     return PlanesCodebook(ROW_BYTES, element_bytes, 0, 0, _DIGIT_BITS, False, True, 0, 1, entries)
 
 
+def first_rows(sizes: Sequence[int], row_bytes: int) -> list[int]:
+    """Returns where the rows of several tensors begin in the sequence of rows that kernels code or decode in one call:
+    the index of each tensor's first row, followed by the number of rows of the sequence. Each tensor begins with a new
+    group of ROWS_PER_BASE rows. sizes: the sizes of the tensors in bytes."""
+    group = _core.ROWS_PER_BASE
+    return list(itertools.accumulate((-(-size // (group * row_bytes)) * group for size in sizes), initial=0))
+
+
 def is_well_coded(differences: torch.Tensor) -> bool:
     """Codes a sample of rows of `differences` (integers, 1-D) with the known codebook. Returns whether the coded rows
     take at most WELL_CODED times the size of the rows."""
@@ -165,8 +177,3 @@ def code(differences: torch.Tensor, like: torch.Tensor | CompressedTensor) -> Co
     else:
         table = compress_rows(differences, row_bytes=ROW_BYTES, layout="packed", device=device, memory="device")
     return table._with(lambda tensor: tensor, like.shape, like.dtype)
-
-
-def note_change(tensors: Iterable[torch.Tensor]) -> None:
-    """Tells autograd that tensors were changed in place, by operations that torch does not see."""
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])

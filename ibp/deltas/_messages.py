@@ -9,9 +9,9 @@ their sizes.
 A message consists of a prefix (_PREFIX), a head that `wire` has written, zeros up to a multiple of 16 bytes, and the
 buffer with the parts.
 
-A sender divides the weights into *regions* (`RegionPlan`), which it compares and codes. A region is some rows of a
-tensor. Small tensors are *joined*: one region then has the elements of several tensors, one after the other. A *piece*
-is a list of regions. One message holds their changes, and its head (`PushHead`) names them.
+The weights that a sender pushes are divided into regions. A *region* is some rows of a tensor. Small tensors are
+*joined*: one region then has the elements of several tensors, one after the other. A *piece* of a push is a list of
+regions. One message holds their changes, and its head (`PushHead`) names them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +31,8 @@ from .._rows import forms
 from .._rows.faults import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
 from . import _coding
-from ._coding import bits_of, check_source, fingerprint, mix
-from ._on_pieces import memory_of
-from ._tensors import Delta, Version
+from ._coding import Version, fingerprint, mix
+from ._tensors import Delta
 
 Change = Delta | Version
 
@@ -206,12 +205,6 @@ def read_message(message: torch.Tensor) -> tuple[Any, torch.Tensor]:
 
 Named = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
 
-# If more than 16 rows of a tensor fit in a region, the tensor is cut after a multiple of 16 rows. So the next region
-# begins at a multiple of 16 bytes, whatever the dtype is. Kernels are fastest with this alignment.
-_ROW_STEP = 16
-# Tensors of at most 1/16 of the largest size of a region are joined, because every region takes time on the host.
-_JOINED_SHARE = 16
-
 
 class TensorRows(NamedTuple):
     """Some rows of a tensor, along dimension 0.
@@ -296,186 +289,6 @@ class PushHead(NamedTuple):
     regions: list[Region]
 
 
-class OwnRegion(NamedTuple):
-    """A region that this process sends.
-
-    rows: as in `Region`.
-    names: the names of the first tensor.
-    tensors: for each tensor of the region, the values of its rows.
-    """
-
-    rows: bytes
-    names: tuple[str, ...]
-    tensors: list[torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensors[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.tensors[0].device
-
-    @property
-    def is_joined(self) -> bool:
-        return len(self.tensors) > 1
-
-    def values(self) -> torch.Tensor:
-        """Returns the values of the rows. If tensors are joined, the result is a copy of their elements, 1-D."""
-        if not self.is_joined:
-            return self.tensors[0]
-        return torch.cat([bits_of(tensor).reshape(-1) for tensor in self.tensors]).view(self.dtype)
-
-
 def named(weights: Named) -> dict[str, Any]:
     """Returns a dict of the tensors by name. If weights is a module, these are the tensors of its state dict."""
     return dict(weights.state_dict() if isinstance(weights, torch.nn.Module) else weights)
-
-
-class _Shard(NamedTuple):
-    """Describes the rows of a tensor that this process sends.
-
-    name, full_shape, start: the name of the tensor, its complete shape, and the index of the first row.
-    is_alone: whether other senders may send the same rows. Such rows are not joined with others, because each sender
-        could join them with different ones.
-    memory: identifies the values in memory (`memory_of`). A tensor without elements has no memory, so its name, dtype
-        and device identify it.
-    """
-
-    name: str
-    full_shape: torch.Size
-    start: int
-    is_alone: bool
-    memory: tuple[Any, ...]
-
-
-# Rows of one tensor in a region: (the rows; the index of the tensor among the shards; (index of the first row, index of
-# the row after the last one) in the values of the shard, or None for all of its rows).
-_Member = tuple[TensorRows, int, tuple[int, int] | None]
-
-
-class RegionPlan:
-    """Divides the weights that a process sends into regions. The division depends only on names, shapes and places in
-    memory. It takes several microseconds for each tensor, so it is kept for the next push, which mostly has the same
-    weights.
-
-    Args:
-        part: as in `PushHead`.
-        most_bytes: a region has at most this many bytes; the exception is a region of one row that is larger.
-    """
-
-    def __init__(self, part: tuple[int, int], most_bytes: int) -> None:
-        self._part, self._most_bytes = part, most_bytes
-        self._shards: list[_Shard] = []
-        self._regions: list[tuple[bytes, list[_Member]]] = []  # the JSON of the rows, and the members
-
-    def regions(self, weights: Named) -> list[OwnRegion]:
-        """Returns the regions that this process sends. Tied tensors are sent once.
-
-        A DTensor is not gathered if it is replicated, or sharded by rows along one dimension of its mesh. All other
-        DTensors are gathered, and then this is a collective call.
-
-        Raises:
-            TypeError: a weight is not a tensor that can be compressed.
-            ValueError: a DTensor is sharded over more ranks than there are senders.
-        """
-        shards: list[_Shard] = []
-        tensors: list[torch.Tensor] = []
-        for name, tensor in named(weights).items():
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
-            shard = _shard_of(name, tensor.detach(), self._part)
-            if shard is not None:
-                full_shape, start, values = shard
-                check_source(values, name)
-                is_alone = self._part[1] > 1 and values.shape == tensor.shape
-                memory = memory_of(values) if values.numel() else (name, values.dtype, values.device)
-                shards.append(_Shard(name, full_shape, start, is_alone, memory))
-                tensors.append(values)
-        if shards != self._shards:
-            self._regions = _divided(shards, tensors, self._most_bytes)
-            self._shards = shards
-        return [
-            OwnRegion(
-                text,
-                members[0][0].names,
-                [tensors[i] if rows is None else tensors[i][rows[0] : rows[1]] for _, i, rows in members],
-            )
-            for text, members in self._regions
-        ]
-
-
-def _divided(
-    shards: Sequence[_Shard], tensors: Sequence[torch.Tensor], most_bytes: int
-) -> list[tuple[bytes, list[_Member]]]:
-    """Returns the regions of `RegionPlan`. tensors: the values of each shard."""
-    names: dict[tuple[Any, ...], list[str]] = {}  # the names of the tensors in a place in memory
-    first: dict[tuple[Any, ...], int] = {}  # the index of the first of these tensors
-    for index, shard in enumerate(shards):
-        names.setdefault(shard.memory, []).append(shard.name)
-        first.setdefault(shard.memory, index)
-    alone = {shard.memory for shard in shards if shard.is_alone}
-    regions: list[list[_Member]] = []
-    small: dict[tuple[Any, ...], list[_Member]] = {}  # the members of the joined region that is not full yet
-    sizes: dict[tuple[Any, ...], int] = {}
-    for memory in sorted(first, key=lambda memory: memory not in alone):
-        index, tensor = first[memory], tensors[first[memory]]
-        kind = tensor.dtype, tensor.device
-        for rows, part in _cut(tensor, most_bytes):
-            start = shards[index].start + (rows[0] if rows is not None else 0)
-            found = TensorRows(tuple(names[memory]), shards[index].full_shape, start, part.shape), index, rows
-            if memory in alone or part.nbytes * _JOINED_SHARE > most_bytes:
-                regions.append([found])
-                continue
-            if sizes.get(kind, 0) + part.nbytes > most_bytes:
-                regions.append(small.pop(kind))
-                sizes[kind] = 0
-            small.setdefault(kind, []).append(found)
-            sizes[kind] = sizes.get(kind, 0) + part.nbytes
-    return [(json.dumps([rows for rows, *_ in each]).encode(), each) for each in (*regions, *small.values())]
-
-
-def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[tuple[int, int] | None, torch.Tensor]]:
-    """Cuts a tensor into parts of at most most_bytes bytes, or of one row if a row is larger. Yields (the indices of
-    the part's first row and of the row after its last one, the part). If one part is the whole tensor, it yields None
-    in place of the indices."""
-    if tensor.nbytes <= most_bytes or tensor.dim() == 0:
-        yield None, tensor
-        return
-    step = max(1, most_bytes * tensor.shape[0] // tensor.nbytes)
-    step -= step % _ROW_STEP if step > _ROW_STEP else 0
-    for first in range(0, tensor.shape[0], step):
-        yield (first, first + step), tensor[first : first + step]
-
-
-def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[torch.Size, int, torch.Tensor] | None:
-    """Returns (shape of the complete tensor, index of the first row that this process sends, the rows that it sends).
-    Returns None if only other ranks send rows of the tensor."""
-    if not hasattr(tensor, "device_mesh"):
-        return tensor.shape, 0, tensor
-    from torch.distributed.tensor import DTensor, Shard
-
-    assert isinstance(tensor, DTensor)
-    mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    if mesh.size() > part[1]:
-        raise ValueError(
-            f"{name} is a DTensor of {mesh.size()} ranks, and part is {part}: wanted a sender on each rank, with "
-            "part=(torch.distributed.get_rank(), torch.distributed.get_world_size())"
-        )
-    if at is None:
-        return None
-    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    by_rows = [placement for placement in tensor.placements if type(placement) is Shard and placement.dim == 0]
-    if len(split) > 1 or len(by_rows) < len(split):
-        whole = tensor.full_tensor()
-        return None if any(at) else (whole.shape, 0, whole)
-    local, start = tensor.to_local(), 0
-    if split:
-        num_rows = tensor.shape[0]
-        start = min(-(-num_rows // mesh.size(split[0])) * at[split[0]], num_rows)  # as torch.chunk cuts
-    is_sent = not any(at[dim] for dim in range(mesh.ndim) if dim not in split) and (local.numel() or not start)
-    return (tensor.shape, start, local) if is_sent else None

@@ -19,11 +19,11 @@ import torch
 
 from .._rows.faults import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
+from ._applying import Base, BasePart, Memory, SplitBase, TableRows, apart, apply_all, of_one_part
 from ._coding import DeltaMismatchError, check_source, fingerprint
 from ._making import make
 from ._messages import Change, Named, PushHead, Region, TensorRows, named, opened, read_message
-from ._on_pieces import Memory, Piece, Pieces, TableRows, in_one_piece
-from ._tensors import Base, Delta, apart, apply_all
+from ._tensors import Delta
 
 _WANTED = "the weights are as they were, and are wanted whole unless what is missing still comes: push(..., full=True)"
 
@@ -35,7 +35,7 @@ class OutOfSyncError(DeltaMismatchError):
     dtypes."""
 
 
-class _Pieces(NamedTuple):
+class _Arrived(NamedTuple):
     """The messages of a push that have come from one sender. `head` is the head of the message that came first. `came`
     maps the number of each message to (its head, the buffer with the parts of its changes)."""
 
@@ -79,7 +79,7 @@ class Receiver:
             check_source(weight, name)
         self.version: int | None = None
         self._senders: dict[int, str] = {}  # for each part, the PushHead.sender that sent the present version
-        self._pending: dict[int, _Pieces] = {}  # for each part, its messages for the next version
+        self._pending: dict[int, _Arrived] = {}  # for each part, its messages for the next version
         self._known: dict[bytes, int] = {}  # fingerprints of the present version, by Region.rows
         self._bases: dict[tuple[bytes, torch.dtype], list[Base]] = {}  # the bases of regions, by Region.rows and dtype
         self._whole: frozenset[bytes] = frozenset()  # the Region.rows of the last push, which cover each tensor
@@ -106,14 +106,14 @@ class Receiver:
         self._check_agreement(head)
         self._check_order(head)
         part, (number, _) = head.part[0], head.piece
-        pieces = self._pending.get(part)
-        if pieces is None or pieces.head.version != head.version or pieces.head.sender != head.sender:
+        arrived = self._pending.get(part)
+        if arrived is None or arrived.head.version != head.version or arrived.head.sender != head.sender:
             self._pending = {of: each for of, each in self._pending.items() if each.head.version == head.version}
-            pieces = self._pending[part] = _Pieces(head, {})
+            arrived = self._pending[part] = _Arrived(head, {})
         all_parts = self._pending.values()
         num_wanted = sum(each.head.piece[1] - len(each.came) for each in all_parts)
         is_last = len(all_parts) == head.part[1] and num_wanted == 1
-        pieces.came[number] = head, data if is_last else data.clone()  # the caller may overwrite its message
+        arrived.came[number] = head, data if is_last else data.clone()  # the caller may overwrite its message
         if not is_last:
             return False
         try:
@@ -135,14 +135,14 @@ class Receiver:
                     f"the message makes version {head.version} of version {head.base}, and the weights are version "
                     f"{self.version}: a message is lost; {_WANTED}"
                 )
-        pieces = self._pending.get(part)
-        if pieces is None or pieces.head.sender != head.sender:
+        arrived = self._pending.get(part)
+        if arrived is None or arrived.head.sender != head.sender:
             return
-        if pieces.head.version == head.version and number in pieces.came:
+        if arrived.head.version == head.version and number in arrived.came:
             raise OutOfSyncError(f"message {number} of {count} of version {head.version} came again")
-        if pieces.head.version != head.version and head.base is not None:
+        if arrived.head.version != head.version and head.base is not None:
             raise OutOfSyncError(
-                f"{len(pieces.came)} of {pieces.head.piece[1]} messages of version {pieces.head.version} have come, "
+                f"{len(arrived.came)} of {arrived.head.piece[1]} messages of version {arrived.head.version} have come, "
                 f"and now one of version {head.version}: messages are lost; {_WANTED}"
             )
 
@@ -188,7 +188,7 @@ class Receiver:
                     for memory, new in _written(base, change):
                         if isinstance(memory, TableRows):
                             delta = make(new, memory.read(), device=memory.device)
-                            jobs.append((_name(region), delta, in_one_piece(memory)))
+                            jobs.append((_name(region), delta, of_one_part(memory)))
                         else:
                             whole.append((memory, new))
         # If the call is interrupted, no fingerprint is known any more, and the next push computes the fingerprints that
@@ -224,27 +224,25 @@ class Receiver:
             KeyError, TypeError, ValueError: as in `apply`.
         """
         return [
-            bases_of_rows(
-                [
-                    (rows, [self._whole_place(name, rows, region) for name in rows.names])
-                    for rows in region.tensor_rows()
-                ],
-                region.dtype,
-            )
+            bases_of_rows([(rows, self._parts_here(rows, region.dtype)) for rows in region.tensor_rows()], region.dtype)
             for region in regions
         ]
 
-    def _whole_place(self, name: str, rows: TensorRows, region: Region) -> tuple[Memory, tuple[slice, ...]]:
-        """Returns (the memory that holds `rows`; a slice for each dimension, which together select all of `rows`)."""
-        if name not in self._weights:
-            raise KeyError(f"there is no tensor {name!r} here, which the message changes")
-        weight = self._weights[name]
-        if weight.dtype != region.dtype:
-            raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {region.dtype}")
-        if weight.shape != rows.full_shape:
-            raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(rows.full_shape)}")
-        memory = rows_of(weight, rows.start, rows.end)
-        return memory, (slice(None),) * len(rows.shape)
+    def _parts_here(self, rows: TensorRows, dtype: torch.dtype) -> list[tuple[Memory, tuple[slice, ...]]]:
+        """Returns (the memory in this process that holds a part of `rows`; a slice for each dimension of `rows`, which
+        together select this part) for each such part. Here these are all of the rows, under each name of their
+        tensor."""
+        found = []
+        for name in rows.names:
+            if name not in self._weights:
+                raise KeyError(f"there is no tensor {name!r} here, which the message changes")
+            weight = self._weights[name]
+            if weight.dtype != dtype:
+                raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {dtype}")
+            if weight.shape != rows.full_shape:
+                raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(rows.full_shape)}")
+            found.append((rows_of(weight, rows.start, rows.end), (slice(None),) * len(rows.shape)))
+        return found
 
     def _check_before(self, region: Region, base: Base) -> None:
         """Raises OutOfSyncError if the rows in a base are not those that the sender had before the push. If the
@@ -311,7 +309,7 @@ def bases_of_rows(
 
     - If the region has rows of a single tensor, and each memory is a tensor that holds all of these rows, each memory
       is a separate base. So a tensor with several names has several bases.
-    - Otherwise there is one base (`Pieces`), which consists of all memories.
+    - Otherwise there is one base (`SplitBase`), which consists of all memories.
     - If this process holds none of the rows, there is no base.
 
     Args:
@@ -324,14 +322,14 @@ def bases_of_rows(
         rows, found = places[0]
         if all(isinstance(memory, torch.Tensor) and memory.shape == rows.shape for memory, _ in found):
             return [memory for memory, _ in found if isinstance(memory, torch.Tensor)]
-    pieces, offset, num_missing = [], 0, 0
+    parts, offset, num_missing = [], 0, 0
     for rows, found in places:
-        pieces += [Piece.at(memory, offset, rows.shape, box) for memory, box in found]
+        parts += [BasePart.at(memory, offset, rows.shape, box) for memory, box in found]
         offset += rows.shape.numel()
         there = {tuple((each.start, each.stop) for each in box): memory.shape.numel() for memory, box in found}
         num_missing += max(0, rows.shape.numel() - sum(there.values()))
     shape = places[0][0].shape if len(places) == 1 else torch.Size((offset,))
-    return [Pieces(pieces, shape, dtype, not num_missing)] if pieces else []
+    return [SplitBase(parts, shape, dtype, not num_missing)] if parts else []
 
 
 def _written(base: Base, change: Change) -> list[tuple[Memory, torch.Tensor]]:
@@ -341,7 +339,7 @@ def _written(base: Base, change: Change) -> list[tuple[Memory, torch.Tensor]]:
         raise CorruptTableError("the message holds something else than deltas and plain tensors of the weights' shapes")
     if isinstance(base, torch.Tensor):
         return [(base, change)]
-    return [(each.memory, each.of(change.view(-1))) for each in base.pieces]
+    return [(each.memory, each.of(change.view(-1))) for each in base.parts]
 
 
 class ShardPlace(NamedTuple):
@@ -415,22 +413,17 @@ class PlacedReceiver(Receiver, ABC):
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
         """Returns, for each region of a message, the memory that holds its rows. `Receiver.apply` calls this method."""
-        all_rows = [region.tensor_rows() for region in regions]
         asked = {
             name: (rows.full_shape, region.dtype)
-            for region, each in zip(regions, all_rows)
-            for rows in each
+            for region in regions
+            for rows in region.tensor_rows()
             for name in rows.names
             if name not in self._places
         }
         if asked:
             self._places.update(self.places_of(asked))
-        return [
-            bases_of_rows([(rows, self._parts_here(rows)) for rows in each], region.dtype)
-            for region, each in zip(regions, all_rows)
-        ]
+        return super().bases_of(regions)
 
-    def _parts_here(self, rows: TensorRows) -> list[tuple[Memory, tuple[slice, ...]]]:
-        """Returns the results of `ShardPlace._within` for the places that hold a part of `rows`."""
+    def _parts_here(self, rows: TensorRows, dtype: torch.dtype) -> list[tuple[Memory, tuple[slice, ...]]]:
         places = [place._within(rows) for name in rows.names for place in self._places[name]]
         return [place for place in places if place is not None]

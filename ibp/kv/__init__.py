@@ -14,8 +14,20 @@
     ibp.kv.unpack(message, codec, out=paged, blocks=[3, 9])  # on the other machine
 
 docs/kv-cache.md shows these three uses. Adapters of serving engines, such as `ibp.integrations.vllm` and `sglang`,
-build on `BlockStore`, which keeps blocks of layers as numbered pages, and on `KeyedPages`, which finds pages by keys.
-Caches that grow token by token, such as `CompressedCache` of `ibp.integrations.transformers`, build on `TokenCoder`.
+build on `BlockStore` and `KeyedPages`. Caches that grow token by token, such as `CompressedCache` of
+`ibp.integrations.transformers`, build on `TokenCoder`.
+
+The classes differ in what a caller names, and in how coded bytes are kept:
+
+- Pages, by number. `PagedTensors` says where the blocks of a cache lie in memory, which stays the engine's. A `KVStore`
+  keeps pages in one `ibp.CodedRows`, with a slot for each row, and may lose a page if rows do not compress; each
+  `Transfer` runs on a stream of the store. Two classes stand on it. A `BlockStore` has a `KVStore` for each size and
+  kind of blocks, and loses no page. `KeyedPages` finds pages by keys, and drops the least recently used ones.
+- Rows of tokens, by index. `KVRows` has an `ibp.CodedRows` for each layer, and an `ibp.RowCache` of it.
+- All older tokens of a layer, in order. A `TokenHistory` appends coded blocks to memory that grows, and decodes all of
+  them at once. The histories of a cache belong to one `TokenCoder`.
+- Pages that leave. `pack` and `unpack` keep nothing: a message holds the rows of some blocks, and both machines have
+  the `PageCodec`.
 """
 
 from .._common.importing import published

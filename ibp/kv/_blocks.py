@@ -1,12 +1,19 @@
 """`BlockStore` keeps blocks of layers as numbered pages, and loses no page. Blocks of different layers may have
-different sizes."""
+different sizes.
+
+What stays: a pool (`_Pool`) keeps the pages of blocks of one size and kind, coded in a `KVStore`, or raw in host memory
+if the store has no room. A span (`_Span`) is the tensors of a group of layers whose blocks go to one pool. What comes
+and goes: a call of `store` or `load` is a job (`_Job`), which has a part (`_JobPart`) for each span that it concerns.
+When the work of a store has ended, its job is settled: the pages for which a pool had no room are copied from their
+blocks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -80,6 +87,11 @@ class _Pool:
         """Whether `store` may turn out to have no room for a page that is being stored."""
         return self.store is not None and self.may_use > self.store.place.overflow.numel()
 
+    def recount(self) -> None:
+        """Sets `may_use` anew if it may be too large. No job may be storing pages."""
+        if self.may_lose and self.store is not None:
+            self.may_use = self.store.place.counts().used_bytes
+
     def compact(self) -> None:
         """Compacts the overflow of `store` if the store had no room for a page since the last compaction, and if enough
         pages were stored since then (see `KVStore.compact_if_due`)."""
@@ -107,7 +119,7 @@ class _Span(NamedTuple):
         """Yields pairs (index of the tensor in a page, tensor)."""
         return enumerate(self.paged.tensors, self.first_tensor)
 
-    def part(self, wanted: range) -> _Span | None:
+    def within(self, wanted: range) -> _Span | None:
         """Returns a span with only those tensors whose index in the group is in `wanted`, or None if there is no such
         tensor."""
         inside = [place for place, number in enumerate(self.numbers) if number in wanted]
@@ -117,21 +129,49 @@ class _Span(NamedTuple):
         return _Span(self.pool, PagedTensors(tensors), self.first_tensor + inside[0], numbers)
 
 
-class _JobPart(NamedTuple):
+@dataclass
+class _JobPart:
     """The part of a job that concerns one span. Block blocks[k] of the span's tensors is stored as page pages[k], or is
     loaded from it."""
 
     span: _Span
     pages: list[int]
     blocks: list[int]
+    transfer: Transfer | None = None  # moves the coded pages; None before it begins, and if there are none
+
+    def store(self, stream: torch.cuda.Stream | None) -> None:
+        """Begins to store the blocks."""
+        pool = self.span.pool
+        assert pool.store is not None
+        pool.expect(self)
+        self.transfer = pool.store.store(
+            self.pages, self.span.paged, self.blocks, first_tensor=self.span.first_tensor, stream=stream
+        )
+
+    def load(self, stream: torch.cuda.Stream | None) -> None:
+        """Loads the raw pages, on the current stream, and begins to load the coded ones. If several pages go to the
+        same block, only the last of them is loaded."""
+        pool, first = self.span.pool, self.span.first_tensor
+        if pool.store is None:
+            raise RuntimeError("a load was submitted before any store")
+        page_of = dict(zip(self.blocks, self.pages))
+        kept = {block: pool.raw[page] for block, page in page_of.items() if first in pool.raw.get(page, ())}
+        for block, tensors in kept.items():
+            for number, tensor in self.span.columns():
+                tensor[block].copy_(tensors[number], non_blocking=True)
+        coded = {block: page for block, page in page_of.items() if block not in kept}
+        if coded:
+            self.transfer = pool.store.load(
+                list(coded.values()), self.span.paged, list(coded), first_tensor=first, stream=stream
+            )
 
 
 @dataclass
 class _Job:
-    """A store or a load that has been submitted. `transfers` has the part and the transfer for each span."""
+    """A store or a load that has been submitted, in parts."""
 
     stores: bool
-    transfers: list[tuple[_JobPart, Transfer]] = field(default_factory=list)
+    parts: list[_JobPart]
     # Recorded before and after the job's work. None on the CPU.
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
@@ -140,6 +180,16 @@ class _Job:
 
     def seconds(self) -> float | None:
         return None if self.events is None else self.events[0].elapsed_time(self.events[1]) * 1e-3
+
+    def is_loaded(self) -> bool:
+        """Waits for the transfers of a load. Returns whether all pages were stored and none was damaged."""
+        try:
+            for part in self.parts:
+                if part.transfer is not None:
+                    part.transfer.synchronize()
+        except (IndexError, CorruptTableError):
+            return False
+        return True
 
 
 class BlockStore(OfThisProcess):
@@ -252,17 +302,11 @@ class BlockStore(OfThisProcess):
             moves: {group: (pages, blocks)}: block blocks[k] of the group is stored as page pages[k].
             stream: the stream that stores. None: the store's own stream for stores.
         """
-        entry, parts, stream = _Job(True), list(self._parts(moves)), stream or self._store_stream
-        self._make_stores(parts)
+        entry, stream = _Job(True, list(self._parts(moves))), stream or self._store_stream
+        self._make_stores(entry.parts)
         with self._timed(entry, stream):
-            for part in parts:
-                span, store = part.span, part.span.pool.store
-                assert store is not None
-                span.pool.expect(part)
-                transfer = store.store(
-                    part.pages, span.paged, part.blocks, first_tensor=span.first_tensor, stream=stream
-                )
-                entry.transfers.append((part, transfer))
+            for part in entry.parts:
+                part.store(stream)
         self._jobs[job] = entry
 
     def load(
@@ -288,18 +332,11 @@ class BlockStore(OfThisProcess):
         Raises:
             RuntimeError: nothing has been stored yet.
         """
-        entry, stream = _Job(False), stream or (self._urgent_stream if urgent else self._load_stream)
+        stream = stream or (self._urgent_stream if urgent else self._load_stream)
+        entry = _Job(False, list(self._parts(moves, tensors)))
         with self._timed(entry, stream):
-            for part in self._parts(moves, tensors):
-                span, store = part.span, part.span.pool.store
-                if store is None:
-                    raise RuntimeError("a load was submitted before any store")
-                coded = self._load_raw(part)
-                if coded.pages:
-                    transfer = store.load(
-                        coded.pages, span.paged, coded.blocks, first_tensor=span.first_tensor, stream=stream
-                    )
-                    entry.transfers.append((coded, transfer))
+            for part in entry.parts:
+                part.load(stream)
         self._jobs[job] = entry
 
     def finished(self) -> list[tuple[int, bool, float | None]]:
@@ -349,8 +386,8 @@ class BlockStore(OfThisProcess):
 
     def _spans_with(self, group: int, tensors: range) -> list[_Span]:
         if (group, tensors) not in self._some_spans:
-            parts = (span.part(tensors) for span in self._spans[group])
-            self._some_spans[group, tensors] = [part for part in parts if part is not None]
+            found = (span.within(tensors) for span in self._spans[group])
+            self._some_spans[group, tensors] = [span for span in found if span is not None]
         return self._some_spans[group, tensors]
 
     @contextlib.contextmanager
@@ -367,45 +404,26 @@ class BlockStore(OfThisProcess):
             yield
             entry.events[1].record()
 
-    def _load_raw(self, part: _JobPart) -> _JobPart:
-        """Loads the raw pages of a part, on the current stream. Returns a part with the coded pages, which remain to be
-        loaded. If several pages go to the same block, only the last of them is loaded or returned."""
-        raw, first = part.span.pool.raw, part.span.first_tensor
-        page_of = dict(zip(part.blocks, part.pages))
-        kept = {block: raw[page] for block, page in page_of.items() if first in raw.get(page, ())}
-        for block, tensors in kept.items():
-            for number, tensor in part.span.columns():
-                tensor[block].copy_(tensors[number], non_blocking=True)
-        coded = {block: page for block, page in page_of.items() if block not in kept}
-        return _JobPart(part.span, list(coded.values()), list(coded))
-
     def _settle(self) -> None:
         """Completes the jobs whose work has ended, in the order of submission, and adds them to `_finished`. For a
         store, drops the earlier raw copies of its pages, and makes raw copies of the pages for which the pool had no
         room. The blocks of these pages are still unchanged, because callers obey the rule of `may_lose`."""
         for job, entry in [(job, entry) for job, entry in self._jobs.items() if entry.is_done()]:
-            success = self._settle_store(entry) if entry.stores else _settle_load(entry)
-            del self._jobs[job]  # only now: if the line before raises, the next call tries again
+            if entry.stores:
+                self._keep_lost(entry.parts)
+            success = entry.stores or entry.is_loaded()
+            del self._jobs[job]  # only now: if a line before raises, the next call tries again
             self._finished.append((job, success, entry.seconds()))
         if not any(entry.stores for entry in self._jobs.values()):
             for pool in self._pools.values():
-                if pool.may_lose and pool.store is not None:
-                    pool.may_use = pool.store.place.counts().used_bytes
+                pool.recount()
 
-    def _settle_store(self, entry: _Job) -> bool:
-        pages = [page for part, _ in entry.transfers for page in part.pages]
+    def _keep_lost(self, parts: list[_JobPart]) -> None:
+        """Drops the raw copies of the pages of a store, and makes raw copies of the pages that were lost."""
+        pages = [page for part in parts for page in part.pages]
         for pool in self._pools.values():  # all pools, because a page may have belonged to another group before
             for page in pages:
                 pool.raw.pop(page, None)
-        for part, transfer in entry.transfers:
-            part.span.pool.keep(part, set(transfer.lost()))
-        return True
-
-
-def _settle_load(entry: _Job) -> bool:
-    try:
-        for _, transfer in entry.transfers:
-            transfer.synchronize()
-    except (IndexError, CorruptTableError):
-        return False
-    return True
+        for part in parts:
+            assert part.transfer is not None
+            part.span.pool.keep(part, set(part.transfer.lost()))

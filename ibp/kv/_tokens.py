@@ -1,16 +1,22 @@
 """Keeps the older tokens of a growing KV-cache coded, and decodes them when they are needed.
 
-A `TokenHistory` has the coded tokens of one layer. Its user keeps the newer tokens raw. While blocks are being encoded,
-they are `Pending`, and their tokens still count as raw ones. A `TokenDecoder` stores and decodes the tokens of all
-layers on one device: on the CPU at once, on a GPU on a separate stream (`CudaTokenDecoder`), or from pinned host memory
-through a ring of buffers (`HostTokenDecoder`). A `Fetch` has keys and values that are being decoded. An
-`ibp.kv.TokenCoder` has the options and the decoders that all layers of a cache share.
+Three objects own the memory:
+
+- A `TokenCoder` belongs to a cache. It has the options, and one decoder for each device.
+- A `TokenDecoder` has what all layers on a device share: the streams and buffers through which coded bytes pass.
+- A `TokenHistory` belongs to a layer. It has the coded bytes of the layer (`TokenArena`), and the index and the
+  codebooks of its keys and of its values (`CodedStates`); `_states.py` has these classes.
+
+Tokens go through four states. New tokens are raw, and belong to the caller. `encode` makes `PendingBlocks` of the
+oldest raw tokens; while these are being encoded, their tokens still count as raw ones. `store` copies the coded bytes
+to the arena, and the history keeps a note of them (`StoredBlocks`). `fetch` decodes stored tokens into new tensors,
+which a `Fetch` holds until the decoding has ended.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,24 +29,14 @@ from .._machine.staging import Coming, Ring, Turn
 from .._rows.codebook import AnyCodebook
 from .._rows.faults import Faults, FaultWords
 from .._rows.learning import check_scheme
-from ._coding import CodedTokens, Form, TokenArena, TokenCodec, TokenOptions
+from ._states import CodedItems, CodedStates, Form, TokenArena
 
 # ---- the tokens of a layer ----
 
 _stamps = itertools.count(1)
 
 
-@dataclass
-class Batch:
-    """The blocks that one call of `TokenHistory.add` has appended."""
-
-    num_blocks: int  # number of these blocks that have not been removed
-    num_coded: int  # number of blocks that the call appended
-    batch_size: int  # number of sequences in a block
-    start: int  # number of bytes of the arena that were in use before these blocks were added
-
-
-class Pending:
+class PendingBlocks:
     """Blocks that are being encoded. Until they are stored, their tokens count as raw tokens of the layer.
 
     Args:
@@ -49,16 +45,17 @@ class Pending:
         batch_size: number of sequences in a block.
     """
 
-    def __init__(self, keys: CodedTokens, values: CodedTokens, num_blocks: int, batch_size: int) -> None:
+    def __init__(self, keys: CodedItems, values: CodedItems, num_blocks: int, batch_size: int) -> None:
         self.keys, self.values, self.num_blocks, self.batch_size = keys, values, num_blocks, batch_size
         # int64 [B]: for each present sequence, its index at the time of the encoding. None: the order has not changed.
         self.sequences: torch.Tensor | None = None
-        states = [coded.state for coded in (keys, values) if coded.state is not None]
-        self._states = Coming(torch.stack(states) if states else torch.empty(0, 8, dtype=torch.int64, device="cpu"))
+        counters = [coded.counters for coded in (keys, values) if coded.counters is not None]
+        none = torch.empty(0, 8, dtype=torch.int64, device="cpu")
+        self._counters = Coming(torch.stack(counters) if counters else none)
 
     def is_ready(self) -> bool:
         """Returns whether the sizes of the encoded blocks have arrived on the host."""
-        return self._states.is_here
+        return self._counters.is_here
 
     def sizes(self) -> tuple[int, int]:
         """Waits for the encoding. Returns (size of the encoded keys, size of the encoded values), in bytes.
@@ -67,15 +64,25 @@ class Pending:
             RuntimeError: rows were lost, or the status or a size is invalid. This is an internal check: it always holds
                 for encodings that `encode` has queued.
         """
-        states = iter(self._states.wait().tolist())
+        counters = iter(self._counters.wait().tolist())
         keys, values = (
-            coded.num_bytes(None if coded.state is None else next(states)) for coded in (self.keys, self.values)
+            coded.num_bytes(None if coded.counters is None else next(counters)) for coded in (self.keys, self.values)
         )
         return keys, values
 
     def take(self, sequences: torch.Tensor) -> None:
         """Reorders the sequences: sequence b becomes the former sequence sequences[b]."""
         self.sequences = sequences.clone() if self.sequences is None else self.sequences[sequences]
+
+
+@dataclass
+class StoredBlocks:
+    """The blocks that one call of `TokenHistory.store` has added."""
+
+    num_blocks: int  # number of these blocks that have not been removed
+    num_coded: int  # number of blocks that the call added
+    batch_size: int  # number of sequences in a block
+    start: int  # number of bytes of the arena that were in use before these blocks were added
 
 
 class TokenHistory(OfThisProcess):
@@ -96,9 +103,9 @@ class TokenHistory(OfThisProcess):
         (torch.Size([1, 4, 48, 32]), True)
 
     Args:
+        coder: the coder of the cache.
+        decoder: the coder's decoder for the layer's device.
         keys, values: the geometry of keys and of values.
-        options: the options of the cache.
-        decoder: the object that stores and decodes blocks on the layer's device.
 
     Attributes:
         device: the device that encodes and decodes.
@@ -107,24 +114,25 @@ class TokenHistory(OfThisProcess):
 
     _instead = "fetch() its keys and values, which can be pickled"
 
-    def __init__(self, keys: Form, values: Form, options: TokenOptions, decoder: TokenDecoder) -> None:
-        given, self.device = options.codebooks or (None, None), decoder.device
-        self._options, self._decoder, self.arena = options, decoder, decoder.new_arena()
+    def __init__(self, coder: TokenCoder, decoder: TokenDecoder, keys: Form, values: Form) -> None:
+        given, self.device = coder._codebooks or (None, None), decoder.device
+        self._coder, self._decoder, self.arena = coder, decoder, TokenArena(self.device, decoder.memory == "pinned")
         self.keys, self.values = (
-            TokenCodec(form, options, book, self.device) for form, book in zip((keys, values), given)
+            CodedStates(form, coder._scheme, coder._level, book, self.device)
+            for form, book in zip((keys, values), given)
         )
         self.num_blocks = 0
         self.stamp = next(_stamps)  # changes whenever the bytes of the arena change
-        self._batches: list[Batch] = []
+        self._stored: list[StoredBlocks] = []
         self._num_slots, self._batch_size = 0, 0
         # int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence. None: the
-        # sequences are in the order of encoding. The tensor is never changed, only replaced (see `_coding.py`).
+        # sequences are in the order of encoding. The tensor is never changed, only replaced (see `_states.py`).
         self.order: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         """Number of coded tokens of each sequence."""
-        return self.num_blocks * self._options.block
+        return self.num_blocks * self._coder.block
 
     @property
     def batch_size(self) -> int:
@@ -134,7 +142,7 @@ class TokenHistory(OfThisProcess):
     @property
     def original_bytes(self) -> int:
         """Uncompressed size in bytes of all tokens whose coded bytes are still kept."""
-        return sum(batch.num_coded * batch.batch_size for batch in self._batches) * self._block_bytes
+        return sum(held.num_coded * held.batch_size for held in self._stored) * self._block_bytes
 
     @property
     def plain_bytes(self) -> int:
@@ -144,7 +152,7 @@ class TokenHistory(OfThisProcess):
     @property
     def _block_bytes(self) -> int:
         """Uncompressed size in bytes of a block of one sequence, keys and values."""
-        return sum(codec.form.item_bytes * codec.form.num_heads for codec in (self.keys, self.values))
+        return sum(states.form.item_bytes * states.form.num_heads for states in (self.keys, self.values))
 
     @property
     def stored_bytes(self) -> int:
@@ -165,16 +173,16 @@ class TokenHistory(OfThisProcess):
     def index_bytes(self) -> int:
         """Size in bytes of the index of rows, the codebooks and the order of sequences, all in device memory."""
         order = 0 if self.order is None else self.order.numel() * 8
-        return order + sum(span.index_bytes for codec in (self.keys, self.values) for span in codec.spans)
+        return order + sum(span.index_bytes for states in (self.keys, self.values) for span in states.spans)
 
     @property
     def is_sparse(self) -> bool:
         """Whether the coded tokens of the present sequences are fewer than half of the tokens whose coded bytes are
         kept. Tokens that several present sequences share count once for each of these sequences."""
-        coded = sum(batch.num_coded * batch.batch_size for batch in self._batches)
+        coded = sum(held.num_coded * held.batch_size for held in self._stored)
         return 2 * self.num_blocks * self._batch_size < coded
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Pending:
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> PendingBlocks:
         """Queues the encoding of the next n complete blocks of tokens. keys, values: [B, heads, n * block, head_dim].
 
         Returns:
@@ -182,14 +190,34 @@ class TokenHistory(OfThisProcess):
             for the GPU. `take(sequences)` reorders the sequences of these blocks; call it whenever `take` of the
             history is called before the blocks are stored.
         """
-        num_blocks = keys.shape[2] // self._options.block
-        return Pending(self.keys.encode(keys), self.values.encode(values), num_blocks, keys.shape[0])
+        num_blocks = keys.shape[2] // self._coder.block
+        return PendingBlocks(self.keys.encode(keys), self.values.encode(values), num_blocks, keys.shape[0])
 
-    def store(self, pending: Pending) -> None:
+    def store(self, pending: PendingBlocks) -> None:
         """Adds blocks to the history. pending: the result of `encode` for these blocks. Waits for the GPU unless
         `pending.is_ready()`. If the call is interrupted, either all blocks have been added, or no block."""
         with torch.inference_mode(False):
-            self._decoder.store(self, pending)
+            sizes, start = pending.sizes(), self.arena.used
+            pairs = (self.keys, pending.keys), (self.values, pending.values)
+            plain_bytes = self.original_bytes + pending.num_blocks * pending.batch_size * self._block_bytes
+            offsets = []
+            try:
+                for (states, coded), size in zip(pairs, sizes):
+                    alignment = states.form.item_bytes if coded.codebook is None else _core.SECTOR_BYTES
+                    offset, memory = self.arena.reserve(size, alignment, plain_bytes)
+                    offsets.append(offset)
+                    for part, data in zip(memory, coded.data[:size].split([part.numel() for part in memory])):
+                        self._decoder.put(self.arena, part, data)
+                for (states, coded), size, offset in zip(pairs, sizes, offsets):
+                    states.add(coded, size, offset, self.num_blocks, self._num_slots)
+                self._stored.append(StoredBlocks(pending.num_blocks, pending.num_blocks, pending.batch_size, start))
+                self._append_order(pending)
+                self._num_slots += pending.num_blocks * pending.batch_size
+                self.num_blocks += pending.num_blocks
+                self.stamp = next(_stamps)
+            except BaseException:
+                self.arena.rewind(start)
+                raise
 
     def fetch(self, num_tokens: int, blocks: range | None = None) -> Fetch:
         """Begins to decode coded tokens into new keys and values.
@@ -208,26 +236,7 @@ class TokenHistory(OfThisProcess):
         """
         return self._decoder.fetch(self, num_tokens, blocks)
 
-    def add(self, pending: Pending, sizes: tuple[int, int], offsets: tuple[int, int], start: int) -> None:
-        """Appends blocks to the history. The caller must already have copied their bytes to the arena, or have queued
-        the copy so that later work that reads the arena waits for it.
-
-        Args:
-            pending: the blocks.
-            sizes: (size of the encoded keys, size of the encoded values), in bytes.
-            offsets: (offset of the encoded keys, offset of the encoded values) in the arena.
-            start: number of bytes of the arena that were in use before these blocks.
-        """
-        first = self._num_slots
-        for codec, coded, size, offset in zip((self.keys, self.values), (pending.keys, pending.values), sizes, offsets):
-            codec.add(coded, size, offset, self.num_blocks, first)
-        self._batches.append(Batch(pending.num_blocks, pending.num_blocks, pending.batch_size, start))
-        self._append_order(pending)
-        self._num_slots += pending.num_blocks * pending.batch_size
-        self.num_blocks += pending.num_blocks
-        self.stamp = next(_stamps)
-
-    def _append_order(self, pending: Pending) -> None:
+    def _append_order(self, pending: PendingBlocks) -> None:
         num_blocks, batch_size, sequences = pending.num_blocks, pending.batch_size, pending.sequences
         self._batch_size = batch_size if sequences is None else sequences.numel()
         if self.order is None and sequences is None:
@@ -254,17 +263,17 @@ class TokenHistory(OfThisProcess):
             self._batch_size = sequences.numel()
 
     def truncate(self, num_blocks: int) -> None:
-        """Keeps the first num_blocks blocks and removes the others. The bytes of blocks that one call of `add` appended
+        """Keeps the first num_blocks blocks and removes the others. The bytes of blocks that one call of `store` added
         become free when all of these blocks have been removed."""
-        while self._batches and self.num_blocks - self._batches[-1].num_blocks >= num_blocks:
-            self.num_blocks -= self._batches[-1].num_blocks
-            self.arena.rewind(self._batches.pop().start)
+        while self._stored and self.num_blocks - self._stored[-1].num_blocks >= num_blocks:
+            self.num_blocks -= self._stored[-1].num_blocks
+            self.arena.rewind(self._stored.pop().start)
         if self.num_blocks > num_blocks:
-            self._batches[-1].num_blocks -= self.num_blocks - num_blocks
+            self._stored[-1].num_blocks -= self.num_blocks - num_blocks
             self.num_blocks = num_blocks
-        self._num_slots = sum(batch.num_blocks * batch.batch_size for batch in self._batches)
-        for codec in (self.keys, self.values):
-            codec.truncate(num_blocks, self._num_slots)
+        self._num_slots = sum(held.num_blocks * held.batch_size for held in self._stored)
+        for states in (self.keys, self.values):
+            states.truncate(num_blocks, self._num_slots)
         if self.order is not None:
             self.order = self.order[:num_blocks] if num_blocks else None
         self.stamp = next(_stamps)
@@ -279,19 +288,20 @@ class TokenHistory(OfThisProcess):
         )
         return keys, values
 
-    def clone(self, decoder: TokenDecoder | None = None) -> TokenHistory:
-        """Returns a copy of the history, with a separate copy of the coded bytes. decoder: the decoder of the copy.
-        None: the decoder of this history."""
-        copied = TokenHistory(self.keys.form, self.values.form, self._options, decoder or self._decoder)
+    def clone(self, coder: TokenCoder | None = None) -> TokenHistory:
+        """Returns a copy of the history, with a separate copy of the coded bytes. coder: the coder to which the copy
+        belongs. None: the coder of this history."""
+        coder = coder or self._coder
+        copied = TokenHistory(coder, coder._decoder_on(self.device), self.keys.form, self.values.form)
         copied.arena = self.arena.clone()
         copied.keys, copied.values = self.keys.clone(), self.values.clone()
         copied.num_blocks, copied._num_slots, copied._batch_size = self.num_blocks, self._num_slots, self._batch_size
-        copied._batches = [Batch(**vars(batch)) for batch in self._batches]
+        copied._stored = [replace(held) for held in self._stored]
         copied.order = self.order
         return copied
 
 
-# ---- storing and decoding ----
+# ---- decoding ----
 
 _WORDS = FaultWords("coded tokens were damaged: {status}, item {value} at position {position}", RuntimeError, later="")
 _SLACK = 8  # a buffer that must grow gets (1 + 1 / _SLACK) times the bytes that the layer needs
@@ -341,71 +351,112 @@ class Fetch:
 
 
 class TokenDecoder:
-    """Stores and decodes the tokens of all layers on one device. This class is for the CPU, where `fetch` decodes at
-    once; its subclasses are for GPUs.
+    """Brings coded tokens to the memory that keeps them, and decodes them, for all layers on one device.
+
+    On a CPU, `fetch` decodes at once. On a GPU, it decodes on a stream of its own while the current stream goes on.
+    `fetch` does not make the host wait, and `Fetch.wait` makes the current stream wait for the decoding.
+
+    If coded bytes are in pinned host memory, there is a ring of two buffers on the GPU. The copy engine copies the
+    bytes of one layer to one buffer while the GPU decodes another layer from the other buffer. If a buffer still has
+    the bytes of a layer, they are not copied again.
 
     Args:
         device: the device of the keys and values.
-        options: the options of the cache.
+        memory: the memory that keeps coded tokens: "host" if the device is a CPU; "device" or "pinned" if it is a GPU.
+        sms: number of multiprocessors that decode. 0: all, or enough to keep up with the link if memory is "pinned".
 
     Attributes:
+        device, memory: the arguments.
         fetched_bytes: number of bytes that have been copied from host memory to the device.
         sent_bytes: number of bytes that have been copied from the device to host memory.
     """
 
-    def __init__(self, device: torch.device, options: TokenOptions) -> None:
-        self.device = device
-        self._sms: int | None = options.sms
+    def __init__(self, device: torch.device, memory: str, sms: int) -> None:
+        self.device, self.memory = device, memory
         self.fetched_bytes = self.sent_bytes = 0
-        self._faults = Faults(_WORDS)
+        self._sms, self._faults = (sms or None) if memory == "pinned" else sms, Faults(_WORDS)
+        self._stream: torch.cuda.Stream | None = None  # decodes; None on a CPU
+        self._ring: Ring | None = None  # the buffers; None unless memory is "pinned"
+        self._stamps: dict[Turn, int] = {}  # for each buffer, the stamp of the history whose bytes it has or receives
+        if memory != "host":
+            stream = torch.cuda.Stream(device)
+            self._stream, self._issued = stream, torch.cuda.Event()
+            self._faults.on(device)
+            if memory == "pinned":
+                self._ring, self._sender = Ring(device, stream), torch.cuda.Stream(device)
 
     @property
     def device_bytes(self) -> int:
         """Size in bytes of the buffers on the device to which coded bytes are copied."""
-        return 0
+        return 0 if self._ring is None else self._ring.num_bytes
 
-    def new_arena(self) -> TokenArena:
-        return TokenArena(self.device, pinned=False)
-
-    def store(self, history: TokenHistory, pending: Pending) -> None:
-        """Appends encoded blocks to the history of a layer. Waits until the sizes of the blocks are known. If the call
-        is interrupted, either all blocks have been appended, or none."""
-        sizes, start, offsets = pending.sizes(), history.arena.used, []
-        pairs = (history.keys, pending.keys), (history.values, pending.values)
-        new_bytes = sum(coded.num_items * codec.form.item_bytes for codec, coded in pairs)
-        plain_bytes = history.original_bytes + new_bytes
-        try:
-            for (codec, coded), size in zip(pairs, sizes):
-                alignment = codec.form.item_bytes if coded.codebook is None else _core.SECTOR_BYTES
-                offset, memory = history.arena.reserve(size, alignment, plain_bytes)
-                offsets.append(offset)
-                for part, data in zip(memory, coded.data[:size].split([part.numel() for part in memory])):
-                    self._put(history.arena, part, data)
-            history.add(pending, sizes, (offsets[0], offsets[1]), start)
-        except BaseException:
-            history.arena.rewind(start)
-            raise
-
-    def _put(self, arena: TokenArena, memory: torch.Tensor, data: torch.Tensor) -> None:
+    def put(self, arena: TokenArena, memory: torch.Tensor, data: torch.Tensor) -> None:
         """Queues a copy of coded bytes to memory that was reserved in an arena."""
-        memory.copy_(data)
+        if arena.filled is None:
+            memory.copy_(data)
+            return
+        self._sender.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._sender):
+            memory.copy_(data, non_blocking=True)
+            arena.filled.record(self._sender)
+        data.record_stream(self._sender)
+        self.sent_bytes += data.numel()
 
     def fetch(self, history: TokenHistory, num_tokens: int, blocks: range | None = None) -> Fetch:
         """Allocates keys and values for num_tokens tokens, and begins to decode blocks into their first tokens. blocks:
         the numbers of the blocks. None: all blocks of the history."""
-        blocks = range(history.num_blocks) if blocks is None else blocks
-        keys, values = history.empty(num_tokens)
-        self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
+        blocks, arena, stream = range(history.num_blocks) if blocks is None else blocks, history.arena, self._stream
+        if stream is None:
+            keys, values = history.empty(num_tokens)
+            self._decode(history, keys, values, blocks, arena.parts()[0][1])
+            self.check()
+            return Fetch(keys, values)
         self.check()
-        return Fetch(keys, values)
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            keys, values = history.empty(num_tokens)
+            self._issued.record(current)
+            stream.wait_event(self._issued)
+            try:
+                if self._ring is None:
+                    torch.cuda.set_stream(stream)
+                    self._decode(history, keys, values, blocks, arena.parts()[0][1])
+                else:
+                    turn = self._brought(self._ring, history)
+                    torch.cuda.set_stream(stream)
+                    turn.wait(stream)
+                    self._decode(history, keys, values, blocks, turn.memory[: arena.used])
+                    turn.release(stream)
+            finally:
+                torch.cuda.set_stream(current)
+            return Fetch(keys, values, current, stream)
+
+    def _brought(self, ring: Ring, history: TokenHistory) -> Turn:
+        """Returns the buffer that has the bytes of a history. If no buffer has them, queues the copies that bring
+        them."""
+        turn = ring.last
+        if self._stamps.get(turn) != history.stamp:
+            turn = ring.next()
+        if self._stamps.get(turn) != history.stamp:
+            self._stamps.pop(turn, None)
+            arena, stream = history.arena, ring.stream
+            assert arena.filled is not None
+            if turn.memory.numel() < arena.used:
+                turn.reserve(arena.used + arena.used // _SLACK)
+            stream.wait_event(arena.filled)
+            parts = arena.parts()
+            turn.bring(stream, ((turn.memory[start : start + part.numel()], part) for start, part in parts))
+            self.fetched_bytes += sum(part.numel() for _, part in parts)
+            self._stamps[turn] = history.stamp
+        return turn
 
     def _decode(
         self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
     ) -> None:
         """Queues the decoding of blocks into the first tokens of keys and values, on the current stream. staged: all
         used bytes of the arena, or a copy of them on the device."""
-        for codec, out in ((history.keys, keys), (history.values, values)):
-            codec.decode(staged, out, blocks, history.order, self._sms, self._faults.on(self.device))
+        for states, out in ((history.keys, keys), (history.values, values)):
+            states.decode(staged, out, blocks, history.order, self._sms, self._faults.on(self.device))
 
     def check(self) -> None:
         """Raises an error if decoding has noted a fault so far. Does not wait.
@@ -416,99 +467,7 @@ class TokenDecoder:
         self._faults.raise_pending(self.device)
 
 
-class CudaTokenDecoder(TokenDecoder):
-    """A decoder of layers whose coded bytes are in GPU memory. It decodes on its own stream, while the current stream
-    goes on. `fetch` does not make the host wait, and `Fetch.wait` makes the current stream wait for the decoding."""
-
-    def __init__(self, device: torch.device, options: TokenOptions) -> None:
-        super().__init__(device, options)
-        self._decoder, self._issued = torch.cuda.Stream(device), torch.cuda.Event()
-        self._faults.on(device)
-
-    def fetch(self, history: TokenHistory, num_tokens: int, blocks: range | None = None) -> Fetch:
-        self.check()
-        blocks = range(history.num_blocks) if blocks is None else blocks
-        with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream()
-            keys, values = history.empty(num_tokens)
-            self._issued.record(current)
-            self._decoder.wait_event(self._issued)
-            try:
-                self._decode_beside(history, keys, values, blocks)
-            finally:
-                torch.cuda.set_stream(current)
-            return Fetch(keys, values, current, self._decoder)
-
-    def _decode_beside(self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
-        """Makes the decoder's stream the current one, and queues the decoding there. The caller must restore the former
-        current stream, even if an exception is raised."""
-        torch.cuda.set_stream(self._decoder)
-        self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
-
-
-class HostTokenDecoder(CudaTokenDecoder):
-    """A decoder of layers whose coded bytes are in pinned host memory. It has a ring of two buffers on the GPU. The
-    copy engine copies the bytes of one layer to one buffer while the GPU decodes another layer from the other buffer.
-    If a buffer still has the bytes of a layer, they are not copied again."""
-
-    def __init__(self, device: torch.device, options: TokenOptions) -> None:
-        super().__init__(device, options)
-        self._sms = options.sms or None
-        self._ring, self._sender = Ring(device, self._decoder), torch.cuda.Stream(device)
-        # For each buffer, the stamp of the history whose bytes it has or is receiving.
-        self._stamps: dict[Turn, int] = {}
-
-    @property
-    def device_bytes(self) -> int:
-        return self._ring.num_bytes
-
-    def new_arena(self) -> TokenArena:
-        return TokenArena(self.device, pinned=True)
-
-    def _put(self, arena: TokenArena, memory: torch.Tensor, data: torch.Tensor) -> None:
-        assert arena.filled is not None
-        self._sender.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._sender):
-            memory.copy_(data, non_blocking=True)
-            arena.filled.record(self._sender)
-        data.record_stream(self._sender)
-        self.sent_bytes += data.numel()
-
-    def _decode_beside(self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
-        turn = self._ring.last
-        if self._stamps.get(turn) != history.stamp:
-            turn = self._ring.next()
-        if self._stamps.get(turn) != history.stamp:
-            self._stamps.pop(turn, None)
-            arena, stream = history.arena, self._ring.stream
-            assert arena.filled is not None
-            if turn.memory.numel() < arena.used:
-                turn.reserve(arena.used + arena.used // _SLACK)
-            stream.wait_event(arena.filled)
-            parts = arena.parts()
-            turn.bring(stream, ((turn.memory[start : start + part.numel()], part) for start, part in parts))
-            self.fetched_bytes += sum(part.numel() for _, part in parts)
-            self._stamps[turn] = history.stamp
-        torch.cuda.set_stream(self._decoder)
-        turn.wait(self._decoder)
-        self._decode(history, keys, values, blocks, turn.memory[: history.arena.used])
-        turn.release(self._decoder)
-
-
-def decoder_for(device: torch.device, options: TokenOptions) -> TokenDecoder:
-    """Returns a new decoder for layers whose keys and values are on a device.
-
-    Raises:
-        ValueError: the device is neither a CPU nor a GPU that this build of ibp can use.
-    """
-    device = _memory.canonical(device)
-    with torch.inference_mode(False):
-        if device.type == "cpu":
-            return TokenDecoder(device, options)
-        return (HostTokenDecoder if options.memory == "pinned" else CudaTokenDecoder)(device, options)
-
-
-# ---- the tokens of all layers ----
+# ---- the coder of a cache ----
 
 _SCHEMES = ("planes", "ibp", "raw")
 _MOST_TOKENS = 2**31  # the largest block and window, in tokens
@@ -546,6 +505,7 @@ class TokenCoder(OfThisProcess):
             link.
 
     Attributes:
+        block: number of tokens that are coded together.
         memory: "pinned" or "device".
         devices: the devices of the layers for which `history` has been called.
 
@@ -572,15 +532,10 @@ class TokenCoder(OfThisProcess):
         check_scheme("planes", level=level)
         if codebooks is not None and (scheme == "raw" or len(codebooks) != 2):
             raise ValueError("codebooks are a pair, of keys and of values, and not for scheme 'raw'")
-        block = whole_number("block", block, 1, _MOST_TOKENS)
-        window, self.memory = whole_number("window", window, 0, _MOST_TOKENS), memory or "pinned"
-        self._options = TokenOptions(block, window, self.memory, scheme, level, codebooks, sms_of(max_sms))
+        self.block = whole_number("block", block, 1, _MOST_TOKENS)
+        self._window, self.memory = whole_number("window", window, 0, _MOST_TOKENS), memory or "pinned"
+        self._scheme, self._level, self._codebooks, self._sms = scheme, level, codebooks, sms_of(max_sms)
         self._decoders: dict[torch.device, TokenDecoder] = {}
-
-    @property
-    def block(self) -> int:
-        """Number of tokens that are coded together."""
-        return self._options.block
 
     @property
     def devices(self) -> list[torch.device]:
@@ -593,24 +548,24 @@ class TokenCoder(OfThisProcess):
         Raises:
             ValueError: keys are on neither a CPU nor a CUDA device, or keys or values do not suit the codebooks.
         """
-        decoder, books = self._decoder_on(keys.device), self._options.codebooks or (None, None)
+        decoder, books = self._decoder_on(keys.device), self._codebooks or (None, None)
         forms = [Form.of(states, self.block, book) for states, book in zip((keys, values), books)]
-        return TokenHistory(forms[0], forms[1], self._options, decoder)
+        return TokenHistory(self, decoder, forms[0], forms[1])
 
     def clone_of(self, history: TokenHistory) -> TokenHistory:
         """Returns a copy of a layer's history that belongs to this coder."""
-        return history.clone(self._decoder_on(history.device))
+        return history.clone(self)
 
     def copy(self) -> TokenCoder:
         """Returns a coder with the same options, for another cache."""
         copied = TokenCoder.__new__(TokenCoder)
-        copied._options, copied.memory, copied._decoders = self._options, self.memory, {}
+        vars(copied).update(vars(self), _decoders={})
         return copied
 
     def num_due(self, num_raw: int) -> int:
         """Returns the number of blocks that should be coded now, max(0, num_raw - window) // block: the newest `window`
         tokens stay raw, and the older ones are coded in complete blocks. num_raw: number of raw tokens of the layer."""
-        return max(0, num_raw - self._options.window) // self.block
+        return max(0, num_raw - self._window) // self.block
 
     @property
     def device_bytes(self) -> int:
@@ -628,6 +583,14 @@ class TokenCoder(OfThisProcess):
         return sum(decoder.sent_bytes for decoder in self._decoders.values())
 
     def _decoder_on(self, device: torch.device) -> TokenDecoder:
+        """Returns the decoder for layers whose keys and values are on a device.
+
+        Raises:
+            ValueError: the device is neither a CPU nor a GPU that this build of ibp can use.
+        """
         if device not in self._decoders:
-            self._decoders[device] = decoder_for(device, self._options)
+            place = _memory.canonical(device)
+            with torch.inference_mode(False):
+                memory = "host" if place.type == "cpu" else self.memory
+                self._decoders[device] = TokenDecoder(place, memory, self._sms)
         return self._decoders[device]

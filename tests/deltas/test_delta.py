@@ -12,7 +12,7 @@ import ibp
 import reference
 from helpers import assert_same_bits, bytes_of, reference_decode
 from ibp._rows.table import handle_on
-from ibp.deltas import _tensors
+from ibp.deltas import _applying
 
 DTYPES = [
     torch.bool,
@@ -263,7 +263,7 @@ def test_interrupted(number, after, monkeypatch):
     delta = ibp.deltas.make(new, old)
     assert delta.changed == ("a", "b")
     base = {name: tensor.clone() for name, tensor in old.items()}
-    add, calls = _tensors.InPlace._add, []
+    add, calls = _applying.HostBatch._add, []
 
     def interrupted(self, subtracts):
         calls.append(subtracts)
@@ -273,7 +273,7 @@ def test_interrupted(number, after, monkeypatch):
             add(self, subtracts)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_tensors.InPlace, "_add", interrupted)
+    monkeypatch.setattr(_applying.HostBatch, "_add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         delta.apply_(base)
     for name, tensor in old.items():

@@ -12,10 +12,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import ibp
 from helpers import assert_same_bits
-from ibp.deltas import OutOfSyncError, Receiver, Sender, _on_pieces, _tensors
-from ibp.deltas import _messages as messages
+from ibp.deltas import OutOfSyncError, Receiver, Sender, _applying, _sending
+from ibp.deltas._applying import TableRows
 from ibp.deltas._messages import ChangeHead, PushHead, Region
-from ibp.deltas._on_pieces import TableRows
 from ranks import Ranks
 from test_delta import bits, changed, optimizer_step
 
@@ -380,8 +379,8 @@ def test_weights_are_divided_once(monkeypatch):
     """Unless something changes that decides which tensors share a region: here the dtype of a tensor without
     elements."""
     weights = {"a": torch.randn(4), "empty": torch.empty(0, 8), "b": torch.randn(5)}
-    plan, divided, divide = messages.RegionPlan((0, 1), 4096), [], messages._divided
-    monkeypatch.setattr(messages, "_divided", lambda *args: divided.append(1) or divide(*args))
+    plan, divided, divide = _sending.RegionPlan((0, 1), 4096), [], _sending._divided
+    monkeypatch.setattr(_sending, "_divided", lambda *args: divided.append(1) or divide(*args))
     for _ in range(3):
         (region,) = plan.regions({name: tensor.view(tensor.shape) for name, tensor in weights.items()})
         assert region.values().numel() == 9
@@ -490,7 +489,7 @@ def test_weights_of_another_kind(name, there, kind, match, full):
 @pytest.mark.parametrize("number", range(4))
 def test_a_crash_in_the_middle(number, monkeypatch):
     """Amid the changes of the tensors, all stay as they were, and the messages count when they come again."""
-    link, calls, add = Link(), [], _tensors.InPlace._add
+    link, calls, add = Link(), [], _applying.HostBatch._add
 
     def interrupted(self, subtracts):
         calls.append(subtracts)
@@ -498,7 +497,7 @@ def test_a_crash_in_the_middle(number, monkeypatch):
             raise KeyboardInterrupt
         return add(self, subtracts)
 
-    monkeypatch.setattr(_tensors.InPlace, "_add", interrupted)
+    monkeypatch.setattr(_applying.HostBatch, "_add", interrupted)
     link.refuses(link.pushes[1], None, KeyboardInterrupt)
     assert link.receiver.version == 1
     assert applied(link.receiver, link.pushes[1])
@@ -580,7 +579,7 @@ def test_a_crash_amid_tables(number, after, monkeypatch):
 def interrupt_a_write(monkeypatch, number, after):
     """Raises KeyboardInterrupt at the write of this number, before or after it. Returns the groups that are written, a
     list that grows."""
-    calls, write = [], _on_pieces.Pieces.write
+    calls, write = [], _applying.SplitBase.write
 
     def interrupted(base, group, elements):
         calls.append(group)
@@ -589,7 +588,7 @@ def interrupt_a_write(monkeypatch, number, after):
         if len(calls) - 1 == number:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_on_pieces.Pieces, "write", interrupted)
+    monkeypatch.setattr(_applying.SplitBase, "write", interrupted)
     return calls
 
 

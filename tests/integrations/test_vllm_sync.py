@@ -13,7 +13,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from ibp.deltas import _on_pieces
+from ibp.deltas import _applying
 from ibp.integrations.vllm import sync as vllm_sync
 from ibp.integrations.vllm.sync import ModelReceiver
 from native import ROOT
@@ -95,7 +95,7 @@ def test_a_part_is_checked_by_the_chain():
 @pytest.mark.parametrize("piece_bytes", [700, 1 << 20])
 def test_an_interrupted_part_is_taken_back(piece_bytes, monkeypatch):
     old, new = versions()
-    model, write, calls = loaded(old), _on_pieces.Pieces.write, []
+    model, write, calls = loaded(old), _applying.SplitBase.write, []
 
     def interrupted(base, group, elements):
         write(base, group, elements)
@@ -103,7 +103,7 @@ def test_an_interrupted_part_is_taken_back(piece_bytes, monkeypatch):
         if len(calls) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_on_pieces.Pieces, "write", interrupted)
+    monkeypatch.setattr(_applying.SplitBase, "write", interrupted)
     receiver = ModelReceiver(model, False)
     with pytest.raises(KeyboardInterrupt):
         for message in ibp.deltas.Sender(old, piece_bytes=piece_bytes).push(new):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ibp._machine import memory as _memory
-from ibp.kv._coding import Form, TokenArena
+from ibp.kv._states import Form, TokenArena
 from kv_blocks import BLOCK, Raw, any_changes, tokens
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def test_what_cannot_be_stored_leaves_all_as_it_was(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(raw.history.arena, "reserve", fail_at_second)
         with pytest.raises(RuntimeError, match="out of memory"):
-            raw.decoder.store(raw.history, pending)
+            raw.history.store(pending)
     assert raw.history.arena.used == used and raw.history.num_blocks == 2
     raw.check()
     raw.add(1)

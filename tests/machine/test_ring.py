@@ -9,8 +9,8 @@ from helpers import assert_same_bits
 from ibp._machine import memory, staging
 from ibp._machine.staging import Ring, Turn
 from ibp.checkpoints import _coding
-from ibp.kv._tokens import HostTokenDecoder, TokenHistory
-from kv_blocks import Raw, any_changes
+from ibp.kv._tokens import TokenDecoder
+from kv_blocks import Raw, any_changes, tokens
 from stream_clocks import Gpu, clock_copies, clocked_gpu
 
 CPU = torch.device("cpu")
@@ -157,17 +157,16 @@ def test_blocks_on_their_way_from_the_gpu(gpu, pageable):
 
 
 class Layers:
-    """Layers of a KV-cache whose coded tokens are in host memory, with one decoder."""
+    """Layers of a KV-cache whose coded tokens are in the memory of a GPU or in host memory, with one decoder."""
 
-    def __init__(self, gpu, monkeypatch, count):
+    def __init__(self, gpu, monkeypatch, count, place="pinned"):
         monkeypatch.setattr(memory, "device_view", lambda host, device: host)
         monkeypatch.setattr(memory, "empty", lambda size, *_, **__: torch.empty(size, dtype=torch.uint8))
-        self.raws = [Raw() for _ in range(count)]
-        self.decoder = HostTokenDecoder(CPU, self.raws[0].options)
+        self.raws, self.decoder = [Raw() for _ in range(count)], TokenDecoder(CPU, place, 0)
         decode = self.decoder._decode
         for raw in self.raws:
-            forms = (raw.history.keys.form, raw.history.values.form)
-            raw.decoder, raw.history = self.decoder, TokenHistory(*forms, raw.options, self.decoder)
+            raw.coder._decoders[CPU] = self.decoder
+            raw.history = raw.coder.history(*tokens(1, 1))
 
         def clocked_decode(history, keys, values, blocks, staged):
             gpu.use(staged, writes=False)
@@ -191,9 +190,11 @@ def test_layers_of_a_kv_cache(gpu, monkeypatch):
     assert layers.decoder.device_bytes >= 2 * layers.raws[0].history.arena.used
 
 
-def test_any_changes_of_a_kv_cache(gpu, monkeypatch):
-    (raw,) = Layers(gpu, monkeypatch, 1).raws
-    any_changes(raw, 0, 25)
+@pytest.mark.parametrize("place", ["device", "pinned"])
+def test_any_changes_of_a_kv_cache(gpu, monkeypatch, place):
+    layers = Layers(gpu, monkeypatch, 1, place)
+    any_changes(layers.raws[0], 0, 25)
+    assert (layers.decoder.fetched_bytes > 0) == (layers.decoder.device_bytes > 0) == (place == "pinned")
 
 
 def test_blocks_of_a_checkpoint(gpu, monkeypatch):

@@ -3,16 +3,10 @@
 import torch
 
 from helpers import assert_same_bits
-from ibp.kv._coding import Form, TokenOptions
-from ibp.kv._tokens import TokenHistory, decoder_for
+from ibp.kv import TokenCoder
 
 HEADS, BLOCK = 2, 4
 CPU = torch.device("cpu")
-
-
-def options(**changed):
-    given = {"block": BLOCK, "window": 0, "memory": "pinned", "scheme": "planes", "level": "default"}
-    return TokenOptions(**(given | {"codebooks": None, "sms": 0} | changed))
 
 
 def tokens(count, batch, dtype=torch.bfloat16, device=CPU, scale=0.02, dims=(8, 16)):
@@ -23,22 +17,20 @@ class Raw:
     """A history, and the raw tensors that it should hold."""
 
     def __init__(self, device=CPU, dtype=torch.bfloat16, **changed):
-        self.options, self.dtype = options(**changed), dtype
-        self.decoder = decoder_for(device, self.options)
-        forms = [Form.of(x, BLOCK, None) for x in tokens(1, 1, dtype)]
-        self.history = TokenHistory(*forms, self.options, self.decoder)
+        self.coder, self.dtype, self.device = TokenCoder(block=BLOCK, window=0, **changed), dtype, device
+        self.history = self.coder.history(*tokens(1, 1, dtype, device))
         self.right, self.batch = [], 3
 
     def add(self, num_blocks, scale=0.02, sequences=None):
         """Encodes and adds blocks. sequences: the sequences to take between encoding and storing; None: all as they
         are."""
-        new = tokens(num_blocks * BLOCK, self.batch, self.dtype, self.decoder.device, scale)
+        new = tokens(num_blocks * BLOCK, self.batch, self.dtype, self.device, scale)
         pending = self.history.encode(*new)
         if sequences is not None:
             pending.take(sequences)
             self.take(sequences)
             new = [x[sequences] for x in new]
-        self.decoder.store(self.history, pending)
+        self.history.store(pending)
         self.right = [torch.cat(pair, dim=2) for pair in zip(self.right, new)] if self.right else new
 
     def take(self, sequences):
@@ -54,7 +46,7 @@ class Raw:
         """Asserts that blocks first to last - 1 have the right bits. The results have room for three more tokens."""
         blocks = range(first, self.history.num_blocks if last is None else last)
         count = len(blocks) * BLOCK
-        got = self.decoder.fetch(self.history, count + 3, blocks).wait()
+        got = self.history.fetch(count + 3, blocks).wait()
         for tensor, right in zip(got, self.right):
             assert_same_bits(tensor[:, :, :count].cpu(), right[:, :, first * BLOCK :][:, :, :count].cpu())
 
@@ -68,11 +60,11 @@ def any_changes(raw, seed, steps):
     for step in range(steps):
         kind = number(6) if step else 0
         if kind <= 2:
-            sequences = torch.randint(raw.batch, (raw.batch,), generator=generator).to(raw.decoder.device)
+            sequences = torch.randint(raw.batch, (raw.batch,), generator=generator).to(raw.device)
             raw.add(1 + number(5), 10.0 ** number(6), sequences if kind == 2 else None)
         elif raw.history.num_blocks:
             if kind <= 4:
-                raw.take(torch.randint(raw.batch, (1 + number(5),), generator=generator).to(raw.decoder.device))
+                raw.take(torch.randint(raw.batch, (1 + number(5),), generator=generator).to(raw.device))
             else:
                 raw.truncate(number(raw.history.num_blocks + 1))
                 raw.right = raw.right if raw.history.num_blocks else []

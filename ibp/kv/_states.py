@@ -1,9 +1,9 @@
 """Codes the keys or values of a layer, and keeps the coded bytes and their index.
 
 Tokens are coded in blocks of a fixed number of consecutive tokens. A `Form` says how the blocks are cut into items, and
-items into rows. `encode` codes items by a codebook; the result, `CodedTokens`, is then copied to a `TokenArena`, which
-grows at its end. A `TokenSpan` has the index of consecutive blocks of one codebook. A `TokenCodec` has the spans of all
-blocks of the keys, or of the values, and learns their codebooks.
+items into rows. `CodedStates` codes the keys of a layer, or its values, and learns their codebooks. It makes
+`CodedItems`, whose bytes are then copied to a `TokenArena`, which grows at its end, and whose index becomes a part of a
+`TokenSpan`, the index of consecutive blocks of one codebook.
 
 A coded sequence is one block of one sequence of the batch, as it was coded. Coded sequences are numbered over all
 blocks, in the order in which they were coded. If the sequences of the batch are reordered later, nothing is coded
@@ -13,6 +13,7 @@ order[t, b].
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -38,19 +39,6 @@ _MOST_ROW_BYTES = 8192
 _LEARN_ELEMENTS = 1 << 19  # number of elements of the sample from which a codebook is learned
 _LEAST_SAVINGS = 0.02  # if a codebook saves a smaller fraction of the bytes than this, tokens are kept raw
 _OUTER_DIMS = 3  # number of dimensions that index the items of a tensor (see `Form`): block, sequence and head
-
-
-@dataclass(frozen=True)
-class TokenOptions:
-    """The options of a cache, as in `ibp.kv.TokenCoder`."""
-
-    block: int  # number of tokens that are coded together
-    window: int  # number of the newest tokens that stay raw
-    memory: str  # "pinned" or "device"
-    scheme: str  # "planes", "ibp" or "raw"
-    level: str  # the level of scheme "planes"
-    codebooks: tuple[AnyCodebook, AnyCodebook] | None  # for keys and for values; None: they are learned
-    sms: int  # number of multiprocessors that decode; 0: all
 
 
 @dataclass(frozen=True)
@@ -114,41 +102,41 @@ class Form:
         return tokens.as_strided(sizes, strides, start)
 
 
-class CodedTokens(NamedTuple):
-    """The result of `encode` or `raw`: items, coded or raw."""
+class CodedItems(NamedTuple):
+    """Items that `CodedStates.encode` has coded or left raw. Their bytes are not in the arena yet."""
 
     codebook: AnyCodebook | None  # the codebook of the items; None: the items are raw
     data: torch.Tensor  # uint8: the coded bytes, followed by unused bytes
     # The index of the items' rows (FORMAT.md, section 2): uint16 [rows] and int64 [rows]. Empty if the items are raw.
     lengths: torch.Tensor
     bases: torch.Tensor
-    state: torch.Tensor | None  # int64 [8]: the counters of `CodedRows`. None if the items are raw.
+    counters: torch.Tensor | None  # int64 [8], those of `CodedRows`. None if the items are raw.
     num_items: int  # number of items
 
-    def num_bytes(self, state: list[int] | None) -> int:
-        """Returns the number of bytes of `data` that are in use. state: the values of the tensor `self.state`, as a
-        list. None: the items are raw, and there is no such tensor.
+    def num_bytes(self, counters: list[int] | None) -> int:
+        """Returns the number of bytes of `data` that are in use. counters: the values of `self.counters`, as a list.
+        None: the items are raw, and there is no such tensor.
 
         Raises:
             RuntimeError: a row was not encoded. This is an internal check: `encode` allocates enough memory for all
                 rows.
         """
-        if state is None:
+        if counters is None:
             return self.data.numel()
-        used, _, lost, status, *_ = state
+        used, _, lost, status, *_ = counters
         if lost or status or not 0 <= used <= self.data.numel():
             raise RuntimeError(f"tokens were not coded: {lost} rows lost, status {status}, {used} bytes in use")
         return used
 
 
-def raw(items: torch.Tensor) -> CodedTokens:
-    """Returns items as raw `CodedTokens`. The data is copied only if the items are not contiguous."""
+def raw(items: torch.Tensor) -> CodedItems:
+    """Returns items as raw `CodedItems`. The data is copied only if the items are not contiguous."""
     none = torch.empty(0, dtype=torch.int64, device=items.device)
     data = items.contiguous().view(-1).view(torch.uint8)
-    return CodedTokens(None, data, none.view(torch.uint16), none, None, items[..., 0].numel())
+    return CodedItems(None, data, none.view(torch.uint16), none, None, items[..., 0].numel())
 
 
-def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
+def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedItems:
     """Queues the encoding of items [blocks, B, heads, elements] on the current stream. `data` of the result is at least
     as large as the items, so that even raw rows fit."""
     item_bytes = items.shape[-1] * items.element_size()
@@ -157,7 +145,7 @@ def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
     room = rounded_up(codebook.row_bytes, _SECTOR)  # size in bytes of a raw row in overflow
     rows = CodedRows(codebook, num_rows, slot_bytes=0, overflow_bytes=num_rows * room, device=items.device)
     rows.handle.encode(items, rows._counts, rows.fault)
-    return CodedTokens(codebook, rows.overflow, rows.lengths, rows.bases, rows.counters, num_items)
+    return CodedItems(codebook, rows.overflow, rows.lengths, rows.bases, rows.counters, num_items)
 
 
 # ---- bytes ----
@@ -293,7 +281,7 @@ class TokenSpan:
     def index_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self._lengths, self._bases, self._words))
 
-    def append(self, coded: CodedTokens, offset: int) -> None:
+    def append(self, coded: CodedItems, offset: int) -> None:
         """Appends items, whose bytes begin at the given offset in the arena."""
         if self.codebook is None:
             first = offset // self.form.item_bytes
@@ -362,35 +350,36 @@ class TokenSpan:
         return self._ids[3]
 
     def clone(self) -> TokenSpan:
-        copied = TokenSpan(self.form, self.codebook, self.first_block, self.first_slot, self._bases.device)
+        copied = copy.copy(self)
         copied._lengths, copied._bases = self._lengths.clone(), self._bases.clone()
         copied._resize(self.num_items)
         return copied
 
 
-class TokenCodec:
-    """An encoder and decoder for the keys of a layer, or for its values. It keeps the index of all encoded blocks.
+class CodedStates:
+    """The coded keys of a layer, or its coded values: it encodes and decodes them, and keeps the index of all blocks.
 
     Args:
         form: the geometry of the keys or values.
-        options: the options of the cache.
+        scheme: "planes", "ibp" or "raw".
+        level: the level of scheme "planes".
         given: the first codebook. None: it is learned from the first keys or values that are encoded.
         device: the device that encodes and decodes.
     """
 
-    def __init__(self, form: Form, options: TokenOptions, given: AnyCodebook | None, device: torch.device) -> None:
-        self.form, self._options, self._device = form, options, device
+    def __init__(self, form: Form, scheme: str, level: str, given: AnyCodebook | None, device: torch.device) -> None:
+        self.form, self._scheme, self._level, self._device = form, scheme, level, device
         self._learner: Learner[AnyCodebook] = Learner()
         if given is not None:
             self._learner.take(given)
         self._num_encoded = self.num_learned = 0
         self.spans: list[TokenSpan] = []
 
-    def encode(self, tokens: torch.Tensor) -> CodedTokens:
+    def encode(self, tokens: torch.Tensor) -> CodedItems:
         """Queues the encoding of complete blocks of tokens, [B, num_heads, n * block, head_dim]. If the call learns a
         codebook from the tokens, it waits for the GPU."""
         items = self.form.items(tokens.detach(), 0, tokens.shape[2] // self.form.block)
-        if items.numel() and self._options.scheme != "raw":
+        if items.numel() and self._scheme != "raw":
             self._num_encoded += 1
             if self._learner.is_due(self._num_encoded):
                 self._look(items)
@@ -408,8 +397,8 @@ class TokenCodec:
             sample,
             self.form.row_bytes,
             self.form.dtype,
-            scheme=self._options.scheme,
-            level=self._options.level,
+            scheme=self._scheme,
+            level=self._level,
             num_rows=items[..., 0].numel() * self.form.rows_per_item,
         )
         found = _saved(sample, learned)
@@ -418,7 +407,7 @@ class TokenCodec:
             self.num_learned += codebook is not None
         self._learner.take(codebook, use=self._num_encoded)
 
-    def add(self, coded: CodedTokens, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
+    def add(self, coded: CodedItems, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
         """Appends encoded items to the last span. If there is no span, or the last span has another codebook, appends
         them to a new span instead. Also tells the learner the sizes of the items before and after encoding.
 
@@ -464,10 +453,9 @@ class TokenCodec:
         if self.spans:
             self.spans[-1].truncate((num_slots - self.spans[-1].first_slot) * self.form.num_heads)
 
-    def clone(self) -> TokenCodec:
-        copied = TokenCodec(self.form, self._options, None, self._device)
-        copied._learner, copied._num_encoded = replace(self._learner), self._num_encoded
-        copied.num_learned, copied.spans = self.num_learned, [span.clone() for span in self.spans]
+    def clone(self) -> CodedStates:
+        copied = copy.copy(self)
+        copied._learner, copied.spans = replace(self._learner), [span.clone() for span in self.spans]
         return copied
 
 
