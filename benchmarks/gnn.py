@@ -19,7 +19,7 @@ sorted.
 --dgl measures only Cora's rows and dense FP32 rows, with neighbours that DGL draws on the CPU. DGL's own loader, which
 can pin features or read them from the GPU, is not run. --huge measures only Citeseer's rows, in a table of 64 GiB.
 Other rows of the CSV stay, and these rows stay in runs without the options. --sets measures only the named features,
-such as `citeseer`, which is expected to take half a minute on an H200 (a full run three), and keeps the other rows.
+such as `citeseer`, which is expected to take about two minutes on an H200 (a full run three), and keeps the other rows.
 
 gnn.csv has the rate of fetches alone (gbps) and, after the common columns, batch (seeds), batches (measured),
 sample_ms, fetch_ms and train_ms (each measured alone: the median of several, and for fetches the mean of several in a

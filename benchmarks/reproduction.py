@@ -1273,6 +1273,7 @@ CDMA = (
         "activations.py",
         "53 % faster than vDNN on average, at most 79 %; throttled 94 % of it",
         offload_gains,
+        ("throttle.py",),
         compared=offload_headlines,
     ),
     Row(

@@ -2,10 +2,13 @@
 
 import csv
 import json
+import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import throttle
 
@@ -65,3 +68,39 @@ def test_the_slowest_of_several_gpus_counts(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_several_processes_take_steps_together(tmp_path):
     assert {row["gpus"] for row in throttled(tmp_path, "--together")} == {"1", "2"}
+
+
+def test_a_counter_of_energy_that_is_not_there_is_named(monkeypatch, capsys):
+    """No package; a driver that does not count; and millijoules, which become joules."""
+    run = types.SimpleNamespace(on_gpu=True, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1-2"))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert throttle.energy_meter(run) is None
+    assert capsys.readouterr().out == "energy: the package nvidia-ml-py is not installed, left out\n"
+
+    class NVMLError(Exception):
+        pass
+
+    def not_supported(handle):
+        raise NVMLError("Not Supported")
+
+    nvml = types.SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda name: {"GPU-1-2": "handle"}[name],
+        nvmlDeviceGetTotalEnergyConsumption=not_supported,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert throttle.energy_meter(run) is None
+    assert capsys.readouterr().out == "energy: NVML does not count it (Not Supported), left out\n"
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 2500 if handle == "handle" else 0
+    assert throttle.energy_meter(run)() == 2.5
+
+
+@pytest.mark.slow
+def test_copies_of_a_step_on_a_gpu(cuda, tmp_path):
+    assert throttle.main(["--device", "cuda", "--quick", "--out", str(tmp_path)]) == 0
+    with open(tmp_path / "throttle.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["arm"] != "plain"]
+    assert len(rows) == 2 + len(throttle.SMS)
+    assert all(0 < float(row["out_ms"]) <= float(row["step_ms"]) * 1.5 for row in rows)
