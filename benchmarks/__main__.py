@@ -5,7 +5,7 @@ Without options: the scripts of speed, in under 5 minutes on one H200.
 --coding     kinds of rows, compression and decompression, in under 4 minutes
 --caches     caches, embedding tables and KV-caches, in under 8 minutes
 --training   nets that train, in under 6 minutes
---choices    measurements that only papers ask for, and the choice of codecs, in under 5 minutes
+--choices    measurements that only papers ask for, and the choice of codecs, in under 7 minutes
 --models     language models, in under 13 minutes; needs transformers
 --all        all of these, and the scripts that count bytes, whose results are the same on every machine, in 30
              minutes; a script that has not begun by then does not run
@@ -60,7 +60,7 @@ CACHES = {
     "kv_transfer": 40,
 }
 TRAINING = {"activations": 150, "sync": 90}
-CHOICES = {"transfers": 75, "copy_threads": 30, "spill": 45, "choose": 110}
+CHOICES = {"transfers": 150, "copy_threads": 60, "spill": 45, "choose": 110}
 # A name may include options of the script.
 MODELS = {
     "linear": 200,
@@ -88,15 +88,19 @@ OTHERS = {
     "spill --managed": 20,
     "spill --peer": 40,
     "activations --batches": 90,
+    "throttle": 120,
+    "throttle --energy": 330,
+    "throttle --together": 150,
     "gnn": 180,
     "gnn_cache": 100,
     "kv_request": 60,
+    "kv_request --workers": 90,
     "weights": 140,
     "flexgen_opt": 150,
     "collectives": 90,
 }
 # These scripts take two GPUs if there are two.
-TWO_GPUS = {"collectives", "gnn_parallel", "row_cache", "scale", "spill", "weights"}
+TWO_GPUS = {"collectives", "gnn_parallel", "row_cache", "scale", "spill", "throttle", "weights"}
 BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms", "entries")
 GRACE_S = 5  # A script has this many seconds to print what it measured.
 ALL_S = 1800  # --all takes at most this many seconds on a GPU.

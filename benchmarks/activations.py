@@ -13,7 +13,7 @@ Each arm runs steps (forward and backward pass, no optimizer) of the nets of net
 `on the device`    `memory="device"`
 `ibp by 16 SMs`    `max_sms=16`
 `save_on_cpu`      torch's own hooks with pinned memory
-`zero values`      such hooks with cDMA's zero-value compression, written with torch's operations
+`zeros listed`     `ibp` by cDMA's zero-value compression alone, in listed rows of scheme planes
 
 The first steps of each arm, in which it learns and pins memory, do not count. In the arms `coding beside by N SMs`, 256
 MiB of ReLU's outputs are compressed on N multiprocessors while a plain step runs; `gbps` is the rate during the step,
@@ -32,6 +32,12 @@ the device` is a lower peak than plain's.
 `--nets` and `--arms` measure only the named nets and arms and `plain`, and keep the other rows of the CSV. `--batches`
 measures only the rows of `ARM in 4 GB`: the largest batch (`rows`) that trains if torch may take 4 GB of the GPU, and
 the time of its step.
+
+`zeros listed` stands for cDMA's engine: each row has one bit for each element, or a list of positions if that is
+shorter, and the elements that are not zero (FORMAT.md section 6). Kernels and hooks are those of `ibp`, and tensors
+that would gain nothing are sent raw, as there. `--arms "raw,zeros listed"` measures it beside raw hooks, which is
+expected to take about a minute on an H200. Older rows of `zero values` are of torch's operations in place of these
+kernels. throttle.py measures more numbers of SMs, energy, and several GPUs.
 
 Before an arm is timed, its gradients are compared with plain's bit for bit, if plain's own are the same every time with
 torch's deterministic algorithms (`checked` is `gradients`; plain's is `repeats`). Otherwise every saved tensor is
@@ -56,6 +62,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ibp
 from ibp._activations import coding, offload
+from ibp._rows import geometry
+from ibp._rows.codebook import surveyed
 
 from . import densities, harness, ideal, nets
 
@@ -67,7 +75,7 @@ COLUMNS = (
     *("times_smaller", "wanted_times_smaller", "most_times_smaller", "met"),
 )
 PLAIN, SAVE_ON_CPU, RAW, RECOMPUTED, IBP = "plain", "save_on_cpu", "raw", "recomputed", "ibp"
-ON_DEVICE, RECOMPUTED_IBP, ZERO_VALUES = "on the device", "recomputed + ibp", "zero values"
+ON_DEVICE, RECOMPUTED_IBP, LISTED_ZEROS = "on the device", "recomputed + ibp", "zeros listed"
 FEW_SMS = 16
 IBP_FEW, BESIDE = f"ibp by {FEW_SMS} SMs", "coding beside by "
 # Compression beside a plain step is measured for these nets and numbers of SMs, and calls it at least BESIDE_CODINGS
@@ -81,11 +89,10 @@ CAPPED = f" in {CAPPED_GB} GB"  # The names of these arms end with this text.
 CAPPED_NETS, CAPPED_ARMS = ("ResNet-50", "VGG16"), (PLAIN, RECOMPUTED, IBP, ON_DEVICE)
 QUICK_NETS = ("ReLU RNN 32",)
 BATCHES, QUICK_BATCHES = (32, 64, 80, 96, 128, 192, 256, 384, 512), (2, 4)
-BIT_VALUES = (1, 2, 4, 8, 16, 32, 64, 128)  # These are the values of a byte's bits.
 LEARNING_STEPS, TIMED_STEPS = 3, 3
 REPEATS = 5  # The gradients of this many plain steps are compared, because they may differ from step to step.
-SAMPLED_ROWS = 4096  # The entropy of a tensor is computed from this many rows, which have 16 MiB.
-OFFLOADS = (IBP, RAW, RECOMPUTED_IBP, ON_DEVICE, IBP_FEW, ZERO_VALUES)
+# The entropy of a tensor, and what listing its zeros saves, are computed from this many rows, which have 16 MiB.
+SAMPLED_ROWS = 4096
 # Targets: a step takes at most 1.1 times bound_ms, and is 3 times as fast as save_on_cpu.
 STEP_SHARE, TIMES_SAVE_ON_CPU = 1.1, 3.0
 GB = 1e9
@@ -158,77 +165,65 @@ def least_bytes(run):
     return offload.LEAST_BYTES if run.on_gpu else 4096
 
 
+def offloaded(run, **options):
+    """Returns the context of an arm that offloads activations. options: those of `ibp.offload_activations`."""
+    return ibp.offload_activations(device=run.device.type, least_bytes=least_bytes(run), **options)
+
+
 def arms(run):
     """Returns {name of an arm: a function that makes its context}."""
-    options = {"device": run.device.type, "least_bytes": least_bytes(run)}
     return {
         PLAIN: contextlib.nullcontext,
         RECOMPUTED: contextlib.nullcontext,
-        IBP: lambda: ibp.offload_activations(**options),
-        RAW: lambda: ibp.offload_activations(coded=False, **options),
-        RECOMPUTED_IBP: lambda: ibp.offload_activations(**options),
-        ON_DEVICE: lambda: ibp.offload_activations(memory="device", **options),
-        IBP_FEW: lambda: ibp.offload_activations(max_sms=FEW_SMS, **options),
-        ZERO_VALUES: lambda: ZeroValues(run),
+        IBP: lambda: offloaded(run),
+        RAW: lambda: offloaded(run, coded=False),
+        RECOMPUTED_IBP: lambda: offloaded(run),
+        ON_DEVICE: lambda: offloaded(run, memory="device"),
+        IBP_FEW: lambda: offloaded(run, max_sms=FEW_SMS),
+        LISTED_ZEROS: lambda: zeros_listed(run),
         SAVE_ON_CPU: lambda: save_on_cpu(pin_memory=run.on_gpu),
     }
 
 
-class ZeroValues(saved_tensors_hooks):
-    """cDMA's zero-value compression (section V-A), written with torch's operations. Pinned memory gets one bit for each
-    element of a tensor, and the elements that are not zero. As with `save_on_cpu`, they come back when the backward
-    pass asks for them."""
+class ListedZeros(offload.ActivationPolicy):
+    """Encodes each region by cDMA's zero-value compression (section V-A). A region that this does not make smaller is
+    sent raw."""
 
-    pinned_bytes = 0  # The number is unknown, because torch's allocator has the memory.
+    def __init__(self):
+        super().__init__("pinned", True, None)
+        self.recipes = {}  # by a region's number in its pass, and dtype
 
-    def __init__(self, run):
-        self.least_bytes, self.is_pinned = least_bytes(run), run.on_gpu
-        self.bits = torch.tensor(BIT_VALUES, dtype=torch.uint8, device=run.device)
-        self.reset_stats()
-        super().__init__(self._pack, self._unpack)
-
-    def reset_stats(self):
-        self.saved = self.sent = 0
-
-    def stats(self):
-        return offload.ActivationStats(coded_bytes=self.saved, sent_bytes=self.sent)
-
-    def _pack(self, x):
-        is_large = coding.is_plain(x) and x.nbytes >= self.least_bytes and x.itemsize in (2, 4)
-        found = coding.span_of(x) if is_large and not coding.is_of_parameter(x) else None
-        if found is None:
-            return coding.UnchangedTensor.of(x)
-        span, view = found
-        with torch.no_grad():
-            words = coding.bytes_of(x.detach(), span).view(torch.int16 if x.itemsize == 2 else torch.int32)
-            flags, values = encoded_zeros(words, self.bits)
-        self.saved += words.nbytes
-        self.sent += flags.nbytes + values.nbytes
-        return view, words.numel(), *(self._sent(part) for part in (flags, values))
-
-    def _sent(self, part):
-        return torch.empty_like(part, device="cpu", pin_memory=self.is_pinned).copy_(part, non_blocking=True)
-
-    def _unpack(self, saved):
-        if isinstance(saved, coding.UnchangedTensor):
-            return saved.get()
-        view, count, *parts = saved
-        flags, values = (part.to(self.bits.device, non_blocking=True) for part in parts)
-        with torch.no_grad():
-            return view.of(decoded_zeros(flags, values, count, self.bits).view(torch.uint8))
+    def _recipe(self, number, data, view, passes):
+        key = number, view.dtype
+        if key not in self.recipes:
+            self.recipes[key] = zeros_recipe(data, view.dtype)
+        return self.recipes[key]
 
 
-def encoded_zeros(words, bits):
-    """Returns (one bit for each word, in bytes; the words that are not zero). bits: BIT_VALUES on the words' device."""
-    is_kept = words != 0
-    flags = torch.nn.functional.pad(is_kept, (0, -len(words) % 8)).view(-1, 8) * bits
-    return flags.sum(1, dtype=torch.uint8), words[is_kept]
+def zeros_listed(run):
+    """Returns the context of the arm LISTED_ZEROS."""
+    device = None if run.on_gpu else run.device
+    return offload.ActivationOffload(ListedZeros(), least_bytes(run), offload.WINDOW_BYTES, 0, device)
 
 
-def decoded_zeros(flags, values, count, bits):
-    """Returns the `count` words that `encoded_zeros` has encoded."""
-    is_kept = (flags[:, None] & bits).view(-1)[:count] != 0
-    return torch.zeros(count, dtype=values.dtype, device=values.device).masked_scatter_(is_kept, values)
+def zeros_recipe(data, dtype):
+    """Returns a recipe with which rows list the elements that are not zero, in all their bits, or None if this makes
+    them no smaller. data: uint8 [num_bytes]."""
+    codebook = ibp.codecs.PlanesCodebook(
+        row_bytes=coding.ROW_BYTES,
+        element_bytes=dtype.itemsize,
+        rotate=0,
+        residual_bits=8 * dtype.itemsize,
+        digit_bits=(),
+        per_column=False,
+        listed=True,
+        default=0,
+        closed=0,
+        entries=torch.empty(1, 0, dtype=torch.int64),
+    )
+    rows = geometry.sample(data, coding.ROW_BYTES, SAMPLED_ROWS)
+    share = surveyed(rows, codebook).spilled(0)[1] / rows.numel() if rows.numel() else 1.0
+    return coding.ActivationRecipe(codebook, share) if share < 1 else None
 
 
 # ---- what is checked -----------------------------------------------------------------------------------------------
@@ -259,6 +254,13 @@ def gradients(net, x, context):
     found = [parameter.grad for parameter in net.parameters()]
     net.zero_grad()
     return found
+
+
+def plain_gradients(net, x):
+    """Returns the gradients of a plain step, or None if those of a second step have other bits."""
+    with deterministic(x):
+        plain, again = (gradients(net, x, contextlib.nullcontext()) for _ in range(2))
+    return plain if same_bits(plain, again) else None
 
 
 def same_bits(one, other):
@@ -355,7 +357,8 @@ class Measured:
         started = time.perf_counter()
         self._learn(run, net, x, context)
         self.learning_s = time.perf_counter() - started
-        if arm in OFFLOADS:
+        is_offload = isinstance(context, ibp.ActivationOffload)
+        if is_offload:
             self.checked = check(net, x, context, plain)
         elif arm == PLAIN:
             self.checked = "differs" if plain is None else "repeats"
@@ -369,7 +372,7 @@ class Measured:
         self.step_ms = 1e3 * statistics.median(self._seconds(run, net, x, context) for _ in range(count))
         if run.on_gpu:
             self.peak_bytes = torch.cuda.max_memory_allocated(run.device) - before
-        if arm in OFFLOADS:
+        if is_offload:
             stats = context.stats()
             self.saved, self.sent = stats.coded_bytes + stats.raw_bytes, stats.sent_bytes
             self.outgrown, self.pinned = stats.outgrown_bytes, context.pinned_bytes
@@ -403,11 +406,7 @@ def clean(run):
 
 def measure(run, case, names):
     net, x = case.build(run.device)
-    with deterministic(x):
-        plain, again = (gradients(net, x, contextlib.nullcontext()) for _ in range(2))
-    plain = plain if same_bits(plain, again) else None
-    del again
-    found = {}
+    plain, found = plain_gradients(net, x), {}
     for arm, make in arms(run).items():
         if names is not None and arm not in (PLAIN, *names):
             continue

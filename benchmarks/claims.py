@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from . import activations, charts, codec, dcp, gnn_cache, harness, papers, ratio, reproduction, spill
+from . import activations, charts, codec, dcp, gnn_cache, harness, papers, ratio, reproduction, spill, throttle
 from .reading import (
     NORMAL,
     NVCOMP,
@@ -394,8 +394,8 @@ TABLES = (
     Table(
         "",
         "transfers",
-        "Tables of real sets: how many times as fast as raw rows, or as `copy_`, they come to the GPU. Keys and values "
-        "in FP16 are BF16 ones that were cast",
+        "Tables of real sets: how many times as fast as raw rows, or as `copy_`, they come to the GPU. `LLM keys` and "
+        "`LLM values` in FP16 are BF16 ones that were cast",
         ROWS,
         cell("gain", real(2)),
         is_whole,
@@ -770,6 +770,16 @@ TABLES = (
             "a token": cell("step_ms", fine_number),
             "request, s": cell("request_s", real(2)),
         },
+        where=lambda row: not row.get("workers"),
+    ),
+    Table(
+        "",
+        "kv_request",
+        "The same request by threads of the CPU and by SMs: milliseconds of a token and layer",
+        {"arm": lambda row: row["arm"].rpartition(" by ")[0]},
+        cell("step_ms", fine_number),
+        lambda row: row.get("workers"),
+        cell("workers"),
     ),
     Table(
         "",
@@ -950,6 +960,43 @@ TABLES = (
             "samples a second": lambda row: f"{row['gbps'] / row['ideal_gbps']:.2f}",
         },
         where=lambda row: row["arm"].endswith(activations.CAPPED),
+    ),
+    Table(
+        "",
+        "throttle",
+        "Offloaded activations coded by at most so many SMs: milliseconds of a step, GB/s of the bytes that cross the "
+        "link in the forward pass and after it",
+        {
+            "net": cell("case"),
+            "arm": cell("arm"),
+            "step, ms": cell("step_ms", fine_number),
+            "out, GB/s": cell("out_gbps", number),
+            "back, GB/s": cell("back_gbps", number),
+        },
+        where=lambda row: row["what"] == throttle.SWEEP,
+    ),
+    Table(
+        "",
+        "throttle",
+        "Steps one after the other for a minute: milliseconds, joules and mean watts of the GPU, by NVML's counter",
+        {
+            "net": cell("case"),
+            "arm": cell("arm"),
+            "step, ms": cell("step_ms", fine_number),
+            "joules a step": cell("joules", number),
+            "watts": cell("watts", number),
+        },
+        where=lambda row: row["what"] == throttle.ENERGY,
+    ),
+    Table(
+        "",
+        "throttle",
+        "Steps that several GPUs begin together: milliseconds of the slowest GPU's step, and for copies to the host "
+        "the slowest GPU's GB/s",
+        {"net": cell("case"), "arm": cell("arm")},
+        lambda row: fine_number(row["gbps"] if row["arm"] == throttle.COPIES else row["step_ms"]),
+        lambda row: row["what"] == throttle.TOGETHER,
+        lambda row: f"{row['gpus']} GPU{'s' if row['gpus'] > 1 else ''}",
     ),
     Table(
         "",

@@ -4,7 +4,9 @@
 
 Random BF16 rows in pinned host memory are brought to the GPU. Either a number of CPU threads gathers them, and they are
 copied by `x[ids].to()`, through pinned memory, or pipelined through pinned chunks; or a kernel on a number of SMs
-fetches them, raw and compressed. The column `workers` has the number of threads or SMs.
+fetches them, raw and compressed. The column `workers` has the number of threads or SMs. Both are measured in one run,
+which is expected to take under a minute on an H200. `kv_request.py --workers` measures them within the request of a
+language model.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """How long is an epoch of GraphSAGE with features in host memory, by the way in which they come to the GPU (the paper's
 figures 8 and 9)?
 
-    python -m benchmarks.gnn [--dgl | --huge] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.gnn [--dgl | --huge] [--sets NAME,NAME] [--out DIR] [--device cpu] [--quick]
 
 The model has two hops, fan-out 25 and 10, and hidden size 256. The graphs are random, and their degrees follow a power
 law: 2.4 million nodes and about 120 million edges, or 11.5 million nodes and as many edges. Neighbours are drawn on the
@@ -18,12 +18,18 @@ sorted.
 
 --dgl measures only Cora's rows and dense FP32 rows, with neighbours that DGL draws on the CPU. DGL's own loader, which
 can pin features or read them from the GPU, is not run. --huge measures only Citeseer's rows, in a table of 64 GiB.
-Other rows of the CSV stay, and these rows stay in runs without the options.
+Other rows of the CSV stay, and these rows stay in runs without the options. --sets measures only the named features,
+such as `citeseer`, which is expected to take about two minutes on an H200 (a full run three), and keeps the other rows.
 
 gnn.csv has the rate of fetches alone (gbps) and, after the common columns, batch (seeds), batches (measured),
 sample_ms, fetch_ms and train_ms (each measured alone: the median of several, and for fetches the mean of several in a
 row), beside_ms (the median time of training a batch of the epoch, with the next batch being prepared), epoch_s (with
-prefetching) and table_gib (of the raw rows). The first batch of every arm is compared with the right rows bit for bit.
+prefetching), table_gib (of the raw rows) and wait_ms (the median time from the end of a batch's training to the
+beginning of the next one's, in the epoch). The first batch of every arm is compared with the right rows bit for bit.
+
+All times are of CUDA events: of the stream that samples and fetches, or of the one that trains. Batches whose training
+is measured alone are queued behind other work, as in the epoch they are behind a fetch, so that no time of launches is
+in it. Rows without wait_ms are older: their times alone and of epochs are by the wall clock.
 """
 
 import argparse
@@ -31,6 +37,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import statistics
 import sys
 import time
@@ -42,15 +49,16 @@ import torch.nn.functional as F
 import ibp
 from ibp._machine import memory as _memory
 
-from . import harness, ideal, inputs
+from . import harness, ideal, inputs, reading
 from .cpu_gather import PipelinedGather
 
-COLUMNS = "batch,batches,sample_ms,fetch_ms,train_ms,beside_ms,epoch_s,table_gib".split(",")
+COLUMNS = "batch,batches,sample_ms,fetch_ms,train_ms,beside_ms,epoch_s,table_gib,wait_ms".split(",")
 GIB = 1 << 30
 NUM_EDGES, EXPONENT = 120_000_000, 1.5  # The degrees are Pareto distributed with this exponent of the power law.
 FAN_OUTS, HIDDEN, NUM_CLASSES = (25, 10), 256, 47
 EPOCH_BATCHES, LEAST_BATCHES, ARM_S, ROUNDS = 200, 3, 2.5, 3
 SPLIT_BATCHES, SPLIT_S = 6, 1.5  # Some batches are measured apart. The first of them only warms up.
+QUEUED_CYCLES = 100_000_000  # The GPU sleeps for about 50 ms, while the host queues SPLIT_BATCHES batches.
 CPU_ARMS = ("cpu plain", "cpu pinned", "cpu pipelined")
 ARMS = (*CPU_ARMS, "raw rows", "ibp", "scheme ibp")
 # Arms of --dgl, and the end of the names of its cases.
@@ -360,23 +368,26 @@ class Training:
 
     def beside_s(self):
         """Returns the median seconds of a step of the last run."""
-        self.sync()
-        steps = [1e-3 * a.elapsed_time(b) if self.on_gpu else b - a for a, b in self.steps]
-        return statistics.median(steps)
+        return statistics.median(seconds_of(self.steps))
+
+    def wait_s(self):
+        """Returns the median seconds between the steps of the last run."""
+        return statistics.median(seconds_of([(a, b) for (_, a), (b, _) in itertools.pairwise(self.steps)]))
 
     def run(self, fetch, num_batches, limit_s):
         """Trains as many batches as fit the limit, but at least LEAST_BATCHES. Returns (seconds per batch, number of
         batches)."""
         self.steps.clear()
         self.sync()
-        start, prepared = time.perf_counter(), self.prepare(0, fetch)
+        start, begun, prepared = time.perf_counter(), self._mark(), self.prepare(0, fetch)
         for i in range(num_batches):
             self.train(i, *prepared)
             if i + 1 == num_batches or (i + 1 >= LEAST_BATCHES and time.perf_counter() - start > limit_s):
                 break
             prepared = self.prepare(i + 1, fetch)
+        ended = self._mark()
         self.sync()
-        return (time.perf_counter() - start) / (i + 1), i + 1
+        return seconds_of([(begun, ended)])[0] / (i + 1), i + 1
 
     def split(self, fetch, check):
         """Returns the seconds of (sampling, fetching, training), each measured alone, and the ids of a batch.
@@ -384,15 +395,22 @@ class Training:
         with self.beside():
             batches, sample_s = self._timed(self.sample, range(SPLIT_BATCHES))
             first = batches.pop(0)
-            began = self._now()
+            self.sync()
+            began = time.perf_counter()
             rows = fetch(first.ids, self.out(0, len(first.ids)))
-            first_s = self._now() - began
+            self.sync()
+            first_s = time.perf_counter() - began  # This says only how many batches are fetched.
             check(rows, first.ids)
             batches = batches[: max(1, int(SPLIT_S / first_s))]
-            began = self._now()
+            self.sync()
+            begun = self._mark()
             for i, batch in enumerate(batches):
                 rows = fetch(batch.ids, self.out(i, len(batch.ids)))
-            fetch_s = (self._now() - began) / len(batches)
+            ended = self._mark()
+            self.sync()
+            fetch_s = seconds_of([(begun, ended)])[0] / len(batches)
+        if self.on_gpu:
+            torch.cuda._sleep(QUEUED_CYCLES)
         _, train_s = self._timed(lambda i: self.step(batches[-1], rows), range(SPLIT_BATCHES))
         return [sample_s, fetch_s, train_s], batches[-1].ids
 
@@ -400,14 +418,16 @@ class Training:
         """Returns (result of each call, median seconds of the calls without the first)."""
         given, times = [], []
         for argument in arguments:
-            began = self._now()
+            begun = self._mark()
             given.append(call(argument))
-            times.append(self._now() - began)
-        return given, statistics.median(times[1:])
-
-    def _now(self):
+            times.append((begun, self._mark()))
         self.sync()
-        return time.perf_counter()
+        return given, statistics.median(seconds_of(times[1:]))
+
+
+def seconds_of(pairs):
+    """Returns the seconds between the marks of each pair, events on a GPU that have all been reached, or times."""
+    return [1e-3 * a.elapsed_time(b) if isinstance(a, torch.cuda.Event) else b - a for a, b in pairs]
 
 
 def dgl_if_there():
@@ -454,7 +474,7 @@ def measure(run, case, features, training, batch, names=ARMS, suffix=""):
     """Measures arms of one set and batch size. names: the arms. suffix: the end of the case's name."""
     arms = {arm: fetch for arm, fetch in fetches(features, run.device) if arm in names}
     alone, ids, seconds, num_batches = {}, {}, {arm: [] for arm in arms}, dict.fromkeys(arms, 0)
-    beside = {}
+    beside, waits = {}, {}
     for arm, fetch in arms.items():
         with run.cell(f"{case.name}, batch {batch}, {arm}"):
             for buffer in training.buffers:
@@ -470,7 +490,7 @@ def measure(run, case, features, training, batch, names=ARMS, suffix=""):
                 training.restart()
                 mean_s, done = training.run(arms[arm], QUICK_EPOCH if run.quick else EPOCH_BATCHES, ARM_S)
                 seconds[arm].append(mean_s)
-                beside[arm] = training.beside_s()
+                beside[arm], waits[arm] = training.beside_s(), training.wait_s()
                 num_batches[arm] += done
     for arm, fetch in arms.items():
         if not seconds[arm]:
@@ -491,6 +511,7 @@ def measure(run, case, features, training, batch, names=ARMS, suffix=""):
             beside_ms=harness.four_digits(1e3 * beside[arm]),
             epoch_s=harness.four_digits(statistics.median(seconds[arm]) * EPOCH_BATCHES),
             table_gib=f"{features.num_bytes / GIB:.2f}",
+            wait_ms=harness.four_digits(1e3 * waits[arm]),
         )
 
 
@@ -520,10 +541,7 @@ class Gains(NamedTuple):
 
 def gains(rows, arm="ibp"):
     """Yields the gains of an arm in every case that has all arms."""
-    cells = {}
-    for row in rows:
-        cells.setdefault(row["case"], {})[row["arm"]] = row
-    for case, arms in cells.items():
+    for case, arms in reading.by_arm(rows).items():
         if {*CPU_ARMS, "raw rows", arm} <= arms.keys():
             fetch_ms = {other: float(row["fetch_ms"]) for other, row in arms.items()}
             epoch_s = {other: float(row["epoch_s"]) for other, row in arms.items()}
@@ -553,6 +571,7 @@ def parsed(argv):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--dgl", action="store_true")
     own.add_argument("--huge", action="store_true")
+    own.add_argument("--sets", type=lambda text: text.split(","))
     options, others = own.parse_known_args(argv)
     return options, harness.parse_args(others, __doc__)
 
@@ -568,14 +587,21 @@ def main(argv=None):
     if by_dgl and dgl_if_there() is None:
         print("DGL is not installed")
         return 2
-    run = harness.Run("gnn", args, COLUMNS, keep=lambda row: option_of(row["case"]) != option)
+
+    def is_measured(name):
+        return options.sets is None or name.removesuffix(HUGE) in options.sets
+
+    def is_kept(row):
+        return option_of(row["case"]) != option or not is_measured(row["case"].rsplit(", batch ", 1)[0])
+
+    run = harness.Run("gnn", args, COLUMNS, keep=is_kept)
     torch.manual_seed(0)
     small = run.quick or not run.on_gpu
     graph, num_nodes = None, 0
     cases = {"dgl": DGL_CASES, "huge": HUGE_CASES, "": CASES}[option]
     if small:
         cases = [case._replace(name=case.name + HUGE) if options.huge else case for case in QUICK_CASES]
-    for case in cases:
+    for case in (case for case in cases if is_measured(case.name)):
         with run.cell(case.name):
             if case.num_nodes != num_nodes:
                 graph = None  # Its memory is freed for the next graph.

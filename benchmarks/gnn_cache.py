@@ -157,6 +157,7 @@ def measure(run, case, features, training, num_batches, hotness, kind, percent):
         batches=done,
         **{f"{name}_ms": harness.four_digits(1e3 * s) for name, s in zip(("sample", "fetch", "train"), alone)},
         beside_ms=harness.four_digits(1e3 * training.beside_s()),
+        wait_ms=harness.four_digits(1e3 * training.wait_s()),
         epoch_s=harness.four_digits(mean_s * gnn.EPOCH_BATCHES),
         table_gib=f"{features.num_bytes / gnn.GIB:.2f}",
         **cache_columns(features, fetch, kind, percent, hotness, ids),

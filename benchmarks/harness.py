@@ -156,12 +156,13 @@ def append_row(path, columns, row):
 
 
 def start_file(path, columns, keep=lambda row: False):
-    """Writes an empty CSV that only has the rows of the earlier file that are to be kept."""
+    """Writes an empty CSV that only has the rows of the earlier file that are to be kept. Columns that the earlier file
+    lacks are empty in these rows. If it has a column that the new one lacks, none of its rows are kept."""
     kept = []
     if path.exists():
         with open(path, newline="") as file:
             reader = csv.DictReader(file)
-            kept = [row for row in reader if keep(row)] if reader.fieldnames == columns else []
+            kept = [row for row in reader if keep(row)] if {*(reader.fieldnames or ())} <= {*columns} else []
     with open(path, "w", newline="") as file:
         csv.DictWriter(file, columns, lineterminator="\n").writeheader()
     for row in kept:

@@ -1,7 +1,7 @@
 """How long does a request take whose keys and values are in host memory, if every head reads a tenth of them (the
 paper's figure 12)?
 
-    python -m benchmarks.kv_request [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.kv_request [--workers] [--out DIR] [--device cpu] [--quick]
 
 The request is the paper's: a prompt of 1,920 tokens and 128 new tokens, batch 20, FP16, with layers of OPT-6.7B's
 shape, which have random weights and are on the GPU. A few layers and tokens are measured; `request_s` is computed for
@@ -15,11 +15,16 @@ Arms: `cpu index + copy` gathers with the CPU into pinned memory and copies, as 
 arm fetches are compared with the stored ones bit for bit. Outputs are not compared, because on a GPU two runs of one
 arm give outputs that differ in some bits.
 
+--workers measures the same arms in one run with 1 to 32 threads of the CPU and with 1 to all SMs (the paper's figure
+14), which is expected to take about a minute on an H200. The rows of the other run stay. Without the option, all
+threads of torch and FETCH_SMS SMs fetch.
+
 After the common columns, the CSV has for a layer prefill_ms (including storing the rows), learn_ms (its two codebooks),
-fetch_ms (the rows of one token alone) and step_ms (of one token, including storing its rows). `gbps` is the rate of
-fetch_ms.
+fetch_ms (the rows of one token alone) and step_ms (of one token, including storing its rows). `workers` is the number
+of threads or SMs in rows of --workers, and empty in others. `gbps` is the rate of fetch_ms.
 """
 
+import argparse
 import sys
 import time
 from typing import NamedTuple
@@ -29,9 +34,9 @@ import torch.nn.functional as F
 
 import ibp
 
-from . import families, harness, ideal
+from . import copy_threads, families, harness, ideal
 
-COLUMNS = ("prefill_ms", "learn_ms", "fetch_ms", "step_ms", "request_s")
+COLUMNS = ("prefill_ms", "learn_ms", "fetch_ms", "step_ms", "request_s", "workers")
 DTYPE, DEVIATION = torch.float16, 0.02  # The weights have this standard deviation.
 # The share of the tokens that a head reads, and the share of the elements with which it chooses them.
 SHARE, PARTIAL = 0.1, 0.3
@@ -124,6 +129,7 @@ class RawPools:
     """Raw keys and values of layers in pinned memory."""
 
     on_host = False  # If this is set, the host waits while rows come.
+    max_sms = FETCH_SMS
 
     def __init__(self, run, shape):
         self.shape, self.heads = shape, torch.arange(shape.heads, device=run.device).unsqueeze(1)
@@ -149,7 +155,7 @@ class RawPools:
 
     def fetch(self, number, outs):
         for table, out in zip(self.tables[number], outs):
-            ibp.index_select(table, self.ids, out=out.view(-1, self.shape.dim), max_sms=FETCH_SMS)
+            ibp.index_select(table, self.ids, out=out.view(-1, self.shape.dim), max_sms=self.max_sms)
 
 
 class CpuPools(RawPools):
@@ -185,6 +191,7 @@ class CodedPools:
     """Compressed keys and values of layers. samples: keys and values [tokens, heads, dim] of each layer."""
 
     on_host = False
+    max_sms = FETCH_SMS
 
     def __init__(self, run, shape, samples):
         self.shape, self.run, self.samples = shape, run, samples
@@ -209,7 +216,7 @@ class CodedPools:
 
     def fetch(self, number, outs):
         for kv, out in zip(self.rows[number], outs):
-            kv.load(0, self.places, per_head=True, out=out, max_sms=FETCH_SMS)
+            kv.load(0, self.places, per_head=True, out=out, max_sms=self.max_sms)
 
     @property
     def savings(self):
@@ -323,15 +330,16 @@ class Request:
         ]
 
 
-def measure(request, arm, pools):
-    run, shape = request.run, request.shape
+def measure(request, arm, pools, workers=None):
+    """Measures an arm. workers: the number of threads or SMs, if it is not that of the other arms."""
+    run, shape, is_coded = request.run, request.shape, isinstance(pools, CodedPools)
     request.prefill(pools)
     prefill_s = request.prefill(pools)
-    learn_s = run.seconds([pools.learn], wall=True) if arm == IBP else 0.0
+    learn_s = run.seconds([pools.learn], wall=True) if is_coded else 0.0
     step_s = request.steps(pools)
     request.check(pools, arm)
     fetch_s = run.seconds([lambda: pools.fetch(0, request.outs[0])], wall=pools.on_host)
-    savings = pools.savings if arm == IBP else 0.0
+    savings = pools.savings if is_coded else 0.0
     link_gbps = ideal.LINK_COPY_GBPS if pools.on_host else ideal.LINK_KERNEL_GBPS / (1 - savings)
     milliseconds = {"prefill": prefill_s, "learn": learn_s, "fetch": fetch_s, "step": step_s}
     run.add(
@@ -343,25 +351,55 @@ def measure(request, arm, pools):
         savings=savings,
         gbps=request.outs[0].nbytes * 1e-9 / fetch_s,
         ideal_gbps=link_gbps,
-        sms=0 if pools.on_host else FETCH_SMS,
+        sms=0 if pools.on_host else pools.max_sms,
         **{f"{name}_ms": harness.four_digits(1e3 * seconds) for name, seconds in milliseconds.items()},
         request_s=harness.four_digits(shape.layers * (prefill_s + learn_s + (shape.new - 1) * step_s)),
+        workers=workers or "",
     )
+
+
+def measure_threads(request, pools):
+    """Measures the CPU's gathers by each number of threads."""
+    before = torch.get_num_threads()
+    try:
+        for threads in copy_threads.QUICK_THREADS if request.run.quick else copy_threads.THREADS:
+            with request.run.cell(f"{CPU}, {threads} threads"):
+                torch.set_num_threads(threads)
+                measure(request, f"{CPU} by {threads} threads", pools, threads)
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure_sms(request, arm, pools):
+    """Measures fetches by each number of SMs."""
+    for sms in (*copy_threads.SMS, request.run.num_sms) if request.run.on_gpu else (1,):
+        with request.run.cell(f"{arm}, {sms} SMs"):
+            pools.max_sms = sms
+            measure(request, f"{arm} by {sms} SMs", pools, sms)
+
+
+def parsed(argv):
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--workers", action="store_true")
+    options, others = own.parse_known_args(argv)
+    return options, harness.parse_args(others, __doc__)
 
 
 @torch.inference_mode()
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
-    run = harness.Run("kv_request", args, COLUMNS)
+    options, args = parsed(argv)
+    by_sms = measure_sms if options.workers else measure
+    by_cpu = measure_threads if options.workers else lambda request, pools: measure(request, CPU, pools)
+    run = harness.Run("kv_request", args, COLUMNS, keep=lambda row: bool(row.get("workers")) != options.workers)
     with run.cell("a request"):
         request = Request(run, QUICK if run.quick or not run.on_gpu else Shape())
         pools = CpuPools(run, request.shape)
-        measure(request, CPU, pools)
+        by_cpu(request, pools)
         samples = request.samples(pools)
         del pools
-        measure(request, RAW, RawPools(run, request.shape))
+        by_sms(request, RAW, RawPools(run, request.shape))
         coded = CodedPools(run, request.shape, samples)
-        measure(request, IBP, coded)
+        by_sms(request, IBP, coded)
         for kv in (kv for pair in coded.rows for kv in pair):
             kv.check()
     return run.finish()

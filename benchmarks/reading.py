@@ -57,6 +57,16 @@ class Results:
         return rows[0] if rows else None
 
 
+def by_arm(rows, key=lambda row: row["case"]):
+    """Returns {key: {arm: its row}}. Raises ValueError if an arm has two rows with one key, because rows that differ
+    would be compared."""
+    found = {}
+    for row in rows:
+        if found.setdefault(key(row), {}).setdefault(row["arm"], row) is not row:
+            raise ValueError(f"{row['arm']} has two rows for {key(row)}; wanted a key that tells them apart")
+    return found
+
+
 def whole(rows):
     """Returns the rows of arms that may use the whole GPU, or that use none of it."""
     most = max((row["sms"] for row in rows), default=0)

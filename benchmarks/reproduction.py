@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import activations, charts, codec, densities, dlrm, gnn, gnn_cache, ratio, reading, sets, spill
-from .reading import NVCOMP, SYNTHETIC, fine_number, in_order, kind, number, percent, size_name
+from . import activations, charts, codec, densities, dlrm, gnn, gnn_cache, ratio, reading, sets, spill, throttle
+from .reading import NVCOMP, SYNTHETIC, by_arm, fine_number, in_order, kind, number, percent, size_name
 
 HEADS = ("item", "what it shows; data here", "script", "theirs", "ours", "ratio to the paper's")
 # Each (set, dtype) stands for one of the papers' sets.
@@ -31,7 +31,9 @@ SETS_OF_TRANSFERS = {
     "sparse": (("cora", "citeseer", "pubmed"), "float32"),
     "dense": (("kokoro", "word2vec"), "float32"),
     "DLRM": (("embedding",), "float32"),
-    "KV BF16 cast to FP16": (("LLM keys", "LLM values"), "float16"),
+    "DLRM, 512 B": (("embedding, 512 B",), "float32"),
+    "KV FP16": (("K-cache", "V-cache"), "float16"),
+    "KV BF16 cast to FP16": (("LLM keys", "LLM values"), "float16"),  # rows of an older transfers.py
     "KV BF16": (("LLM keys", "LLM values"), "bfloat16"),
     "weights": (("LLM weights", "LLM weights, 512 B"), "bfloat16"),
 }
@@ -80,16 +82,6 @@ def span(values, unit="", digits=2):
 def listed(parts):
     """Returns the parts that are not empty, one per line."""
     return "<br>".join(part for part in parts if part)
-
-
-def by_arm(rows, key=lambda row: row["case"]):
-    """Returns {key: {arm: its row}}. Raises ValueError if an arm has two rows with one key, because rows that differ
-    would be compared."""
-    found = {}
-    for row in rows:
-        if found.setdefault(key(row), {}).setdefault(row["arm"], row) is not row:
-            raise ValueError(f"{row['arm']} has two rows for {key(row)}; wanted a key that tells them apart")
-    return found
 
 
 def same_rows(row):
@@ -159,7 +151,16 @@ def graph_gains(results):
             own = [gain for gain in found if gain.case.startswith("dense") == is_dense]
             texts.append(f"{arm} {span([of.raw_epoch for of in own])}, {span([of.epoch for of in own])}")
         parts.append(f"{kind_of_features}: {'; '.join(texts)}")
-    return listed([*parts, sampled_by_dgl(results), cached_epochs(results)])
+    return listed([*parts, *masked_epochs(results), sampled_by_dgl(results), cached_epochs(results)])
+
+
+def masked_epochs(results):
+    """Yields how many times longer epochs on Citeseer's rows, which are the paper's, take with raw rows, and with the
+    CPU's best gather, than with the paper's scheme, by case."""
+    found = [gain for gain in gnn.gains(results.rows("gnn"), "scheme ibp") if gain.case.startswith("citeseer")]
+    if found:
+        texts = (f"{gain.case.removeprefix('citeseer, ')} {gain.raw_epoch:.2f}, {gain.epoch:.2f}" for gain in found)
+        yield f"Citeseer by scheme ibp: {'; '.join(texts)}"
 
 
 def cached_epochs(results):
@@ -187,17 +188,22 @@ def sampled_by_dgl(results):
 
 
 def graph_parts(results):
-    """Returns, for Cora's features and Reddit's row size, the times of fetching and of training alone by the wall
-    clock, the time of training beside the next batch by CUDA events, and the time that a batch waits."""
-    parts = []
+    """Returns, for Cora's features and Reddit's row size, the times of fetching and of training alone, the time of
+    training beside the next batch, and the time that a batch waits, all by CUDA events. In rows of an older gnn.py the
+    times alone are by the wall clock, and the wait is what an epoch's batch takes beyond its training."""
+    parts, is_old = [], False
     for name, arm in itertools.product(("cora", "dense 602"), ("raw rows", "ibp")):
         row = results.row("gnn", arm=arm, case=f"{name}, batch 1024")
-        batch_ms, beside_ms = 1e3 * row["epoch_s"] / gnn.EPOCH_BATCHES, row["beside_ms"]
+        batch_ms, beside_ms, wait_ms = 1e3 * row["epoch_s"] / gnn.EPOCH_BATCHES, row["beside_ms"], row.get("wait_ms")
+        if wait_ms is None:
+            is_old, wait_ms = True, max(0, batch_ms - beside_ms)
         parts.append(
             f"{name}, {arm}: {', '.join(map(short_number, (row['fetch_ms'], row['train_ms'], beside_ms)))}, "
-            f"{short_number(max(0, batch_ms - beside_ms))} of {short_number(batch_ms)} ms"
+            f"{short_number(wait_ms)} of {short_number(batch_ms)} ms"
         )
-    heads = "fetch alone, train alone (wall clock), train beside fetches (CUDA events), wait:"
+    heads = "fetch alone, train alone, train beside fetches, wait, by CUDA events:"
+    if is_old:
+        heads = "fetch alone, train alone (wall clock), train beside fetches (CUDA events), wait:"
     return listed([heads, *parts])
 
 
@@ -282,7 +288,7 @@ def flexgen_runs(results):
 def cache_rows(results):
     """Returns the time that ibp saves on rows of chosen tokens and on whole requests."""
     rows = by_arm(reading.whole(results.rows("kv_rows"))).items()
-    requests = by_arm(results.rows("kv_request"), lambda row: "a request, learning included").items()
+    requests = by_arm(results.rows("kv_request", workers=None), lambda row: "a request, learning included").items()
     return "less time than the CPU's gather, than raw rows by kernel:<br>" + listed(
         f"{case}: {percent(less_time(arms, 'cpu index + copy', column), 0)}, "
         f"{percent(less_time(arms, 'raw by kernel', column), 0)}"
@@ -336,7 +342,25 @@ def workers(results):
         few = min(row["workers"] for row in coded if row["gbps"] >= 0.95 * most)
         threads = f"{fine_number(cpu[0]['gbps'])} to {fine_number(max(row['gbps'] for row in cpu))}"
         parts.append(f"{size_name(row_bytes)}: {threads}, {number(max(pinned))}, {number(most)} from {few} SMs")
-    return listed(["`x[ids].to()`, through pinned memory, coded rows within 5 % of the most:", *parts])
+    commits = {row["commit"] for row in results.rows("copy_threads") if row.get("commit")}
+    several = f"; rows of {len(commits)} commits" if len(commits) > 1 else ""
+    heads = f"`x[ids].to()`, through pinned memory, coded rows within 5 % of the most{several}:"
+    return listed([heads, *parts, *workers_of_requests(results)])
+
+
+def workers_of_requests(results):
+    """Yields the times of a token by threads and by SMs, within a request whose rows are in host memory."""
+    arms = {}
+    for row in results.rows("kv_request"):
+        if row.get("workers"):
+            arms.setdefault(row["arm"].rpartition(" by ")[0], []).append(row)
+    for arm, rows in arms.items():
+        times, counts = ("/".join(map(text, rows)) for text in (step_time, lambda row: str(row["workers"])))
+        yield f"in a request, ms of a token and layer, {arm}: {times} by {counts} {rows[0]['arm'].split(' ')[-1]}"
+
+
+def step_time(row):
+    return fine_number(row["step_ms"])
 
 
 CLUSTERED_SETS = ("ncf mlp_user", "kokoro", "huge smooth 3D field")  # The largest field stands for the paper's.
@@ -383,7 +407,7 @@ def transfer_gains(results):
         spans = (span([row["gain"] for row in rows if row["arm"] == arm]) for arm in shown)
         if rows:
             parts.append(f"{label} {', '.join(spans)} ({shown[-1].removeprefix(NVCOMP)})")
-    return listed(["ibp, auto, the best other codec (copied, then decoded):", *parts])
+    return listed(["ibp, auto, the best other codec (copied, then decoded, if not pipelined):", *parts])
 
 
 def encode_times(results):
@@ -524,7 +548,7 @@ def cache_row_headlines(results):
     cases = by_arm(reading.whole(results.rows("kv_rows"))).values()
     most = max(less_time(arms, "cpu index + copy", "us") for arms in cases)
     yield "less than the CPU's gather, rows, most", most, 0.37
-    for arms in by_arm(results.rows("kv_request")).values():
+    for arms in by_arm(results.rows("kv_request", workers=None)).values():
         yield "a request", less_time(arms, "cpu index + copy", "request_s"), 0.27
 
 
@@ -540,7 +564,8 @@ def cluster_headline(results):
 
 
 def transfer_ratios(results):
-    theirs = {"sparse": 9.7, "dense": 1.2, "DLRM": 1.1, "KV BF16": 1.27, "weights": 1.32}
+    theirs = {"sparse": 9.7, "dense": 1.2, "DLRM": 1.1, "DLRM, 512 B": 1.1}
+    theirs |= {"KV FP16": 1.02, "KV BF16": 1.27, "weights": 1.32}
     for label, figure in theirs.items():
         rows = [row for row in rows_of_kind(results, label) if row["arm"] == "ibp"]
         if rows:
@@ -652,10 +677,11 @@ IBP = (
     ),
     Row(
         "Figure 14",
-        "copying random BF16 rows with one thread of the CPU and more, GB/s; CPU and GPU at two commits",
+        "copying random BF16 rows with one thread of the CPU and more, GB/s",
         "copy_threads.py",
         "faster with more threads, never as fast as by the GPU",
         workers,
+        ("kv_request.py",),
     ),
     Row(
         "Figure 15",
@@ -1153,12 +1179,29 @@ def offload_gains(results):
                 for arm, other in FURTHER_ARMS
                 if (found := times_of_arms(results, arm, other))
             ),
+            *throttled_steps(results),
         ]
     )
 
 
-# Arms that only some nets have, and the arms with which they are compared.
-FURTHER_ARMS = ((activations.IBP_FEW, activations.IBP), (activations.ZERO_VALUES, activations.RAW))
+# Arms that only some nets have, and the arms with which they are compared. Rows of `zero values` are of an older
+# activations.py, by torch's operations.
+FURTHER_ARMS = (
+    (activations.IBP_FEW, activations.IBP),
+    (activations.LISTED_ZEROS, activations.RAW),
+    ("zero values", activations.RAW),
+)
+
+
+def throttled_steps(results):
+    """Yields, for each net, the rates of steps by numbers of SMs over that with all SMs, and at which rate bytes are
+    sent."""
+    for net, arms in by_arm(results.rows("throttle", what=throttle.SWEEP)).items():
+        found = [(row["sms"], row) for arm, row in arms.items() if arm.startswith(f"{activations.IBP} by ")]
+        shares = "/".join(f"{arms[activations.IBP]['step_ms'] / row['step_ms']:.2f}" for _, row in found)
+        rates = "/".join(number(row["out_gbps"]) for _, row in found)
+        counts = "/".join(str(sms) for sms, _ in found)
+        yield f"{net} by {counts} SMs: {shares} times the rate by all, {rates} GB/s to the host"
 
 
 def times_of_arms(results, arm, other):
@@ -1252,6 +1295,7 @@ CDMA = (
         "activations.py",
         "53 % faster than vDNN on average, at most 79 %; throttled 94 % of it",
         offload_gains,
+        ("throttle.py",),
         compared=offload_headlines,
     ),
     Row(

@@ -5,8 +5,8 @@
 BF16 tensors have 8 to 256 MiB, and others 256 MiB. There are several of one size, up to 256 MiB in all, which are taken
 in turn or as a list. Arms: torch's copy_ of the raw tensor; ibp's stream through the copy engine, packed and from
 slots, with its own choice of SMs, at most 8 and at most 4; the kernel that fetches the rows itself; `decompress` of all
-tensors of a size; and nvCOMP's ANS, whose pieces are decoded while the next ones are copied (pieces, staging buffers
-for all of them and decoding configurations are prepared before). The stream is measured at every size, even if
+tensors of a size; and nvCOMP's ANS, whose pieces are decoded while the next ones are copied (pieces and staging buffers
+for all of them are prepared before). The stream is measured at every size, even if
 ibp.decompress would choose the kernel. The ideal is the copy engine's rate over the share of bytes that is stored.
 """
 
@@ -17,19 +17,16 @@ import torch
 import ibp
 from ibp._fetch import streaming
 from ibp._machine import memory
+from ibp.codecs._codec import CODECS
 
 from . import harness, ideal, inputs
-
-try:
-    from nvidia import nvcomp
-except ImportError:
-    nvcomp = None
+from .ratio import nvcomp
 
 # The sizes are for BF16, for other dtypes, and for quick runs.
 SIZES_MIB, OTHER_SIZES_MIB, QUICK_SIZES_MIB = (8, 64, 256), (256,), (1, 4)
 LIST_BYTES, MAX_TENSORS = 256 * inputs.MIB, 16  # All tensors of one size together have at most this many bytes.
 FEW_SMS, FEWEST_SMS = 8, 4
-NVCOMP_CHUNK_BYTES, NVCOMP_PIECES, NVCOMP_LEAST_PIECE_BYTES = 1 << 16, 16, 4 * inputs.MIB
+NVCOMP_CHUNK_BYTES, NUM_PIECES, LEAST_PIECE_BYTES = 1 << 16, 16, 4 * inputs.MIB
 
 
 class Cell:
@@ -143,60 +140,60 @@ def measure_tables(cell, codebook, layout):
         cell.measure(f"{name}, by kernel", each, sms=sms, **same)
 
 
-class AnsPieces:
-    """A tensor that nvCOMP's ANS has compressed, in pieces in pinned memory. Each has a place on the GPU, to which it
-    is copied and from which it is decoded."""
+class CodedPieces:
+    """The bytes of a tensor that a codec has coded in pieces, which are in host memory, pinned if the tensor is on a
+    GPU. Each piece has a place on the tensor's device, to which it is copied and from which it is decoded while the
+    next ones are copied. Places and pieces are allocated when the object is made.
 
-    def __init__(self, x, out, stream):
-        self.copies, self.stream = torch.cuda.Stream(), stream
-        data, to = (t.view(torch.uint8).view(-1) for t in (x, out))
-        size = max(NVCOMP_LEAST_PIECE_BYTES, -(-data.numel() // NVCOMP_PIECES))
-        typestr = f"<f{x.dtype.itemsize}"
-        self.codec = nvcomp.Codec(
-            algorithm="ANS", uncomp_chunk_size=NVCOMP_CHUNK_BYTES, data_type=typestr, cuda_stream=stream.cuda_stream
-        )
-        self.pieces, self.stored_bytes = [], 0
-        for part, target in zip(data.split(size), to.split(size)):
-            coded = (
-                torch.as_tensor(self.codec.encode(nvcomp.as_array(part)), device=x.device).view(torch.uint8).reshape(-1)
-            )
-            stream.synchronize()
-            staging = coded.clone()
-            host = memory.empty(coded.numel(), torch.device("cpu"), pin=True).copy_(coded)
-            array = nvcomp.as_array(staging)
-            self.pieces.append(
-                (host, staging, array, target, self.codec.decompression_config(array), torch.cuda.Event())
-            )
-            self.stored_bytes += coded.numel()
+    Args:
+        coder: encodes and decodes on the stream that is current now, as `ibp.codecs._codec.Coder` does.
+        data: uint8 [bytes]; out: the memory of as many bytes to which `decode` writes them.
+    """
+
+    def __init__(self, coder, data, out):
+        self.coder, self.on_gpu, self.pieces = coder, data.is_cuda, []
+        self.copies = torch.cuda.Stream() if self.on_gpu else None
+        size = max(LEAST_PIECE_BYTES, -(-data.numel() // (NUM_PIECES * NVCOMP_CHUNK_BYTES)) * NVCOMP_CHUNK_BYTES)
+        for part, target in zip(data.split(size), out.split(size)):
+            staging = coder.encode(part, coder.room(part)).clone()
+            host = memory.empty(staging.numel(), torch.device("cpu"), pin=self.on_gpu).copy_(staging)
+            self.pieces.append((host, staging, target, torch.cuda.Event() if self.on_gpu else None))
+        self.stored_bytes = sum(host.numel() for host, *_ in self.pieces)
 
     def decode(self):
-        self.copies.wait_stream(self.stream)
-        for host, staging, array, target, config, copied in self.pieces:
+        """Copies and decodes all pieces. On a GPU the copies are on a stream of their own."""
+        if not self.on_gpu:
+            for host, staging, target, _ in self.pieces:
+                self.coder.decode(staging.copy_(host), target)
+            return
+        current = torch.cuda.current_stream()
+        self.copies.wait_stream(current)
+        for host, staging, target, copied in self.pieces:
             with torch.cuda.stream(self.copies):
                 staging.copy_(host, non_blocking=True)
                 copied.record()
-            self.stream.wait_event(copied)
-            self.codec.decode(array, out=target, decompression_config=config)
+            current.wait_event(copied)
+            self.coder.decode(staging, target)
 
 
 def measure_nvcomp(cell, what):
-    cell.run.sync()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # A codec takes the default stream's number for none.
-        try:
-            coded = [AnsPieces(x, out, stream) for x, out in zip(cell.xs, cell.outs)]
-        except Exception as error:  # Versions of nvCOMP differ in their dtypes and arguments.
-            print(f"{what}: nvCOMP left out: {error}")
-            return
-        moved_bytes = sum(pieces.stored_bytes for pieces in coded) / len(coded)
-        cell.measure(
-            "nvcomp ANS",
-            [pieces.decode for pieces in coded],
-            moved_bytes=moved_bytes,
-            savings=1 - moved_bytes / cell.num_bytes,
-            sms=None,
-            buffer_bytes=max(pieces.stored_bytes for pieces in coded),
-        )
+    codec, x = CODECS["nvcomp:ans"], cell.xs[0]
+    options = codec.fields(x.dtype, NVCOMP_CHUNK_BYTES)
+    try:
+        coder = codec.coder(x.device, options)
+        coded = [CodedPieces(coder, *(t.view(torch.uint8).view(-1) for t in pair)) for pair in zip(cell.xs, cell.outs)]
+    except Exception as error:  # Versions of nvCOMP differ in their dtypes and arguments.
+        print(f"{what}: nvCOMP left out: {error}")
+        return
+    moved_bytes = sum(pieces.stored_bytes for pieces in coded) / len(coded)
+    cell.measure(
+        "nvcomp ANS",
+        [pieces.decode for pieces in coded],
+        moved_bytes=moved_bytes,
+        savings=1 - moved_bytes / cell.num_bytes,
+        sms=None,
+        buffer_bytes=max(pieces.stored_bytes for pieces in coded),
+    )
 
 
 def measure_size(run, case, make, codebooks, num_bytes):

@@ -1,19 +1,27 @@
 """How fast do rows of each kind come to the GPU with each codec, and how long does compressing take (the paper's tables
 1 to 3)?
 
-    python -m benchmarks.transfers [--ndzip] [--dense DIR] [--data DIR] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.transfers [--ndzip] [--more DIR] [--data DIR] [--out DIR] [--device cpu] [--quick]
 
-Real sets, with their rows repeated, are in pinned host memory. --dense names a directory with kokoro_voices.npz and
-word2vec_1000x300.npz, whose dense rows are also measured. `LLM weights, 512 B` has the same weights in longer rows. ibp
-fetches random rows from slots with one kernel. nvCOMP copies the whole table's bytes with the copy engine and then
-decodes them, in chunks of 64 KiB and of one row, which access to rows requires. `gain` is the speed-up over raw rows in
-the same way. `encode_ms` is the time for compressing the whole table in device memory, for ibp including the choice of
-a codebook. --ndzip measures only the whole table with ndzip (ndzip.py) and raw; other rows of the CSV stay, and its
-rows stay in runs without the option.
+Real sets, with their rows repeated, are in pinned host memory. --more names a directory with the larger files from
+which data/make.py cuts those of data/. It gives dense rows of FP32 (kokoro_voices.npz and word2vec_1000x300.npz), and
+keys and values in FP16 (kv_stories260k.npz), rounded from those that the model computed in FP32, so that no bit of them
+is zero by their dtype alone. `LLM weights, 512 B` has the same weights in longer rows, and `embedding, 512 B` four rows
+of the embedding in one. A full run with --more is expected to take two to three minutes on an H200.
+
+ibp fetches random rows from slots with one kernel. The arms of rows take turns ROUNDS times, and the median counts;
+`spread` is the largest less the smallest time, over the median. `chosen` is the scheme of the table, which says what
+`auto` took, and `slot_bytes` the size of its slots. nvCOMP copies the whole table's bytes with the copy engine and then
+decodes them, in chunks of 64 KiB and of one row, which access to rows requires. In the arms `pipelined` it does so in
+pieces of chunks of 64 KiB, each of which is decoded while the next ones are copied, as in stream.py. `gain` is the
+speed-up over raw rows in the same way. `encode_ms` is the time for compressing the whole table in device memory, for
+ibp including the choice of a codebook. --ndzip measures only the whole table with ndzip (ndzip.py) and raw; other rows
+of the CSV stay, and its rows stay in runs without the option.
 """
 
 import argparse
 import gc
+import statistics
 import sys
 from pathlib import Path
 
@@ -22,28 +30,29 @@ import torch
 import ibp
 from ibp.codecs._codec import CODECS
 
-from . import gather, harness, ideal, inputs, ndzip, ratio, reading, sets
+from . import gather, harness, ideal, inputs, ndzip, ratio, reading, sets, stream
 
-COLUMNS = ("gain", "encode_ms", "table_bytes")
+COLUMNS = ("gain", "encode_ms", "table_bytes", "spread", "chosen", "slot_bytes")
 TABLE_BYTES, QUICK_TABLE_BYTES = 128 * inputs.MIB, 512 << 10
-DENSE_SETS = ("kokoro", "word2vec")  # These sets of sets.py are taken in FP32.
+# These sets of sets.py, by their dtype, are taken from the directory of --more.
+MORE_SETS = {"kokoro": torch.float32, "word2vec": torch.float32, "K-cache": torch.float16, "V-cache": torch.float16}
 LONG_ROW_BYTES = 512
+LENGTHENED = ("LLM weights", "embedding")  # These sets are also measured in rows of LONG_ROW_BYTES.
 RAW_ROWS, RAW_COPY = "raw rows", "raw copy_"
-BY_ROW = ", row by row"
+BY_ROW, PIPELINED = ", row by row", ", pipelined"
+ROUNDS = 3
 
 
-def all_sets(data, dense=None):
-    """Yields (name, rows) of the real sets, of those of the KV-cache also in FP16, of weights also in longer rows, and
-    of the dense sets of another directory."""
+def all_sets(data, more=None):
+    """Yields (name, rows) of the real sets, of some of them also in longer rows, and of MORE_SETS from another
+    directory."""
     for name, x in inputs.real_sets(data):
         yield name, x
-        if name in ("LLM keys", "LLM values"):
-            yield name, x.to(torch.float16)
-        if name == "LLM weights":
+        if name in LENGTHENED:
             columns = LONG_ROW_BYTES // x.itemsize
             yield f"{name}, {LONG_ROW_BYTES} B", x.reshape(-1)[: x.numel() // columns * columns].view(-1, columns)
-    for found in sets.real_sets(dense) if dense else ():
-        if found.name in DENSE_SETS and found.dtype == torch.float32:
+    for found in sets.real_sets(more) if more else ():
+        if MORE_SETS.get(found.name) == found.dtype:
             yield found.name, found.tensors[0]
 
 
@@ -61,7 +70,7 @@ class Case:
         self.fetches = gather.Fetches(run, len(self.x), self.x.shape[1], self.x.dtype)
         self.raw = {}  # GB/s of raw rows, by way
 
-    def add(self, arm, *, rows, seconds, num_bytes, savings, ideal_gbps, sms, raw_arm, encode_s):
+    def add(self, arm, *, rows, seconds, num_bytes, savings, ideal_gbps, sms, raw_arm, encode_s, **extra):
         gbps = num_bytes * 1e-9 / seconds
         self.raw.setdefault(arm, gbps)
         self.run.add(
@@ -77,33 +86,48 @@ class Case:
             gain=f"{gbps / self.raw[raw_arm]:.3f}",
             encode_ms="" if encode_s is None else harness.four_digits(1e3 * encode_s),
             table_bytes=self.num_bytes,
+            **extra,
         )
 
 
-def measure_rows(case, arm, **options):
-    """Measures random rows that a kernel fetches. options: those of ibp.compress, without the layout."""
-    run, fetches = case.run, case.fetches
-    table = ibp.compress(case.host, layout="slots", **options)
-    harness.poison(fetches.outs[0])
+def measure_rows(case, schemes):
+    """Measures random rows that a kernel fetches from tables of these schemes, the first of which is raw."""
+    run, fetches, tables, encode_s = case.run, case.fetches, {}, {}
+    want = torch.index_select(case.x, 0, fetches.ids[0])
+    for scheme in schemes:
+        arm = RAW_ROWS if scheme == "raw" else scheme
+        with run.cell(f"{case.name}, {arm}"):
+            table = ibp.compress(case.host, layout="slots", scheme=scheme)
+            harness.poison(fetches.outs[0])
+            harness.check_bits(fetched(table, fetches, 0), want, f"{case.name}, {arm}")
+            calls = [lambda scheme=scheme: ibp.compress(case.x, layout="slots", scheme=scheme)]
+            encode_s[arm] = None if scheme == "raw" else run.seconds(calls, wall=True)
+            tables[arm] = table
+    seconds = {arm: [] for arm in tables}
+    for _ in range(ROUNDS):
+        for arm, table in tables.items():
+            calls = [lambda k=k, table=table: fetched(table, fetches, k) for k in range(len(fetches.ids))]
+            seconds[arm].append(run.seconds(calls))
+    for arm, table in tables.items():
+        median = statistics.median(seconds[arm])
+        case.add(
+            arm,
+            rows=len(fetches.ids[0]),
+            seconds=median,
+            num_bytes=fetches.output_bytes,
+            savings=table.savings,
+            ideal_gbps=gather.table_ideal(run, table, fetches),
+            sms=None,
+            raw_arm=RAW_ROWS,
+            encode_s=encode_s[arm],
+            spread=f"{(max(seconds[arm]) - min(seconds[arm])) / median:.3f}",
+            chosen=table.scheme,
+            slot_bytes=table.slot_bytes,
+        )
 
-    def call(k):
-        return ibp.index_select(table, fetches.ids[k], out=fetches.outs[k])
 
-    harness.check_bits(call(0), torch.index_select(case.x, 0, fetches.ids[0]), f"{case.name}, {arm}")
-    encode_s = None
-    if arm != RAW_ROWS:
-        encode_s = run.seconds([lambda: ibp.compress(case.x, layout="slots", **options)], wall=True)
-    case.add(
-        arm,
-        rows=len(fetches.ids[0]),
-        seconds=run.seconds([lambda k=k: call(k) for k in range(len(fetches.ids))]),
-        num_bytes=fetches.output_bytes,
-        savings=table.savings,
-        ideal_gbps=gather.table_ideal(run, table, fetches),
-        sms=None,
-        raw_arm=RAW_ROWS,
-        encode_s=encode_s,
-    )
+def fetched(table, fetches, k):
+    return ibp.index_select(table, fetches.ids[k], out=fetches.outs[k])
 
 
 def measure_copy(case):
@@ -122,11 +146,14 @@ def measure_copy(case):
     )
 
 
-def measure_nvcomp(case, arm, codec, chunk_bytes):
+def measure_nvcomp(case, codec, chunk_bytes, suffix):
     """Measures a codec of nvCOMP. It is made once. ANS takes floats or bytes, whichever it encodes in fewer bytes."""
     device, dtype, data = case.x.device, case.x.dtype, case.x.view(torch.uint8).view(-1)
     options = codec.suited(codec.fields(dtype, chunk_bytes), dtype, data, device)
-    measure_coder(case, arm, codec.coder(device, options))
+    coder, arm = codec.coder(device, options), reading.NVCOMP + codec.kind + suffix
+    measure_coder(case, arm, coder)
+    if suffix != BY_ROW:
+        measure_pieces(case, arm + PIPELINED, coder)
 
 
 def measure_coder(case, arm, coder):
@@ -141,19 +168,33 @@ def measure_coder(case, arm, coder):
         received.copy_(sent, non_blocking=True)
         coder.decode(received, out)
 
+    encode_s = run.seconds([lambda: coder.encode(data, room)], wall=True)
+    add_coder(case, arm, transfer, out, coded.numel(), encode_s)
+
+
+def measure_pieces(case, arm, coder):
+    """Measures decoding a piece while the next ones are copied."""
+    data = case.x.view(torch.uint8).view(-1)
+    out = torch.empty_like(data)
+    pieces = stream.CodedPieces(coder, data, out)
+    add_coder(case, arm, pieces.decode, out, pieces.stored_bytes, None)
+
+
+def add_coder(case, arm, transfer, out, stored_bytes, encode_s):
+    """Checks and times transfers of a whole table to `out`, uint8, and records the result."""
     harness.poison(out)
     transfer()
-    harness.check_bits(out, data, f"{case.name}, {arm}")
+    harness.check_bits(out, case.x.view(torch.uint8).view(-1), f"{case.name}, {arm}")
     case.add(
         arm,
         rows=len(case.x),
-        seconds=run.seconds([transfer]),
+        seconds=case.run.seconds([transfer]),
         num_bytes=case.num_bytes,
-        savings=1 - coded.numel() / case.num_bytes,
-        ideal_gbps=ideal.tensor_gbps(case.num_bytes, coded.numel()),
+        savings=1 - stored_bytes / case.num_bytes,
+        ideal_gbps=ideal.tensor_gbps(case.num_bytes, stored_bytes),
         sms=None,
         raw_arm=RAW_COPY,
-        encode_s=run.seconds([lambda: coder.encode(data, room)], wall=True),
+        encode_s=encode_s,
     )
 
 
@@ -161,29 +202,26 @@ def measure_nvcomps(case):
     row_bytes = case.x.shape[1] * case.x.element_size()
     for codec in (codec for codec in CODECS.values() if codec.device_type == "cuda"):
         for chunk_bytes, suffix in ((ratio.BLOCK_BYTES, ""), (row_bytes, BY_ROW)):
-            arm = reading.NVCOMP + codec.kind + suffix
             try:
-                measure_nvcomp(case, arm, codec, chunk_bytes)
+                measure_nvcomp(case, codec, chunk_bytes, suffix)
             except AssertionError as error:
                 case.run.failures.append(str(error))
             except Exception as error:  # Versions of nvCOMP differ in their dtypes and chunks.
-                print(f"{case.name}, {arm}: left out: {error}")
+                print(f"{case.name}, {codec.name}{suffix}: left out: {error}")
             # A coder's memory for short rows has gigabytes, and the next coder's has to fit the GPU, too.
             gc.collect()
 
 
 def parsed(argv):
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--dense", type=Path)
+    own.add_argument("--more", type=Path)
     own.add_argument("--ndzip", action="store_true")
     options, others = own.parse_known_args(argv)
     return options, harness.parse_args(others, __doc__)
 
 
 def measure_codecs(case):
-    for scheme in ("raw", "ibp", "planes", "auto"):
-        with case.run.cell(f"{case.name}, {scheme}"):
-            measure_rows(case, RAW_ROWS if scheme == "raw" else scheme, scheme=scheme)
+    measure_rows(case, ("raw", "ibp", "planes", "auto"))
     if ratio.nvcomp and case.run.on_gpu:
         with case.run.cell(f"{case.name}, nvCOMP"):
             measure_nvcomps(case)
@@ -202,7 +240,7 @@ def main(argv=None):
         keep=lambda row: row["arm"] not in remeasured if options.ndzip else row["arm"] == ratio.NDZIP,
     )
     ratio.say_what_is_left_out(run.on_gpu)
-    for name, rows in all_sets(args.data, options.dense):
+    for name, rows in all_sets(args.data, options.more):
         with run.cell(name):
             case = Case(run, name, rows)
             measure_copy(case)

@@ -1097,18 +1097,24 @@ def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_zero_values_come_back(tmp_path, dtype):
-    """As cDMA counts them: a bit an element, and the elements that are not zero; -0 is none."""
-    zeros = activations.ZeroValues(run_on_cpu(tmp_path))
+def test_listed_zeros_come_back(tmp_path, dtype):
+    """As cDMA counts them: a bit an element, and the elements that are not zero; -0 is none. Dense tensors stay."""
+    run = run_on_cpu(tmp_path)
     x = torch.randn(3, 5, 41, 67).relu().to(dtype).to(memory_format=torch.channels_last)
     x[0, 0, 0, :2] = torch.tensor([-0.0, math.nan])
-    saved = zeros._pack(x)
-    harness.check_bits(zeros._unpack(saved), x, "zero values")
+    recipe = activations.zeros_recipe(x.permute(0, 2, 3, 1).reshape(-1).view(torch.uint8), dtype)
     kept = int(torch.count_nonzero(x)) + 1  # -0
-    assert zeros.stats().sent_bytes == -(-x.numel() // 8) + kept * dtype.itemsize
-    assert zeros.stats().coded_bytes == x.nbytes and zeros._pack(x[0, 0, 0]) is not None
-    zeros.reset_stats()
-    assert zeros._unpack(zeros._pack(torch.zeros(4))).shape == (4,) and zeros.stats().coded_bytes == 0
+    counted = kept / x.numel() + 1 / (8 * dtype.itemsize)
+    assert recipe.coded_share == pytest.approx(counted, abs=0.02) and recipe.codebook.num_entries == 0
+    zeros = activations.zeros_listed(run)
+    with zeros:
+        saved = zeros._pack(x)
+        harness.check_bits(zeros._unpack(saved), x, "zeros listed")
+        dense = torch.randn(1 << 14).to(dtype)
+        assert zeros._unpack(zeros._pack(dense)) is not None
+    stats = zeros.stats()
+    assert stats.coded_bytes == x.nbytes and stats.kept_bytes == dense.nbytes
+    assert counted < stats.device_bytes / x.nbytes < counted + 0.1  # with each row's length and base
 
 
 def test_larger_batches_stand_beside_other_arms(tmp_path, monkeypatch):
@@ -1117,6 +1123,16 @@ def test_larger_batches_stand_beside_other_arms(tmp_path, monkeypatch):
     assert activations.main([*argv, "--arms", "none"]) == 0 and activations.main([*argv, "--batches"]) == 0
     arms = [line[2] for line in lines_of(tmp_path / "activations.csv")[1:]]
     assert arms == ["plain", *(f"{arm} in 4 GB" for arm in ("plain", "recomputed", "ibp", "on the device"))]
+
+
+def test_rows_of_an_older_csv_stay(tmp_path):
+    """With empty cells for its missing columns; a column that is gone drops them."""
+    path = tmp_path / "some.csv"
+    path.write_text("case,arm\na,b\nc,d\n")
+    harness.start_file(path, ["case", "arm", "new"], lambda row: row["case"] == "a")
+    assert lines_of(path) == [["case", "arm", "new"], ["a", "b", ""]]
+    harness.start_file(path, ["case", "new"], lambda row: True)
+    assert lines_of(path) == [["case", "new"]]
 
 
 def test_trained_nets():

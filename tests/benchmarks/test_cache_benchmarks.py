@@ -151,6 +151,23 @@ def test_arms_of_a_request_compute_the_same_bits(tmp_path, monkeypatch):
     assert kv_request.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 1
 
 
+def test_a_request_by_threads_and_sms(tmp_path):
+    """Both kinds of workers in one run, whose rows stay beside those of a request; so do the threads of torch."""
+    argv, before = ["--device", "cpu", "--quick", "--out", str(tmp_path)], torch.get_num_threads()
+    assert kv_request.main(argv) == 0 and kv_request.main(["--workers", *argv]) == 0
+    assert torch.get_num_threads() == before
+    rows = lines_of(tmp_path / "kv_request.csv")
+    cpu, raw, coded = (kv_request.CPU, kv_request.RAW, kv_request.IBP)
+    assert [(row["arm"], row["workers"]) for row in rows] == [
+        *((arm, "") for arm in (cpu, raw, coded)),
+        *((f"{cpu} by {threads} threads", str(threads)) for threads in (1, 2)),
+        *((f"{arm} by 1 SMs", "1") for arm in (raw, coded)),
+    ]
+    assert [float(row["learn_ms"]) > 0 for row in rows] == [False, False, True, False, False, False, True]
+    assert [row["sms"] for row in rows[-2:]] == ["1", "1"]
+    assert kv_request.main(argv) == 0 and lines_of(tmp_path / "kv_request.csv")[:4] == rows[3:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs_on_the_cpu(name, tmp_path):

@@ -101,6 +101,7 @@ def test_the_script_on_the_cpu(tmp_path, monkeypatch):
     assert all(
         float(row[name]) > 0 for row in rows for name in ("gbps", "ideal_gbps", "fetch_ms", "beside_ms", "epoch_s")
     )
+    assert all(0 < float(row["wait_ms"]) < 1e3 * float(row["epoch_s"]) for row in rows)
     assert {row["case"] for row in rows} == {"dense, batch 8", "pubmed, batch 8"}
     assert {int(row["batches"]) % gnn.QUICK_EPOCH for row in rows} == {0}
     assert len({row["rows"] for row in rows[:6]}) == 1
@@ -122,6 +123,28 @@ def test_a_huge_table_stands_beside_the_others(tmp_path, monkeypatch):
         assert gnn.main([*options, "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     rows = lines_of(tmp_path / "gnn.csv")
     assert [row["case"] for row in rows[5:7]] == ["dense, 64 GiB, batch 8", "dense, batch 8"] and len(rows) == 12
+
+
+def test_some_sets_stand_beside_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(gnn, "QUICK_CASES", (CASE, REAL))
+    argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert gnn.main(argv) == 0
+    before = lines_of(tmp_path / "gnn.csv")
+    assert gnn.main(["--sets", "pubmed", *argv]) == 0
+    after = lines_of(tmp_path / "gnn.csv")
+    assert after[:6] == before[:6] and [row["case"] for row in after[6:]] == 6 * ["pubmed, batch 8"]
+    assert gnn.main(["--sets", "pubmed", "--huge", *argv]) == 0
+    assert [row["case"] for row in lines_of(tmp_path / "gnn.csv")[12:]] == 6 * ["pubmed, 64 GiB, batch 8"]
+
+
+def test_marks_of_a_run(monkeypatch):
+    """A batch waits from the end of one step to the beginning of the next; a step is between its marks."""
+    graph, features = gnn.Graph(500, 5_000, CPU), gnn.Features(CASE, inputs.DATA_DIR, CPU)
+    training, ticks = gnn.Training(graph, 48, torch.bfloat16, 8, CPU), iter([0.0, 1, 2, 5, 7, 11, 14, 15])
+    monkeypatch.setattr(training, "_mark", lambda: next(ticks))
+    training.restart()
+    assert training.run(gnn.ByGpu(features.raw), 3, 100) == (15 / 3, 3)
+    assert training.beside_s() == 2 and training.wait_s() == 3.5
 
 
 def test_batches_that_dgl_draws(tmp_path, monkeypatch, capsys):

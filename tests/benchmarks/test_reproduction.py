@@ -33,8 +33,10 @@ from benchmarks import (
     reproduction,
     sets,
     spill,
+    stream,
     transfers,
 )
+from ibp._rows.learning import SCHEMES
 
 # ---- scripts on the CPU --------------------------------------------------------------------------------------------
 
@@ -120,10 +122,13 @@ def test_copies_by_threads(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_transfers_by_codec(two_sets, tmp_path):
     rows = run_quickly("transfers", tmp_path)
-    assert [row["arm"] for row in rows] == 3 * ["raw copy_", "raw rows", "ibp", "planes", "auto"]
-    assert [row["dtype"] for row in rows[::5]] == ["bfloat16", "float16", "float32"]
+    assert [row["arm"] for row in rows] == 2 * ["raw copy_", "raw rows", "ibp", "planes", "auto"]
+    assert [row["dtype"] for row in rows[::5]] == ["bfloat16", "float32"]
     assert all(float(row["gain"]) == 1 for row in rows if row["arm"].startswith("raw"))
     assert all(float(row["encode_ms"]) > 0 for row in rows if not row["arm"].startswith("raw"))
+    tables = [row for row in rows if row["arm"] != "raw copy_"]
+    assert all(float(row["spread"]) >= 0 and int(row["slot_bytes"]) > 0 for row in tables)
+    assert [row["chosen"] for row in tables[:3]] == ["raw", "ibp", "planes"] and tables[3]["chosen"] in SCHEMES
 
 
 class PlainCoder:
@@ -148,25 +153,59 @@ def test_transfers_by_ndzip_stand_beside_the_others(two_sets, tmp_path, monkeypa
     monkeypatch.setenv("IBP_NDZIP", str(tmp_path))
     monkeypatch.setattr(ndzip, "GpuCoder", PlainCoder)
     raw = transfers.RAW_ROWS
-    monkeypatch.setattr(transfers, "measure_codecs", lambda case: transfers.measure_rows(case, raw, scheme="raw"))
+    monkeypatch.setattr(transfers, "measure_codecs", lambda case: transfers.measure_rows(case, ("raw",)))
     arms = [[row["arm"] for row in run_quickly("transfers", tmp_path, *options)] for options in ([], ["--ndzip"], [])]
-    assert arms[0] == 3 * ["raw copy_", raw] and arms[1] == 3 * [raw] + 3 * ["raw copy_", "ndzip"]
-    assert arms[2] == 3 * ["ndzip"] + arms[0]
+    assert arms[0] == 2 * ["raw copy_", raw] and arms[1] == 2 * [raw] + 2 * ["raw copy_", "ndzip"]
+    assert arms[2] == 2 * ["ndzip"] + arms[0]
+
+
+class ByteCoder:
+    """Stands in for a codec of nvCOMP: adds 1 to each byte, and a length in front."""
+
+    def room(self, data):
+        return torch.empty(data.numel() + 1, dtype=torch.uint8)
+
+    def encode(self, data, room):
+        room[0] = 7
+        return room[: data.numel() + 1].index_copy_(0, torch.arange(1, data.numel() + 1), data + 1)
+
+    def decode(self, coded, out):
+        torch.sub(coded[1:], 1, out=out)
+
+
+def test_a_table_comes_in_pieces(two_sets, tmp_path, monkeypatch):
+    """Each piece is coded alone and decoded to its place; a piece at a wrong place is found."""
+    run = harness.Run(
+        "transfers", harness.parse_args(["--device", "cpu", "--quick", "--out", str(tmp_path)]), transfers.COLUMNS
+    )
+    case = transfers.Case(run, "keys", two_sets[0])
+    transfers.measure_copy(case)
+    monkeypatch.setattr(stream, "LEAST_PIECE_BYTES", 1 << 16)
+    transfers.measure_pieces(case, "coded", ByteCoder())
+    assert len(stream.CodedPieces(ByteCoder(), *2 * [case.x.view(torch.uint8).view(-1)]).pieces) == 8
+    assert run.rows[-1]["savings"] == f"{-8 / case.num_bytes:.4f}" and run.rows[-1]["encode_ms"] == ""
+    monkeypatch.setattr(ByteCoder, "decode", lambda self, coded, out: torch.sub(coded[1:], 2, out=out))
+    with pytest.raises(AssertionError, match="keys, coded: bits differ"):
+        transfers.measure_pieces(case, "coded", ByteCoder())
 
 
 def test_sets_of_transfers(monkeypatch, tmp_path):
-    keys, weights = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(9, 64, dtype=torch.bfloat16)
-    monkeypatch.setattr(inputs, "real_sets", lambda data: iter([("LLM keys", keys), ("LLM weights", weights)]))
-    dense = [sets.Set("word2vec", (torch.ones(2, 3, dtype=dtype),)) for dtype in (torch.float32, torch.float16)]
-    monkeypatch.setattr(sets, "real_sets", lambda data: iter([*dense, sets.Set("cora", (torch.ones(2, 3),))]))
-    found = [(name, x.dtype, tuple(x.shape)) for name, x in transfers.all_sets(None, tmp_path)]
-    assert found == [
-        ("LLM keys", torch.bfloat16, (3, 8)),
-        ("LLM keys", torch.float16, (3, 8)),
+    """Keys and values in FP16 are those that a model computed, and never BF16 ones."""
+    weights, rows = torch.zeros(9, 64, dtype=torch.bfloat16), torch.ones(10, 32)
+    monkeypatch.setattr(inputs, "real_sets", lambda data: iter([("LLM weights", weights), ("embedding", rows)]))
+    np.savez(tmp_path / "word2vec_1000x300.npz", x=np.ones((2, 3), np.float32))
+    cache = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)).numpy()
+    np.savez(tmp_path / "kv_stories260k.npz", k=cache, v_bf16=np.ones((5, 16), np.uint16))
+    found = list(transfers.all_sets(None, tmp_path))
+    assert [(name, x.dtype, tuple(x.shape)) for name, x in found] == [
         ("LLM weights", torch.bfloat16, (9, 64)),
         ("LLM weights, 512 B", torch.bfloat16, (2, 256)),
+        ("embedding", torch.float32, (10, 32)),
+        ("embedding, 512 B", torch.float32, (2, 128)),
         ("word2vec", torch.float32, (2, 3)),
+        ("K-cache", torch.float16, (5, 16)),
     ]
+    assert (found[-1][1].view(torch.int16) & 7).count_nonzero() > 60
 
 
 @pytest.mark.slow
@@ -635,6 +674,87 @@ def test_sets_of_a_column_are_not_averaged(tmp_path):
         "weights 0.90 to 1.30, 0.90 to 1.30, 0.90 to 1.30 (ndzip)",
     ]
     assert [label for label, *_ in reproduction.transfer_ratios(results)] == ["weights"]
+
+
+def test_keys_and_values_of_fp16_stand_beside_older_ones(tmp_path):
+    """Rows of 512 B are no rows of 128 B, and a pipelined codec may be the best one."""
+    gains = {("K-cache", "float16"): 1.1, ("embedding", "float32"): 1.0, ("embedding, 512 B", "float32"): 1.15}
+    rows = [f'"{case}",{dtype},{arm},{gain}' for (case, dtype), gain in gains.items() for arm in ("ibp", "auto")]
+    rows += [f'"{case}",{dtype},"nvcomp ans{way}",{gain}' for case, dtype in gains
+             for way, gain in (("", 0.9), (", pipelined", 1.05))]  # fmt: skip
+    writer(tmp_path)("transfers", "case,dtype,arm,gain", *rows)
+    results = reading.Results(tmp_path)
+    assert reproduction.transfer_gains(results).split("<br>")[1:] == [
+        "DLRM 1.00, 1.00, 1.05 (ans, pipelined)",
+        "DLRM, 512 B 1.15, 1.15, 1.05 (ans, pipelined)",
+        "KV FP16 1.10, 1.10, 1.05 (ans, pipelined)",
+    ]
+    assert list(reproduction.transfer_ratios(results)) == [
+        ("DLRM", 1.0, 1.1), ("DLRM, 512 B", 1.15, 1.1), ("KV FP16", 1.1, 1.02)
+    ]  # fmt: skip
+
+
+def test_rows_by_sms_and_threads_are_those_of_their_csvs(tmp_path):
+    """They stand beside a request's own rows and the steps of activations.py, and are not taken for them."""
+    write = writer(tmp_path)
+    request = ("cpu index + copy,3,14,", "raw by kernel,2,7,", "ibp,1.5,7,")
+    older = [row.rstrip(",") for row in request]
+    write("kv_request", "arm,step_ms,request_s", *(f"{row}" for row in older))
+    assert list(reproduction.workers_of_requests(reading.Results(tmp_path))) == []
+    assert "a request, learning included: 50 %, 0 %" in reproduction.cache_rows(reading.Results(tmp_path))
+    swept = [f"{arm} by {n} {of},{ms},1,{n}" for arm, of, some in (
+        ("cpu index + copy", "threads", ((1, 9), (2, 5))), ("ibp", "SMs", ((8, 1.5), (132, 1.25))),
+    ) for n, ms in some]  # fmt: skip
+    write("kv_request", "arm,step_ms,request_s,workers", *request, *swept)
+    results = reading.Results(tmp_path)
+    assert "a request, learning included: 50 %, 0 %" in reproduction.cache_rows(results)
+    assert list(reproduction.workers_of_requests(results)) == [
+        "in a request, ms of a token and layer, cpu index + copy: 9.00/5.00 by 1/2 threads",
+        "in a request, ms of a token and layer, ibp: 1.50/1.25 by 8/132 SMs",
+    ]
+    tables = [table for table in claims.TABLES if table.csv == "kv_request"]
+    assert [len(table.rows(results)) for table in tables] == [3, 4]
+    write(
+        "throttle",
+        "case,arm,sms,what,gpus,step_ms,out_gbps",
+        *("VGG16,plain,0,sweep,1,8,0", "VGG16,ibp,132,sweep,1,10,50", "VGG16,ibp by 8 SMs,8,sweep,1,20,25"),
+        *("VGG16,ibp by 64 SMs,64,sweep,1,12.5,50", "VGG16,ibp,132,together,1,11,50", "VGG16,ibp,132,together,2,30,9"),
+    )
+    assert list(reproduction.throttled_steps(reading.Results(tmp_path))) == [
+        "VGG16 by 8/64 SMs: 0.50/0.80 times the rate by all, 25.0/50.0 GB/s to the host"
+    ]
+
+
+def test_waits_of_a_batch_are_of_one_clock(tmp_path):
+    """Older rows, whose times alone are of another clock, say so."""
+    write = writer(tmp_path)
+    cases = [(f'"{name}, batch 1024"', arm) for name in ("cora", "dense 602") for arm in ("raw rows", "ibp")]
+    numbers = ",".join(("16", "2.5", "2.5", "4"))
+    write("gnn", "case,arm,fetch_ms,train_ms,beside_ms,epoch_s", *(f"{case},{arm},{numbers}" for case, arm in cases))
+    heads, *parts = reproduction.graph_parts(reading.Results(tmp_path)).split("<br>")
+    assert "(wall clock)" in heads and parts[0] == "cora, raw rows: 16, 2.5, 2.5, 18 of 20 ms"
+    columns = "case,arm,fetch_ms,train_ms,beside_ms,epoch_s,wait_ms"
+    write("gnn", columns, *(f"{case},{arm},{numbers},17" for case, arm in cases))
+    heads, *parts = reproduction.graph_parts(reading.Results(tmp_path)).split("<br>")
+    assert "wall clock" not in heads and parts[-1] == "dense 602, ibp: 16, 2.5, 2.5, 17 of 20 ms"
+
+
+def test_epochs_by_the_papers_scheme_are_paired_by_case(tmp_path):
+    """Batches of two sizes, and a second row of one arm, which is refused."""
+    arms = {"cpu plain": 90, "cpu pinned": 20, "cpu pipelined": 16, "raw rows": 12, "scheme ibp": 8}
+    rows = [
+        f'"{name}, batch {batch}",{arm},1,{seconds * times}'
+        for name, batch, times in (("citeseer", 1024, 1), ("citeseer", 8192, 6), ("cora", 1024, 2))
+        for arm, seconds in arms.items()
+    ]
+    rows.append('"citeseer, batch 8192",ibp,1,1')
+    writer(tmp_path)("gnn", "case,arm,fetch_ms,epoch_s", *rows)
+    assert list(reproduction.masked_epochs(reading.Results(tmp_path))) == [
+        "Citeseer by scheme ibp: batch 1024 1.50, 2.00; batch 8192 1.50, 2.00"
+    ]
+    writer(tmp_path)("gnn", "case,arm,fetch_ms,epoch_s", *rows, rows[0])
+    with pytest.raises(ValueError, match="cpu plain has two rows for citeseer, batch 1024"):
+        list(reproduction.masked_epochs(reading.Results(tmp_path)))
 
 
 def test_look_ups_are_compared_by_dtype_and_size(tmp_path):
