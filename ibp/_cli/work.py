@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from ibp._common import arguments as _arguments
 from ibp._common.process import tqdm
 from ibp._files import file_system, is_url, path_text, paths
 from ibp._machine import memory
-from ibp.checkpoints import _outputs, _source, _sources
+from ibp.checkpoints import _outputs, _sources
 
 from . import output
 
@@ -159,4 +160,4 @@ def size_of(path: str) -> int:
 def chosen(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """Returns the names that --include and --exclude select. Raises ValueError if a pattern of --include matches no
     name."""
-    return _source.chosen(names, arguments.include or None, arguments.exclude)
+    return _arguments.chosen(names, arguments.include or None, arguments.exclude)

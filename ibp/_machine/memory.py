@@ -17,7 +17,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,9 +26,6 @@ from .._common import ops
 from .._common.arguments import whole_number
 from .._common.process import warn_once
 from .._common.sequences import rounded_up
-
-if TYPE_CHECKING:
-    from .._rows.table import Table
 
 
 class PinningError(RuntimeError):
@@ -119,15 +116,6 @@ def empty_parts(
                 raise
             warn_of_pageable(error)
     return [*map(functools.partial(empty_tensor, device=device), sizes)], False
-
-
-def pin_if_possible(table: Table) -> None:
-    """Pins a table if the system allows it. If the system refuses, warns, and records the refusal in the table."""
-    try:
-        table.pin_memory()
-    except PinningError as error:
-        warn_of_pageable(error)
-        table._is_refused = True
 
 
 def pin_in_place(data: torch.Tensor) -> _core.PinnedRange | None:

@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from .._common.arguments import whole_number
+from .._common.arguments import chosen, whole_number
 from .._common.process import Bar, tqdm
 from .._common.sequences import ahead
 from .._common.statistics import share_saved
@@ -84,7 +84,7 @@ from ._outputs import (
     table_bytes,
     work_directory,
 )
-from ._source import Source, SourceTensor, chosen, source_of
+from ._source import Source, SourceTensor, source_of
 from ._sources import CODED_WEIGHTS, FORMATS, already_there, check_output, conversion_of, exists, open_sources
 
 _COMPARED = ("ibp", "planes")  # the schemes that `estimate` compares
