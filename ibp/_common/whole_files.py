@@ -26,7 +26,7 @@ import operator
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -214,6 +214,22 @@ def _remove_unless_locked(path: Path) -> None:
                     raise
             if os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):
                 os.unlink(path)
+
+
+def open_locked(path: str | os.PathLike[str], mode: int, lock: Callable[[int], None]) -> int:
+    """Opens and locks a file, and creates it if it does not exist. Returns its descriptor. If another process has
+    removed the file before it is locked, a new file is made and locked. lock: a function that locks a descriptor."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        try:
+            lock(file)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), os.lstat(path)):
+                    return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
 
 
 @contextlib.contextmanager

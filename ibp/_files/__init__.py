@@ -49,7 +49,6 @@ from .paths import (
     is_there,
     is_url,
     names_of_set,
-    open_locked,
     open_regular,
     output_of,
     outputs_of,

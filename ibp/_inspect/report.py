@@ -25,7 +25,7 @@ from .._rows.learning import Options
 from .._rows.plan import spread_bytes
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
-from ..checkpoints._coding import CheckpointLearning, Codebooks
+from ..checkpoints._coding import Codebooks
 from ..checkpoints._outputs import compressed_bytes, table_bytes
 from ..checkpoints._source import Source, SourceTensor, loaded_tensor
 from ..checkpoints._sources import local_path, open_source
@@ -160,7 +160,7 @@ def _is_ibp(path: str) -> bool:
     """Returns whether ibp wrote a file, or one of the files of a set. Returns False for files that are not safetensors
     files or that do not exist; `open_source` then finds out which format they have, or raises."""
     try:
-        return any(not read_header(file).is_plain for file in find_files(Path(path)).files.values())
+        return any(not read_header(file).is_plain for file in find_files(Path(path))[0].values())
     except (FileFormatError, FileNotFoundError):
         return False
 
@@ -172,7 +172,7 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
 def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
     """Makes the report on a file that ibp did not write: estimates how `ibp.checkpoints.compress` would code its
     tensors. As in that function, tensors of the same kind share a codebook."""
-    codebooks = Codebooks(CheckpointLearning(Options()), list(source.tensors.values()))
+    codebooks = Codebooks(Options(device="cpu"), list(source.tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
     for name in _bar(source.tensors, progress):
         codebooks.prepare([source.tensors[name]])
@@ -200,7 +200,7 @@ def _padded(report: TensorContents, stored_bytes: int) -> TensorContents:
 
 def _of_ibp(file: File, wanted: _Wanted, progress: bool) -> FileReport:
     reports = [_of_tensor(file, name) for name in _bar(filter(wanted, file), progress)]
-    size = sum(os.path.getsize(path) for path in find_files(file.path).files.values())
+    size = sum(os.path.getsize(path) for path in find_files(file.path)[0].values())
     other = size - sum(report.stored_bytes for report in reports) if len(reports) == len(file) else 0
     return FileReport(str(file.path), "ibp", False, size, dict(file.metadata), reports, other)
 

@@ -299,18 +299,18 @@ def _open_index(path: str, verify: bool) -> Source:
     Raises:
         ibp.FileFormatError: a file does not have a tensor that the index says it has.
     """
-    found = find_files(Path(path))
-    names = {os.fspath(file): name for name, file in found.files.items()}
+    files, places = find_files(Path(path))
+    names = {os.fspath(file): name for name, file in files.items()}
     if any(format_of(file) == "safetensors" and not read_header(Path(file)).is_plain for file in names):
         return open_ibp(path, verify)
 
     def open_part(file: str) -> Source:
         part, own = open_source(file), names[file]
-        for tensor, name in found.places.items():
+        for tensor, name in places.items():
             if name == own and tensor not in part.tensors:
                 part.close()
                 raise FileFormatError(f"{file} has no tensor {tensor!r}, which the index says it has")
-        kept = {tensor: value for tensor, value in part.tensors.items() if found.places.get(tensor, own) == own}
+        kept = {tensor: value for tensor, value in part.tensors.items() if places.get(tensor, own) == own}
         part.tensors = MappingProxyType(kept)
         return part
 
