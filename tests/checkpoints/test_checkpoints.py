@@ -15,8 +15,8 @@ import torch
 
 import ibp
 from helpers import bytes_of
+from ibp._cli.report import inspect_path
 from ibp._files import FileWriter
-from ibp._inspect.report import inspect_path
 from ibp.checkpoints import _coding, _converting
 from ibp.checkpoints._outputs import Journal, PeakMemory
 from ibp.checkpoints._sources import open_source, open_sources

@@ -13,24 +13,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._common.process import tqdm
-from .._common.statistics import Saves
-from .._core import ROWS_PER_BASE
-from .._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header
-from .._files import open as open_file
-from .._rows.clusters import ClusteredCodebook
-from .._rows.codebook import AnyCodebook
-from .._rows.geometry import Geometry
-from .._rows.learning import Options
-from .._rows.plan import spread_bytes
-from .._tables.changes import decoded_bytes
-from .._tables.compressed_tensor import CompressedTensor, compress_rows
-from ..checkpoints._coding import Codebooks
-from ..checkpoints._outputs import compressed_bytes, table_bytes
-from ..checkpoints._source import Source, SourceTensor, loaded_tensor
-from ..checkpoints._sources import local_path, open_source
-from ..codecs._whole import WholeTensor
-from ..deltas import Delta
+from ibp._common.process import tqdm
+from ibp._common.statistics import Saves
+from ibp._core import ROWS_PER_BASE
+from ibp._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header
+from ibp._files import open as open_file
+from ibp._rows.clusters import ClusteredCodebook
+from ibp._rows.codebook import AnyCodebook
+from ibp._rows.geometry import Geometry
+from ibp._rows.learning import Options
+from ibp._rows.plan import spread_bytes
+from ibp._tables.changes import decoded_bytes
+from ibp._tables.compressed_tensor import CompressedTensor, compress_rows
+from ibp.checkpoints._coding import Codebooks
+from ibp.checkpoints._outputs import compressed_bytes, table_bytes
+from ibp.checkpoints._source import Source, SourceTensor, loaded_tensor
+from ibp.checkpoints._sources import local_path, open_source
+from ibp.codecs._whole import WholeTensor
+from ibp.deltas import Delta
+
 from .splitting import bit_entropy, count_rows, element_bytes, rounded, scaled, split_table
 
 SAMPLE_BYTES = 1 << 20  # Size in bytes of the sample of a tensor that is decoded and counted.
