@@ -132,13 +132,6 @@ def unfinished_files(target: str) -> int:
     )
 
 
-def files_to_verify(paths: Sequence[str]) -> list[str]:
-    """Returns the paths to verify. These are the inputs, except for a directory that has several safetensors files or
-    sets of files, at any depth: it is replaced by the paths of the files and of the sets' indices."""
-    found = _sources.expand(paths)
-    return [file for path in found for file in (_sources.files_to_verify(path) if os.path.isdir(path) else [path])]
-
-
 def report_files(arguments: argparse.Namespace, document: dict[str, Any], files: list[str], *more: str) -> None:
     """Reports the written files, local ones or those at URLs, with their sizes, and then the sentences in `more`.
     Reports nothing if the output went to stdout."""

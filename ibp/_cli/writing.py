@@ -9,7 +9,6 @@ lets `ibp.checkpoints` write it.
 from __future__ import annotations
 
 import argparse
-import functools
 import shlex
 from collections.abc import Callable
 
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 
 import ibp
-from ibp._common.whole_files import replaced
 from ibp._files import dtype_name
 from ibp._rows.geometry import bytes_of
 from ibp.checkpoints import CheckpointReport
@@ -165,8 +163,7 @@ def apply(arguments: argparse.Namespace) -> int:
         with local_path(delta) as near:
             changes = _changes_in(near)
         made = _new_version(base, changes, device)
-        begin = functools.partial(replaced, like=base.files, alone=True, replace=arguments.force)
-        files = write_source(made, target, None, "apply", output.show_bars(arguments), begin)
+        files = write_source(made, target, None, "apply", output.show_bars(arguments), arguments.force)
     names = {kind: list(getattr(changes, kind)) for kind in ("changed", "new", "removed")}
     counts = ", ".join(f"{len(of_kind):,} {kind}" for kind, of_kind in names.items())
     work.report_files(arguments, {"old": arguments.base, "delta": arguments.delta, **names}, files, f"{counts}.")
@@ -212,7 +209,7 @@ def _new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torc
     parts[-1] = Source(last.path, last.format, {**last.tensors, **added}, last.metadata)
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     made = Source(base.path, base.format, tensors, base.metadata)
-    made.parts = tuple(parts)
+    made.parts, made.files = tuple(parts), base.files
     return made
 
 

@@ -12,6 +12,8 @@ The result depends on what is at the path:
 - A device, a pipe, a socket or a directory is refused, even if the path is a symbolic link to it.
 - If nothing is there, the new file gets those permissions that all its source files have (`like`). If it has no source
   files, it gets 0666 minus the umask.
+
+`open_locked` is for files that several processes change in turn, and of which one may be removed while another waits.
 """
 
 from __future__ import annotations

@@ -482,7 +482,7 @@ def write_file(
         path: the path to which the file is written.
         shard: the tensors and the metadata of the file; `shard.path` is its path within the directory of the output.
         books: the codebooks of the tensors.
-        coder: codes the blocks; of the device of `books`.
+        coder: the coder of the device of `books`.
         jobs: the number of threads that learn codebooks.
         on_bytes: called after each block that is written, with its number of bytes before coding.
         like, replace: as in `FileWriter`.

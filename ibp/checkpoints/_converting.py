@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -290,7 +290,7 @@ def compress(
         else:
             records, num_kept, peak_bytes = write(None, force)
         in_order = [records[shard.path] for shard in shards]
-        report = report_of(_opened(output, target, sets), in_order, num_kept, peak_bytes)
+        report = report_of(_path_to_open(output, target, sets), in_order, num_kept, peak_bytes)
         if conversion is not None:
             conversion.finish()
             report = replace(report, other_files=conversion.other_files())
@@ -303,7 +303,7 @@ def verified_bytes(path: str, progress: bool) -> int:
     """Verifies an output of `compress`, as its `verify_output` says. Returns the number of bytes that were compared.
     path: `CheckpointReport.path`."""
     checked = 0
-    for each in files_to_verify(path) if os.path.isdir(path) else [path]:
+    for each in files_to_verify(path):
         with local_path(each) as near, open_file(near) as file:
             checked += file.verify(content=True, progress=progress)
     return checked
@@ -354,7 +354,7 @@ def _written(
     return records, num_kept, peak.num_bytes
 
 
-def _opened(output: str, target: Path, sets: Mapping[Path, Sequence[Source]]) -> str:
+def _path_to_open(output: str, target: Path, sets: Mapping[Path, Sequence[Source]]) -> str:
     """Returns the path or URL that the caller of `compress` should open: that of the file; for a set of files, that of
     its index; and for several files or sets, that of their directory."""
     (path, shards), *others = sets.items()
@@ -443,8 +443,7 @@ def decompress(
         check_output(output, WEIGHTS, conversion, force)
 
         def write(source: Source, target: PathLike, as_set: bool = False) -> list[str]:
-            begin = functools.partial(replaced, like=source.files, alone=True, replace=force)
-            return write_source(source.only(wanted), target, format, "decompress", progress, begin, as_set)
+            return write_source(source.only(wanted), target, format, "decompress", progress, force, as_set)
 
         if conversion is None:
             return write(sources[0], output)
@@ -470,21 +469,20 @@ def write_source(
     format: str | None,
     what: str,
     progress: bool,
-    begin: Callable[[Path, int], contextlib.AbstractContextManager[IO[bytes]]],
+    force: bool,
     as_set: bool = False,
 ) -> list[str]:
     """Writes the tensors of a source. Returns the paths or URLs of the files.
 
     Args:
-        source, output, format, progress: as in `decompress`.
+        source: the source. The new files get the permissions that all of its files have.
+        output, format, progress, force: as in `decompress`.
         what: the description that the progress bar shows.
-        begin: called with the path of each file and the size of its data in bytes; returns a context manager for the
-            new file. `decompress` passes `whole_files.replaced` with some of its options set.
         as_set: whether a set of files is written as a set even in formats other than safetensors.
     """
     shown = file_of(output)
     kind = format_of_output(Path(shown), format)
-    _, write_file = FORMATS[kind]
+    _, write_part = FORMATS[kind]
     parts = source.parts if as_set or kind == "safetensors" else [source]
     with written_to(output) as target:
         names = outputs_of(target, len(parts))
@@ -497,8 +495,9 @@ def write_source(
             weight_map: dict[str, str] = {}
             with contextlib.ExitStack() as files:  # when this block ends, all files get their names
                 for name, part in zip(names, parts):
-                    file = files.enter_context(begin(target.with_name(name), part.num_bytes))
-                    write_file(file, part, pieces)
+                    path = target.with_name(name)
+                    new = replaced(path, part.num_bytes, like=source.files, alone=True, replace=force)
+                    write_part(files.enter_context(new), part, pieces)
                     weight_map.update(dict.fromkeys(part.tensors, name))
             if len(parts) > 1:
                 write_index(target, weight_map, source.num_bytes)

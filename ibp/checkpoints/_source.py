@@ -175,6 +175,7 @@ class Source(Closing):
         wanted = set(names)
         kept = {name: tensor for name, tensor in self.tensors.items() if name in wanted}
         restricted = Source(self.path, self.format, kept, self.metadata)
+        restricted.files = self.files
         if len(self.parts) > 1:
             restricted.parts = tuple(part.only(wanted) for part in self.parts if not wanted.isdisjoint(part.tensors))
         return restricted

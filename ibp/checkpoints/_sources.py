@@ -482,12 +482,15 @@ def _target(output: PathLike) -> Path | None:
 # ---- the files of tensors of a directory ----
 
 
-def files_to_verify(folder: str) -> list[str]:
+def files_to_verify(path: str) -> list[str]:
     """Returns the paths of the safetensors files in a directory, at any depth; for a set of files, the path of its
-    index. If there is only one path, or none, returns the path of the directory instead."""
-    paths, _ = _units_of(Path(folder), _shown_files(Path(folder), None))
-    found = [os.path.join(folder, path) for path in paths if path.name.removesuffix(INDEX_SUFFIX).endswith(SUFFIX)]
-    return found if len(found) > 1 else [folder]
+    index. If there is only one such path, or none, or if `path` is not a directory of this machine, returns `path`
+    itself."""
+    if not os.path.isdir(path):
+        return [path]
+    paths, _ = _units_of(Path(path), _shown_files(Path(path), None))
+    found = [os.path.join(path, file) for file in paths if file.name.removesuffix(INDEX_SUFFIX).endswith(SUFFIX)]
+    return found if len(found) > 1 else [path]
 
 
 def is_index(path: Path) -> bool:
