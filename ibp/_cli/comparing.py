@@ -20,8 +20,7 @@ import torch
 
 import ibp
 from ibp._files import INDEX_SUFFIX, as_json, damaged_blocks, dtype_name, file_of, format_of_name, is_url, views_in
-from ibp.checkpoints._source import SourceTensor
-from ibp.checkpoints._sources import (
+from ibp.checkpoints._inputs import (
     SourceFormatError,
     expand,
     files_to_verify,
@@ -30,6 +29,7 @@ from ibp.checkpoints._sources import (
     open_source,
     open_sources,
 )
+from ibp.checkpoints._source import SourceTensor
 
 from . import output, work
 

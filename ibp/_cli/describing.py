@@ -12,7 +12,7 @@ from ibp._common.arguments import is_chosen
 from ibp._common.whole_files import check_replaceable, write_whole
 from ibp._files import dtype_name
 from ibp.checkpoints import CheckpointEstimate
-from ibp.checkpoints._sources import expand
+from ibp.checkpoints._inputs import expand
 
 from . import drawing, output, report, work
 from .report import FileReport, TensorContents

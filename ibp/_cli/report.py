@@ -26,9 +26,9 @@ from ibp._rows.plan import spread_bytes
 from ibp._tables.changes import decoded_bytes
 from ibp._tables.compressed_tensor import CompressedTensor, compress_rows
 from ibp.checkpoints._coding import Codebooks
+from ibp.checkpoints._inputs import local_path, open_source
 from ibp.checkpoints._outputs import compressed_bytes, table_bytes
 from ibp.checkpoints._source import Source, SourceTensor, loaded_tensor
-from ibp.checkpoints._sources import local_path, open_source
 from ibp.codecs._whole import WholeTensor
 from ibp.deltas import Delta
 

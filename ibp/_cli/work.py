@@ -19,7 +19,7 @@ from ibp._common import arguments as _arguments
 from ibp._common.process import tqdm
 from ibp._files import file_system, is_url, path_text, paths
 from ibp._machine import memory
-from ibp.checkpoints import _outputs, _sources
+from ibp.checkpoints import _inputs, _outputs
 
 from . import output
 
@@ -105,8 +105,8 @@ def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None 
     with contextlib.ExitStack() as stack:
         conversion = None
         if to_coded is not None:
-            conversion = _sources.conversion_of(arguments.inputs, target, to_coded, stack)
-        there = _sources.already_there(target, _sources.CODED_WEIGHTS if to_coded else paths.WEIGHTS, conversion)
+            conversion = _inputs.conversion_of(arguments.inputs, target, to_coded, stack)
+        there = _outputs.already_there(target, _outputs.CODED_WEIGHTS if to_coded else paths.WEIGHTS, conversion)
     # If an interrupted run has left files, return True: `compress` continues that run, or reports the existing output.
     if there is None or (to_coded and unfinished_files(target)):
         return True
@@ -128,7 +128,7 @@ def unfinished_files(target: str) -> int:
     if is_url(target):
         return 0
     return len(
-        list(_outputs.work_directory(paths.target_of(target, _sources.CODED_WEIGHTS)).rglob(f"*{_outputs.RECORD}"))
+        list(_outputs.work_directory(paths.target_of(target, _outputs.CODED_WEIGHTS)).rglob(f"*{_outputs.RECORD}"))
     )
 
 

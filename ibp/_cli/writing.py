@@ -20,8 +20,8 @@ from ibp._files import dtype_name
 from ibp._rows.geometry import bytes_of
 from ibp.checkpoints import CheckpointReport
 from ibp.checkpoints._converting import verified_bytes, write_source
+from ibp.checkpoints._inputs import lines_that_load, local_path, open_sources
 from ibp.checkpoints._source import Source, SourceTensor
-from ibp.checkpoints._sources import lines_that_load, local_path, open_sources
 
 from . import output, work
 from .main import SUFFIXES

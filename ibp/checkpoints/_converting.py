@@ -50,14 +50,25 @@ from .._files import (
 from .._files import open as open_file
 from .._rows.learning import Options
 from ._coding import Codebooks, checked_options, coder_on, rows_of, savings_of, write_file
+from ._inputs import (
+    FORMATS,
+    conversion_of,
+    files_to_verify,
+    local_path,
+    open_sources,
+)
 from ._outputs import (
+    CODED_WEIGHTS,
     SHARD_BYTES,
     CheckpointEstimate,
     CheckpointReport,
     Journal,
     PeakMemory,
     TensorEstimate,
+    already_there,
+    check_output,
     compressed_bytes,
+    exists,
     plan_of,
     report_of,
     shards_of,
@@ -65,17 +76,6 @@ from ._outputs import (
     work_directory,
 )
 from ._source import Source, SourceTensor, source_of
-from ._sources import (
-    CODED_WEIGHTS,
-    FORMATS,
-    already_there,
-    check_output,
-    conversion_of,
-    exists,
-    files_to_verify,
-    local_path,
-    open_sources,
-)
 
 _COMPARED = ("ibp", "planes")  # the schemes that `estimate` compares
 _AHEAD = 2  # number of blocks that have been decoded, and that wait to be written

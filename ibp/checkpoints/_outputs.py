@@ -1,6 +1,6 @@
-"""Plans and records the files of ibp that `compress` makes, and reports on them. The plan says which tensors each file
-holds (`shards_of`), and how large the files become. A `Journal` has a record of each finished file. The last part has
-the reports and the estimates.
+"""Plans and records the outputs of `compress`, and reports on them. `check_output` refuses an output that must not be
+replaced. The plan says which tensors each file holds (`shards_of`), and how large the files become. A `Journal` has a
+record of each finished file. The last part has the reports and the estimates.
 
 While `compress` makes a set of files, its finished files wait in a directory beside the output, `.<name>.ibp-work`, so
 that an interrupted call can be repeated. The directory also has a record of each finished file, and a plan of the whole
@@ -29,14 +29,21 @@ import torch
 from .. import _core
 from .._common.sequences import cut
 from .._common.statistics import share_saved
-from .._common.whole_files import NO_LOCKS, open_locked, sync_directory, write_whole
+from .._common.whole_files import NO_LOCKS, check_replaceable, open_locked, sync_directory, write_whole
 from .._files import (
     SUFFIX,
+    WEIGHTS,
+    PathLike,
     as_json,
+    check_other_files,
     checksum_bytes,
     codebook_bytes,
+    coded_name,
     dtype_of,
+    file_of,
     header_room,
+    is_there,
+    is_url,
     names_of_set,
     outputs_of,
     replacing,
@@ -46,14 +53,50 @@ from .._files import (
 from .._rows.clusters import with_clusters
 from .._rows.codebook import AnyCodebook
 from .._rows.learning import Options
+from ._inputs import Conversion, directory_of
 from ._source import Source, SourceTensor
 
+CODED_WEIGHTS = coded_name(WEIGHTS)  # the name of the file of ibp in an output that is a directory
 SHARD_BYTES = 5 << 30  # default limit in bytes of the total size, before coding, of the tensors in a file
 RECORD = ".done.json"  # the end of the name of a finished file's record
 _PLAN, _LOCK = "plan.json", "lock"
 _OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # options on which coded bytes depend
 # Formats of input whose files are not joined; files of ibp have the format "ibp".
 _FILES_OF_THEIR_OWN = ("safetensors", "torch")
+
+
+# ---- what is there already ----
+
+
+def already_there(output: PathLike, name: str, conversion: Conversion | None) -> str | None:
+    """Returns the path or URL of an existing file that the output would replace, or None if there is no such file.
+    Raises OSError if that file must not be replaced, for instance because it is a device. name: the name of the new
+    file if the output is a directory and there is no conversion."""
+    if conversion is not None:
+        there = next(map(os.fspath, conversion.paths()), None)
+    else:
+        there = file_of(output, name) if is_there(output, name) else None
+    if there is not None and not is_url(there):
+        check_replaceable(Path(there))
+    return there
+
+
+def check_output(output: PathLike, name: str, conversion: Conversion | None, force: bool) -> None:
+    """Raises OSError if an output cannot be written: it exists, and `force` is not set; or something that must not be
+    replaced, such as a device, has its name; or its directory has other weights, which programs that read the directory
+    would load. The other arguments are as in `already_there`."""
+    there = None if force else already_there(output, name, conversion)
+    if there is not None:
+        raise exists(there)
+    if conversion is not None:
+        conversion.check()
+    elif (target := directory_of(output)) is not None:
+        check_other_files(target / name)
+
+
+def exists(there: str) -> FileExistsError:
+    """Returns the error for an output that exists already."""
+    return FileExistsError(f"{there} is there already; wanted another output, or force=True, which replaces it")
 
 
 # ---- which tensors a file holds ----

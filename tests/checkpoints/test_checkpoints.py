@@ -18,8 +18,8 @@ from helpers import bytes_of
 from ibp._cli.report import inspect_path
 from ibp._files import FileWriter
 from ibp.checkpoints import _coding, _converting
+from ibp.checkpoints._inputs import open_source, open_sources
 from ibp.checkpoints._outputs import Journal, PeakMemory
-from ibp.checkpoints._sources import open_source, open_sources
 
 safetensors = pytest.importorskip("safetensors.torch")
 SLOW = pytest.mark.slow
@@ -497,7 +497,7 @@ KILLED = """
 import os, random, signal, sys, time
 import torch
 import ibp
-from ibp.checkpoints._sources import open_source
+from ibp.checkpoints._inputs import open_source
 
 torch.set_num_threads(1)  # whose others a fork would lack
 source, directory = sys.argv[1:]

@@ -10,7 +10,7 @@ import torch
 
 import ibp
 from ibp._cli.main import main
-from ibp.checkpoints._sources import lines_that_load
+from ibp.checkpoints._inputs import lines_that_load
 
 CONFIG = '{\n  "architectures": ["LlamaForCausalLM"],\n "name": "caf\u00e9",   "vocab_size": 7\n}\n'
 

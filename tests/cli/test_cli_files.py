@@ -17,7 +17,7 @@ from ibp._cli.main import main
 from ibp._files import read_header
 from ibp._machine import calibration
 from ibp.checkpoints import _converting
-from ibp.checkpoints._sources import open_source
+from ibp.checkpoints._inputs import open_source
 
 ROOT = Path(__file__).resolve().parents[2]
 
