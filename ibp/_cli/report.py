@@ -173,19 +173,24 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
 def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
     """Makes the report on a file that ibp did not write: estimates how `ibp.checkpoints.compress` would code its
     tensors. As in that function, tensors of the same kind share a codebook."""
-    codebooks = Codebooks(Options(device="cpu"), list(source.tensors.values()))
+    # Besides its tensors, a file stores the bases of tensors that share memory, some of which have other names.
+    tensors = {tensor.name: tensor for tensor in (*source.stored(), *source.tensors.values())}
+    codebooks = Codebooks(Options(device="cpu"), list(tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
-    for name in _bar(source.tensors, progress):
-        codebooks.prepare([source.tensors[name]])
-        of[name] = codebooks.of(source.tensors[name])
-    reports = []
-    for name in _bar(filter(wanted, of), progress):
-        tensor, codebook = source.tensors[name], of[name]
-        reports.append(report_plain(tensor) if codebook is None else report_estimate(tensor, codebook))
+    for name in _bar(tensors, progress):
+        codebooks.prepare([tensors[name]])
+        of[name] = codebooks.of(tensors[name])
+
+    def report(name: str) -> TensorContents:
+        codebook = of[name]
+        return report_plain(tensors[name]) if codebook is None else report_estimate(tensors[name], codebook)
+
+    reports = list(map(report, _bar(filter(wanted, source.tensors), progress)))
     size, other = sum(os.path.getsize(path) for path in source.files), 0
-    if len(reports) == len(of):
-        stored = {report.name: report.stored_bytes for report in reports}
-        other = compressed_bytes(source, stored, of) - sum(report.stored_bytes for report in reports)
+    if len(reports) == len(source.tensors):
+        listed = {report.name: report.stored_bytes for report in reports}
+        stored = listed | {name: report(name).stored_bytes for name in tensors.keys() - listed.keys()}
+        other = compressed_bytes(source, stored, of) - sum(listed.values())
     return FileReport(source.path, source.format, True, size, dict(source.metadata), reports, other)
 
 

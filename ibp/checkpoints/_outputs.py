@@ -118,7 +118,7 @@ def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: M
         metadata: entries that are added to the metadata of every file.
 
     Raises:
-        ValueError: a file would hold two tensors of one name.
+        ValueError: two tensors that must be stored have the same name.
     """
     stay_apart = len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts)
     contents = [
@@ -126,12 +126,12 @@ def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: M
         for part in (source.parts if stay_apart else [source])
         for tensors in cut(part.stored(), lambda tensor: tensor.num_bytes, shard_bytes)
     ]
+    names = Counter(tensor.name for tensors, _ in contents for tensor in tensors)
+    for twice in (name for name, count in names.items() if count > 1):  # A view's base may get the name of a tensor.
+        raise ValueError(f"there are two tensors {twice!r} in {source.path}; wanted different names")
     shards = []
     for name, (tensors, texts) in zip(names_of_set(target, len(contents)), contents):
         by_name = {tensor.name: tensor for tensor in tensors}
-        if len(by_name) < len(tensors):
-            twice = Counter(tensor.name for tensor in tensors).most_common(1)[0][0]
-            raise ValueError(f"there are two tensors {twice!r} in a file; wanted different names")
         shard = Source(os.fspath(target.with_name(name)), "ibp", by_name, texts)
         shard.files = source.files
         shards.append(shard)
