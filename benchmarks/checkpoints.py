@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 import ibp
-from ibp.checkpoints._sources import open_source
+from ibp.checkpoints._inputs import open_source
 
 from . import harness
 

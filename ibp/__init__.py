@@ -36,6 +36,7 @@ if _find_spec("ibp._core") is None:
 
 from . import _core, adapters, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
 from ._activations import ActivationOffload, ActivationStats, offload_activations
+from ._cli.config import show_config
 from ._common import ops
 from ._common.importing import after_import as _after_import
 from ._common.importing import published as _published
@@ -44,7 +45,6 @@ from ._fetch.gather import Prefetch, index_select
 from ._fetch.linear import linear
 from ._fetch.streaming import decompress
 from ._files import ChecksumError, File, FileFormatError, TensorInfo, load, open, save
-from ._inspect.config import show_config
 from ._machine.memory import release_pinned
 from ._offload import Offloaded, OffloadStats, offload
 from ._rows.estimation import Estimate, estimate

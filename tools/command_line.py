@@ -68,6 +68,8 @@ def usage(command):
 def options(command):
     lines = []
     for action in command._actions:
+        if action.help == argparse.SUPPRESS:  # a former spelling
+            continue
         value = command._get_formatter()._format_args(action, action.metavar or action.dest.upper())
         names = ", ".join(action.option_strings) or value
         takes_value = action.option_strings and action.nargs != 0

@@ -419,7 +419,7 @@ def draw_blocks(picture: Drawing, first: float, last: float) -> None:
 
 # The floors are in the reverse order of tools/shape.py. Each has (kind, what it is, folders).
 FLOORS = (
-    ("coder", "commands, hosts", ("_inspect", "_cli", "integrations")),
+    ("coder", "commands, hosts", ("_cli", "integrations")),
     ("coder", "models, ranks", ("nn", "optim", "_offload", "_activations", "distributed", "adapters")),
     ("coder", "versions, files", ("deltas", "_files", "checkpoints")),
     ("coder", "stores and choices", ("spill", "codecs", "kv", "calibration")),

@@ -40,7 +40,6 @@ FLOORS = (
     "_activations",
     "distributed",
     "adapters",
-    "_inspect",
     "_cli",
     "integrations",
 )
@@ -89,7 +88,7 @@ class Package:
     def upward_imports(self) -> list[str]:
         """Returns imports from a folder that stands later in `FLOORS`, as "module: module"."""
         floors = {name: number for number, name in enumerate(FLOORS)}
-        lowest = floors["_inspect"]
+        lowest = floors["_cli"]
         found = []
         for name, targets in self.imports.items():
             if name in ("ibp", "ibp.__main__"):

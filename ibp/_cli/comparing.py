@@ -20,8 +20,16 @@ import torch
 
 import ibp
 from ibp._files import INDEX_SUFFIX, as_json, damaged_blocks, dtype_name, file_of, format_of_name, is_url, views_in
+from ibp.checkpoints._inputs import (
+    SourceFormatError,
+    expand,
+    files_to_verify,
+    format_of,
+    local_path,
+    open_source,
+    open_sources,
+)
 from ibp.checkpoints._source import SourceTensor
-from ibp.checkpoints._sources import SourceFormatError, format_of, local_path, open_source, open_sources
 
 from . import output, work
 
@@ -39,7 +47,7 @@ _Weighing = Callable[[SourceTensor, SourceTensor], int]
 def verify(arguments: argparse.Namespace) -> int:
     """Runs `ibp verify`: compares the contents of files with their checksums."""
     with work.local(arguments.inputs) as given, work.threads(arguments.jobs):
-        found = [_checked(path, arguments) for path in work.files_to_verify(given)]
+        found = [_checked(file, arguments) for path in expand(given) for file in files_to_verify(path)]
     document = {"files": found, "good": all(one["status"] == GOOD for one in found)}
     output.report(arguments, document, *_verify_parts(found))
     return 0 if document["good"] else 1

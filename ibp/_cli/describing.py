@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ibp
+from ibp._common.arguments import is_chosen
 from ibp._common.whole_files import check_replaceable, write_whole
 from ibp._files import dtype_name
-from ibp._inspect import drawing, report
-from ibp._inspect.report import FileReport, TensorContents
 from ibp.checkpoints import CheckpointEstimate
-from ibp.checkpoints._source import is_chosen
-from ibp.checkpoints._sources import expand
+from ibp.checkpoints._inputs import expand
 
-from . import output, work
+from . import drawing, output, report, work
+from .report import FileReport, TensorContents
 
 _BAR = 24  # Width in characters of the longest bar.
 

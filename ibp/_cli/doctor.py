@@ -24,11 +24,11 @@ import torch
 
 import ibp
 from ibp import _core
-from ibp._inspect.config import config
 from ibp._machine import memory
 from ibp._machine.calibration import Clock
 
 from . import output, work
+from .config import config
 
 TEST_SECONDS = 2.0  # The self-test is repeated with other data until this number of seconds has passed.
 # Compression pays if something becomes more than this many times as fast. Smaller differences are within the variation

@@ -252,6 +252,22 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_verify_inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-verify-inputs",
+        action="store_false",
+        dest="verify_inputs",
+        help="do not compare the checksums of the inputs",
+    )
+
+
+def _add_old(parser: argparse.ArgumentParser, option: str, name: str, value: bool) -> None:
+    """Adds the former spelling of an option, which help does not show. name, value: the argument that it sets."""
+    parser.add_argument(
+        option, action="store_const", const=value, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
+
+
 def _add_force(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say whether to replace an existing OUT."""
     group = parser.add_mutually_exclusive_group()
@@ -305,7 +321,7 @@ examples:
   ibp compress model.safetensors -o model.ibp.safetensors
   ibp compress model/ -o small/
   ibp compress checkpoint/ -o compressed/ --shard-bytes 2G
-  ibp compress 'shards/*.npy' -o features.safetensors --verify
+  ibp compress 'shards/*.npy' -o features.safetensors --verify-output
   cat x.npy | ibp compress - -o - > x.safetensors
 
 If a run is interrupted, repeat the same command: it keeps those files of a set
@@ -328,11 +344,14 @@ that the run has finished.""",
     _add_names(parser, "compress")
     _add_work(parser)
     parser.add_argument(
-        "--verify",
+        "--verify-output",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="read what was written, decode it, and compare every tensor (default: no)",
     )
+    _add_old(parser, "--verify", "verify_output", True)
+    _add_old(parser, "--no-verify", "verify_output", False)
+    _add_verify_inputs(parser)
     parser.add_argument(
         "--no-restart", action="store_true", help="do not use the files that an interrupted run has finished"
     )
@@ -364,7 +383,8 @@ examples:
         "--format", choices=tuple(SUFFIXES), help="format of the output (default: that of the suffix of OUT)"
     )
     _add_names(parser, "write")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare the checksums of the inputs")
+    _add_verify_inputs(parser)
+    _add_old(parser, "--no-verify", "verify_inputs", False)
     _add_jobs(parser)
     _add_force(parser)
 

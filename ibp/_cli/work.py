@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from ibp._common import arguments as _arguments
 from ibp._common.process import tqdm
 from ibp._files import file_system, is_url, path_text, paths
 from ibp._machine import memory
-from ibp.checkpoints import _outputs, _source, _sources
+from ibp.checkpoints import _inputs, _outputs
 
 from . import output
 
@@ -104,8 +105,8 @@ def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None 
     with contextlib.ExitStack() as stack:
         conversion = None
         if to_coded is not None:
-            conversion = _sources.conversion_of(arguments.inputs, target, to_coded, stack)
-        there = _sources.already_there(target, _sources.CODED_WEIGHTS if to_coded else paths.WEIGHTS, conversion)
+            conversion = _inputs.conversion_of(arguments.inputs, target, to_coded, stack)
+        there = _outputs.already_there(target, _outputs.CODED_WEIGHTS if to_coded else paths.WEIGHTS, conversion)
     # If an interrupted run has left files, return True: `compress` continues that run, or reports the existing output.
     if there is None or (to_coded and unfinished_files(target)):
         return True
@@ -127,15 +128,8 @@ def unfinished_files(target: str) -> int:
     if is_url(target):
         return 0
     return len(
-        list(_outputs.work_directory(paths.target_of(target, _sources.CODED_WEIGHTS)).rglob(f"*{_outputs.RECORD}"))
+        list(_outputs.work_directory(paths.target_of(target, _outputs.CODED_WEIGHTS)).rglob(f"*{_outputs.RECORD}"))
     )
-
-
-def files_to_verify(paths: Sequence[str]) -> list[str]:
-    """Returns the paths to verify. These are the inputs, except for a directory that has several safetensors files or
-    sets of files, at any depth: it is replaced by the paths of the files and of the sets' indices."""
-    found = _sources.expand(paths)
-    return [file for path in found for file in (_sources.files_to_verify(path) if os.path.isdir(path) else [path])]
 
 
 def report_files(arguments: argparse.Namespace, document: dict[str, Any], files: list[str], *more: str) -> None:
@@ -159,4 +153,4 @@ def size_of(path: str) -> int:
 def chosen(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """Returns the names that --include and --exclude select. Raises ValueError if a pattern of --include matches no
     name."""
-    return _source.chosen(names, arguments.include or None, arguments.exclude)
+    return _arguments.chosen(names, arguments.include or None, arguments.exclude)

@@ -9,7 +9,6 @@ lets `ibp.checkpoints` write it.
 from __future__ import annotations
 
 import argparse
-import functools
 import shlex
 from collections.abc import Callable
 
@@ -17,13 +16,12 @@ import numpy as np
 import torch
 
 import ibp
-from ibp._common.whole_files import replaced
 from ibp._files import dtype_name
 from ibp._rows.geometry import bytes_of
 from ibp.checkpoints import CheckpointReport
-from ibp.checkpoints._converting import write_source
+from ibp.checkpoints._converting import verified_bytes, write_source
+from ibp.checkpoints._inputs import lines_that_load, local_path, open_sources
 from ibp.checkpoints._source import Source, SourceTensor
-from ibp.checkpoints._sources import lines_that_load, local_path, open_sources
 
 from . import output, work
 from .main import SUFFIXES
@@ -51,6 +49,7 @@ def compress(arguments: argparse.Namespace) -> int:
                 include=arguments.include or None,
                 exclude=arguments.exclude,
                 restart=not arguments.no_restart,
+                verify_inputs=arguments.verify_inputs,
                 device=work.device_of(arguments),
                 jobs=arguments.jobs,
                 progress=output.show_bars(arguments),
@@ -58,7 +57,8 @@ def compress(arguments: argparse.Namespace) -> int:
             )
         except KeyboardInterrupt:
             raise output.Failure(_how_to_go_on(arguments, work.unfinished_files(target)), output.INTERRUPTED) from None
-        verified = _verified(report.path, arguments) if arguments.verify else None
+        # Not by `compress`, because what was written stays if this is interrupted.
+        verified = verified_bytes(report.path, output.show_bars(arguments)) if arguments.verify_output else None
     if arguments.output != work.STREAM:
         output.report(
             arguments, {**report.as_dict(), "verified_bytes": verified}, *_compress_parts(arguments, report, verified)
@@ -76,16 +76,6 @@ def _how_to_go_on(arguments: argparse.Namespace, num_files: int) -> str:
         f"interrupted: {kept} of the set {'is' if num_files == 1 else 'are'} finished and kept. The same command, "
         f"with the same options, goes on from there: {command}"
     )
-
-
-def _verified(path: str, arguments: argparse.Namespace) -> int:
-    """Verifies the written files: checks their checksums, and the fingerprints of their decoded tensors. Returns the
-    number of bytes that were verified. path: the path of the output."""
-    checked = 0
-    for each in work.files_to_verify([path]):
-        with local_path(each) as near, ibp.open(near) as file:
-            checked += file.verify(content=True, progress=output.show_bars(arguments))
-    return checked
 
 
 def _compress_parts(arguments: argparse.Namespace, report: CheckpointReport, verified: int | None) -> list[output.Part]:
@@ -147,7 +137,7 @@ def decompress(arguments: argparse.Namespace) -> int:
             format=arguments.format,
             include=arguments.include or None,
             exclude=arguments.exclude,
-            verify=not arguments.no_verify,
+            verify_inputs=arguments.verify_inputs,
             progress=output.show_bars(arguments),
             force=arguments.force,
         )
@@ -173,8 +163,7 @@ def apply(arguments: argparse.Namespace) -> int:
         with local_path(delta) as near:
             changes = _changes_in(near)
         made = _new_version(base, changes, device)
-        begin = functools.partial(replaced, like=base.files, alone=True, replace=arguments.force)
-        files = write_source(made, target, None, "apply", output.show_bars(arguments), begin)
+        files = write_source(made, target, None, "apply", output.show_bars(arguments), arguments.force)
     names = {kind: list(getattr(changes, kind)) for kind in ("changed", "new", "removed")}
     counts = ", ".join(f"{len(of_kind):,} {kind}" for kind, of_kind in names.items())
     work.report_files(arguments, {"old": arguments.base, "delta": arguments.delta, **names}, files, f"{counts}.")
@@ -220,7 +209,7 @@ def _new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torc
     parts[-1] = Source(last.path, last.format, {**last.tensors, **added}, last.metadata)
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     made = Source(base.path, base.format, tensors, base.metadata)
-    made.parts = tuple(parts)
+    made.parts, made.files = tuple(parts), base.files
     return made
 
 

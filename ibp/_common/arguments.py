@@ -1,8 +1,10 @@
-"""Checks arguments that several functions have in common."""
+"""Checks arguments that several functions have in common: numbers, and the patterns `include` and `exclude`, which
+choose tensors by their names."""
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import numbers
 import operator
 from collections.abc import Iterable
@@ -49,3 +51,26 @@ def _shown(value: object) -> str:
         if isinstance(value, (bool, int, float, str))
         else f"a {type(value).__name__}"
     )
+
+
+# ---- patterns of names ----
+
+
+def is_chosen(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
+    """Returns whether a name matches a pattern of include (None: any name matches), and no pattern of exclude. The
+    patterns are those of the module fnmatch."""
+
+    def matches(patterns: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    return (include is None or matches(include)) and not matches(exclude)
+
+
+def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterable[str]) -> list[str]:
+    """Returns the names that patterns choose. Raises ValueError if a pattern of include does not match any name."""
+    every, unwanted = list(names), tuple(exclude)
+    wanted = None if include is None else tuple(include)
+    for pattern in wanted or ():
+        if not any(is_chosen(name, [pattern], ()) for name in every):
+            raise ValueError(f"there is no tensor whose name matches {pattern!r}")
+    return [name for name in every if is_chosen(name, wanted, unwanted)]

@@ -12,6 +12,8 @@ The result depends on what is at the path:
 - A device, a pipe, a socket or a directory is refused, even if the path is a symbolic link to it.
 - If nothing is there, the new file gets those permissions that all its source files have (`like`). If it has no source
   files, it gets 0666 minus the umask.
+
+`open_locked` is for files that several processes change in turn, and of which one may be removed while another waits.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import operator
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -214,6 +216,22 @@ def _remove_unless_locked(path: Path) -> None:
                     raise
             if os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):
                 os.unlink(path)
+
+
+def open_locked(path: str | os.PathLike[str], mode: int, lock: Callable[[int], None]) -> int:
+    """Opens and locks a file, and creates it if it does not exist. Returns its descriptor. If another process has
+    removed the file before it is locked, a new file is made and locked. lock: a function that locks a descriptor."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        try:
+            lock(file)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), os.lstat(path)):
+                    return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
 
 
 @contextlib.contextmanager

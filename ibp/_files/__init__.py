@@ -1,9 +1,14 @@
 """Files of tables: safetensors files whose tensors are the parts of tables, and everything else that such a file holds
 (FORMAT.md section 9).
 
-`format.py` defines the format of a file, and `paths.py` handles paths, URLs and the names of files. `reader.py` reads
-one file, and `opened.py` has `ibp.open`, `ibp.load` and `ibp.File`, which also reads sets of files. `writer.py` has
-`ibp.save` and the writer of one file. Each module imports only modules that are named before it here.
+    ibp.save, ibp.checkpoints -> FileWriter, which writes one file, tensor by tensor
+    ibp.open, ibp.load        -> File, a file or a set -> OpenFile, which reads one file -> Checks, its checksums
+
+`format.py` defines what the bytes of a file say: a `Header` has an `Entry` for each tensor, and metadata; these have
+the fields of tables (`TableFields`), of codebooks, and of tensors that share memory (`View`). `paths.py` handles paths,
+URLs, sets of files, and what an output replaces. `reader.py` reads one file, and makes tables of its parts. `opened.py`
+has `ibp.open`, `ibp.load` and `ibp.File`, which also reads sets of files. `writer.py` has `ibp.save` and the writer of
+one file. Each module imports only modules that are named before it here.
 """
 
 # ruff: noqa: F401
@@ -49,7 +54,6 @@ from .paths import (
     is_there,
     is_url,
     names_of_set,
-    open_locked,
     open_regular,
     output_of,
     outputs_of,

@@ -21,7 +21,7 @@ from .._common import ops as _ops
 from .._common.arguments import near
 from .._common.process import Closing, tqdm
 from .._machine import memory as _memory
-from .._machine.segments import FileRows
+from .._machine.segments import FileRows, segment_of
 from .._machine.staging import to_device
 from .._rows.codebook import AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
@@ -33,6 +33,7 @@ from .format import (
     STORAGE,
     VIEW_KEY,
     ChecksumError,
+    Entry,
     FileFormatError,
     TableFields,
     View,
@@ -41,11 +42,10 @@ from .format import (
     part_names,
     views_of,
 )
-from .paths import INDEX_SUFFIX, SUFFIX, FileSet, PathLike, find_files, is_url, path_text, read_here
+from .paths import INDEX_SUFFIX, SUFFIX, PathLike, find_files, is_url, path_text, read_here
 from .reader import (
     Checks,
     OpenFile,
-    TensorPlace,
     can_pin,
     in_threads,
     mapped_parts,
@@ -53,7 +53,6 @@ from .reader import (
     read_table,
     read_whole,
     row_ranges,
-    segment_of,
     shown_names,
 )
 
@@ -118,9 +117,9 @@ class File(Mapping[str, Value], Closing):
 
     def __init__(self, path: Path, *, verify: bool, memory: str | None, share: bool) -> None:
         self.path, self._verify, self._memory, self._share = path, verify, memory, share
-        found = find_files(path)
-        self._files = {name: OpenFile(file, verify=verify) for name, file in found.files.items()}
-        self._places = _places_of(self._files, found)
+        paths, places = find_files(path)
+        self._files = {name: OpenFile(file, verify=verify) for name, file in paths.items()}
+        self._holders = _holders_of(self._files, places)  # For each tensor in a header, the file that holds it.
         self._owners: dict[str, OpenFile] = {}  # For each table, the file whose metadata has its fields.
         for file in self._files.values():
             for name in file.tables:
@@ -128,9 +127,9 @@ class File(Mapping[str, Value], Closing):
                     raise FileFormatError(f"{self._owners[name].path} and {file.path} both have a table {name!r}")
                 self._owners[name] = file
         table_of = {part: name for name in self._owners for part in part_names(name)}
-        self._names = {table_of.get(name, name): None for name in self._places}  # In the order of their bytes.
+        self._names = {table_of.get(name, name): None for name in self._holders}  # In the order of their bytes.
         for name in self._owners:
-            if name in self._places:
+            if name in self._holders:
                 raise FileFormatError(f"{self._owners[name].path}: there are a table and a tensor of the name {name!r}")
             self._names[name] = None
         metadata: dict[str, str] = {}
@@ -210,13 +209,13 @@ class File(Mapping[str, Value], Closing):
         pages: list[_core.FilePages] | None = [] if _ops.cuda_is_available() else None
         with _naming(name):
             if name in self._owners and self.fields(name).codec is not None:
-                return read_whole(self._owners[name], name, self._places, self._memory == "pinned")
+                return read_whole(self._owners[name], name, self._holders, self._memory == "pinned")
             if verify:
                 self.verify([name])
             if name not in self._owners:
-                place = self._places[name]
-                return place.file.tensor(name, place.file.mapped)
-            table, fields = read_table(self._owners[name], name, self._places, mapped_parts(pages))
+                holder = self._holders[name]
+                return holder.tensor(name, holder.mapped)
+            table, fields = read_table(self._owners[name], name, self._holders, mapped_parts(pages))
         table._lie_in_file(None if pages is None else FileRows(pages, pin=self._pins))
         if self._share and self._pins and not can_pin(self._owners[name]):
             self._share_between_processes(name, table)
@@ -227,7 +226,7 @@ class File(Mapping[str, Value], Closing):
     def _share_between_processes(self, name: str, table: CompressedTensor) -> None:
         """Moves a table to memory that is shared by all processes that open the file with share=True. If the system
         does not allow it, the table stays where it is, and a warning says so."""
-        identities = {place.file.identity for place in self._parts(name)}
+        identities = {file.identity for file, _ in self._parts(name)}
         try:
             segment, copies = segment_of(f"{sorted(identities)} {name}", table._tensors())
         except (RuntimeError, OSError) as error:
@@ -246,11 +245,11 @@ class File(Mapping[str, Value], Closing):
             return to_device(value, device) if isinstance(value, torch.Tensor) else value.to(device)
         with _naming(name):
             if name not in self._owners:
-                file = self._places[name].file
+                file = self._holders[name]
                 return file.tensor(name, lambda start, num_bytes: file.read(start, num_bytes, bool(pin)))
             if self.fields(name).codec is not None:
-                return read_whole(self._owners[name], name, self._places, pin)
-            table, fields = read_table(self._owners[name], name, self._places, read_parts(pin))
+                return read_whole(self._owners[name], name, self._holders, pin)
+            table, fields = read_table(self._owners[name], name, self._holders, read_parts(pin))
         table._is_refused = pin is None and not table.is_pinned()
         return _with_fields(table, fields)
 
@@ -295,15 +294,15 @@ class File(Mapping[str, Value], Closing):
         """
         self._check_open()
         parts = self._parts(name)
-        stored = sum(place.entry.num_bytes for place in parts)
-        files = tuple(dict.fromkeys(place.file.path.name for place in parts))
+        stored = sum(entry.num_bytes for _, entry in parts)
+        files = tuple(dict.fromkeys(file.path.name for file, _ in parts))
         if name in self._views:
             view = self._views[name]
             base = self.info(view.base).dtype
             num_bytes = None if base is None else math.prod(view.shape) * base.itemsize
             return TensorInfo(name, base, view.shape, None, None, None, num_bytes, 0, {}, files)
         if name not in self._owners:
-            dtype, shape = form_of(*parts[0].entry[:2], stored)
+            dtype, shape = form_of(*parts[0][1][:2], stored)
             return TensorInfo(name, dtype, shape, None, None, None, stored, stored, {}, files)
         owner, fields = self._owners[name], self.fields(name)
         table_dtype: torch.dtype | None = None
@@ -326,16 +325,16 @@ class File(Mapping[str, Value], Closing):
         """Returns the checked fields of a table. Raises KeyError and FileFormatError as `info` does."""
         return self._owners[name].fields(name)
 
-    def _parts(self, name: str) -> list[TensorPlace]:
-        """Returns the places of the parts of a tensor. For a view, they are the places of its base. Parts of codebooks
-        are left out."""
+    def _parts(self, name: str) -> list[tuple[OpenFile, Entry]]:
+        """Returns (file, entry in its header) for each part of a tensor. For a view, these are the parts of its base.
+        Parts of codebooks are left out."""
         if name in self._views:
             name = self._views[name].base
         elif name not in self._names and name not in self._stored:
             raise self._unknown(name)
-        if name in self._owners:
-            return [self._places[part] for part in part_names(name) if part in self._places]
-        return [self._places[name]]
+        parts = part_names(name) if name in self._owners else [name]
+        holders = [(self._holders[part], part) for part in parts if part in self._holders]
+        return [(file, file.header.tensors[part]) for file, part in holders]
 
     # ---- checksums ----
 
@@ -388,15 +387,14 @@ class File(Mapping[str, Value], Closing):
         tensors or of their codebooks. Files without checksums are left out."""
         blocks: dict[Checks, set[int]] = {}
         for name in names:
-            places = self._parts(name)
+            held = self._parts(name)
             if name in self._owners:
                 owner = self._owners[name]
                 parts = owner.codebook_parts(self.fields(name).codebook)
-                places += [TensorPlace(owner, owner.header.tensors[part]) for part in parts]
-            for place in places:
-                checks = place.file.checks
-                if checks is not None:
-                    blocks.setdefault(checks, set()).update(checks.blocks_of(place.entry.start, place.entry.end))
+                held += [(owner, owner.header.tensors[part]) for part in parts]
+            for file, entry in held:
+                if file.checks is not None:
+                    blocks.setdefault(file.checks, set()).update(file.checks.blocks_of(entry.start, entry.end))
         return {checks: sorted(numbers) for checks, numbers in blocks.items()}
 
     def _verify_content(self, name: str) -> None:
@@ -448,22 +446,22 @@ def _with_fields(table: CompressedTensor, fields: TableFields) -> CompressedTens
     return table if fields.base is None or fields.result is None else Delta(table, fields.base, fields.result)
 
 
-def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, TensorPlace]:
-    """Returns the place of each tensor in the files, by name. Padding, checksums and codebooks are left out. Raises
-    FileFormatError if two files have a tensor with the same name, or if a file lacks a tensor that the index says it
-    has."""
-    places: dict[str, TensorPlace] = {}
+def _holders_of(files: Mapping[str, OpenFile], places: Mapping[str, str]) -> dict[str, OpenFile]:
+    """Returns the file that holds each tensor, by the tensor's name. Padding, checksums and codebooks are left out.
+    files, places: as `find_files` returns them, but with open files. Raises FileFormatError if two files have a tensor
+    with the same name, or if a file lacks a tensor that the index says it has."""
+    holders: dict[str, OpenFile] = {}
     for file_name, file in files.items():
-        for name, entry in file.header.tensors.items():
-            if file.is_own(name) or found.places.get(name, file_name) != file_name:
+        for name in file.header.tensors:
+            if file.is_own(name) or places.get(name, file_name) != file_name:
                 continue
-            if name in places:
-                raise FileFormatError(f"{places[name].file.path} and {file.path} both have a tensor {name!r}")
-            places[name] = TensorPlace(file, entry)
-    for name, file_name in found.places.items():
+            if name in holders:
+                raise FileFormatError(f"{holders[name].path} and {file.path} both have a tensor {name!r}")
+            holders[name] = file
+    for name, file_name in places.items():
         if name not in files[file_name].header.tensors:
             raise FileFormatError(f"{files[file_name].path} has no tensor {name!r}, which the index says it has")
-    return places
+    return holders
 
 
 # ---- opening and loading ----
@@ -591,7 +589,8 @@ def stored_in(file: File) -> Iterator[tuple[str, Value, tuple[str, tuple[int, ..
     that are mapped are not compared; `range_verifier` compares them. entry: the dtype and the shape of a plain tensor
     in the header; None for a table."""
     for name in file._stored:
-        yield name, file._map(name, verify=False), None if name in file._owners else file._places[name].entry[:2]
+        entry = None if name in file._owners else file._holders[name].header.tensors[name][:2]
+        yield name, file._map(name, verify=False), entry
 
 
 def views_in(file: File) -> Mapping[str, View]:
@@ -608,13 +607,13 @@ def range_verifier(file: File, name: str, value: CompressedTensor | torch.Tensor
     The function raises ChecksumError if a block is damaged. The message names the file, the block and the tensor.
     """
 
-    def check(entry: str, first: int, last: int) -> None:
-        place = file._places.get(entry)
-        checks = None if place is None else place.file.checks
-        if place is not None and checks is not None:
+    def check(part: str, first: int, last: int) -> None:
+        holder = file._holders.get(part)
+        if holder is not None and holder.checks is not None:
+            start = holder.header.tensors[part].start
             with _naming(name):
-                for block in checks.blocks_of(place.entry.start + first, place.entry.start + last):
-                    checks.check(block)
+                for block in holder.checks.blocks_of(start + first, start + last):
+                    holder.checks.check(block)
 
     if isinstance(value, torch.Tensor):
         return lambda start, end: check(name, start, end)

@@ -29,8 +29,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Union
 
@@ -166,22 +165,6 @@ def _check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
         raise OSError(f"{os.fspath(path)} is {KINDS.get(kind, 'no file')}; wanted a regular file")
 
 
-def open_locked(path: str | os.PathLike[str], mode: int, lock: Callable[[int], None]) -> int:
-    """Opens and locks a file, and creates it if it does not exist. Returns its descriptor. If another process has
-    removed the file before it is locked, a new file is made and locked. lock: a function that locks a descriptor."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-        try:
-            lock(file)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file), os.lstat(path)):
-                    return file
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)
-
-
 def read_index(path: Path) -> dict[str, str]:
     """Reads the index of a set of files. Returns a dictionary from the name of each tensor to the name of its file.
 
@@ -215,24 +198,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True)
-class FileSet:
-    """The files that a path stands for (see `find_files`).
-
-    Attributes:
-        files: their paths, by name.
-        places: for each tensor, the name of its file, as the index gives it. Empty if there is no index.
-    """
-
-    files: Mapping[str, Path]
-    places: Mapping[str, str]
-
-
-def find_files(path: Path) -> FileSet:
+def find_files(path: Path) -> tuple[dict[str, Path], dict[str, str]]:
     """Finds the files that a path stands for. A file stands for itself, and an index for the files of its set. A
     directory stands for the set of its index if it has one, and otherwise for all its safetensors files. The coded form
     of a file that was not a safetensors file (`optimizer.pt.ibp.safetensors`) is left out, unless the directory has
     only such files.
+
+    Returns (the paths of the files by their names; for each tensor, the name of its file, as the index gives it, or an
+    empty dictionary if there is no index).
 
     Raises:
         FileNotFoundError: there is no file, or an index names a file that does not exist.
@@ -246,16 +219,16 @@ def find_files(path: Path) -> FileSet:
             files = {file.name: file for file in _of_weights(path.glob(f"*{SUFFIX}"))}
             if not files:
                 raise FileNotFoundError(f"{path} has no files *.safetensors")
-            return FileSet(files, {})
+            return files, {}
         path = indices[0]
     if not path.name.endswith(INDEX_SUFFIX):
-        return FileSet({path.name: path}, {})
+        return {path.name: path}, {}
     places = read_index(path)
     files = {name: path.parent / name for name in sorted(set(places.values()))}
     for name, file in files.items():
         if not file.exists():
             raise FileNotFoundError(f"{path.name} names the file {name!r}, which is not beside it")
-    return FileSet(files, places)
+    return files, places
 
 
 def _of_weights(paths: Iterable[Path]) -> list[Path]:

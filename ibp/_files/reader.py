@@ -1,24 +1,18 @@
-"""Reads one file: its header, its bytes (mapped or copied), its checksums, and the tables and tensors in it. The
-processes of a machine can also share one copy of a table."""
+"""Reads one file: its header, its bytes (mapped or copied), its checksums, and the tables and tensors in it."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import itertools
-import json
 import math
 import mmap
 import os
-import stat
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +20,7 @@ import xxhash
 
 from .. import _core
 from .._machine import memory
-from .._machine.segments import PART_DTYPES, Segment, SharedHandle
+from .._machine.segments import PART_DTYPES
 from .._rows.codebook import AnyCodebook
 from .._rows.geometry import DTYPES, Geometry
 from .._tables.compressed_tensor import CompressedTensor
@@ -54,7 +48,7 @@ from .format import (
     rounded_up,
     table_fields,
 )
-from .paths import open_locked, open_regular
+from .paths import open_regular
 
 _ROWS = ("slots", "overflow")  # The parts of a table that hold its rows.
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which the module mmap of older versions of Python does not have
@@ -94,13 +88,6 @@ def shown_names(names: Collection[str]) -> str:
     """Returns a string for a message: the first names, and the number of the others."""
     shown = ", ".join(map(repr, itertools.islice(names, _SHOWN_NAMES)))
     return f"{shown} and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else shown
-
-
-class TensorPlace(NamedTuple):
-    """The place of a tensor: the file that holds it, and its entry in the header of this file."""
-
-    file: OpenFile
-    entry: Entry
 
 
 class OpenFile:
@@ -446,13 +433,13 @@ def read_parts(pin: bool | None) -> Take:
 
 
 def read_table(
-    file: OpenFile, name: str, places: Mapping[str, TensorPlace], take: Take
+    file: OpenFile, name: str, files: Mapping[str, OpenFile], take: Take
 ) -> tuple[CompressedTensor, TableFields]:
     """Reads a table, and returns it with its fields.
 
     Args:
         file: the file whose metadata has the table's fields.
-        places: the places of all tensors, by name. In a set, parts of the table may be in other files.
+        files: the file of each tensor, by name. In a set, parts of the table may be in other files.
         take: a function that returns the bytes of a part.
 
     Raises:
@@ -463,11 +450,12 @@ def read_table(
     geometry = _geometry(fields, dtype, what)
     tensors = {}
     for part in TABLE_PARTS:
-        place = places.get(f"{name}:{part}")
-        num_bytes = _part_bytes(part, fields, geometry, None if place is None else place.entry)
-        if place is not None and not num_bytes:
+        owner = files.get(f"{name}:{part}")
+        entry = None if owner is None else owner.header.tensors[f"{name}:{part}"]
+        num_bytes = _part_bytes(part, fields, geometry, entry)
+        if entry is not None and not num_bytes:
             raise FileFormatError(f"{what} has {part!r}, which such a table lacks")
-        data = _taken(file, place, f"{name}:{part}", TABLE_PARTS[part], num_bytes, take)
+        data = _taken(owner or file, f"{name}:{part}", entry, TABLE_PARTS[part], num_bytes, take)
         tensors[part] = data.view(PART_DTYPES[part])
     with refused(what):
         table = CompressedTensor(
@@ -502,9 +490,9 @@ def row_ranges(table: CompressedTensor, rows_per_base: int, start: int, end: int
     }
 
 
-def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin: bool | None) -> WholeTensor:
+def read_whole(file: OpenFile, name: str, files: Mapping[str, OpenFile], pin: bool | None) -> WholeTensor:
     """Reads a tensor that an external codec has coded. The coded blocks are read into memory, and not mapped, because
-    single rows of such a tensor are never fetched. file, places: as in `read_table`; pin: as in `read_parts`.
+    single rows of such a tensor are never fetched. file, files: as in `read_table`; pin: as in `read_parts`.
 
     Raises:
         FileFormatError: the fields are wrong, a part does not match them, the codec is not available, or the codec is
@@ -524,14 +512,15 @@ def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin
     parts: dict[str, torch.Tensor] = {}
     num_bytes = 8 * (-(-geometry.num_bytes // fields.block_bytes) + 1)
     for part in ("offsets", "blocks"):
-        place = places.get(f"{name}:{part}")
-        if place is not None and not codec.is_safe:  # Its decoder may do anything if the bytes are damaged.
-            checksums = place.file.checks
+        owner = files.get(f"{name}:{part}")
+        entry = None if owner is None else owner.header.tensors[f"{name}:{part}"]
+        if owner is not None and entry is not None and not codec.is_safe:
+            checksums = owner.checks  # The codec's decoder may do anything if the bytes are damaged.
             if checksums is None:
                 raise FileFormatError(f"{what} has no checksums, without which its codec decodes nothing")
-            for block in checksums.blocks_of(place.entry.start, place.entry.end):
+            for block in checksums.blocks_of(entry.start, entry.end):
                 checksums.check(block)
-        parts[part] = _taken(file, place, f"{name}:{part}", CODEC_PARTS[part], num_bytes, read_parts(pin))
+        parts[part] = _taken(owner or file, f"{name}:{part}", entry, CODEC_PARTS[part], num_bytes, read_parts(pin))
         num_bytes = int(parts["offsets"].view(torch.int64)[-1])
     with refused(what):
         return WholeTensor(
@@ -545,16 +534,13 @@ def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin
         )
 
 
-def _taken(
-    file: OpenFile, place: TensorPlace | None, name: str, dtype: str, num_bytes: int, take: Take
-) -> torch.Tensor:
-    """Returns the num_bytes bytes of a part, without padding. place: the place of the part. None: the part is missing,
-    which is an error unless num_bytes is 0. file: the file with the table's fields, for that error's message."""
+def _taken(file: OpenFile, name: str, entry: Entry | None, dtype: str, num_bytes: int, take: Take) -> torch.Tensor:
+    """Returns the num_bytes bytes of a part, without padding. entry: the part's entry in the header. None: the part is
+    missing, which is an error unless num_bytes is 0."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    owner, entry = (file, None) if place is None else (place.file, place.entry)
-    start = start_of_part(owner, name, entry, dtype, num_bytes)
-    return take(owner, start, num_bytes, name.rpartition(":")[2])
+    start = start_of_part(file, name, entry, dtype, num_bytes)
+    return take(file, start, num_bytes, name.rpartition(":")[2])
 
 
 def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:
@@ -580,7 +566,7 @@ def _part_bytes(part: str, fields: TableFields, geometry: Geometry, entry: Entry
     return 8 * -(-geometry.num_rows // fields.rows_per_base) if raw_overflow or (entry and not is_raw) else 0
 
 
-# ---- one copy of a table for all processes of a machine ----
+# ---- pinned maps ----
 
 _can_pin: dict[int, bool] = {}  # Results of `can_pin` by st_dev, which identifies a file system.
 
@@ -597,112 +583,3 @@ def can_pin(file: OpenFile) -> bool:
         except RuntimeError:
             _can_pin[device] = False
     return _can_pin[device]
-
-
-def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, dict[str, torch.Tensor]]:
-    """Returns the shared memory for a key, and the tensors in it. The first process makes the memory and copies the
-    given tensors there; other processes open it. This is for systems on which mapped files cannot be pinned.
-
-    A process finds the memory through a small file in a directory that belongs to the user alone. The file lists the
-    processes that hold the memory. A process locks the file while it reads or changes the file, and the last process
-    that holds the memory removes the file. If all holders were killed, the next process that makes such memory removes
-    their file. The memory itself has no path: the system frees it when the last process that holds it ends, however it
-    ends.
-
-    Args:
-        key: a string that is the same in all processes for the same tensors, and differs between different tensors.
-        tensors: the tensors of a table, by the names of the parts.
-
-    Raises:
-        RuntimeError: the directory of these files cannot be made, or does not belong to this user alone.
-    """
-    path = _folder() / hashlib.sha256(f"{_core.version()} {key}".encode()).hexdigest()[:32]
-    with _locked(path) as (record, write):
-        living = record.living()
-        for process, file in living:
-            with contextlib.suppress(RuntimeError):  # The holder may have ended meanwhile.
-                handle = SharedHandle(process, record.num_bytes, file, record.name, False, b"", b"")
-                segment = Segment.opened(handle)
-                own = os.getpid(), segment.file
-                write(_Record(record.name, record.num_bytes, [*living, own]))
-                weakref.finalize(segment, _leave, path, own)
-                return segment, segment.tensors({part: tensor.numel() for part, tensor in tensors.items()})
-        segment, copies = Segment.of(tensors, -1)
-        own = os.getpid(), segment.file
-        write(_Record(segment.name, segment.num_bytes, [own]))
-        weakref.finalize(segment, _leave, path, own)
-    for other in path.parent.iterdir():
-        _leave(other)
-    return segment, copies
-
-
-class _Record(NamedTuple):
-    """The content of the file by which processes find shared memory: the memory's name (see `Segment`), its size in
-    bytes, and the processes that hold it, each as (process ID, file descriptor of the memory in that process)."""
-
-    name: str
-    num_bytes: int
-    holders: list[tuple[int, int]]
-
-    @classmethod
-    def of(cls, text: bytes) -> _Record:
-        """Returns the record that a file's content stands for. The record is empty if the content is not valid, because
-        the file is new or its writer was killed."""
-        try:
-            name, num_bytes, holders = json.loads(text)
-            return cls(str(name), int(num_bytes), [(int(process), int(file)) for process, file in holders])
-        except (ValueError, TypeError):
-            return cls("", 0, [])
-
-    def living(self) -> list[tuple[int, int]]:
-        """Returns the holders that still have the memory."""
-        living = []
-        for process, file in self.holders:
-            with contextlib.suppress(OSError):  # There is no such process or descriptor.
-                if os.readlink(f"/proc/{process}/fd/{file}") == f"/memfd:{self.name} (deleted)":
-                    living.append((process, file))
-        return living
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
-    """Yields the record in a file, and a function that replaces it by a new one. The file is locked until the context
-    is left."""
-    file = open_locked(path, 0o600, lambda file: fcntl.flock(file, fcntl.LOCK_EX))
-    try:
-
-        def write(new: _Record) -> None:
-            os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(new).encode(), 0)
-
-        yield _Record.of(os.pread(file, 1 << 20, 0)), write
-    finally:
-        os.close(file)
-
-
-def _leave(path: Path, own: tuple[int, int] | None = None) -> None:
-    """Removes the file of a record, unless a process holds the memory or has locked the file. own: the entry of this
-    process in the record, if the process is releasing the memory; the entry is then ignored. In a forked child, the
-    function does nothing."""
-    if own is not None and own[0] != os.getpid():  # In a forked child: the holder is the parent.
-        return
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if all(holder == own for holder in _Record.of(file.read(1 << 20)).living()):
-            path.unlink()
-
-
-def _folder() -> Path:
-    """Returns a directory that belongs to this user alone, and makes it if it does not exist. Raises RuntimeError if it
-    cannot be made, or if other users have access."""
-    own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    folder = (own if own.is_absolute() and own.is_dir() else Path(tempfile.gettempdir())) / f"ibp-{os.geteuid()}"
-    try:
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        found = folder.lstat()
-    except OSError as error:
-        raise RuntimeError(f"{folder}, where processes meet, cannot be made: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise RuntimeError(f"{folder} is not a directory of this user alone, where processes meet to share tables")
-    return folder

@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,9 @@ _ENTRY_BYTES = 128  # Largest size in bytes of a tensor's entry in the header, w
 _SIZE_BYTES = 21  # Largest size in bytes of one number of a shape in the header: 20 digits and a comma.
 _FIXED_BYTES = 1024  # Largest size in bytes of what every header has: format, release, and fields of the checksums.
 _ZEROS = memoryview(bytes(ALIGNMENT))
+
+# A function that appends the bytes of a contiguous array, a buffer, or a tensor on the CPU.
+Write = Callable[[Any], None]
 
 
 def save(
@@ -227,8 +230,14 @@ class FileWriter:
     """Writes a file as a stream. It is a context manager: if the block ends normally, the complete file gets its name.
     If an exception leaves the block, there is no new file, and an earlier file is unchanged.
 
-    Tensors are written one after the other, each from its first byte to its last. The data go to a temporary file in
-    the directory of `path`.
+    Tensors are written one after the other, each from its first byte to its last, in a context that yields the function
+    to which its bytes are given:
+
+        with FileWriter("x.safetensors") as writer:
+            with writer.plain("a", "U8", (3,)) as write:
+                write(b"abc")
+
+    The data go to a temporary file in the directory of `path`.
 
     Args:
         path: path of the file.
@@ -270,26 +279,28 @@ class FileWriter:
         self._plain: set[str] = set()
         self._tables: set[str] = set()
         self._codebooks: dict[AnyCodebook, int] = {}
-        self._open: Sink | None = None
+        self._open: str | None = None  # the name of the tensor that is being written
         self._output: _FileOutput | None = None
 
     # ---- the file's contents ----
 
-    def plain(self, name: str, dtype: str, shape: tuple[int, ...]) -> Sink:
-        """Begins an uncompressed tensor. Returns the sink for its bytes. dtype: the dtype's name in the header; torch
-        need not have the dtype."""
+    def plain(self, name: str, dtype: str, shape: tuple[int, ...]) -> contextlib.AbstractContextManager[Write]:
+        """Returns a context in which an uncompressed tensor is written. It yields the function that appends bytes.
+        Leaving it raises ValueError if the data do not have the size that the shape requires. dtype: the dtype's name
+        in the header; torch need not have the dtype."""
         self._check_name(name, self._plain)
         self._plain.add(name)
         self._claim_header(repr(name), _json_bytes(name) + 2 * _ENTRY_BYTES + len(shape) * _SIZE_BYTES)
-        return self._begin(Sink(self, name, dtype, shape))
+        return self._tensor(name, dtype, shape)
 
-    def part(self, name: str, dtype: str) -> Sink:
-        """Begins a part of a table, named `<table>:<part>`, or of a codebook. Returns the sink for its bytes. The part
-        has one dimension and is padded with zeros. A part without bytes gets no entry in the header."""
+    def part(self, name: str, dtype: str) -> contextlib.AbstractContextManager[Write]:
+        """Returns a context in which a part of a table, named `<table>:<part>`, or of a codebook is written. It yields
+        the function that appends bytes. The part has one dimension and is padded with zeros. A part without bytes gets
+        no entry in the header."""
         if name in self._entries or name in self._plain or name in self._tables:
             raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
         self._claim_header(repr(name), _json_bytes(name) + _ENTRY_BYTES + _SIZE_BYTES)
-        return self._begin(Sink(self, name, dtype, None))
+        return self._tensor(name, dtype, None)
 
     def codebook(self, codebook: AnyCodebook) -> int:
         """Writes a codebook, unless an equal codebook is in the file already. Returns its number in the file."""
@@ -300,8 +311,8 @@ class FileWriter:
         key = f"{CODEBOOK_KEY}{number}"
         self._add_line(key, line)
         for name, array in parts.items():
-            with self.part(f"{key}:{name}", f"U{8 * array.itemsize}") as part:
-                part.write(array)
+            with self.part(f"{key}:{name}", f"U{8 * array.itemsize}") as write:
+                write(array)
         self._codebooks[codebook] = number
         return number
 
@@ -360,45 +371,44 @@ class FileWriter:
 
     # ---- bytes of tensors ----
 
-    def _begin(self, sink: Sink) -> Sink:
-        """Records that a sink is open, and returns it. Raises ValueError if the file is not being written, or if
-        another sink is still open."""
-        if self._output is None:
+    @contextlib.contextmanager
+    def _tensor(self, name: str, dtype: str, shape: tuple[int, ...] | None) -> Iterator[Write]:
+        """A context in which the bytes of a tensor are written. shape: None for a part of a table or codebook.
+
+        When the context ends, adds the tensor's entry to the header, and pads the data with zeros, so that the next
+        tensor begins at a multiple of the alignment. For a part, the zeros count as its bytes; after a plain tensor,
+        they are a separate tensor of the file."""
+        output = self._output
+        if output is None:
             raise ValueError("the file is not being written; wanted `with FileWriter(...) as writer:`")
         if self._open is not None:
-            raise ValueError(f"{sink.name!r} begins before {self._open.name!r} is closed; wanted one at a time")
-        self._open = sink
-        return sink
+            raise ValueError(f"{name!r} begins before {self._open!r} is closed; wanted one at a time")
+        self._open, start = name, output.data_bytes
 
-    def _write(self, sink: Sink, data: memoryview) -> None:
-        """Appends bytes to the tensor of the open sink. Raises ValueError if `sink` is not the open one."""
-        if self._open is not sink or self._output is None:
-            raise ValueError(f"{sink.name!r} is closed")
-        self._output.write(data)
-        if self._on_write is not None:
-            self._on_write(len(data))
+        def write(data: Any) -> None:
+            if self._open != name or self._output is None:
+                raise ValueError(f"{name!r} is closed")
+            if isinstance(data, torch.Tensor):
+                data = bytes_of(data).numpy()
+            view = memoryview(data)
+            if view.nbytes:
+                output.write(view if view.format == "B" and view.ndim == 1 else view.cast("B"))
+                if self._on_write is not None:
+                    self._on_write(view.nbytes)
 
-    def _close(self, sink: Sink) -> None:
-        """Ends the tensor of the open sink: adds its entry to the header, and pads the data with zeros, so that the
-        next tensor begins at a multiple of the alignment. For a part of a table or codebook, the zeros count as bytes
-        of the part; after a plain tensor, they are a separate tensor of the file. Raises ValueError if a plain tensor
-        does not have the size that its shape requires."""
-        assert self._output is not None
-        end = self._output.data_bytes
-        num_bytes, missing = end - sink.start, -end % ALIGNMENT
-        if sink.shape is None:
-            self._write(sink, _ZEROS[:missing])
+        yield write
+        end = output.data_bytes
+        num_bytes, missing = end - start, -end % ALIGNMENT
+        if shape is None:
+            write(_ZEROS[:missing])
             if num_bytes:
-                num_items = (num_bytes + missing) // PLAIN_ITEM_BYTES[sink.dtype]
-                self._enter(sink.name, sink.dtype, (num_items,), sink.start)
-        elif sink.dtype in PLAIN_ITEM_BYTES and math.prod(sink.shape) * PLAIN_ITEM_BYTES[sink.dtype] != num_bytes:
-            raise ValueError(
-                f"{sink.name!r} has {num_bytes} bytes; wanted {sink.dtype} {sink.shape and list(sink.shape)}"
-            )
+                self._enter(name, dtype, ((num_bytes + missing) // PLAIN_ITEM_BYTES[dtype],), start)
+        elif dtype in PLAIN_ITEM_BYTES and math.prod(shape) * PLAIN_ITEM_BYTES[dtype] != num_bytes:
+            raise ValueError(f"{name!r} has {num_bytes} bytes; wanted {dtype} {shape and list(shape)}")
         else:
-            self._enter(sink.name, sink.dtype, sink.shape, sink.start)
+            self._enter(name, dtype, shape, start)
             if missing:
-                self._output.write(_ZEROS[:missing])
+                output.write(_ZEROS[:missing])
                 self._enter(f"{PADDING}{len(self._entries)}", "U8", (missing,), end)
         self._open = None
 
@@ -440,51 +450,26 @@ class FileWriter:
 
     def finish(self) -> None:
         """Writes the checksums and the header, and waits until the file is on disk. The file keeps its temporary name
-        until the context is left. A further call does nothing. Raises ValueError if a sink is still open."""
+        until the context is left. A further call does nothing. Raises ValueError if a tensor is not
+        complete."""
         if self._output is None or self._output.is_finished:
             return
         if self._open is not None:
-            raise ValueError(f"the tensor {self._open.name!r} was not closed")
+            raise ValueError(f"the tensor {self._open!r} was not closed")
         self._output.finish(self._header(checksum_bytes(self._output.data_bytes)))
 
 
-class Sink:
-    """Takes the bytes of one tensor of a file that is being written. A context manager: leaving it closes the sink,
-    unless there is an exception. shape: None for a part of a table or codebook."""
-
-    def __init__(self, writer: FileWriter, name: str, dtype: str, shape: tuple[int, ...] | None) -> None:
-        self.name, self.dtype, self.shape = name, dtype, shape
-        self.start = writer.data_bytes
-        self._writer = writer
-
-    def write(self, data: Any) -> None:
-        """Appends the bytes of a contiguous array, a buffer, or a tensor on the CPU."""
-        if isinstance(data, torch.Tensor):
-            data = bytes_of(data).numpy()
-        view = memoryview(data)
-        if view.nbytes:
-            self._writer._write(self, view if view.format == "B" and view.ndim == 1 else view.cast("B"))
-
-    def close(self) -> None:
-        """Ends the tensor. Raises ValueError if its data do not have the size that its shape requires."""
-        self._writer._close(self)
-
-    def __enter__(self) -> Sink:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-
-
 class _FileOutput:
-    """The temporary file of a writer. Data are buffered, hashed, and written after the space for the header."""
+    """The temporary file of a writer. Data, which arrive in pieces of any size, are buffered, hashed block by block,
+    and written after the space for the header."""
 
     def __init__(self, new: NewFile, path: Path, room: int, expected_bytes: int) -> None:
         self._new, self._path, self._room, self._expected_bytes = new, path, room, expected_bytes
         assert new.file is not None
         self._file = new.file.fileno()
-        self._hasher, self._buffer = _BlockHasher(), bytearray()
+        self._buffer = bytearray()
+        self._hashes: list[int] = []  # The hashes of the blocks that are complete.
+        self._block, self._missing = xxhash.xxh3_64(), BLOCK_BYTES  # The last block, and the bytes that it lacks.
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
         self._end = room  # Offset in the file at which the next data are written.
@@ -493,15 +478,27 @@ class _FileOutput:
         """Appends data. Raises OSError if they cannot be written."""
         self.data_bytes += len(data)
         if len(self._buffer) + len(data) < _BUFFER_BYTES:
-            self._hasher.update(data)
+            self._hash(data)
             self._buffer += data
             return
         self._flush()
-        hashing = self._hashers.submit(self._hasher.update, data)  # Hashes while the system copies the same bytes.
+        hashing = self._hashers.submit(self._hash, data)  # Hashes while the system copies the same bytes.
         try:
             self._append(data)
         finally:
             hashing.result()
+
+    def _hash(self, data: memoryview) -> None:
+        while data:
+            piece, data = data[: self._missing], data[self._missing :]
+            self._block.update(piece)
+            self._missing -= len(piece)
+            if not self._missing:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._hashes.append(self._block.intdigest())
+        self._block, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
 
     def _flush(self) -> None:
         self._append(memoryview(bytes(self._buffer)))
@@ -521,9 +518,13 @@ class _FileOutput:
         return errors_of(self._path, self._room + max(self.data_bytes, self._expected_bytes))
 
     def finish(self, header: bytes) -> None:
-        """Writes the checksums, the data that are still buffered, and the header into the space that is reserved for
-        it. Waits until everything is on disk."""
-        self.write(memoryview(self._hasher.entries(header)))
+        """Writes the data that are still buffered, the checksums, and the header into the space that is reserved for
+        it. Waits until everything is on disk. The checksums are the bytes of the tensor `ibp.checks`: the hash of each
+        block, the hash of the header, and the hash of all preceding hashes."""
+        if self._missing < BLOCK_BYTES:
+            self._end_block()
+        hashed = np.array([*self._hashes, xxhash.xxh3_64_intdigest(header)], "<u8").tobytes()
+        self.write(memoryview(hashed + np.array([xxhash.xxh3_64_intdigest(hashed)], "<u8").tobytes()))
         self._flush()
         self._write_at(0, memoryview(header))
         with self._errors():
@@ -540,35 +541,6 @@ class _FileOutput:
             self._hashers.shutdown()
         finally:
             self._new.discard()
-
-
-class _BlockHasher:
-    """Computes the hash of each block of a stream of bytes, which arrives in pieces of any size."""
-
-    def __init__(self) -> None:
-        self._hashes: list[int] = []
-        self._open, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
-
-    def update(self, data: memoryview) -> None:
-        """Hashes further bytes of the stream."""
-        while data:
-            piece, data = data[: self._missing], data[self._missing :]
-            self._open.update(piece)
-            self._missing -= len(piece)
-            if not self._missing:
-                self._close()
-
-    def _close(self) -> None:
-        self._hashes.append(self._open.intdigest())
-        self._open, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
-
-    def entries(self, header: bytes) -> bytes:
-        """Ends the last block. Returns the bytes of the tensor `ibp.checks`: the hash of each block, the hash of the
-        header, and the hash of all preceding hashes."""
-        if self._missing < BLOCK_BYTES:
-            self._close()
-        hashed = np.array([*self._hashes, xxhash.xxh3_64_intdigest(header)], "<u8").tobytes()
-        return hashed + np.array([xxhash.xxh3_64_intdigest(hashed)], "<u8").tobytes()
 
 
 # ---- tables and tensors ----
@@ -609,8 +581,8 @@ def write_table(
         )
     writer.table(name, fields)
     for part, tensor in table._tensors().items():
-        with writer.part(f"{name}:{part}", fields.parts[part]) as sink:
-            _write_tensor(sink, tensor)
+        with writer.part(f"{name}:{part}", fields.parts[part]) as write:
+            _write_tensor(write, tensor)
 
 
 def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
@@ -622,14 +594,14 @@ def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
         raise ValueError(
             f"{name!r} has dtype {tensor.dtype}, which safetensors lacks: ibp.compress makes a table of it"
         )
-    with writer.plain(name, *entry) as sink:
-        _write_tensor(sink, tensor)
+    with writer.plain(name, *entry) as write:
+        _write_tensor(write, tensor)
 
 
-def _write_tensor(sink: Sink, tensor: torch.Tensor) -> None:
+def _write_tensor(write: Write, tensor: torch.Tensor) -> None:
     """Copies the bytes of a tensor from its device, block by block, and writes them."""
     for block in bytes_of(tensor).split(staging.STAGED_BYTES):
-        sink.write(staging.to_host(block))
+        write(staging.to_host(block))
 
 
 # ---- sizes ----

@@ -19,7 +19,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,9 +29,6 @@ from .._common.arguments import whole_number
 from .._common.modes import outside_of_modes
 from .._common.process import warn_once
 from .._common.sequences import rounded_up
-
-if TYPE_CHECKING:
-    from .._rows.table import Table
 
 
 class PinningError(RuntimeError):
@@ -122,15 +119,6 @@ def empty_parts(
                 raise
             warn_of_pageable(error)
     return [*map(functools.partial(empty_tensor, device=device), sizes)], False
-
-
-def pin_if_possible(table: Table) -> None:
-    """Pins a table if the system allows it. If the system refuses, warns, and records the refusal in the table."""
-    try:
-        table.pin_memory()
-    except PinningError as error:
-        warn_of_pageable(error)
-        table._is_refused = True
 
 
 def pin_in_place(data: torch.Tensor) -> _core.PinnedRange | None:
@@ -254,7 +242,7 @@ def _enable_access(device: torch.device, peer: torch.device) -> None:
     """
     sides = [torch.cuda.stream(torch.cuda.Stream(gpu)) for gpu in (device, peer)]
     with outside_of_modes(), sides[0], sides[1]:
-        torch.empty(1, device=peer).copy_(torch.empty(1, device=device))
+        torch.empty(1, dtype=torch.uint8, device=peer).copy_(torch.empty(1, dtype=torch.uint8, device=device))
 
 
 def empty_overflow(num_bytes: int, home: torch.device, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """Makes memory for tables that several processes map: `Segment`, the shared memory of a table, and `FileRows`, the rows
-of a table in a mapped file.
+of a table in a mapped file. `segment_of` finds or makes the one copy of a table that all processes of a user share.
 
 Shared memory is an anonymous file (memfd_create). The system frees it when the last process that has it open ends, even
 if that process crashes, so nothing is left to clean up. A process opens the memory as /proc/<pid>/fd/<number>, where
@@ -8,12 +8,18 @@ if that process crashes, so nothing is left to clean up. A process opens the mem
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import hashlib
+import json
 import os
+import stat
+import tempfile
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import torch
 
@@ -22,6 +28,7 @@ from .._common import wire
 from .._common.arguments import whole_number
 from .._common.process import ForkLock
 from .._common.sequences import rounded_up
+from .._common.whole_files import open_locked
 from .memory import pinning
 
 _ALIGNMENT = 256  # Each tensor begins at a multiple of this many bytes in the memory.
@@ -216,3 +223,100 @@ def _checked(file: int, handle: SharedHandle) -> int:
     except BaseException:
         os.close(file)
         raise
+
+
+# ---- one copy of a table for all processes of a user ----
+
+
+def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, dict[str, torch.Tensor]]:
+    """Returns the shared memory for a key, and the tensors in it. The first process makes the memory and copies the
+    given tensors there; other processes open it. This is for systems on which mapped files cannot be pinned.
+
+    A process finds the memory through a small file in a directory that belongs to the user alone. The file lists the
+    processes that hold the memory. A process locks the file while it reads or changes the file, and the last process
+    that holds the memory removes the file. If all holders were killed, the next process that makes such memory removes
+    their file. The memory itself has no path: the system frees it when the last process that holds it ends, however it
+    ends.
+
+    Args:
+        key: a string that is the same in all processes for the same tensors, and differs between different tensors.
+        tensors: the tensors of a table, by the names of the parts.
+
+    Raises:
+        RuntimeError: the directory of these files cannot be made, or does not belong to this user alone.
+    """
+    path = _folder() / hashlib.sha256(f"{_core.version()} {key}".encode()).hexdigest()[:32]
+    with _locked(path) as file:
+        living = _holders(os.pread(file, 1 << 20, 0))
+        for handle in living:
+            with contextlib.suppress(RuntimeError):  # The holder may have ended meanwhile.
+                segment = Segment.opened(handle)
+                _enter(segment, living, path, file)
+                return segment, segment.tensors({part: tensor.numel() for part, tensor in tensors.items()})
+        segment, copies = Segment.of(tensors, -1)
+        _enter(segment, [], path, file)
+    for other in path.parent.iterdir():
+        _leave(other)
+    return segment, copies
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """Yields the descriptor of a file, which is locked until the context is left."""
+    file = open_locked(path, 0o600, lambda file: fcntl.flock(file, fcntl.LOCK_EX))
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _enter(segment: Segment, others: list[SharedHandle], path: Path, file: int) -> None:
+    """Writes the processes that hold shared memory, which are the others and this one, to its file. The file is JSON:
+    the memory's name, its size in bytes, and (process ID, descriptor of the memory in that process) for each holder.
+    When this process releases the memory, calls `_leave`. file: the descriptor of the file, which is locked."""
+    own = os.getpid(), segment.file
+    holders = [*((other.process, other._file) for other in others), own]
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps([segment.name, segment.num_bytes, holders]).encode(), 0)
+    weakref.finalize(segment, _leave, path, own)
+
+
+def _holders(text: bytes) -> list[SharedHandle]:
+    """Returns a handle for each process in the content of a file that still holds the memory. There are none if the
+    content is not valid, because the file is new or its writer was killed."""
+    living = []
+    with contextlib.suppress(ValueError, TypeError):
+        name, num_bytes, holders = json.loads(text)
+        for process, file in holders:
+            with contextlib.suppress(OSError):  # There is no such process or descriptor.
+                if os.readlink(f"/proc/{process}/fd/{file}") == f"/memfd:{name} (deleted)":
+                    living.append(SharedHandle(process, num_bytes, file, name, False, b"", b""))
+    return living
+
+
+def _leave(path: Path, own: tuple[int, int] | None = None) -> None:
+    """Removes the file of shared memory, unless a process holds the memory or has locked the file. own: the entry of
+    this process in the file, if the process is releasing the memory; the entry is then ignored. In a forked child, the
+    function does nothing."""
+    if own is not None and own[0] != os.getpid():  # In a forked child: the holder is the parent.
+        return
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if all((holder.process, holder._file) == own for holder in _holders(file.read(1 << 20))):
+            path.unlink()
+
+
+def _folder() -> Path:
+    """Returns a directory that belongs to this user alone, and makes it if it does not exist. Raises RuntimeError if it
+    cannot be made, or if other users have access."""
+    own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    folder = (own if own.is_absolute() and own.is_dir() else Path(tempfile.gettempdir())) / f"ibp-{os.geteuid()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    except OSError as error:
+        raise RuntimeError(f"{folder}, where processes meet, cannot be made: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise RuntimeError(f"{folder} is not a directory of this user alone, where processes meet to share tables")
+    return folder

@@ -22,9 +22,8 @@ from .._common.models import SavedTensor
 from .._common.modes import outside_of_graphs, outside_of_modes
 from .._common.process import tqdm
 from .._files import open as open_file
-from .._machine import memory
 from .._rows.learning import ROW_BYTES
-from .._rows.table import handle_on
+from .._rows.table import handle_on, pin_if_possible
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor, memory_order
 from ..nn._parameters import by_rows
@@ -424,7 +423,7 @@ class Weight:
         if isinstance(x, CompressedTensor):
             self.table = x.to("cpu")
             if self.device.type == "cuda":
-                memory.pin_if_possible(self.table)
+                pin_if_possible(self.table)
         elif self.stays:
             self.bind(x.to(self.device, copy=is_borrowed))
         else:

@@ -617,6 +617,15 @@ def spills(table: Table) -> bool:
     return table.slots.device != table.overflow.device
 
 
+def pin_if_possible(table: Table) -> None:
+    """Pins a table if the system allows it. If the system refuses, warns, and records the refusal in the table."""
+    try:
+        table.pin_memory()
+    except memory.PinningError as error:
+        memory.warn_of_pageable(error)
+        table._is_refused = True
+
+
 def handle_on(table: Table, device: torch.device) -> Handle:
     """Returns the table's handle for the operations of a device. The first call for a device makes the handle. For a
     GPU, this copies the index and the codebook to the GPU, and maps pinned rows. After a calibration, the next call

@@ -24,7 +24,7 @@ from .._rows.codebook import AnyCodebook, measure, surveyed
 from .._rows.faults import FaultWords, new_record
 from .._rows.geometry import Survey
 from .._rows.learning import Options, Request, checked, learn
-from .._rows.table import AnyTable, Handle, Parts, Table, spills
+from .._rows.table import AnyTable, Handle, Parts, Table, pin_if_possible, spills
 
 # If the caller names no device, the CPU encodes tensors in host memory of at most this size in bytes, because copying
 # them to a GPU would take longer.
@@ -367,7 +367,7 @@ def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options)
         if pin:
             table.pin_memory()
         elif pin is None:
-            memory.pin_if_possible(table)
+            pin_if_possible(table)
         return table
 
     try:

@@ -1,20 +1,24 @@
-"""Codes the tensors of a checkpoint in two steps. `Codebooks` decides which tensors are coded, and with which
-codebooks. Then a coder, `CpuCoder` or `CudaCoder`, reads and codes the tensors block by block, on the CPU's cores or on
-a GPU.
+"""Codes the tensors of a checkpoint, and writes them to a file of ibp. Tensors may be larger than the memory: they pass
+block by block through a chain of generators, which `write_file` puts together.
 
-Tensors of the same kind share a codebook: their names differ only in numbers, and their shapes and dtypes are equal.
-The codebook is learned from rows of up to 8 of these tensors. A coder reads and codes several blocks at the same time,
-and returns them in order.
+    SourceTensor -> `blocks_of` -> Block -> `coded_on_cpu` or `CudaCoder` -> CodedBlock -> `_written_to` -> file
+
+Before that, `Codebooks` decides which tensors are coded, and with which codebooks. Tensors of the same kind share a
+codebook: their names differ only in numbers, and their shapes and dtypes are equal. The codebook is learned from rows
+of up to 8 of these tensors. A coder reads and codes several blocks at the same time, and yields them in order, while
+another thread writes earlier blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,15 +26,19 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._common.sequences import ahead
+from .._files import FileWriter, TableFields, dtype_name
 from .._machine import memory, staging
 from .._machine.staging import Turn
 from .._rows import geometry as _rows
 from .._rows.clusters import check_clusters
 from .._rows.codebook import AnyCodebook, surveyed
+from .._rows.estimation import expected_savings
 from .._rows.geometry import as_tensor
 from .._rows.learning import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, Options, Request, checked, kind_of, learn
 from .._rows.table import Handle, Parts
-from ._source import SourceTensor
+from ..deltas._coding import finished
+from ._outputs import TensorReport, header_bytes
+from ._source import Source, SourceTensor
 
 # Each item of an array becomes a row if items have at least this size in bytes. For shorter rows, the index would take
 # about as many bytes as coding saves.
@@ -39,7 +47,7 @@ SAMPLE_ELEMENTS = 1 << 19  # number of elements from which a codebook is learned
 # The codebook of a kind is tried on a sample of each tensor. This is the sample's size in bytes for a codebook that
 # cannot code every row.
 _CHECK_BYTES = 16 << 20
-TRIED_BYTES = 1 << 18  # the same size for codebooks that can code every row
+_TRIED_BYTES = 1 << 18  # the same size for codebooks that can code every row
 _SAMPLED_TENSORS = 8  # largest number of tensors of a kind from which the kind's sample is taken
 _LEAST_ROWS = 16  # smallest number of rows that are sampled from a tensor, unless it has fewer rows
 _LEAST_SAVED_BYTES = 1024  # A table must save more than this, which is about the size of its entries in the header.
@@ -47,81 +55,45 @@ _WORD_BYTES = 8  # size in bytes of a word of a fingerprint (FORMAT.md section 1
 # Number of bytes that one call of `sum_words` adds to a fingerprint. It is small enough that the call uses a single
 # thread.
 _HASHED_BYTES = 1 << 20
+# Size in bytes of a block, by the device that codes it. On the CPU, Python takes more of the time with smaller blocks,
+# and larger ones do not fit in a core's caches. The copy engines of a GPU reach their full rate at 4 MiB.
+_BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 16 << 20}
+_AHEAD = 2  # number of blocks that have been coded, and that wait to be written
 _CPU = torch.device("cpu")
 
 
 # ---- codebooks ----
 
 
-@dataclass(frozen=True)
-class CheckpointLearning:
-    """The options and the device with which codebooks are learned.
-
-    Attributes:
-        options: options of `ibp.compress`. If row_bytes is None, a row is 4,096 bytes of the flat tensor. For an array
-            of numpy, a row is an item if items have 512 bytes to 64 KiB.
-        device: the device that codes rows with the codebooks.
-    """
-
-    options: Options
-    device: torch.device = _CPU
-
-    @classmethod
-    def of(cls, options: Options) -> CheckpointLearning:
-        """Checks options of `ibp.compress`, and returns the `CheckpointLearning` that uses them. Raises TypeError or
-        ValueError if an option is invalid."""
-        clusters, rows = options.clusters, options.row_bytes
-        options = checked(replace(options, clusters=None))
-        check_clusters(clusters)
-        rows = None if rows is None else whole_number("row_bytes", rows, 1, _core.MAX_ROW_BYTES)
-        return cls(replace(options, clusters=clusters, row_bytes=rows), memory.usual(options.device))
-
-    def geometry_of(self, tensor: SourceTensor) -> _rows.Geometry:
-        """Returns how a tensor is divided into rows."""
-        whole = _rows.Geometry(torch.Size(tensor.shape), tensor.dtype, 1)
-        row_bytes = self.options.row_bytes or min(ROW_BYTES, max(1, whole.num_bytes))
-        if self.options.row_bytes is None and tensor.has_items and len(tensor.shape) > 1:
-            if _LEAST_ITEM_BYTES <= whole.item_bytes <= _core.MAX_ROW_BYTES:
-                row_bytes = whole.item_bytes
-        return replace(whole, row_bytes=row_bytes)
-
-    def kind_of(self, tensor: SourceTensor) -> tuple:
-        """Returns (kind of a tensor as in `_rows/learning.py`, size in bytes of its rows). Tensors for which both
-        are equal share a codebook. In this file, a kind is this pair."""
-        return kind_of(tensor.name, torch.Size(tensor.shape), tensor.dtype), self.geometry_of(tensor).row_bytes
-
-    def learn(self, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
-        """Learns a codebook from a sample of rows. Returns the codebook, or None if raw rows are best.
-
-        Args:
-            sample: uint8 [n * row_bytes].
-            geometry: the geometry of the tensors that the rows belong to.
-            all_rows: whether every row must have a coded form; see `codes_invariant` of `Request`.
-        """
-        request = Request(sample, geometry, self.device, self.options, 0, codes_invariant=all_rows)
-        return learn(self.options.scheme, request)
+def checked_options(options: Options) -> Options:
+    """Checks options of `ibp.compress` for a checkpoint. Returns them with the device that does the work. Raises
+    TypeError or ValueError if an option is invalid."""
+    clusters, rows = options.clusters, options.row_bytes
+    checked_ones = checked(replace(options, clusters=None))
+    check_clusters(clusters)
+    rows = None if rows is None else whole_number("row_bytes", rows, 1, _core.MAX_ROW_BYTES)
+    return replace(checked_ones, clusters=clusters, row_bytes=rows, device=memory.usual(options.device))
 
 
 class Codebooks:
     """The codebooks of a checkpoint's tensors.
 
     Args:
-        learning: how codebooks are learned.
+        options: options of `ibp.compress`, as `checked_options` returns them. If row_bytes is None, a row is 4,096
+            bytes of the flat tensor. For an array of numpy, a row is an item if items have 512 bytes to 64 KiB.
         tensors: all tensors of the checkpoint.
         kept: names of tensors that are not to be coded.
+
+    Attributes:
+        device: the device that learns the codebooks, and codes rows with them.
     """
 
-    def __init__(
-        self,
-        learning: CheckpointLearning,
-        tensors: Sequence[SourceTensor],
-        kept: frozenset[str] = frozenset(),
-    ) -> None:
-        self._learning, self._kept = learning, kept
+    def __init__(self, options: Options, tensors: Sequence[SourceTensor], kept: frozenset[str] = frozenset()) -> None:
+        self._options, self._kept, self.device = options, kept, memory.usual(options.device)
         self._kinds: dict[tuple, list[SourceTensor]] = {}
         for tensor in tensors:
             if self.is_coded(tensor):
-                self._kinds.setdefault(learning.kind_of(tensor), []).append(tensor)
+                self._kinds.setdefault(self.kind_of(tensor), []).append(tensor)
         self._of_kinds: dict[tuple, Learner[AnyCodebook]] = {}
         self._of_tensors: dict[SourceTensor, tuple[AnyCodebook | None, float | None]] = {}
 
@@ -130,7 +102,7 @@ class Codebooks:
         codebook for each tensor that the codebook of its kind does not suit. If only one tensor is given, the second
         step is left to the first call of `of` or `savings` for this tensor."""
         for tensor in tensors:
-            if self.is_coded(tensor) and (kind := self._learning.kind_of(tensor)) not in self._of_kinds:
+            if self.is_coded(tensor) and (kind := self.kind_of(tensor)) not in self._of_kinds:
                 self._of_kinds[kind] = self._learned(self._kinds[kind])
         if len(tensors) == 1:
             return
@@ -151,14 +123,45 @@ class Codebooks:
         """Returns whether a tensor may have a codebook: its name is not among those that are not to be coded, the
         scheme is not "raw", tables can have the tensor's dtype, and the tensor has at least 4 KiB."""
         has_dtype = tensor.dtype in _rows.DTYPES and tensor.entry is None
-        is_wanted = tensor.name not in self._kept and self._learning.options.scheme != "raw"
+        is_wanted = tensor.name not in self._kept and self._options.scheme != "raw"
         return is_wanted and has_dtype and tensor.num_bytes >= LEAST_BYTES
+
+    def geometry_of(self, tensor: SourceTensor) -> _rows.Geometry:
+        """Returns how a tensor is divided into rows."""
+        whole = _rows.Geometry(torch.Size(tensor.shape), tensor.dtype, 1)
+        row_bytes = self._options.row_bytes or min(ROW_BYTES, max(1, whole.num_bytes))
+        if self._options.row_bytes is None and tensor.has_items and len(tensor.shape) > 1:
+            if _LEAST_ITEM_BYTES <= whole.item_bytes <= _core.MAX_ROW_BYTES:
+                row_bytes = whole.item_bytes
+        return replace(whole, row_bytes=row_bytes)
+
+    def kind_of(self, tensor: SourceTensor) -> tuple:
+        """Returns (kind of a tensor as in `_rows/learning.py`, size in bytes of its rows). Tensors for which both
+        are equal share a codebook. In this file, a kind is this pair."""
+        return kind_of(tensor.name, torch.Size(tensor.shape), tensor.dtype), self.geometry_of(tensor).row_bytes
+
+    def expected_savings(self, tensor: SourceTensor, scheme: str) -> float:
+        """Returns the share of a tensor's bytes that a scheme would probably save, without a codebook of the tensor's
+        kind."""
+        request = Request(rows_of(tensor, self.geometry_of(tensor)), self.geometry_of(tensor), _CPU, self._options, 0)
+        return expected_savings(scheme, request)
+
+    def _learn(self, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
+        """Learns a codebook from a sample of rows. Returns the codebook, or None if raw rows are best.
+
+        Args:
+            sample: uint8 [n * row_bytes].
+            geometry: the geometry of the tensors that the rows belong to.
+            all_rows: whether every row must have a coded form; see `codes_invariant` of `Request`.
+        """
+        request = Request(sample, geometry, self.device, self._options, 0, codes_invariant=all_rows)
+        return learn(self._options.scheme, request)
 
     def _found(self, tensor: SourceTensor) -> tuple[AnyCodebook | None, float | None]:
         """Returns (the codebook of a tensor, the share of bytes that it saved where it was tried, or None if it was
         not tried). Finds them at the first call for this tensor."""
         if tensor not in self._of_tensors:
-            kind = self._learning.kind_of(tensor)
+            kind = self.kind_of(tensor)
             codebook = self._of_kinds[kind].found
             if codebook is None or (len(self._kinds[kind]) == 1 and not codebook.is_partial):
                 self._of_tensors[tensor] = codebook, None
@@ -173,13 +176,13 @@ class Codebooks:
         more than one percentage point, learns a codebook for this tensor alone, and uses the better of the two. Returns
         (the codebook, the share of the sample's bytes that the codebook saves), or (None, None) if that share is too
         small for a table."""
-        geometry = self._learning.geometry_of(tensor)
-        sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else TRIED_BYTES)
+        geometry = self.geometry_of(tensor)
+        sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else _TRIED_BYTES)
         savings = savings_of(sample, codebook)
         if self._of_kinds[kind].fits(1 - savings, 1):
             return codebook, savings
         sample = sample if codebook.is_partial else sample_of([tensor], geometry)
-        own = self._learning.learn(sample, geometry, codebook.is_partial)
+        own = self._learn(sample, geometry, codebook.is_partial)
         tried = {one: savings_of(sample, one) for one in (codebook, own) if one is not None}
         best = max(tried, key=tried.__getitem__)
         return (best, tried[best]) if _pays(tried[best], geometry) else (None, None)
@@ -187,9 +190,9 @@ class Codebooks:
     def _learned(self, tensors: Sequence[SourceTensor]) -> Learner[AnyCodebook]:
         """Learns the codebook of a kind from a sample of its tensors. Returns a `Learner` that holds the codebook, or
         that holds None if the codebook would save too little."""
-        geometry = self._learning.geometry_of(tensors[0])
+        geometry = self.geometry_of(tensors[0])
         sample = sample_of(tensors, geometry)
-        codebook = self._learning.learn(sample, geometry, False)
+        codebook = self._learn(sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
         return Learner(codebook, 1 - savings) if _pays(savings, geometry) else Learner()
 
@@ -214,6 +217,14 @@ def sample_of(tensors: Sequence[SourceTensor], geometry: _rows.Geometry, num_byt
         for row, number in zip(rows, _rows.sampled(num_rows, wanted, seed).tolist()):
             row[:] = tensor.read(number * row_bytes, (number + 1) * row_bytes)
     return torch.from_numpy(sample.reshape(-1))
+
+
+def rows_of(tensor: SourceTensor, geometry: _rows.Geometry) -> torch.Tensor:
+    """Returns a sample of about 256 KiB of a tensor's rows, or the whole tensor if it is smaller, as uint8 on the
+    CPU."""
+    if tensor.num_bytes > _TRIED_BYTES:
+        return sample_of([tensor], geometry, _TRIED_BYTES)
+    return as_tensor(tensor.read(0, tensor.num_bytes))
 
 
 def savings_of(sample: torch.Tensor, codebook: AnyCodebook) -> float:
@@ -244,13 +255,22 @@ class Block(NamedTuple):
 
 
 class CodedBlock(NamedTuple):
-    """A block in its stored form."""
+    """A block in its stored form. A block without a codebook is stored as it is."""
 
     block: Block
     data: np.ndarray  # uint8, valid until `release` is called
-    lengths: np.ndarray  # uint16, one for each row (FORMAT.md section 2); empty if the block has no codebook
-    words: int  # the contribution of the block's original bytes to its tensor's fingerprint; 0 without a codebook
-    release: Callable[[], object]  # lets another block use the memory of `data`; any thread may call it
+    lengths: np.ndarray = np.empty(0, np.uint16)  # one for each row (FORMAT.md section 2); empty without a codebook
+    words: int = 0  # the contribution of the block's original bytes to its tensor's fingerprint; 0 without a codebook
+    release: Callable[[], object] = lambda: None  # lets another block use the memory of `data`; any thread may call it
+
+
+# A function that yields the stored forms of blocks, in order.
+Coder = Callable[[Iterable[Block]], Generator[CodedBlock, None, None]]
+
+
+def coder_on(device: torch.device, jobs: int) -> Coder:
+    """Returns the coder of a device. jobs: the number of threads of the CPU that it uses."""
+    return CudaCoder(device, jobs).coded if device.type == "cuda" else functools.partial(coded_on_cpu, jobs=jobs)
 
 
 def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: int) -> Iterator[Block]:
@@ -261,51 +281,39 @@ def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: i
         yield Block(tensor, start, end, codebook)
 
 
-def _kept(block: Block, data: np.ndarray) -> CodedBlock:
-    """Returns the stored form of a block without a codebook, which is its original bytes."""
-    return CodedBlock(block, data, np.empty(0, np.uint16), 0, lambda: None)
-
-
 # ---- coding on the CPU ----
 
 
-class CpuCoder:
-    """Codes blocks on threads. Each thread reads, codes and fingerprints one block at a time."""
+def coded_on_cpu(blocks: Iterable[Block], jobs: int) -> Generator[CodedBlock, None, None]:
+    """Yields the stored forms of blocks, in order. Each of `jobs` threads reads, codes and fingerprints one block at a
+    time."""
+    free: deque[torch.Tensor] = deque()
+    with ThreadPoolExecutor(jobs, "ibp-coder") as threads:
+        yield from ahead(threads, lambda block: _coded(block, free), blocks, 2 * jobs)
 
-    # Size of a block in bytes. With smaller blocks, Python takes more of the time; larger blocks do not fit in a core's
-    # caches.
-    block_bytes = 4 << 20
 
-    def __init__(self, jobs: int) -> None:
-        self._jobs = jobs
-        self._free: deque[torch.Tensor] = deque()
-
-    def coded(self, blocks: Iterable[Block]) -> Generator[CodedBlock, None, None]:
-        """Yields the stored forms of blocks, in order."""
-        with ThreadPoolExecutor(self._jobs, "ibp-coder") as threads:
-            yield from ahead(threads, self._code, blocks, 2 * self._jobs)
-
-    def _code(self, block: Block) -> CodedBlock:
-        """Reads a block, and codes it if it has a codebook. Returns its stored form."""
-        data = block.tensor.read(block.start, block.end)
-        if block.codebook is None:
-            return _kept(block, data)
-        size = data.size
-        buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        with contextlib.suppress(IndexError):
-            buffer = self._free.pop()
-        if buffer.numel() < size:
-            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        lengths = torch.empty(-(-size // block.codebook.row_bytes), dtype=torch.uint16, device="cpu")
-        counts, none = torch.zeros(2, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
-        rows, words = as_tensor(data), block.codebook.words(_CPU)
-        index, sizes = (lengths, none, words, block.codebook.codec), (0, 0, 1, size)
-        Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # packed, to `buffer`
-        for at in range(0, size, _HASHED_BYTES):
-            part, number = rows[at : at + _HASHED_BYTES], (block.start + at) // _WORD_BYTES
-            torch.ops.ibp.sum_words.default(part, number, counts[1:])
-        stored, total = counts.tolist()
-        return CodedBlock(block, buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
+def _coded(block: Block, free: deque[torch.Tensor]) -> CodedBlock:
+    """Reads a block, and codes it if it has a codebook. Returns its stored form. free: buffers for coded bytes. Takes
+    one of them if there is one; the block gives its buffer back when it is released."""
+    data = block.tensor.read(block.start, block.end)
+    if block.codebook is None:
+        return CodedBlock(block, data)
+    size = data.size
+    buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+    with contextlib.suppress(IndexError):
+        buffer = free.pop()
+    if buffer.numel() < size:
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+    lengths = torch.empty(-(-size // block.codebook.row_bytes), dtype=torch.uint16, device="cpu")
+    counts, none = torch.zeros(2, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
+    rows, words = as_tensor(data), block.codebook.words(_CPU)
+    index, sizes = (lengths, none, words, block.codebook.codec), (0, 0, 1, size)
+    Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # packed, to `buffer`
+    for at in range(0, size, _HASHED_BYTES):
+        part, number = rows[at : at + _HASHED_BYTES], (block.start + at) // _WORD_BYTES
+        torch.ops.ibp.sum_words.default(part, number, counts[1:])
+    stored, total = counts.tolist()
+    return CodedBlock(block, buffer[:stored].numpy(), lengths.numpy(), total, lambda: free.append(buffer))
 
 
 # ---- coding on a GPU ----
@@ -336,7 +344,6 @@ class CudaCoder:
     blocks to the device, one codes them, and one copies coded blocks to the host. Meanwhile the caller writes an
     earlier block."""
 
-    block_bytes = 16 << 20  # size of a block in bytes; the copy engines reach their full rate at 4 MiB
     _DEPTH = 2  # largest number of blocks in the queue for coding, and in the queue for copying to the host
 
     def __init__(self, device: torch.device, jobs: int) -> None:
@@ -390,7 +397,7 @@ class CudaCoder:
             slot = self._free.popleft()
         else:
             ways = (self._up, self._coder), (self._coder, self._down)
-            slot = _Slot(*(Turn(self._device, streams, self.block_bytes, staging.empty_pinned) for streams in ways))
+            slot = _Slot(*(Turn(self._device, streams, _BLOCK_BYTES["cuda"], staging.empty_pinned) for streams in ways))
         slot.raw.reserve(num_bytes)
         slot.coded.reserve(num_bytes)
         return slot
@@ -448,8 +455,98 @@ class CudaCoder:
         """Waits until the stored form of a block is in host memory, and returns it."""
         slot = passing.slot
         if slot is None:
-            return _kept(passing.block, passing.read.result())
+            return CodedBlock(passing.block, passing.read.result())
         slot.coded.free.synchronize()
         stored, words = slot.facts[:2].tolist()
         data = slot.coded.host[:stored].numpy()
         return CodedBlock(passing.block, data, slot.lengths.numpy(), words, lambda: self._free.append(slot))
+
+
+# ---- writing ----
+
+
+def write_file(
+    path: Path,
+    shard: Source,
+    books: Codebooks,
+    coder: Coder,
+    jobs: int,
+    on_bytes: Callable[[int], object],
+    *,
+    like: Iterable[str],
+    replace: bool,
+) -> dict[str, Any]:
+    """Writes a file of ibp. Returns the fields of its record (see `Journal.write_record`).
+
+    Args:
+        path: the path to which the file is written.
+        shard: the tensors and the metadata of the file; `shard.path` is its path within the directory of the output.
+        books: the codebooks of the tensors.
+        coder: the coder of the device of `books`.
+        jobs: the number of threads that learn codebooks.
+        on_bytes: called after each block that is written, with its number of bytes before coding.
+        like, replace: as in `FileWriter`.
+
+    Raises:
+        BlockingIOError: another call is writing the same file.
+    """
+    tensors, block_bytes = list(shard.tensors.values()), _BLOCK_BYTES[books.device.type]
+    books.prepare(tensors, jobs)
+    room = header_bytes(tensors, shard.metadata, filter(None, map(books.of, tensors)))
+    reports: list[TensorReport] = []
+    with FileWriter(path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace) as writer:
+        blocks = (block for tensor in tensors for block in blocks_of(tensor, books.of(tensor), block_bytes))
+        with (
+            contextlib.closing(_written_to(writer, shard.path, reports)) as writing,
+            contextlib.closing(coder(blocks)) as coded,
+            ThreadPoolExecutor(1, "ibp-writer") as thread,
+            contextlib.closing(ahead(thread, writing.send, coded, _AHEAD)) as written,
+        ):
+            next(writing)
+            for num_bytes in written:
+                on_bytes(num_bytes)
+        fields = {"names": writer.names, "data_bytes": writer.data_bytes}
+    return {**fields, "tensors": [report.as_dict() for report in reports]}
+
+
+def _written_to(writer: FileWriter, file: str, reports: list[TensorReport]) -> Generator[int, CodedBlock, None]:
+    """Writes the coded blocks that are sent to it: all blocks of a tensor in order, then those of the next tensor. For
+    each block, yields its number of bytes before coding, after the block has been written and its memory released.
+
+    After the last block of a coded tensor, it writes the lengths of the tensor's rows, the bases if any row has stored
+    bytes, and the fields of the table. Then it appends the report of the tensor to `reports`. file: the file's path
+    within the directory of the output.
+    """
+    num_bytes = 0
+    while True:
+        coded = yield num_bytes
+        tensor, codebook = coded.block.tensor, coded.block.codebook
+        if codebook is None:
+            place = writer.plain(tensor.name, *tensor.header_entry())
+        else:
+            writer.codebook(codebook)
+            place = writer.part(f"{tensor.name}:overflow", "U8")
+        start, total, of_blocks = writer.data_bytes, 0, list[np.ndarray]()
+        with place as write:
+            while True:
+                write(coded.data)
+                coded.release()
+                total, num_bytes = total + coded.words, coded.block.end - coded.block.start
+                of_blocks.append(coded.lengths)
+                if coded.block.end == tensor.num_bytes:
+                    break
+                coded = yield num_bytes
+        scheme, stored = None, tensor.num_bytes
+        if codebook is not None:
+            lengths = torch.from_numpy(np.concatenate(of_blocks))
+            with writer.part(f"{tensor.name}:lengths", "U16") as write:
+                write(lengths)
+            index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, codebook.row_bytes, 0)
+            if index[-1]:
+                with writer.part(f"{tensor.name}:bases", "U64") as write:
+                    write(index[:-1])
+            form = dtype_name(tensor.dtype), tensor.shape, codebook.scheme, codebook.row_bytes
+            content = finished(total, tensor.num_bytes)
+            writer.table(tensor.name, TableFields(*form, codebook=writer.codebook(codebook), content=content))
+            scheme, stored = codebook.scheme, writer.data_bytes - start
+        reports.append(TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, file))

@@ -2,10 +2,9 @@
 from samples of its rows, `compress` compresses checkpoints, and `decompress` writes the tensors of compressed
 checkpoints to ordinary files.
 
-Both directions work block by block, so tensors may be larger than the memory. `compress` divides the tensors of a file
-into blocks, and a coder of `_coding.py` codes the blocks in order; `_Writing` drives it, and `_BlockWriter` writes its
-blocks to the file on another thread. `decompress` passes the blocks of each tensor to the function that writes its
-format.
+Both directions work block by block, so tensors may be larger than the memory. `compress` plans the files, and
+`write_file` of `_coding.py` writes each of them. `decompress` passes the blocks of each tensor to the function that
+writes its format.
 """
 
 from __future__ import annotations
@@ -15,29 +14,26 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from .._common.arguments import whole_number
-from .._common.process import Bar, tqdm
+from .._common.arguments import chosen, whole_number
+from .._common.process import tqdm
 from .._common.sequences import ahead
 from .._common.statistics import share_saved
 from .._common.whole_files import replaced
 from .._files import (
     SUFFIXES,
     WEIGHTS,
-    FileWriter,
     PathLike,
-    TableFields,
     check_names_safetensors,
     checked_metadata,
-    dtype_name,
     file_of,
     format_of_name,
     index_of,
@@ -51,44 +47,38 @@ from .._files import (
     write_index,
     written_to,
 )
-from .._rows.codebook import AnyCodebook
-from .._rows.estimation import expected_savings
-from .._rows.geometry import as_tensor
-from .._rows.learning import Options, Request
-from ..deltas._coding import finished
-from ._coding import (
-    TRIED_BYTES,
-    Block,
-    CheckpointLearning,
-    Codebooks,
-    CodedBlock,
-    CpuCoder,
-    CudaCoder,
-    blocks_of,
-    sample_of,
-    savings_of,
+from .._files import open as open_file
+from .._rows.learning import Options
+from ._coding import Codebooks, checked_options, coder_on, rows_of, savings_of, write_file
+from ._inputs import (
+    FORMATS,
+    conversion_of,
+    files_to_verify,
+    local_path,
+    open_sources,
 )
 from ._outputs import (
+    CODED_WEIGHTS,
     SHARD_BYTES,
     CheckpointEstimate,
     CheckpointReport,
     Journal,
     PeakMemory,
-    Shard,
     TensorEstimate,
-    TensorReport,
+    already_there,
+    check_output,
     compressed_bytes,
+    exists,
     plan_of,
     report_of,
     shards_of,
     table_bytes,
     work_directory,
 )
-from ._source import Source, SourceTensor, chosen, source_of
-from ._sources import CODED_WEIGHTS, FORMATS, already_there, check_output, conversion_of, exists, open_sources
+from ._source import Source, SourceTensor, source_of
 
 _COMPARED = ("ibp", "planes")  # the schemes that `estimate` compares
-_AHEAD = 2  # number of blocks that have been coded or decoded, and that wait to be written
+_AHEAD = 2  # number of blocks that have been decoded, and that wait to be written
 _BLOCK_BYTES = 4 << 20  # number of bytes of a tensor that `decompress` decodes at once
 _A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # ".1" does not match, so "llama-3.1" has no suffix
 _CPU = torch.device("cpu")
@@ -129,29 +119,28 @@ def estimate(
         TypeError, ValueError: level or row_bytes is invalid, a pattern of include matches no name, or a tensor of a
             model is of a kind that cannot be compressed.
     """
-    learning = CheckpointLearning.of(Options(level=level, row_bytes=row_bytes, device="cpu"))
+    options = checked_options(Options(level=level, row_bytes=row_bytes, device="cpu"))
     if isinstance(inputs, torch.nn.Module):
         inputs = inputs.state_dict()
     with source_of(inputs) if isinstance(inputs, Mapping) else open_sources(inputs) as source:
         kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
-        codebooks = Codebooks(learning, source.stored(), kept)
+        codebooks = Codebooks(options, source.stored(), kept)
         of_others: dict[tuple, float] = {}  # savings of schemes that are not chosen, by kind and scheme
         found, books, stored = [], {}, {}
         for tensor in tqdm(source.stored(), desc="estimate", unit="tensor", disable=not progress):
             codebooks.prepare([tensor])
             taken, savings = codebooks.of(tensor), dict[str, float]()
-            num_rows = learning.geometry_of(tensor).num_rows
+            geometry = codebooks.geometry_of(tensor)
             for scheme in _COMPARED if codebooks.is_coded(tensor) else ():
                 if taken is not None and taken.scheme == scheme:
                     tried = codebooks.savings(tensor)
-                    saved = savings_of(_rows_of(tensor, learning), taken) if tried is None else tried
+                    saved = savings_of(rows_of(tensor, geometry), taken) if tried is None else tried
                 else:
-                    key = *learning.kind_of(tensor), scheme
+                    key = *codebooks.kind_of(tensor), scheme
                     if key not in of_others:
-                        rows, geometry = _rows_of(tensor, learning), learning.geometry_of(tensor)
-                        of_others[key] = expected_savings(scheme, Request(rows, geometry, _CPU, learning.options, 0))
+                        of_others[key] = codebooks.expected_savings(tensor, scheme)
                     saved = of_others[key]
-                in_file = table_bytes(round((1 - saved) * tensor.num_bytes), num_rows)
+                in_file = table_bytes(round((1 - saved) * tensor.num_bytes), geometry.num_rows)
                 savings[scheme] = max(0.0, share_saved(tensor.num_bytes, in_file))
             best = None if taken is None else taken.scheme
             of = TensorEstimate(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, savings, best)
@@ -161,14 +150,6 @@ def estimate(
         file_bytes = compressed_bytes(source, stored, books)
     before, after = sum(tensor.num_bytes for tensor in found), sum(tensor.stored_bytes for tensor in found)
     return CheckpointEstimate(tuple(found), before, after, file_bytes)
-
-
-def _rows_of(tensor: SourceTensor, learning: CheckpointLearning) -> torch.Tensor:
-    """Returns a sample of about 256 KiB of a tensor's rows, or the whole tensor if it is smaller, as uint8 on the
-    CPU."""
-    if tensor.num_bytes > TRIED_BYTES:
-        return sample_of([tensor], learning.geometry_of(tensor), TRIED_BYTES)
-    return as_tensor(tensor.read(0, tensor.num_bytes))
 
 
 # ---- compressing ----
@@ -191,9 +172,11 @@ def compress(
     device: torch.device | str | int | None = None,
     jobs: int | None = None,
     restart: bool = True,
-    verify: bool = True,
+    verify_inputs: bool = True,
+    verify_output: bool = False,
     progress: bool = False,
     force: bool = False,
+    verify: bool | None = None,
 ) -> CheckpointReport:
     """Compresses a checkpoint of any size to a file, or a set of files, that `ibp.open` and `ibp.load` read.
 
@@ -238,10 +221,13 @@ def compress(
         device: the device that codes the rows. None: the current GPU if there is one, else the CPU.
         jobs: the number of threads. None: one for each core.
         restart: whether to use the files that an interrupted call has finished.
-        verify: whether to check the checksums of inputs that are files of ibp, while their bytes are read. Inputs of
-            other formats have no checksums.
+        verify_inputs: whether to check the checksums of inputs that are files of ibp, while their bytes are read.
+            Inputs of other formats have no checksums.
+        verify_output: whether to read the finished output again. Its checksums are compared, every compressed tensor is
+            decoded, and its fingerprint is compared with that of the original tensor.
         progress: whether to show a progress bar.
         force: whether to replace an existing output, which may be one file or a set.
+        verify: the former name of verify_inputs, which it replaces if it is given.
 
     Returns:
         A report of the files and tensors that were written.
@@ -249,8 +235,10 @@ def compress(
     Raises:
         FileNotFoundError: there is no such input, or no such directory for the output.
         FileExistsError: the output exists, and force is not set.
-        SourceFormatError, ibp.FileFormatError: an input is damaged, or is not a file of tensors. With `verify`, damaged
-            bytes raise ibp.ChecksumError, a FileFormatError, which names the file and the tensor.
+        SourceFormatError, ibp.FileFormatError: an input is damaged, or is not a file of tensors. With `verify_inputs`,
+            damaged bytes raise ibp.ChecksumError, a FileFormatError, which names the file and the tensor.
+        ibp.ChecksumError, ibp.CorruptTableError: with `verify_output`, the output holds other bytes than were written.
+            The output stays, so that its faults can be examined.
         TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output has the
             suffix of another format (.npz, .pt), two inputs have a tensor with the same name, or a config.json beside
             weights is not JSON.
@@ -258,15 +246,16 @@ def compress(
     """
     output = output_of(inputs, output)
     with contextlib.ExitStack() as stack:
-        options = Options(scheme, chunk_bytes, tau, None, clusters, level, row_bytes=row_bytes, device=device)
-        learning = CheckpointLearning.of(options)
+        given = Options(scheme, chunk_bytes, tau, None, clusters, level, row_bytes=row_bytes, device=device)
+        options = checked_options(given)
         threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
         most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
         checked = checked_metadata(metadata)
         check_names_safetensors(output)
-        conversion = conversion_of(inputs, output, True, stack, verify)
+        verifies = verify_inputs if verify is None else verify
+        conversion = conversion_of(inputs, output, True, stack, verifies)
         if conversion is None:
-            opened = stack.enter_context(open_sources(inputs, verify=verify))
+            opened = stack.enter_context(open_sources(inputs, verify=verifies))
         there = None if force else already_there(output, CODED_WEIGHTS, conversion)
         is_unfinished = not is_url(output) and work_directory(target_of(output, CODED_WEIGHTS)).is_dir()
         check_output(output, CODED_WEIGHTS, conversion, force or is_unfinished)
@@ -285,29 +274,87 @@ def compress(
             sets[path] = shards_of(source, path, most if is_cut else None, checked)
             outputs_of(target.parent / path, len(sets[path]))
         shards = list(itertools.chain(*sets.values()))
-        writing = _Writing(learning, target, shards, kept, threads, progress)
+        books = Codebooks(options, [tensor for shard in shards for tensor in shard.tensors.values()], kept)
+        write = functools.partial(_written, shards, target.parent, books, threads, progress)
         if len(shards) > 1:
-            with Journal(target, plan_of(shards, learning.options, kept)) as journal:
+            with Journal(target, plan_of(shards, options, kept)) as journal:
                 if not journal.open(restart) and not force:
                     # Another call, which has just released the journal, may have made the output.
                     there = there or next(filter(is_there, (os.fspath(target.parent / path) for path in sets)), None)
                     if there is not None:
                         raise exists(there)
-                records, num_kept = writing.write_set(journal)
+                records, num_kept, peak_bytes = write(journal, True)
                 journal.publish(sets, records)
         elif there is not None:
             raise exists(there)
         else:
-            records, num_kept = {shards[0].file: writing.write_one(force)}, 0
-        in_order = [records[shard.file] for shard in shards]
-        report = report_of(_opened(output, target, sets), in_order, num_kept, writing.peak.num_bytes)
-        if conversion is None:
-            return report
-        conversion.finish()
-        return replace(report, other_files=conversion.other_files())
+            records, num_kept, peak_bytes = write(None, force)
+        in_order = [records[shard.path] for shard in shards]
+        report = report_of(_path_to_open(output, target, sets), in_order, num_kept, peak_bytes)
+        if conversion is not None:
+            conversion.finish()
+            report = replace(report, other_files=conversion.other_files())
+    if verify_output:
+        verified_bytes(report.path, progress)
+    return report
 
 
-def _opened(output: str, target: Path, sets: Mapping[Path, list[Shard]]) -> str:
+def verified_bytes(path: str, progress: bool) -> int:
+    """Verifies an output of `compress`, as its `verify_output` says. Returns the number of bytes that were compared.
+    path: `CheckpointReport.path`."""
+    checked = 0
+    for each in files_to_verify(path):
+        with local_path(each) as near, open_file(near) as file:
+            checked += file.verify(content=True, progress=progress)
+    return checked
+
+
+def _written(
+    shards: Sequence[Source],
+    home: Path,
+    books: Codebooks,
+    jobs: int,
+    progress: bool,
+    journal: Journal | None,
+    replace: bool,
+) -> tuple[dict[str, dict[str, Any]], int, int]:
+    """Writes the files of an output. Returns (the records of all files, by their paths within the directory of the
+    output; the number of files that an earlier call has finished; the peak of this process's own memory in bytes).
+
+    Args:
+        shards: the files, as `shards_of` plans them.
+        home: the directory of the output.
+        books, jobs, replace: as in `write_file`.
+        journal: the journal of a set, in whose directory the files are written, except those that an earlier call has
+            finished. None: there is only one file, and it is written to its final path.
+    """
+    finished = {} if journal is None else {shard.path: journal.finished(shard.path) for shard in shards}
+    records = {path: record for path, record in finished.items() if record is not None}
+    num_kept, missing = len(records), [shard for shard in shards if shard.path not in records]
+    coder, peak = coder_on(books.device, jobs), PeakMemory()
+    total = sum(shard.num_bytes for shard in missing)
+    with tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
+
+        def passed(num_bytes: int) -> None:
+            bar.update(num_bytes)
+            peak.passed(num_bytes)
+
+        for shard in missing:
+            path = home / shard.path
+            like = [os.fspath(path)] if path.exists() else shard.files  # A file that is there keeps its permissions.
+            if journal is not None:
+                to = journal.path_of(shard.path)
+                fields = write_file(to, shard, books, coder, jobs, passed, like=like, replace=replace)
+                records[shard.path] = journal.write_record(shard.path, fields)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
+                with replacing(path, [path.name]):
+                    fields = write_file(path, shard, books, coder, jobs, passed, like=like, replace=replace)
+                records[shard.path] = {**fields, "file": shard.path, "size": path.stat().st_size}
+    return records, num_kept, peak.num_bytes
+
+
+def _path_to_open(output: str, target: Path, sets: Mapping[Path, Sequence[Source]]) -> str:
     """Returns the path or URL that the caller of `compress` should open: that of the file; for a set of files, that of
     its index; and for several files or sets, that of their directory."""
     (path, shards), *others = sets.items()
@@ -315,145 +362,6 @@ def _opened(output: str, target: Path, sets: Mapping[Path, list[Shard]]) -> str:
         return os.fspath(target.parent)
     file = index_of(path) if len(shards) > 1 else path
     return f"{output.rpartition('/')[0]}/{file}" if is_url(output) else os.fspath(target.parent / file)
-
-
-class _Writing:
-    """Writes the files of an output block by block, and shows a progress bar.
-
-    Args:
-        learning: how codebooks are learned, and on which device blocks are coded.
-        target: the path of the output.
-        shards: all files of the output.
-        kept: names of the tensors that are stored uncompressed, because the caller's patterns do not choose them.
-        jobs: the number of threads.
-        progress: whether to show a progress bar.
-
-    Attributes:
-        peak: the largest size of the process's own memory, which is measured between blocks.
-    """
-
-    def __init__(
-        self,
-        learning: CheckpointLearning,
-        target: Path,
-        shards: list[Shard],
-        kept: frozenset[str],
-        jobs: int,
-        progress: bool,
-    ) -> None:
-        self._home, self._shards = target.parent, shards
-        self._books = Codebooks(learning, [tensor for shard in shards for tensor in shard.tensors], kept)
-        device = learning.device
-        self._coder = CpuCoder(jobs) if device.type == "cpu" else CudaCoder(device, jobs)
-        self._jobs, self._progress = jobs, progress
-        self.peak = PeakMemory()
-
-    def write_one(self, force: bool) -> dict[str, Any]:
-        """Writes the only file of the output. Returns its record."""
-        (shard,) = self._shards
-        path = self._home / shard.file
-        path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
-        with self._new_bar([shard]), replacing(path, [path.name]):
-            fields = self.write(path, shard, like=shard.inputs, replace=force)
-        return {**fields, "file": shard.file, "size": path.stat().st_size}
-
-    def write_set(self, journal: Journal) -> tuple[dict[str, dict[str, Any]], int]:
-        """Writes the files of the output, a set, to the journal's directory, except those that an earlier call has
-        finished. Returns (the records of all files, by their paths; the number of files that were finished before)."""
-        records = {shard.file: record for shard in self._shards if (record := journal.finished(shard.file)) is not None}
-        num_kept, missing = len(records), [shard for shard in self._shards if shard.file not in records]
-        with self._new_bar(missing):
-            for shard in missing:
-                earlier = self._home / shard.file  # if it exists, its permissions are kept
-                like = [os.fspath(earlier)] if earlier.exists() else shard.inputs
-                fields = self.write(journal.path_of(shard.file), shard, like=like, replace=True)
-                records[shard.file] = journal.write_record(shard.file, fields)
-        return records, num_kept
-
-    def _new_bar(self, shards: Iterable[Shard]) -> Bar:
-        """Makes and returns the progress bar, a context manager, for the files that `write` will write next."""
-        total = sum(shard.num_bytes for shard in shards)
-        self._bar = tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not self._progress)
-        return self._bar
-
-    def write(self, path: Path, shard: Shard, *, like: Iterable[str], replace: bool) -> dict[str, Any]:
-        """Writes a file. Returns the fields of its record (see `Journal.write_record`). Raises BlockingIOError if
-        another call is writing the same file. like, replace: as in `FileWriter`."""
-        self._books.prepare(shard.tensors, self._jobs)
-        room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
-        with FileWriter(
-            path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace
-        ) as writer:
-            file = _BlockWriter(writer, shard.file)
-            of, block_bytes = self._books.of, self._coder.block_bytes
-            blocks = (block for tensor in shard.tensors for block in blocks_of(tensor, of(tensor), block_bytes))
-            with (
-                contextlib.closing(self._coder.coded(blocks)) as coming,
-                ThreadPoolExecutor(1, "ibp-writer") as thread,
-                contextlib.closing(ahead(thread, file.write, coming, _AHEAD)) as written,
-            ):
-                for block in written:
-                    self._bar.update(block.end - block.start)
-                    self.peak.passed(block.end - block.start)
-            fields = {"names": writer.names, "data_bytes": writer.data_bytes}
-        return {**fields, "tensors": [report.as_dict() for report in file.reports]}
-
-
-class _BlockWriter:
-    """Writes coded blocks to a file: all blocks of a tensor in order, then those of the next tensor.
-
-    Args:
-        writer: writes the file.
-        file: the file's path within the directory of the output.
-
-    Attributes:
-        reports: the reports of the tensors that have been written.
-    """
-
-    def __init__(self, writer: FileWriter, file: str) -> None:
-        self._writer, self._file = writer, file
-        self._start, self._words = 0, 0  # the current tensor's offset in the data, and its sum of words so far
-        self._lengths: list[np.ndarray] = []  # lengths of the current tensor's rows so far, an array for each block
-        self.reports: list[TensorReport] = []
-
-    def write(self, coded: CodedBlock) -> Block:
-        """Writes a block, and releases its memory. Returns the block."""
-        tensor, start, end, codebook = coded.block
-        if start == 0:
-            if codebook is None:
-                self._sink = self._writer.plain(tensor.name, *tensor.header_entry())
-            else:
-                self._writer.codebook(codebook)
-                self._sink = self._writer.part(f"{tensor.name}:overflow", "U8")
-            self._start, self._words, self._lengths = self._sink.start, 0, []
-        self._sink.write(coded.data)
-        coded.release()
-        self._lengths.append(coded.lengths)
-        self._words += coded.words
-        if end == tensor.num_bytes:
-            self._finish(tensor, codebook)
-        return coded.block
-
-    def _finish(self, tensor: SourceTensor, codebook: AnyCodebook | None) -> None:
-        """Ends a tensor after its last block, and adds its report. If the tensor is coded, first writes the lengths of
-        its rows, the bases if any row has stored bytes, and the fields of the table."""
-        self._sink.close()
-        scheme, stored = None, tensor.num_bytes
-        if codebook is not None:
-            lengths = torch.from_numpy(np.concatenate(self._lengths))
-            with self._writer.part(f"{tensor.name}:lengths", "U16") as sink:
-                sink.write(lengths)
-            index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, codebook.row_bytes, 0)
-            if index[-1]:
-                with self._writer.part(f"{tensor.name}:bases", "U64") as sink:
-                    sink.write(index[:-1])
-            form = dtype_name(tensor.dtype), tensor.shape, codebook.scheme, codebook.row_bytes
-            content = finished(self._words, tensor.num_bytes)
-            fields = TableFields(*form, codebook=self._writer.codebook(codebook), content=content)
-            self._writer.table(tensor.name, fields)
-            scheme, stored = codebook.scheme, self._writer.data_bytes - self._start
-        report = TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, self._file)
-        self.reports.append(report)
 
 
 # ---- decompressing ----
@@ -466,9 +374,10 @@ def decompress(
     format: str | None = None,
     include: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
-    verify: bool = True,
+    verify_inputs: bool = True,
     progress: bool = False,
     force: bool = False,
+    verify: bool | None = None,
 ) -> list[str]:
     """Restores a checkpoint: writes its tensors with the names, shapes, dtypes and bytes that they had before
     compression, and its metadata.
@@ -497,10 +406,11 @@ def decompress(
             decompressed to a directory, each file gets the format from which it was compressed.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
             and no pattern of exclude, are written.
-        verify: whether to check the checksums of inputs that are files of ibp, while their bytes are read. Inputs of
-            other formats have no checksums.
+        verify_inputs: whether to check the checksums of inputs that are files of ibp, while their bytes are read.
+            Inputs of other formats have no checksums.
         progress: whether to show a progress bar.
         force: whether to replace an existing output.
+        verify: the former name of verify_inputs, which it replaces if it is given.
 
     Returns:
         Paths or URLs of the files that were written; the index of a set follows its files.
@@ -508,8 +418,8 @@ def decompress(
     Raises:
         FileNotFoundError: there is no such input, or no such directory for the output.
         FileExistsError: the output exists, and force is not set.
-        ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged. With `verify`, damaged bytes
-            raise ibp.ChecksumError, a FileFormatError, which names the file and the tensor.
+        ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged. With `verify_inputs`,
+            damaged bytes raise ibp.ChecksumError, a FileFormatError, which names the file and the tensor.
         ValueError: the format does not exist, differs from that of the suffix, or does not support a tensor's dtype; a
             format is given although a directory is decompressed to a directory; a pattern of include matches no name;
             or there are no tensors to write.
@@ -517,9 +427,10 @@ def decompress(
     """
     output = output_of(inputs, output)
     with contextlib.ExitStack() as stack:
-        conversion = conversion_of(inputs, output, False, stack, verify)
+        verifies = verify_inputs if verify is None else verify
+        conversion = conversion_of(inputs, output, False, stack, verifies)
         if conversion is None:
-            sources = [stack.enter_context(open_sources(inputs, verify=verify))]
+            sources = [stack.enter_context(open_sources(inputs, verify=verifies))]
         else:
             sources = list(conversion.sources.values())
         names = list(dict.fromkeys(name for source in sources for name in source.tensors))
@@ -532,8 +443,7 @@ def decompress(
         check_output(output, WEIGHTS, conversion, force)
 
         def write(source: Source, target: PathLike, as_set: bool = False) -> list[str]:
-            begin = functools.partial(replaced, like=source.files, alone=True, replace=force)
-            return write_source(source.only(wanted), target, format, "decompress", progress, begin, as_set)
+            return write_source(source.only(wanted), target, format, "decompress", progress, force, as_set)
 
         if conversion is None:
             return write(sources[0], output)
@@ -559,21 +469,20 @@ def write_source(
     format: str | None,
     what: str,
     progress: bool,
-    begin: Callable[[Path, int], contextlib.AbstractContextManager[IO[bytes]]],
+    force: bool,
     as_set: bool = False,
 ) -> list[str]:
     """Writes the tensors of a source. Returns the paths or URLs of the files.
 
     Args:
-        source, output, format, progress: as in `decompress`.
+        source: the source. The new files get the permissions that all of its files have.
+        output, format, progress, force: as in `decompress`.
         what: the description that the progress bar shows.
-        begin: called with the path of each file and the size of its data in bytes; returns a context manager for the
-            new file. `decompress` passes `whole_files.replaced` with some of its options set.
         as_set: whether a set of files is written as a set even in formats other than safetensors.
     """
     shown = file_of(output)
     kind = format_of_output(Path(shown), format)
-    _, write_file = FORMATS[kind]
+    _, write_part = FORMATS[kind]
     parts = source.parts if as_set or kind == "safetensors" else [source]
     with written_to(output) as target:
         names = outputs_of(target, len(parts))
@@ -586,8 +495,9 @@ def write_source(
             weight_map: dict[str, str] = {}
             with contextlib.ExitStack() as files:  # when this block ends, all files get their names
                 for name, part in zip(names, parts):
-                    file = files.enter_context(begin(target.with_name(name), part.num_bytes))
-                    write_file(file, part, pieces)
+                    path = target.with_name(name)
+                    new = replaced(path, part.num_bytes, like=source.files, alone=True, replace=force)
+                    write_part(files.enter_context(new), part, pieces)
                     weight_map.update(dict.fromkeys(part.tensors, name))
             if len(parts) > 1:
                 write_index(target, weight_map, source.num_bytes)

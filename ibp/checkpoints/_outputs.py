@@ -1,7 +1,6 @@
-"""Plans, records and writes the output files of ibp. For `compress`, it plans which tensors each file holds (`Shard`),
-keeps a record of finished files (`Journal`), and makes the report. For `estimate`, it has the sizes that the files
-would have, and the estimate. `CheckpointWriter` is for programs that make tensors one after the other, and `is_coded`
-recognises such files.
+"""Plans and records the outputs of `compress`, and reports on them. `check_output` refuses an output that must not be
+replaced. The plan says which tensors each file holds (`shards_of`), and how large the files become. A `Journal` has a
+record of each finished file. The last part has the reports and the estimates.
 
 While `compress` makes a set of files, its finished files wait in a directory beside the output, `.<name>.ibp-work`, so
 that an interrupted call can be repeated. The directory also has a record of each finished file, and a plan of the whole
@@ -16,12 +15,11 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import shutil
 import stat
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,82 +27,85 @@ from typing import Any
 import torch
 
 from .. import _core
-from .._common.process import Closing
-from .._common.sequences import ahead, cut
+from .._common.sequences import cut
 from .._common.statistics import share_saved
-from .._common.whole_files import NO_LOCKS, sync_directory, write_whole
+from .._common.whole_files import NO_LOCKS, check_replaceable, open_locked, sync_directory, write_whole
 from .._files import (
-    FORMAT,
-    MAX_HEADER_BYTES,
     SUFFIX,
-    FileWriter,
+    WEIGHTS,
     PathLike,
     as_json,
-    check_names_safetensors,
+    check_other_files,
     checksum_bytes,
     codebook_bytes,
+    coded_name,
     dtype_of,
-    entry_of,
+    file_of,
     header_room,
+    is_there,
+    is_url,
     names_of_set,
-    open_locked,
-    open_regular,
     outputs_of,
-    path_text,
     replacing,
     rounded_up,
     write_index,
-    write_plain,
-    write_table,
-    written_to,
 )
 from .._rows.clusters import with_clusters
 from .._rows.codebook import AnyCodebook
 from .._rows.learning import Options
-from .._tables.compressed_tensor import CompressedTensor
+from ._inputs import Conversion, directory_of
 from ._source import Source, SourceTensor
 
+CODED_WEIGHTS = coded_name(WEIGHTS)  # the name of the file of ibp in an output that is a directory
 SHARD_BYTES = 5 << 30  # default limit in bytes of the total size, before coding, of the tensors in a file
 RECORD = ".done.json"  # the end of the name of a finished file's record
 _PLAN, _LOCK = "plan.json", "lock"
 _OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # options on which coded bytes depend
 # Formats of input whose files are not joined; files of ibp have the format "ibp".
 _FILES_OF_THEIR_OWN = ("safetensors", "torch")
-# Number of tensors that wait in memory while `CheckpointWriter.write_all` writes another tensor.
-_AHEAD = 1
-# Bytes that are reserved in the header for each dimension; `header_room` alone suffices for at most 8 dimensions.
-_DIMENSION_BYTES = 32
-# Matches names that the format reserves, and the form of names that the format gives to parts of a table or of a
-# tensor.
-_UNUSUAL_NAME = re.compile(r"ibp\.|__metadata__|.*[:\[]", re.DOTALL)
+
+
+# ---- what is there already ----
+
+
+def already_there(output: PathLike, name: str, conversion: Conversion | None) -> str | None:
+    """Returns the path or URL of an existing file that the output would replace, or None if there is no such file.
+    Raises OSError if that file must not be replaced, for instance because it is a device. name: the name of the new
+    file if the output is a directory and there is no conversion."""
+    if conversion is not None:
+        there = next(map(os.fspath, conversion.paths()), None)
+    else:
+        there = file_of(output, name) if is_there(output, name) else None
+    if there is not None and not is_url(there):
+        check_replaceable(Path(there))
+    return there
+
+
+def check_output(output: PathLike, name: str, conversion: Conversion | None, force: bool) -> None:
+    """Raises OSError if an output cannot be written: it exists, and `force` is not set; or something that must not be
+    replaced, such as a device, has its name; or its directory has other weights, which programs that read the directory
+    would load. The other arguments are as in `already_there`."""
+    there = None if force else already_there(output, name, conversion)
+    if there is not None:
+        raise exists(there)
+    if conversion is not None:
+        conversion.check()
+    elif (target := directory_of(output)) is not None:
+        check_other_files(target / name)
+
+
+def exists(there: str) -> FileExistsError:
+    """Returns the error for an output that exists already."""
+    return FileExistsError(f"{there} is there already; wanted another output, or force=True, which replaces it")
 
 
 # ---- which tensors a file holds ----
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A file of the output."""
-
-    file: str  # the file's path within the directory of the output
-    tensors: tuple[SourceTensor, ...]  # the tensors of the file, in order
-    metadata: Mapping[str, str]  # the metadata of the file
-    inputs: tuple[str, ...]  # paths of the input files of the whole set that the file belongs to
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.tensors)
-
-    def header_bytes(self, codebooks: Iterable[AnyCodebook]) -> int:
-        """Returns a size in bytes that is enough for the file's header. codebooks: the codebooks of the file's
-        tensors."""
-        names = [tensor.name for tensor in self.tensors]
-        room = header_room(names, self.metadata, len({one for book in codebooks for one in with_clusters(book)}))
-        return rounded_up(room + sum(64 * len(tensor.shape) for tensor in self.tensors))
-
-
-def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str]) -> list[Shard]:
-    """Plans the files that are written for a source.
+def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str]) -> list[Source]:
+    """Plans the files that are written for a source. Returns, for each file, a source with the tensors that it is to
+    hold, and its metadata. The path of this source is the file's path within the directory of the output; its `files`
+    are those of the whole source.
 
     If the source consists of several files, all of them ordinary safetensors files or checkpoints of torch, the files
     are not joined. Otherwise all tensors go to one file. A file is then divided, between tensors, if the total size of
@@ -115,15 +116,36 @@ def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: M
         shard_bytes: the largest total size in bytes of the tensors in a file. A larger tensor is alone in its file.
             None: files are not divided.
         metadata: entries that are added to the metadata of every file.
+
+    Raises:
+        ValueError: two tensors that must be stored have the same name.
     """
     stay_apart = len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts)
     contents = [
-        (tuple(tensors), {**part.metadata, **part.view_texts(), **metadata})
+        (tensors, {**part.metadata, **part.view_texts(), **metadata})
         for part in (source.parts if stay_apart else [source])
         for tensors in cut(part.stored(), lambda tensor: tensor.num_bytes, shard_bytes)
     ]
-    names = names_of_set(target, len(contents))
-    return [Shard(os.fspath(target.with_name(name)), *content, source.files) for name, content in zip(names, contents)]
+    names = Counter(tensor.name for tensors, _ in contents for tensor in tensors)
+    for twice in (name for name, count in names.items() if count > 1):  # A view's base may get the name of a tensor.
+        raise ValueError(f"there are two tensors {twice!r} in {source.path}; wanted different names")
+    shards = []
+    for name, (tensors, texts) in zip(names_of_set(target, len(contents)), contents):
+        by_name = {tensor.name: tensor for tensor in tensors}
+        shard = Source(os.fspath(target.with_name(name)), "ibp", by_name, texts)
+        shard.files = source.files
+        shards.append(shard)
+    return shards
+
+
+def header_bytes(
+    tensors: Collection[SourceTensor], metadata: Mapping[str, str], codebooks: Iterable[AnyCodebook]
+) -> int:
+    """Returns a size in bytes that is enough for the header of a file of ibp. codebooks: the codebooks of its
+    tensors."""
+    num_codebooks = len({one for book in codebooks for one in with_clusters(book)})
+    room = header_room([tensor.name for tensor in tensors], metadata, num_codebooks)
+    return rounded_up(room + sum(64 * len(tensor.shape) for tensor in tensors))
 
 
 def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mapping[str, AnyCodebook | None]) -> int:
@@ -132,10 +154,10 @@ def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mappi
     name; None if the tensor is stored uncompressed."""
     total = 0
     for shard in shards_of(source, Path(f"model{SUFFIX}"), SHARD_BYTES, {}):
-        books = {book for tensor in shard.tensors if (book := codebooks[tensor.name]) is not None}
-        data = sum(rounded_up(stored[tensor.name]) for tensor in shard.tensors)
+        books = {book for name in shard.tensors if (book := codebooks[name]) is not None}
+        data = sum(rounded_up(stored[name]) for name in shard.tensors)
         data += sum(rounded_up(part) for part in codebook_bytes(books))
-        total += shard.header_bytes(books) + data + checksum_bytes(data)
+        total += header_bytes(shard.tensors.values(), shard.metadata, books) + data + checksum_bytes(data)
     return total
 
 
@@ -151,18 +173,20 @@ def table_bytes(stored_bytes: int, num_rows: int) -> int:
 # ---- which files are finished ----
 
 
-def plan_of(shards: Sequence[Shard], options: Options, kept: Iterable[str]) -> dict[str, Any]:
+def plan_of(shards: Sequence[Source], options: Options, kept: Iterable[str]) -> dict[str, Any]:
     """Returns a description of a set of files, as a dict that JSON can hold: the inputs, the options, and the tensors
     of each file. An input is described by its path, its size and the time of its last change. kept: names of the
     tensors that are stored uncompressed, because the caller's patterns do not choose them."""
-    inputs = dict.fromkeys(os.path.abspath(path) for shard in shards for path in shard.inputs)
+    inputs = dict.fromkeys(os.path.abspath(path) for shard in shards for path in shard.files)
     found = {path: os.stat(path) for path in inputs}
     return {
         "format": _core.FORMAT_VERSION,
         "release": _core.version(),
         "inputs": [[path, state.st_size, state.st_mtime_ns] for path, state in found.items()],
         "options": {**{name: getattr(options, name) for name in _OPTIONS}, "kept": sorted(kept)},
-        "shards": {shard.file: [[tensor.name, tensor.num_bytes] for tensor in shard.tensors] for shard in shards},
+        "shards": {
+            shard.path: [[tensor.name, tensor.num_bytes] for tensor in shard.tensors.values()] for shard in shards
+        },
     }
 
 
@@ -308,7 +332,7 @@ class Journal:
         (self._home / file).parent.mkdir(parents=True, exist_ok=True)
         os.replace(place, self._home / file)
 
-    def publish(self, sets: Mapping[Path, Sequence[Shard]], records: Mapping[str, dict[str, Any]]) -> None:
+    def publish(self, sets: Mapping[Path, Sequence[Source]], records: Mapping[str, dict[str, Any]]) -> None:
         """Moves finished files to their final paths, writes the index of each set, and removes the directory.
 
         sets: for each set, its files. The key is the path, within the directory of the output, that the set is named
@@ -316,7 +340,7 @@ class Journal:
         records: the records of the files, by their paths.
         """
         for path, shards in sets.items():
-            target, made = self._home / path, [records[shard.file] for shard in shards]
+            target, made = self._home / path, [records[shard.path] for shard in shards]
             with replacing(target, outputs_of(target, len(made))):
                 for record in made:
                     self.move(record)
@@ -545,125 +569,3 @@ class CheckpointEstimate:
         tensors = [{**as_json(tensor), "stored_bytes": tensor.stored_bytes} for tensor in self.tensors]
         own = {key: getattr(self, key) for key in ("num_bytes", "stored_bytes", "file_bytes", "savings")}
         return {**own, "tensors": tensors}
-
-
-# ---- files that are written tensor by tensor ----
-
-
-class CheckpointWriter(Closing):
-    """A file of tables and tensors that is written tensor by tensor, for programs that produce tensors one after the
-    other. For tensors that are in memory already, `ibp.save` is simpler. `ibp.open` reads the file.
-
-    It is a context manager. When the `with` block ends normally, the file appears under its name, complete and on disk.
-    When the block ends with an exception, an earlier file of that name stays unchanged.
-
-    Example:
-        >>> x = torch.randn(1000, 1024).bfloat16()
-        >>> with ibp.checkpoints.CheckpointWriter("weights.safetensors", {"a": x.shape, "b": [4]}) as writer:
-        ...     a_bytes = writer.write("a", ibp.compress(x))
-        ...     b_bytes = writer.write("b", torch.ones(4))
-        >>> a_bytes < x.nbytes, torch.equal(ibp.open("weights.safetensors")["b"], torch.ones(4))
-        (True, True)
-
-    Args:
-        output: path of the file; or a directory, in which the file is "model.safetensors"; or a URL that fsspec
-            supports.
-        shapes: the shapes, by name, of all tables and tensors that will be written, so that enough space is reserved
-            for the header.
-        metadata: a dict of strings, which is stored in the file. No key may begin with "ibp.".
-
-    Raises:
-        TypeError, ValueError: metadata is invalid, or output has the suffix of another format.
-        OSError: (on entering, writing and leaving) the file cannot be written.
-    """
-
-    def __init__(
-        self,
-        output: PathLike,
-        shapes: Mapping[str, Sequence[int]],
-        *,
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        check_names_safetensors(output)
-        room = header_room(shapes, metadata, len(shapes)) + _DIMENSION_BYTES * sum(map(len, shapes.values()))
-        self._output, self._metadata, self._header_bytes = output, metadata, room
-        self._file: FileWriter | None = None
-        self._open = contextlib.ExitStack()
-
-    @staticmethod
-    def takes(name: str, tensor: torch.Tensor) -> bool:
-        """Returns whether a file can hold a tensor under a name.
-
-        The tensor must be a dense torch.Tensor or torch.nn.Parameter, not of another subclass, and have a dtype of
-        safetensors. The name must be printable. It must not be reserved, and must not have the form of the name of a
-        part of a table, such as "weight:slots".
-
-        Example:
-            >>> [ibp.checkpoints.CheckpointWriter.takes(name, torch.ones(3)) for name in ("weight", "weight:slots")]
-            [True, False]
-        """
-        if not name.isprintable() or _UNUSUAL_NAME.match(name):
-            return False
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        return is_plain and entry_of(tensor.dtype, tuple(tensor.shape)) is not None and not tensor.is_meta
-
-    def write(self, name: str, value: CompressedTensor | torch.Tensor) -> int:
-        """Writes a table or tensor, block by block. The value may be on any device. Returns the number of bytes that
-        the value takes in the file.
-
-        Raises:
-            ValueError: the file is not open, already has a value of this name, or cannot have such a name; or
-                safetensors does not have the tensor's dtype.
-        """
-        file = self._file
-        if file is None:
-            raise ValueError("the file is not open; wanted `with ibp.checkpoints.CheckpointWriter(...) as writer:`")
-        start = file.data_bytes
-        if isinstance(value, CompressedTensor):
-            write_table(file, name, value)
-        else:
-            write_plain(file, name, value)
-        return file.data_bytes - start
-
-    def write_all(self, values: Iterable[tuple[str, CompressedTensor | torch.Tensor]]) -> dict[str, int]:
-        """Writes tables and tensors. A separate thread writes a value while the calling thread gets the next one from
-        `values`. Returns the sizes of the values in the file in bytes, by name. values: pairs (name, value)."""
-        with ThreadPoolExecutor(1, "ibp-writer") as thread:
-            written = ahead(thread, lambda pair: (pair[0], self.write(*pair)), values, _AHEAD)
-            with contextlib.closing(written):
-                return dict(written)
-
-    def __enter__(self) -> CheckpointWriter:
-        with contextlib.ExitStack() as stack:
-            target = stack.enter_context(written_to(self._output))
-            file = FileWriter(target, metadata=self._metadata, header_bytes=self._header_bytes)
-            self._file = stack.enter_context(file)
-            self._open = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file = None
-        self._open.__exit__(*error)  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        """Finishes the file, as leaving the `with` block without an exception does. A second call does nothing."""
-        self.__exit__(None, None, None)
-
-
-def is_coded(path: PathLike) -> bool:
-    """Returns whether a file is a file of ibp. Only the header is read. Returns False for a file of another format.
-
-    Example:
-        >>> ibp.save("coded.safetensors", {"a": ibp.compress(torch.ones(1000, 1024))})
-        >>> ibp.checkpoints.is_coded("coded.safetensors"), ibp.checkpoints.is_coded("pytorch_model.bin")
-        (True, False)
-
-    Raises:
-        OSError: a file whose name ends in ".safetensors" cannot be read.
-    """
-    text = path_text(path)
-    if not text.endswith(SUFFIX):
-        return False
-    with os.fdopen(open_regular(text), "rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        return header_bytes <= MAX_HEADER_BYTES and f'"{FORMAT}":'.encode() in file.read(header_bytes)

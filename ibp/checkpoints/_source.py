@@ -4,7 +4,6 @@ with a name, a shape, a dtype, and a function that reads ranges of bytes."""
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,26 +28,6 @@ class SourceFormatError(ValueError):
 class NotTensorsError(SourceFormatError):
     """A file is not damaged, but it holds no tensors, or values that this package does not read, such as objects of
     Python."""
-
-
-def is_chosen(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
-    """Returns whether a name matches a pattern of include (None: any name matches), and no pattern of exclude. The
-    patterns are those of the module fnmatch."""
-
-    def matches(patterns: Iterable[str]) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-    return (include is None or matches(include)) and not matches(exclude)
-
-
-def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterable[str]) -> list[str]:
-    """Returns the names that patterns choose. Raises ValueError if a pattern of include does not match any name."""
-    every, unwanted = list(names), tuple(exclude)
-    wanted = None if include is None else tuple(include)
-    for pattern in wanted or ():
-        if not any(is_chosen(name, [pattern], ()) for name in every):
-            raise ValueError(f"there is no tensor whose name matches {pattern!r}")
-    return [name for name in every if is_chosen(name, wanted, unwanted)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +175,7 @@ class Source(Closing):
         wanted = set(names)
         kept = {name: tensor for name, tensor in self.tensors.items() if name in wanted}
         restricted = Source(self.path, self.format, kept, self.metadata)
+        restricted.files = self.files
         if len(self.parts) > 1:
             restricted.parts = tuple(part.only(wanted) for part in self.parts if not wanted.isdisjoint(part.tensors))
         return restricted

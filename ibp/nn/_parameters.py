@@ -19,6 +19,7 @@ from .._common.modes import outside_of_modes
 from .._machine import memory
 from .._rows.geometry import bytes_of
 from .._rows.planes import PlanesCodebook
+from .._rows.table import pin_if_possible
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
 _aten = torch.ops.aten
@@ -329,7 +330,7 @@ def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor)
         table = weight.to(held.device)
         table = copy.copy(table) if table is weight else table
     if held.is_pinned():
-        memory.pin_if_possible(table)
+        pin_if_possible(table)
     return table
 
 

@@ -15,10 +15,11 @@ import torch
 
 import ibp
 from helpers import bytes_of
-from ibp._inspect.report import inspect_path
+from ibp._cli.report import inspect_path
+from ibp._files import FileWriter
 from ibp.checkpoints import _coding, _converting
+from ibp.checkpoints._inputs import open_source, open_sources
 from ibp.checkpoints._outputs import Journal, PeakMemory
-from ibp.checkpoints._sources import open_source, open_sources
 
 safetensors = pytest.importorskip("safetensors.torch")
 SLOW = pytest.mark.slow
@@ -436,19 +437,19 @@ def test_models_are_estimated_as_their_checkpoints(as_module, tmp_path):
 def test_finished_files_are_kept_when_a_call_is_made_again(checkpoint, tmp_path, monkeypatch):
     path, tensors = checkpoint
     target = tmp_path / "m.safetensors"
-    written, write = [], _converting._Writing.write
+    written, write = [], _converting.write_file
 
-    def interrupted(self, to, shard, **options):
+    def interrupted(to, shard, *arguments, **options):
         if len(written) == 2:
             raise KeyboardInterrupt
-        written.append(shard.file)
-        return write(self, to, shard, **options)
+        written.append(shard.path)
+        return write(to, shard, *arguments, **options)
 
-    monkeypatch.setattr(_converting._Writing, "write", interrupted)
+    monkeypatch.setattr(_converting, "write_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compress(path, target, shard_bytes=50_000)
     assert os.listdir(tmp_path) == [".m.safetensors.ibp-work"]
-    monkeypatch.setattr(_converting._Writing, "write", write)
+    monkeypatch.setattr(_converting, "write_file", write)
     assert compress(path, tmp_path / "n.safetensors", shard_bytes=50_000).kept_files == 0
     report = compress(path, target, shard_bytes=50_000)
     assert report.kept_files == 2 and not (tmp_path / ".m.safetensors.ibp-work").exists()
@@ -481,7 +482,7 @@ def test_files_of_another_call_are_not_kept(change, checkpoint, tmp_path, monkey
 def test_a_failure_leaves_what_was_there(checkpoint, tmp_path, monkeypatch):
     path, _ = checkpoint
     (tmp_path / "old.safetensors").write_bytes(b"old")
-    monkeypatch.setattr(_converting._BlockWriter, "_finish", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(FileWriter, "table", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     for target, options in (("old.safetensors", {"force": True}), ("new.safetensors", {"shard_bytes": 50_000})):
         with pytest.raises(OSError, match="full"):
             compress(path, tmp_path / target, **options)
@@ -496,7 +497,7 @@ KILLED = """
 import os, random, signal, sys, time
 import torch
 import ibp
-from ibp.checkpoints._sources import open_source
+from ibp.checkpoints._inputs import open_source
 
 torch.set_num_threads(1)  # whose others a fork would lack
 source, directory = sys.argv[1:]

@@ -11,6 +11,7 @@ import ibp
 from ibp._cli.main import main
 from ibp._files import read_header
 from ibp._files.reader import Checks
+from ibp.checkpoints import _coding
 
 SIZE = 1024  # of a weight's rows and columns, so that each weight has blocks of its own
 NAMES = {"0": "packed", "1": "slots", "2": "raw", "3": "plain"}  # what each weight is in the file
@@ -122,6 +123,91 @@ def test_good_files_are_read(door, good, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m.safetensors").write_bytes(good[0])
     DOORS[door]("m.safetensors")
+
+
+CALLS = {
+    "compress": lambda **options: ibp.checkpoints.compress("m.safetensors", "out.safetensors", device="cpu", **options),
+    "decompress": lambda **options: ibp.checkpoints.decompress("m.safetensors", "out.safetensors", **options),
+}
+
+
+@pytest.fixture
+def of_plain(tmp_path, good, monkeypatch):
+    """A file with a flipped bit of a plain tensor, which only its checksum shows."""
+    monkeypatch.chdir(tmp_path)
+    data, header = bytearray(good[0]), good[1]
+    data[header.tensors["3.weight"].start] ^= 1
+    (tmp_path / "m.safetensors").write_bytes(data)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_verifies_the_inputs(call, of_plain):
+    """Under its name and its former name, which counts if both are given."""
+    for options in ({}, {"verify_inputs": True}, {"verify": True}, {"verify_inputs": False, "verify": True}):
+        with pytest.raises(ibp.ChecksumError, match=r"^m.safetensors: block .*'3.weight'"):
+            CALLS[call](**options)
+        assert os.listdir() == ["m.safetensors"]
+    for options in ({"verify_inputs": False}, {"verify": False}, {"verify_inputs": True, "verify": False}):
+        CALLS[call](force=True, **options)
+        assert len(ibp.load("out.safetensors", memory="host")) == len(NAMES)
+
+
+def test_commands_verify_inputs_by_these_words(of_plain, capsys):
+    for command in ("compress", "decompress"):
+        words = [command, "m.safetensors", "-o", "out.safetensors", "--force"]
+        assert main(words) == 1 and "'3.weight'" in capsys.readouterr().err
+        assert main([*words, "--no-verify-inputs"]) == 0
+    assert main([*words, "--no-verify"]) == 0
+    assert main(["compress", *words[1:], "--no-verify"]) == 1  # which is about the output there
+
+
+def flip(monkeypatch):
+    """Makes writers flip a bit of what they write."""
+    write = os.pwrite
+
+    def flipped(file, data, at):
+        changed = bytearray(data)
+        if at and changed:
+            changed[len(changed) // 2] ^= 1
+        return write(file, changed, at)
+
+    monkeypatch.setattr(os, "pwrite", flipped)
+
+
+def mix_up(monkeypatch):
+    """Makes tables have other fingerprints than their tensors."""
+    finished = _coding.finished
+    monkeypatch.setattr(_coding, "finished", lambda *arguments: finished(*arguments) ^ 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [(flip, "has another checksum"), (mix_up, "decodes to other bytes than were compressed")]
+)
+@pytest.mark.parametrize("shard_bytes", [None, 3 << 20])
+def test_what_verifies_the_output(fault, message, shard_bytes, good, tmp_path, monkeypatch, capsys):
+    """Without it a faulty disk or coder passes in silence; with it the output stays, to be looked at."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.safetensors").write_bytes(good[0])
+    options = {"shard_bytes": shard_bytes, "force": True}
+    report = CALLS["compress"](verify_output=True, **options)
+    fault(monkeypatch)
+    CALLS["compress"](**options)
+    with pytest.raises(ibp.ChecksumError, match=message):
+        CALLS["compress"](verify_output=True, **options)
+    assert os.path.exists(report.path)
+    words = ["compress", "m.safetensors", "-o", "out.safetensors", "--force", "--device", "cpu"]
+    words += [] if shard_bytes is None else ["--shard-bytes", "3M"]
+    for more, status in ([], 0), (["--verify-output"], 1), (["--verify"], 1), (["--verify", "--no-verify-output"], 0):
+        assert main([*words, *more]) == status
+        assert (message in capsys.readouterr().err) == bool(status)
+
+
+@pytest.mark.parametrize("word", ["--verify-output", "--verify"])
+def test_a_verified_output_is_said(word, good, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.safetensors").write_bytes(good[0])
+    assert main(["compress", "m.safetensors", "-o", "out.safetensors", "--device", "cpu", word]) == 0
+    assert capsys.readouterr().out.endswith(" were read again, and every tensor is what it was.\n")
 
 
 COMMANDS = [

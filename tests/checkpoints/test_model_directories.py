@@ -10,7 +10,7 @@ import torch
 
 import ibp
 from ibp._cli.main import main
-from ibp.checkpoints._sources import lines_that_load
+from ibp.checkpoints._inputs import lines_that_load
 
 CONFIG = '{\n  "architectures": ["LlamaForCausalLM"],\n "name": "caf\u00e9",   "vocab_size": 7\n}\n'
 
@@ -334,7 +334,7 @@ def test_the_command_does_not_replace_the_other_form(model, tmp_path, capsys):
 
 def test_the_command_verifies_every_file_of_a_directory(trainer, tmp_path, capsys):
     small = tmp_path / "small"
-    assert main(["compress", str(trainer), "-o", f"{small}/", "--device", "cpu", "--verify"]) == 0
+    assert main(["compress", str(trainer), "-o", f"{small}/", "--device", "cpu", "--verify-output"]) == 0
     assert main(["verify", str(small), "--content"]) == 0
     assert "optimizer.pt.ibp.safetensors" in capsys.readouterr().out
     with open(small / "optimizer.pt.ibp.safetensors", "r+b") as file:

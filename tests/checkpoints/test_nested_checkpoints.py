@@ -10,7 +10,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from ibp.checkpoints._sources import open_source
+from ibp.checkpoints._inputs import open_source
 
 
 def assert_same(got, wanted):

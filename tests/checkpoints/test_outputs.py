@@ -163,7 +163,7 @@ def test_a_directory_is_made_and_goes_if_nothing_is_written(file, monkeypatch):
     ibp.save("c/", NEW)
     for made in "abc":
         assert_holds(made, NEW)
-    monkeypatch.setattr(_converting._Writing, "write", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(_converting, "write_file", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))
     for options in ({}, {"shard_bytes": 70_000}):
         with pytest.raises(OSError, match="full"):
             compress(file, "d/", **options)
@@ -232,8 +232,8 @@ def test_saves_to_one_path_go_beside_each_other():
         thread.start()
         thread.join()
         assert_holds("out.safetensors", NEW)
-        with writer.plain("x", "U8", (1,)) as sink:
-            sink.write(b"x")
+        with writer.plain("x", "U8", (1,)) as write:
+            write(b"x")
     assert set(ibp.load("out.safetensors")) == {"x"} and os.listdir() == ["out.safetensors"]
 
 

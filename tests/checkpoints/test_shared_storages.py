@@ -1,13 +1,15 @@
 """Tensors of a checkpoint of torch that share memory: it is stored once, and shared again."""
 
 import json
+import os
 
 import pytest
 import torch
 
 import ibp
 from helpers import assert_same_bits
-from ibp.checkpoints._sources import open_source
+from ibp._cli.main import main
+from ibp.checkpoints._inputs import open_source
 
 
 def states():
@@ -125,3 +127,25 @@ def test_views_that_are_none_are_refused(view, tmp_path):
     ibp.save(tmp_path / "y.safetensors", {"v": torch.ones(9)}, metadata={"ibp_view.v": '["v", [9], [1], 0]'})
     with pytest.raises(ibp.FileFormatError, match="'v' is a tensor already"):
         ibp.load(tmp_path / "y.safetensors")
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 100])
+def test_a_tensor_with_the_name_of_the_base_of_others(shard_bytes, tmp_path):
+    """The base of "a" and "b", which no tensor covers, gets this name. Files of a set would each have one of them."""
+    x = torch.arange(4000.0)
+    torch.save({"a": x[:3000], "b": x[1000:], "torch_storage.a": torch.ones(5)}, tmp_path / "m.pt")
+    with pytest.raises(ValueError, match="there are two tensors 'torch_storage.a' in .*m.pt; wanted different names"):
+        ibp.checkpoints.compress(tmp_path / "m.pt", tmp_path / "m.safetensors", device="cpu", shard_bytes=shard_bytes)
+    assert os.listdir(tmp_path) == ["m.pt"]
+
+
+def test_what_inspect_says_of_memory_that_no_tensor_covers(tmp_path, monkeypatch, capsys):
+    """The size after is that of the file that `compress` would write."""
+    monkeypatch.chdir(tmp_path)
+    x = torch.arange(40000.0)
+    torch.save({"a": x[:30000], "b": x[10000:]}, "m.pt")
+    assert main(["inspect", "m.pt", "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["files"]
+    assert [tensor["name"] for tensor in said["tensors"]] == ["a", "b"]
+    report = ibp.checkpoints.compress("m.pt", "m.safetensors", device="cpu")
+    assert abs(said["stored_bytes"] / report.file_bytes - 1) < 0.01

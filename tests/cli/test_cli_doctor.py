@@ -13,8 +13,8 @@ import torch
 import ibp
 from ibp import _core
 from ibp._cli import doctor
+from ibp._cli.config import config
 from ibp._cli.main import main
-from ibp._inspect.config import config
 from ibp._machine import calibration
 from ibp._machine.memory import PinningError
 

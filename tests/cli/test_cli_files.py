@@ -17,7 +17,7 @@ from ibp._cli.main import main
 from ibp._files import read_header
 from ibp._machine import calibration
 from ibp.checkpoints import _converting
-from ibp.checkpoints._sources import open_source
+from ibp.checkpoints._inputs import open_source
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,7 +99,7 @@ def test_a_round_trip_keeps_names_bits_and_metadata(source, compressed, tensors,
 
 
 def test_what_compress_says(source, tmp_path, capsys):
-    said = document(capsys, "compress", source, "-o", tmp_path / "x.safetensors", "--verify", "--device", "cpu")
+    said = document(capsys, "compress", source, "-o", tmp_path / "x.safetensors", "--verify-output", "--device", "cpu")
     assert said["verified_bytes"] > 0
     lines = printed(capsys, "compress", source, "-o", tmp_path / "y.safetensors", "--verbose")
     assert any(line.startswith("model.norm.weight") and "plain" in line for line in lines)
@@ -192,16 +192,16 @@ def test_interrupted(source, tmp_path, capsys, monkeypatch):
 
 
 def test_an_interrupted_set_goes_on(source, tensors, tmp_path, capsys, monkeypatch):
-    write, written = _converting._Writing.write, []
+    write, written = _converting.write_file, []
 
-    def interrupted(self, path, shard, **options):
+    def interrupted(path, shard, *arguments, **options):
         if written:
             raise KeyboardInterrupt
-        written.append(shard.file)
-        return write(self, path, shard, **options)
+        written.append(shard.path)
+        return write(path, shard, *arguments, **options)
 
     command = ["compress", source, "-o", "a set.safetensors", "--shard-bytes", "100K", "--device", "cpu"]
-    monkeypatch.setattr(_converting._Writing, "write", interrupted)
+    monkeypatch.setattr(_converting, "write_file", interrupted)
     assert run(*command) == 130
     said = capsys.readouterr().err
     assert said.startswith("ibp compress: interrupted: 1 file of the set is finished and kept. The same command")
@@ -533,7 +533,7 @@ def test_where_a_delta_goes(versions, tmp_path, capsys):
 def test_urls(source, tensors, capsys):
     pytest.importorskip("fsspec")
     url = "memory://ibp-test-cli/x.safetensors"
-    said = document(capsys, "compress", source, "-o", url, "--verify", "--force")
+    said = document(capsys, "compress", source, "-o", url, "--verify-output", "--force")
     assert said["path"] == url and said["verified_bytes"] > 0
     assert run("compress", source, "-o", url) == 2 and "is there already" in capsys.readouterr().err
     assert document(capsys, "verify", url)["files"][0]["status"] == "good"
@@ -553,7 +553,7 @@ def test_urls_of_files_here(source, tensors, tmp_path, capsys):
 def test_urls_of_sets_of_files(tensors, capsys):
     pytest.importorskip("fsspec")
     ibp.save("x.safetensors", tensors)
-    options = ["--shard-bytes", "100K", "--verify", "--force"]
+    options = ["--shard-bytes", "100K", "--verify-output", "--force"]
     said = document(capsys, "compress", "x.safetensors", "-o", "memory://ibp-test-set/x.safetensors", *options)
     assert len(said["files"]) > 1 and said["verified_bytes"] > 0
     assert not document(capsys, "diff", "x.safetensors", said["path"])["differs"]
@@ -619,7 +619,7 @@ def test_documents_have_the_members_that_the_page_lists(versions, tmp_path, caps
 
 
 def test_the_same_by_a_gpu(cuda, source, versions, tensors, tmp_path, capsys):
-    said = document(capsys, "compress", source, "-o", tmp_path / "x.safetensors", "--device", cuda, "--verify")
+    said = document(capsys, "compress", source, "-o", tmp_path / "x.safetensors", "--device", cuda, "--verify-output")
     assert said["verified_bytes"] > 0 and any(tensor["scheme"] == "planes" for tensor in said["tensors"])
     assert run("decompress", tmp_path / "x.safetensors", "-o", tmp_path / "back.safetensors", "--quiet") == 0
     assert_holds(tmp_path / "back.safetensors", tensors)

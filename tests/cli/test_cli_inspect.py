@@ -12,9 +12,9 @@ import torch
 import ibp
 from helpers import embedding, one_hot_rows, spiky_rows
 from ibp._cli import main as frame
-from ibp._inspect import report
-from ibp._inspect.drawing import make_page
-from ibp._inspect.report import inspect_path
+from ibp._cli import report
+from ibp._cli.drawing import make_page
+from ibp._cli.report import inspect_path
 from native import ROOT
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m"

@@ -9,7 +9,7 @@ import torch
 
 import ibp
 from ibp._cli.main import main
-from ibp.checkpoints._sources import open_source
+from ibp.checkpoints._inputs import open_source
 from kinds_of_paths import soon
 
 

@@ -18,6 +18,7 @@ from golden.make_files import FILES
 from helpers import assert_same_bits, bytes_of, spiky_rows
 from ibp._common import process
 from ibp._files import FileWriter, header_room, opened, reader, write_plain, write_table
+from ibp._machine import segments
 from ibp._machine.memory import PinningError
 from ibp._machine.segments import FileRows
 from kinds_of_paths import few_descriptors
@@ -478,14 +479,14 @@ def test_what_a_writer_refuses(tmp_path, table):
     with pytest.raises(ValueError, match="has no room for its metadata"):
         FileWriter(path, metadata={"a": "b" * 5000}, header_bytes=4096)
     with pytest.raises(ValueError, match="not being written"):
-        FileWriter(path).plain("a", "U8", (1,))
+        FileWriter(path).plain("a", "U8", (1,)).__enter__()
     with FileWriter(path, header_bytes=2048) as file:
-        with file.plain("a", "U8", (2, 100)) as sink:
-            sink.write(torch.arange(200, dtype=torch.uint8))
-            with pytest.raises(ValueError, match="'b' begins before 'a' is closed"):
-                file.plain("b", "U8", (1,))
+        with file.plain("a", "U8", (2, 100)) as write:
+            write(torch.arange(200, dtype=torch.uint8))
+            with pytest.raises(ValueError, match="'b' begins before 'a' is closed"), file.plain("b", "U8", (1,)):
+                pass
         with pytest.raises(ValueError, match="'a' is closed"):
-            sink.write(b"1")
+            write(b"1")
         with pytest.raises(ValueError, match="two tensors 'a'"):
             file.part("a", "U8")
         with pytest.raises(ValueError, match="no room for 'ccc"):
@@ -493,10 +494,11 @@ def test_what_a_writer_refuses(tmp_path, table):
     assert_same_bits(ibp.load(path)["a"], torch.arange(200, dtype=torch.uint8).view(2, 100))
     before = path.read_bytes()
     with pytest.raises(ValueError, match=r"'a' has 3 bytes; wanted F32 \[1\]"), FileWriter(path) as file:
-        with file.plain("a", "F32", (1,)) as sink:
-            sink.write(b"123")
+        with file.plain("a", "F32", (1,)) as write:
+            write(b"123")
     with pytest.raises(ValueError, match="'a' was not closed"), FileWriter(path) as file:
-        file.plain("a", "F32", (1,)).write(b"1234")
+        unfinished = file.plain("a", "F32", (1,))
+        unfinished.__enter__()(b"1234")
     with pytest.raises(KeyboardInterrupt), FileWriter(path) as file:
         write_plain(file, "a", torch.ones(5))
         raise KeyboardInterrupt
@@ -507,10 +509,10 @@ def test_a_writer_that_is_fed_in_pieces(tmp_path):
     data = torch.randint(0, 256, (9_500_001,), dtype=torch.uint8)  # more than a thread reads at once
     written = []
     with FileWriter(tmp_path / "x", header_bytes=header_room(["a"]), on_write=written.append) as file:
-        with file.plain("a", "U8", tuple(data.shape)) as sink:
+        with file.plain("a", "U8", tuple(data.shape)) as write:
             start = 0
             for size in (1, 999_999, 1 << 20, 5, 1_200_000, 10**7):
-                sink.write(data[start : start + size].numpy())
+                write(data[start : start + size].numpy())
                 start += size
         assert file.data_bytes == -(-len(data) // 128) * 128 and sum(written) == len(data)
     found = ibp.open(tmp_path / "x")
@@ -531,7 +533,7 @@ SHARED = {
 
 def hold(pipe):
     """Has the shared memory until the pipe says something."""
-    segment, same = reader.segment_of("a key", SHARED)
+    segment, same = segments.segment_of("a key", SHARED)
     assert all(torch.equal(bytes_of(same[name]), bytes_of(SHARED[name])) for name in SHARED)
     pipe.send(segment.name)
     pipe.recv()
@@ -591,12 +593,12 @@ def test_the_place_where_processes_meet(tmp_path, monkeypatch, table):
     folder.mkdir()
     os.chmod(folder, 0o777)
     with pytest.raises(RuntimeError, match="is not a directory of this user alone"):
-        reader.segment_of("key", table._tensors())
+        segments.segment_of("key", table._tensors())
     os.chmod(folder, 0o700)
-    segment, same = reader.segment_of("key", table._tensors())
-    again, _ = reader.segment_of("key", table._tensors())
+    segment, same = segments.segment_of("key", table._tensors())
+    again, _ = segments.segment_of("key", table._tensors())
     assert again is segment and torch.equal(same["slots"], table.slots)
-    assert reader.segment_of("another key", table._tensors())[0] is not segment
+    assert segments.segment_of("another key", table._tensors())[0] is not segment
 
 
 def test_processes_meet_in_the_directory_for_temporary_files(tmp_path, monkeypatch):
@@ -607,8 +609,8 @@ def test_processes_meet_in_the_directory_for_temporary_files(tmp_path, monkeypat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     for said, chosen in (("", "temporary"), ("own", "temporary"), ("/no/such", "temporary"), (tmp_path / "own", "own")):
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(said))
-        assert reader._folder() == tmp_path / chosen / f"ibp-{os.geteuid()}"
-        assert reader._folder().stat().st_mode & 0o777 == 0o700
+        assert segments._folder() == tmp_path / chosen / f"ibp-{os.geteuid()}"
+        assert segments._folder().stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("can_meet", [True, False])

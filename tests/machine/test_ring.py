@@ -214,7 +214,7 @@ def test_blocks_of_a_checkpoint(gpu, monkeypatch):
         return torch.zeros(1, dtype=torch.uint16), torch.tensor([data.numel() - 1, start, 0, 0, 0, 0])
 
     monkeypatch.setattr(_coding.CudaCoder, "_code", code)
-    monkeypatch.setattr(_coding.CudaCoder, "block_bytes", 64)
+    monkeypatch.setitem(_coding._BLOCK_BYTES, "cuda", 64)
     source, coder, held = Source(numbers(1000).numpy()), _coding.CudaCoder(CPU, 3), []
     starts = range(0, 1000, 50)
     blocks = [_coding.Block(source, start, start + 50, codebook=...) for start in starts]

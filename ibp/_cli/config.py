@@ -6,9 +6,9 @@ from pathlib import Path as FilePath
 
 import torch
 
-from .. import _core
-from .._fetch import gather, streaming
-from .._machine import calibration, memory
+from ibp import _core
+from ibp._fetch import gather, streaming
+from ibp._machine import calibration, memory
 
 _CPU_FEATURES = {1: "AVX2 and BMI2", 2: "AVX-512"}  # Names for the bits of enum ibp_cpu_feature.
 

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .._core import ROWS_PER_BASE
-from .._rows.clusters import ClusteredCodebook
-from .._rows.codebook import AnyCodebook
-from .._rows.geometry import Geometry, default_length, stored_sizes
-from .._rows.masks import Codebook
-from .._rows.planes import PlanesCodebook
-from .._tables.compressed_tensor import CompressedTensor
+from ibp._core import ROWS_PER_BASE
+from ibp._rows.clusters import ClusteredCodebook
+from ibp._rows.codebook import AnyCodebook
+from ibp._rows.geometry import Geometry, default_length, stored_sizes
+from ibp._rows.masks import Codebook
+from ibp._rows.planes import PlanesCodebook
+from ibp._tables.compressed_tensor import CompressedTensor
 
 _MOST_ENTRIES = 16  # Largest number of entries of a codebook that a report lists.
 _BINS = 32  # Number of bins in the histogram of row lengths.

@@ -31,18 +31,14 @@ from .._files import (
     INDEX_SUFFIX,
     SUFFIX,
     TENSOR_SUFFIXES,
-    WEIGHTS,
     FileFormatError,
     PathLike,
-    check_other_files,
     check_other_sets,
     coded_name,
-    file_of,
     file_system,
     find_files,
     index_of,
     is_of_weights,
-    is_there,
     is_url,
     open_regular,
     other_format,
@@ -69,7 +65,6 @@ FORMATS: Mapping[str, tuple[Callable[[PathLike], Source], Callable[[IO[bytes], S
 _OF_ANY_BYTES = ".bin"  # a suffix of torch's checkpoints, and also of other files, such as those of tokenizers
 _READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"
 _START_BYTES = 16  # number of bytes that are read to recognise the format of a file
-CODED_WEIGHTS = coded_name(WEIGHTS)
 _COPIED_BYTES = 1 << 20  # number of bytes that are copied at once
 _CONFIG, _FIELD = "config.json", "quantization_config"
 # The value of quant_method in quantization_config, by which transformers finds `ibp.integrations.transformers`.
@@ -299,18 +294,18 @@ def _open_index(path: str, verify: bool) -> Source:
     Raises:
         ibp.FileFormatError: a file does not have a tensor that the index says it has.
     """
-    found = find_files(Path(path))
-    names = {os.fspath(file): name for name, file in found.files.items()}
+    files, places = find_files(Path(path))
+    names = {os.fspath(file): name for name, file in files.items()}
     if any(format_of(file) == "safetensors" and not read_header(Path(file)).is_plain for file in names):
         return open_ibp(path, verify)
 
     def open_part(file: str) -> Source:
         part, own = open_source(file), names[file]
-        for tensor, name in found.places.items():
+        for tensor, name in places.items():
             if name == own and tensor not in part.tensors:
                 part.close()
                 raise FileFormatError(f"{file} has no tensor {tensor!r}, which the index says it has")
-        kept = {tensor: value for tensor, value in part.tensors.items() if found.places.get(tensor, own) == own}
+        kept = {tensor: value for tensor, value in part.tensors.items() if places.get(tensor, own) == own}
         part.tensors = MappingProxyType(kept)
         return part
 
@@ -433,45 +428,14 @@ def conversion_of(
         ValueError: a config.json beside tensors is not JSON, or tensors exist both plain and coded.
     """
     given = inputs[0] if isinstance(inputs, (list, tuple)) and len(inputs) == 1 else inputs
-    target = _target(output)
+    target = directory_of(output)
     if target is None or not isinstance(given, (str, os.PathLike)):
         return None
     text = path_text(given)
     return None if is_url(text) or not os.path.isdir(text) else Conversion(Path(text), target, to_coded, stack, verify)
 
 
-def already_there(output: PathLike, name: str, conversion: Conversion | None) -> str | None:
-    """Returns the path or URL of an existing file that the output would replace, or None if there is no such file.
-    Raises OSError if that file must not be replaced, for instance because it is a device. name: the name of the new
-    file if the output is a directory and there is no conversion."""
-    if conversion is not None:
-        there = next(map(os.fspath, conversion.paths()), None)
-    else:
-        there = file_of(output, name) if is_there(output, name) else None
-    if there is not None and not is_url(there):
-        check_replaceable(Path(there))
-    return there
-
-
-def check_output(output: PathLike, name: str, conversion: Conversion | None, force: bool) -> None:
-    """Raises OSError if an output cannot be written: it exists, and `force` is not set; or something that must not be
-    replaced, such as a device, has its name; or its directory has other weights, which programs that read the directory
-    would load. The other arguments are as in `already_there`."""
-    there = None if force else already_there(output, name, conversion)
-    if there is not None:
-        raise exists(there)
-    if conversion is not None:
-        conversion.check()
-    elif (target := _target(output)) is not None:
-        check_other_files(target / name)
-
-
-def exists(there: str) -> FileExistsError:
-    """Returns the error for an output that exists already."""
-    return FileExistsError(f"{there} is there already; wanted another output, or force=True, which replaces it")
-
-
-def _target(output: PathLike) -> Path | None:
+def directory_of(output: PathLike) -> Path | None:
     """Returns the directory of this machine that is the output, or None if it is not such a directory."""
     text = path_text(output)
     if is_url(text) or target_of(text) == Path(text):
@@ -482,12 +446,15 @@ def _target(output: PathLike) -> Path | None:
 # ---- the files of tensors of a directory ----
 
 
-def files_to_verify(folder: str) -> list[str]:
+def files_to_verify(path: str) -> list[str]:
     """Returns the paths of the safetensors files in a directory, at any depth; for a set of files, the path of its
-    index. If there is only one path, or none, returns the path of the directory instead."""
-    paths, _ = _units_of(Path(folder), _shown_files(Path(folder), None))
-    found = [os.path.join(folder, path) for path in paths if path.name.removesuffix(INDEX_SUFFIX).endswith(SUFFIX)]
-    return found if len(found) > 1 else [folder]
+    index. If there is only one such path, or none, or if `path` is not a directory of this machine, returns `path`
+    itself."""
+    if not os.path.isdir(path):
+        return [path]
+    paths, _ = _units_of(Path(path), _shown_files(Path(path), None))
+    found = [os.path.join(path, file) for file in paths if file.name.removesuffix(INDEX_SUFFIX).endswith(SUFFIX)]
+    return found if len(found) > 1 else [path]
 
 
 def is_index(path: Path) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 import ibp
 from helpers import embedding, make_tensor, one_hot_rows
-from ibp._inspect import drawing, report
+from ibp._cli import drawing, report
 from native import ROOT
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">\u2028 $x_{ & {{data}}"

@@ -13,24 +13,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._common.process import tqdm
-from .._common.statistics import Saves
-from .._core import ROWS_PER_BASE
-from .._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header
-from .._files import open as open_file
-from .._rows.clusters import ClusteredCodebook
-from .._rows.codebook import AnyCodebook
-from .._rows.geometry import Geometry
-from .._rows.learning import Options
-from .._rows.plan import spread_bytes
-from .._tables.changes import decoded_bytes
-from .._tables.compressed_tensor import CompressedTensor, compress_rows
-from ..checkpoints._coding import CheckpointLearning, Codebooks
-from ..checkpoints._outputs import compressed_bytes, table_bytes
-from ..checkpoints._source import Source, SourceTensor, loaded_tensor
-from ..checkpoints._sources import local_path, open_source
-from ..codecs._whole import WholeTensor
-from ..deltas import Delta
+from ibp._common.process import tqdm
+from ibp._common.statistics import Saves
+from ibp._core import ROWS_PER_BASE
+from ibp._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header
+from ibp._files import open as open_file
+from ibp._rows.clusters import ClusteredCodebook
+from ibp._rows.codebook import AnyCodebook
+from ibp._rows.geometry import Geometry
+from ibp._rows.learning import Options
+from ibp._rows.plan import spread_bytes
+from ibp._tables.changes import decoded_bytes
+from ibp._tables.compressed_tensor import CompressedTensor, compress_rows
+from ibp.checkpoints._coding import Codebooks
+from ibp.checkpoints._inputs import local_path, open_source
+from ibp.checkpoints._outputs import compressed_bytes, table_bytes
+from ibp.checkpoints._source import Source, SourceTensor, loaded_tensor
+from ibp.codecs._whole import WholeTensor
+from ibp.deltas import Delta
+
 from .splitting import bit_entropy, count_rows, element_bytes, rounded, scaled, split_table
 
 SAMPLE_BYTES = 1 << 20  # Size in bytes of the sample of a tensor that is decoded and counted.
@@ -160,7 +161,7 @@ def _is_ibp(path: str) -> bool:
     """Returns whether ibp wrote a file, or one of the files of a set. Returns False for files that are not safetensors
     files or that do not exist; `open_source` then finds out which format they have, or raises."""
     try:
-        return any(not read_header(file).is_plain for file in find_files(Path(path)).files.values())
+        return any(not read_header(file).is_plain for file in find_files(Path(path))[0].values())
     except (FileFormatError, FileNotFoundError):
         return False
 
@@ -172,19 +173,24 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
 def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
     """Makes the report on a file that ibp did not write: estimates how `ibp.checkpoints.compress` would code its
     tensors. As in that function, tensors of the same kind share a codebook."""
-    codebooks = Codebooks(CheckpointLearning(Options()), list(source.tensors.values()))
+    # Besides its tensors, a file stores the bases of tensors that share memory, some of which have other names.
+    tensors = {tensor.name: tensor for tensor in (*source.stored(), *source.tensors.values())}
+    codebooks = Codebooks(Options(device="cpu"), list(tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
-    for name in _bar(source.tensors, progress):
-        codebooks.prepare([source.tensors[name]])
-        of[name] = codebooks.of(source.tensors[name])
-    reports = []
-    for name in _bar(filter(wanted, of), progress):
-        tensor, codebook = source.tensors[name], of[name]
-        reports.append(report_plain(tensor) if codebook is None else report_estimate(tensor, codebook))
+    for name in _bar(tensors, progress):
+        codebooks.prepare([tensors[name]])
+        of[name] = codebooks.of(tensors[name])
+
+    def report(name: str) -> TensorContents:
+        codebook = of[name]
+        return report_plain(tensors[name]) if codebook is None else report_estimate(tensors[name], codebook)
+
+    reports = list(map(report, _bar(filter(wanted, source.tensors), progress)))
     size, other = sum(os.path.getsize(path) for path in source.files), 0
-    if len(reports) == len(of):
-        stored = {report.name: report.stored_bytes for report in reports}
-        other = compressed_bytes(source, stored, of) - sum(report.stored_bytes for report in reports)
+    if len(reports) == len(source.tensors):
+        listed = {report.name: report.stored_bytes for report in reports}
+        stored = listed | {name: report(name).stored_bytes for name in tensors.keys() - listed.keys()}
+        other = compressed_bytes(source, stored, of) - sum(listed.values())
     return FileReport(source.path, source.format, True, size, dict(source.metadata), reports, other)
 
 
@@ -200,7 +206,7 @@ def _padded(report: TensorContents, stored_bytes: int) -> TensorContents:
 
 def _of_ibp(file: File, wanted: _Wanted, progress: bool) -> FileReport:
     reports = [_of_tensor(file, name) for name in _bar(filter(wanted, file), progress)]
-    size = sum(os.path.getsize(path) for path in find_files(file.path).files.values())
+    size = sum(os.path.getsize(path) for path in find_files(file.path)[0].values())
     other = size - sum(report.stored_bytes for report in reports) if len(reports) == len(file) else 0
     return FileReport(str(file.path), "ibp", False, size, dict(file.metadata), reports, other)
 

@@ -10,7 +10,7 @@ import ibp
 import row_codecs
 from golden import make_planes
 from helpers import embedding, make_tensor, one_hot_rows, planes_codebook, spiky_rows
-from ibp._inspect import report, splitting
+from ibp._cli import report, splitting
 from ibp._rows.plan import spread_bytes
 from ibp.checkpoints._source import loaded_tensor
 
