@@ -1,12 +1,15 @@
 """Builds the source distribution, builds wheels from it for several Pythons, and checks the results.
 
-    pip install '.[wheels]'                                  what this script needs besides ibp's own requirements
+    python tools/requirements.py build | xargs pip install   torch and what else ibp is built with
+    python tools/requirements.py wheels | xargs pip install  what this script needs besides
     python tools/build_wheels.py                             CPU wheels for the Pythons on the PATH
     python tools/build_wheels.py --cuda --python python3.12  CUDA, one Python
+    python tools/build_wheels.py --for-index                 CPU wheels that a package index accepts
 
-A wheel's name begins with ibp-VERSION+cpu, or with ibp-VERSION+cu130 if nvcc is version 13.0. auditwheel tags it with
-the oldest manylinux that its symbols allow; the glibc and the compilers of this machine decide which one that is. A
-wheel contains no library of torch, because pip installs torch.
+A wheel's name begins with ibp-VERSION+cpu, or with ibp-VERSION+cu130 if nvcc is version 13.0. Package indexes refuse
+such local versions: with --for-index it begins with ibp-VERSION. auditwheel tags a wheel with the oldest manylinux that
+its symbols allow; the glibc and the compilers of this machine decide which one that is. A wheel contains no library of
+torch, because pip installs torch.
 
 --build-dir keeps the objects. Only the module `_core` is compiled for each Python. A Python needs its headers and the
 venv module, but no torch: the headers of torch are those of --torch. If a Python imports torch, its wheel is tried in a
@@ -16,6 +19,7 @@ new environment. Otherwise the wheel is only built, and the summary says so. CON
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -147,8 +151,9 @@ def build_environment(python, directory):
     return inside
 
 
-def build_wheel(python, source, directory, torch, cuda):
-    """Builds a wheel with setuptools and returns its path. The wheel is still tagged for this machine alone."""
+def build_wheel(python, source, directory, torch, cuda, local):
+    """Builds a wheel with setuptools and returns its path. The wheel is still tagged for this machine alone. local: its
+    local version, or an empty text."""
     inside = build_environment(python, directory)
     made = directory / "made" / python.version
     shutil.rmtree(made, ignore_errors=True)
@@ -160,8 +165,8 @@ def build_wheel(python, source, directory, torch, cuda):
     }
     if cuda:
         environment.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHS)
-    tag = f"--tag-build=+{local_version(cuda)}"
-    run(inside, "setup.py", "-q", "egg_info", tag, "bdist_wheel", "--dist-dir", made, cwd=source, env=environment)
+    tag = [f"--tag-build=+{local}"] if local else []
+    run(inside, "setup.py", "-q", "egg_info", *tag, "bdist_wheel", "--dist-dir", made, cwd=source, env=environment)
     return next(made.glob("*.whl"))
 
 
@@ -238,16 +243,17 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--python", action="append", metavar="COMMAND", help="build for this one; may be given again")
     parser.add_argument("--cuda", action="store_true", help=f"with kernels, for TORCH_CUDA_ARCH_LIST or {CUDA_ARCHS}")
+    parser.add_argument("--for-index", action="store_true", help="without local versions, which indexes refuse")
     parser.add_argument("--torch", metavar="DIRECTORY", help="the folder of a torch; the running Python's otherwise")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where the files go (dist)")
     parser.add_argument("--build-dir", type=Path, default=ROOT / "build" / "wheels", help="objects and environments")
     options = parser.parse_args(arguments)
 
     pythons, torch = pythons_of(options.python), torch_directory(options.torch)
-    local_version(options.cuda)
+    local = local_version(options.cuda)
     lacking = requirements.missing("wheels")
     if lacking:
-        fail(f"{', '.join(lacking)} cannot be found by {sys.executable}: pip install '.[wheels]'.")
+        fail(f"{', '.join(lacking)} cannot be found by {sys.executable}: pip install {shlex.join(lacking)}.")
     out, directory = options.out.resolve(), options.build_dir.resolve()
     for path in (out, directory):
         path.mkdir(parents=True, exist_ok=True)
@@ -256,7 +262,8 @@ def main(arguments=None):
     print(f"{sdist.name}: {sdist.stat().st_size / 1e6:.1f} MB", flush=True)
     source, faults = unpacked(sdist, directory), []
     for python in pythons:
-        wheel = repaired(build_wheel(python, source, directory, torch, options.cuda), out)
+        made = build_wheel(python, source, directory, torch, options.cuda, "" if options.for_index else local)
+        wheel = repaired(made, out)
         run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
         found = faults_of_wheel(wheel, [ROOT, directory, torch, python.include], source / "ibp")
         faults += [f"{wheel.name}: {fault}" for fault in found]

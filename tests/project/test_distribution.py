@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -29,8 +30,17 @@ def test_source_distribution_has_every_file(tmp_path):
     assert [name for name in listed if re.search(r"\.(o|so|pyc|whl)$|^(build|\.venv|dist)/", name)] == []
 
 
-def test_citation_names_this_version():
-    assert f"\nversion: {ibp.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+def test_pages_name_this_version():
+    """What a release changes beside csrc/include/ibp.h. The changelog may begin with a section that is not released."""
+    minor = re.match(r"0\.\d+|\d+", ibp.__version__)[0]
+    for page, text in (
+        ("CITATION.cff", f"\nversion: {ibp.__version__}\n"),
+        ("docs/c.md", f"find_package(ibp {minor} REQUIRED)\n"),
+        ("docs/c.md", f"The soname is `libibp.so.{minor}` for\n  {minor}.x"),
+    ):
+        assert text in (ROOT / page).read_text(), text
+    sections = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert next(name for name in sections if not name.endswith(" (unreleased)")) == ibp.__version__
 
 
 @pytest.fixture
@@ -59,6 +69,20 @@ def test_wheels_for_pythons_that_are_there(build_wheels):
 def test_wheels_refuse_in_a_sentence(build_wheels, arguments, sentence):
     with pytest.raises(SystemExit, match=sentence):
         build_wheels.main(arguments)
+
+
+@pytest.mark.parametrize(("local", "tags"), [("cpu", ["--tag-build=+cpu"]), ("", [])])
+def test_a_local_version_is_left_out_for_an_index(build_wheels, monkeypatch, tmp_path, local, tags):
+    def run(*command, **_):
+        assert [word for word in command if str(word).startswith("--tag-build")] == tags
+        directory = Path(command[command.index("--dist-dir") + 1])
+        directory.mkdir(parents=True)
+        (directory / "made.whl").touch()
+
+    monkeypatch.setattr(build_wheels, "build_environment", lambda *_: sys.executable)
+    monkeypatch.setattr(build_wheels, "run", run)
+    python = build_wheels.look_at(sys.executable)
+    assert build_wheels.build_wheel(python, tmp_path, tmp_path, tmp_path, False, local).name == "made.whl"
 
 
 def test_wheels_with_cuda_want_nvcc(build_wheels, monkeypatch):

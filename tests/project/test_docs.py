@@ -7,20 +7,24 @@ a main(); a second word `fragment` marks C that belongs into a function of the r
 must exist. `text` is output.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 import ibp
+from ibp._cli.main import make_parser
 from ibp.integrations.shared import numbers
 from native import CORE_SOURCES, CSRC, INCLUDES, PLAIN, ROOT, c_compiler, compiled, core_objects, linked, run, written
 
@@ -229,6 +233,54 @@ def test_the_reference_has_every_public_name():
         if is_module and not name.startswith("integrations."):  # which need a framework
             shown |= set(importlib.import_module(f"ibp.{name}").__all__)
     assert set(ibp.__all__) - shown - {"integrations"} == set()
+
+
+# ---- the changelog ---------------------------------------------------------------------------------------------------
+
+
+def names_of_the_next_release():
+    """Returns the code of the changelog's first section, as a list of pieces: what the first column of its table of
+    changed names holds, and what all else holds."""
+    section = re.split(r"^## .*\n", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1]
+    table = re.search(r"^\| [\d.]+ \| now \|\n.*?\n\n", section, re.MULTILINE | re.DOTALL)[0]
+    cells = re.findall(r"^\|(.*?)\|", table, re.MULTILINE)
+    rest = section.replace(table, re.sub(r"^\|.*?\|", "|", table, flags=re.MULTILINE))
+    return [re.findall(r"`([^`]+)`", text) for text in ("\n".join(cells), rest)]
+
+
+def python_name(name):
+    """Returns what a public name such as ibp.File.verify stands for, or None. Modules of ibp.integrations need
+    frameworks: they are not imported, but their text has to define or list the name."""
+    first, *others = name.split(".")[1:]
+    if first == "integrations" and others:
+        spec = importlib.util.find_spec(f"ibp.integrations.{others[0]}")
+        text = Path(spec.origin).read_text() if spec else ""
+        there = [re.search(rf'^(?:def|class) {part}\b|"{part}"', text, re.MULTILINE) for part in others[1:]]
+        return spec if all(there) else None
+    root = ibp if first in dir(ibp) else None  # which also has, unlisted, classes that pickles of 0.2 name
+    return functools.reduce(lambda thing, part: getattr(thing, part, None), [first, *others], root)
+
+
+def names_in(pieces, pattern):
+    return {name for piece in pieces for name in re.findall(rf"(?<![\w.]){pattern}", piece)}
+
+
+def test_the_changelog_names_what_there_is():
+    """Every name of Python, C and the command line that the section of the next release has in code exists, with the
+    arguments that a call names; those in the first column of the table of changed names do not."""
+    old, new = names_of_the_next_release()
+    python = r"ibp(?:\.\w+)+"
+    assert {name for name in names_in(new, python) if python_name(name) is None} == set()
+    assert {name for name in names_in(old, python) if python_name(name) is not None} == set()
+    for name, arguments in names_in(new, rf"({python})\(([^)]*)\)"):
+        assert set(re.findall(r"(\w+)=", arguments)) <= set(inspect.signature(python_name(name)).parameters), name
+
+    headers = " ".join(path.name + path.read_text() for path in (CSRC / "include").iterdir())
+    declared = set(re.findall(r"\bibp_\w+", headers))
+    assert names_in(new, r"ibp_\w+") - declared == set() == names_in(old, r"ibp_\w+") & declared
+
+    commands = make_parser().format_help().split()
+    assert names_in(new, r"ibp ([a-z]+)") - set(commands) == set()
 
 
 # ---- the site ------------------------------------------------------------------------------------------------------

@@ -144,8 +144,8 @@ UNTESTED = {  # {resource: {reason: calls}}
         "reads only": "ibp.kv.KVStore.load, ibp.kv.KVRows.load, ibp.kv.BlockStore.load",
     },
     PINNED: {
-        "memory is pinned for a GPU only, and no test refuses it there": "ibp.CodedRows, ibp.spill.place, ibp.kv.KVRows, "
-        "ibp.kv.KVStore, ibp.kv.TokenCoder, ibp.codecs.WholeTensor.pin_memory, "
+        "memory is pinned for a GPU only, and no test refuses it there": "ibp.CodedRows, ibp.kv.KVRows, "
+        "ibp.kv.KVStore, ibp.kv.TokenCoder, ibp.codecs.WholeTensor.pin_memory, ibp.spill.place, "
         "ibp.integrations.transformers.CompressedCache",
         "pins by `ibp.compress`, which has a test": "ibp.distributed.ShardedTable.from_local",
         "pins by `CompressedTensor.pin_memory` or `open_shared`, which have tests": "ibp.distributed.share_table, "
