@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import math
 import re
 
 import numpy as np
@@ -27,6 +28,7 @@ from benchmarks import (
     more_clusters,
     ndzip,
     papers,
+    rans,
     ratio,
     reading,
     reference,
@@ -319,13 +321,98 @@ def test_moments_of_a_step():
     assert changed and all(name.startswith(("hidden", "gradient")) for name in changed)
 
 
-def test_an_rans_gives_back_what_it_coded():
-    pytest.importorskip("constriction")
+def bytes_by_kind(num_bytes):
+    """Yields (name, uint8 [num_bytes]) of bytes of any entropy."""
+    random = np.random.default_rng(0)
+    noise = random.integers(0, 256, num_bytes, dtype=np.uint8)
+    yield "random", noise
+    yield "constant", np.full(num_bytes, 200, np.uint8)
+    yield "skewed", np.minimum(random.geometric(0.4, num_bytes), 255).astype(np.uint8)
+    yield "rarely another", np.where(random.random(num_bytes) < 0.001, noise, 3).astype(np.uint8)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 31, 32, 33, 63, 64, 65, 4096, 100_003])
+def test_an_rans_gives_back_what_it_coded(num_bytes):
+    for name, data in bytes_by_kind(num_bytes):
+        coded = rans.encode(data)
+        assert np.array_equal(rans.decode(coded), data), name
+        if num_bytes < 4096:
+            continue
+        shares = np.bincount(data) / num_bytes
+        entropy = -(shares[shares > 0] * np.log2(shares[shares > 0])).sum() / 8 * num_bytes
+        assert entropy < coded.size < 1.01 * entropy + 0.005 * num_bytes + 700, name
+
+
+def test_an_rans_refuses_other_bytes():
+    coded = rans.encode(next(bytes_by_kind(1000))[1])
+    changed = coded.copy()
+    changed[-200] ^= 1
+    longer = np.append(coded, [0, 0]).astype(np.uint8)
+    frequency = coded.copy()
+    frequency[rans.LENGTH_BYTES] += 1
+    for wrong in (coded[:-2], coded[:5], coded[:600], longer, changed, frequency):
+        with pytest.raises(ValueError, match=f"{wrong.size} bytes do not decode; wanted"):
+            rans.decode(wrong)
+
+
+@pytest.mark.parametrize("kind", ["normal", "any bits", "none"])
+def test_an_rans_of_bfloat16_gives_back_what_it_coded(kind):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, generator=generator).bfloat16().view(torch.uint16).numpy()
+    x = {"normal": x, "none": x[:0], "any bits": np.arange(1 << 16, dtype=np.uint16)}[kind]
+    coded = rans.encode_bfloat16(x)
+    assert np.array_equal(rans.decode_bfloat16(coded), x)
+    assert kind != "normal" or 0.66 * x.nbytes < coded.size < 0.75 * x.nbytes
+
+
+def test_blocks_of_the_cpus_arms_come_back():
     words = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     block = memoryview(words.view(torch.uint8).view(-1).numpy())
-    compress, decompress = cpu.rans_codec()
-    frame = compress(block)
-    assert decompress(frame) == block and len(frame[0]) < 0.85 * len(block)
+    for compress, decompress in (cpu.rans_codec(), cpu.rans_bfloat16_codec()):
+        frame = compress(block)
+        assert decompress(frame) == block and len(frame) < len(block) + 700
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_floats_in_sets_of_bytes(dtype):
+    """The exponent is in the first set, and all bits come back."""
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[:4] = torch.tensor([0.0, -0.0, math.inf, math.nan])
+    words, is_half = ratio.bytes_of(x).numpy().view(f"u{x.itemsize}"), dtype == torch.float16
+    split, rest = ratio.byte_sets(words, is_half)
+    assert len(split) == (2 if dtype == torch.float64 else 1) and rest.shape == (300, x.itemsize - len(split))
+    assert np.array_equal(ratio.floats_of(split, rest, is_half), words)
+    of_one = ratio.byte_sets(ratio.bytes_of(torch.ones(1, dtype=dtype)).numpy().view(f"u{x.itemsize}"), is_half)[0]
+    assert of_one[0][0] == {torch.float16: 15 << 2, torch.float64: 1023 >> 3}.get(dtype, 127)
+
+
+def test_what_an_rans_saves_of_floats(tmp_path, monkeypatch):
+    """Two coders save more of FP64 than one, a bitmap more of zeros than none, and a coded one more if few are zero."""
+    generator = torch.Generator().manual_seed(0)
+    dense, sparse = (torch.randn(200, 512, generator=generator, dtype=torch.float64) for _ in range(2))
+    sparse[torch.rand(sparse.shape, generator=generator) < 0.1] = 0
+    found = [sets.Set("normal 1", (dense,)), sets.Set("half zeros", (sparse, sparse[:7]))]
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter(found))
+    monkeypatch.setattr(sets, "simulated_sets", lambda rows: iter(()))
+    methods = [ratio.RANS, ratio.RANS_ONE, ratio.RANS_BITMAP, ratio.RANS_CODED_BITMAP]
+    rows = run_quickly("ratio", tmp_path, "--no-times", "--methods", ";".join(methods))
+    assert [row["method"] for row in rows] == [*methods[:2], *methods]
+    two, one, two_sparse, _, bitmap, coded_bitmap = (float(row["savings"]) for row in rows)
+    assert two == pytest.approx(0.13, abs=0.01) and one == pytest.approx(0.10, abs=0.01)
+    assert two_sparse < bitmap < coded_bitmap
+    assert int(rows[0]["metadata_bytes"]) == 2 * rans.TABLE_BYTES and int(rows[1]["metadata_bytes"]) == rans.TABLE_BYTES
+    assert int(rows[5]["metadata_bytes"]) == 2 * 3 * rans.TABLE_BYTES
+
+
+def test_rows_of_rivals_name_their_version(tmp_path, monkeypatch):
+    pytest.importorskip("zstandard")
+    pytest.importorskip("lz4")
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter([sets.Set("cora", (torch.randn(64, 64),))]))
+    monkeypatch.setattr(sets, "simulated_sets", lambda rows: iter(()))
+    rows = run_quickly("ratio", tmp_path, "--no-times", "--methods", f"{ratio.ZSTD};{ratio.LZ4};planes")
+    assert re.fullmatch(r"zstandard [\d.]+, zstd [\d.]+", rows[1]["version"])
+    assert re.fullmatch(r"lz4 [\d.]+, LZ4 [\d.]+", rows[2]["version"]) and rows[0]["version"] == ""
+    assert all(row["commit"] for row in rows)
 
 
 # ---- densities -----------------------------------------------------------------------------------------------------
