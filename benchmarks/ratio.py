@@ -158,16 +158,17 @@ def without_list(tensors, device):
 
 
 def bit_planes(tensors, device):
-    """Counts the bytes of bit-plane compression of entries of 128 bytes, in the sizes that Buddy Compression allows."""
+    """Compresses entries of 128 bytes by bit-plane compression, in the sizes that Buddy Compression allows."""
     total = Cell(0, 0, 0)
     for x in tensors:
         entries = bpc.entries_of(bytes_of(x.cpu()))
-        classes = bpc.size_classes(entries)
-        total.stored_bytes += bpc.stored_bytes(classes)
+        classes, data = bpc.encode(entries)
+        harness.check_bits(bpc.decode(classes, data), entries, BPC)
+        total.stored_bytes += data.size
         total.link_bytes += bpc.sector_bytes(classes)
         total.metadata_bytes += -(-len(entries) * bpc.METADATA_BITS // 8)
     total.stored_bytes += total.metadata_bytes
-    return total, lambda: [bpc.size_classes(bpc.entries_of(bytes_of(x.cpu()))) for x in tensors]
+    return total, lambda: [bpc.encode(bpc.entries_of(bytes_of(x.cpu()))) for x in tensors]
 
 
 def byte_sets(words, is_half):

@@ -260,38 +260,68 @@ def test_simulations_go_on():
     assert len(particles.unique()) > 15_000 and particles.abs().max() <= sets.LATTICE * sets.SIDE_CELLS
 
 
-def differences_of(planes):
-    """int64 [entries, 31]: the differences whose planes they are."""
-    bits = planes[:, :, None] >> torch.arange(bpc.NUM_WORDS - 1) & 1
-    weights = 1 << torch.arange(bpc.NUM_PLANES - 1, -1, -1)
-    weights[0] = -weights[0]
-    return (bits * weights[:, None]).sum(1)
+def entries_by_kind():
+    """Yields (name, entries int32 [n, 32]) that between them have every code and every size."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(-(2**31), 2**31, (300, 32), generator=generator, dtype=torch.int32)
+    noise[0, :2] = torch.tensor([-(2**31), 2**31 - 1])
+    yield "noise", noise
+    yield "none", noise[:0]
+    yield "zeros", torch.zeros(40, 32, dtype=torch.int32)
+    yield "small numbers", noise % 37
+    yield "smaller and smaller numbers", noise >> torch.arange(300, dtype=torch.int32)[:, None] % 32
+    yield "rare ones", (torch.rand(300, 32, generator=generator) < 0.05).float().view(torch.int32)
+    yield "another step each", torch.arange(32, dtype=torch.int32) * noise[:, :1]
+    yield "rows of more than a chunk", torch.arange(bpc.CHUNK_ENTRIES + 3, dtype=torch.int32)[:, None] + 0 * noise[:1]
+
+
+def test_entries_come_back_from_bit_planes():
+    sizes = set()
+    for name, words in entries_by_kind():
+        classes, data = bpc.encode(words)
+        assert torch.equal(bpc.decode(classes, data), words), name
+        assert data.size == sum(bpc.SIZES[k] for k in classes) and len(classes) == len(words)
+        sizes |= set(classes.tolist())
+    assert sizes == set(range(len(bpc.SIZES)))
+
+
+def test_planes_have_all_that_differences_have():
+    for name, found in entries_by_kind():
+        words = found.numpy()
+        assert np.array_equal(bpc.words_of(words[:, 0].astype(np.int64), bpc.planes_of(words)), words), name
+
+
+def bits_of(words):
+    return bpc.codes_of(words.numpy())[1].sum(axis=0).tolist()
 
 
 def test_bits_of_entries():
-    """By hand; and planes have all that the differences have."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(-(2**31), 2**31, (50, 32), generator=generator, dtype=torch.int32)
-    noise[0, :2] = torch.tensor([-(2**31), 2**31 - 1])
-    assert torch.equal(differences_of(bpc.planes_of(noise)), noise.long().diff(dim=1))
+    """By hand, from the paper's tables of codes."""
+    noise = next(entries_by_kind())[1]
     steps = torch.arange(32, dtype=torch.int32)
-    chosen = torch.stack([0 * steps, steps + 7, 1000 * (steps > 4).int(), noise[1]])
-    zeros, ones, jump, others = bpc.coded_bits(chosen).tolist()
+    zeros, ones, jump, others = bits_of(torch.stack([0 * steps, steps + 7, 1000 * (steps > 4).int(), noise[1]]))
     assert zeros == 3 + 7 and ones == 7 + 7 + 5  # a run of planes of zeros; one of 32, then all ones
     assert zeros < jump < 128 and 1024 < others <= 33 + 33 * 32
-    assert bpc.first_word_bits(torch.tensor([0, -8, 7, 8, -129, 2**15, -(2**31)])).tolist() == [3, 7, 7, 11, 19, 33, 33]
-    assert bpc.coded_bits(noise[:0]).tolist() == []
+    firsts = torch.tensor([0, -8, 7, 8, -129, 2**15, -(2**31)], dtype=torch.int32)[:, None].expand(-1, 32)
+    assert bits_of(firsts.contiguous()) == [7 + bits for bits in (3, 7, 7, 11, 19, 33, 33)]
+
+
+def test_the_bytes_of_an_entry_by_hand():
+    """The first word, 7, is 001 0111. A run of 32 planes is 01 11110, and a plane of all ones is 00000."""
+    classes, data = bpc.encode(7 + torch.arange(32, dtype=torch.int32)[None])
+    bits = "0010111011111000000"
+    assert classes.tolist() == [1] and "".join(f"{byte:08b}" for byte in data) == bits + "0" * (64 - len(bits))
 
 
 def test_entries_take_one_of_eight_sizes():
-    steps = torch.arange(32, dtype=torch.int32)
-    noise = torch.randint(-(2**31), 2**31, (1, 32), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    classes = bpc.size_classes(torch.cat([torch.zeros(1, 32, dtype=torch.int32), steps[None], noise]))
-    assert classes.tolist() == [0, 1, 7] and bpc.stored_bytes(classes) == 136 and bpc.sector_bytes(classes) == 160
+    steps, noise = torch.arange(32, dtype=torch.int32), next(entries_by_kind())[1][1:2]
+    classes, data = bpc.encode(torch.cat([torch.zeros(1, 32, dtype=torch.int32), steps[None], noise]))
+    assert classes.tolist() == [0, 1, 7] and data.size == 136 and bpc.sector_bytes(classes) == 160
     assert bpc.entries_of(torch.ones(130, dtype=torch.uint8))[1].tolist() == [0x0101, *31 * [0]]
     x = torch.cat([torch.zeros(3, 32), torch.ones(1, 32)])
     cell, again = ratio.bit_planes([x], torch.device("cpu"))
-    assert cell.metadata_bytes == 2 and cell.stored_bytes == 8 + 2 and cell.link_bytes == 32 and len(again()[0]) == 4
+    assert cell.metadata_bytes == 2 and cell.stored_bytes == 8 + 2 and cell.link_bytes == 32
+    assert [classes.tolist() for classes, _ in again()] == [[0, 0, 0, 1]]
 
 
 @pytest.mark.slow
