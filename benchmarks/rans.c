@@ -24,10 +24,7 @@ enum {
 #define LEAST_STATE (1u << WORD_BITS)
 
 /* Returns the largest number of bytes that num_bytes bytes can be coded to: each can take one word. */
-size_t rans_bound(size_t num_bytes)
-{
-    return num_bytes ? HEADER_BYTES + 2 * num_bytes : LENGTH_BYTES;
-}
+size_t rans_bound(size_t num_bytes) { return num_bytes ? HEADER_BYTES + 2 * num_bytes : LENGTH_BYTES; }
 
 /* Makes frequencies with the sum SCALE from the counts of symbols. Symbols that occur get at least 1. */
 static void scaled(const uint32_t counts[NUM_SYMBOLS], size_t num_bytes, uint16_t frequencies[NUM_SYMBOLS])
@@ -41,8 +38,7 @@ static void scaled(const uint32_t counts[NUM_SYMBOLS], size_t num_bytes, uint16_
     while (excess) {
         int most = 0;
         for (int s = 1; s < NUM_SYMBOLS; s++)
-            if (frequencies[s] > frequencies[most])
-                most = s;
+            if (frequencies[s] > frequencies[most]) most = s;
         const int32_t half = frequencies[most] / 2;
         const int32_t step = excess > half ? half : excess;
         frequencies[most] = (uint16_t)(frequencies[most] - step);
@@ -55,13 +51,10 @@ size_t rans_encode(const uint8_t *from, size_t num_bytes, uint8_t *to)
 {
     const uint64_t length = num_bytes;
     memcpy(to, &length, sizeof length);
-    if (!num_bytes)
-        return LENGTH_BYTES;
+    if (!num_bytes) return LENGTH_BYTES;
     uint32_t counts[4][NUM_SYMBOLS] = {{0}}; /* four tables, so that equal bytes do not wait for each other */
-    for (size_t i = 0; i < num_bytes; i++)
-        counts[i % 4][from[i]]++;
-    for (int s = 0; s < NUM_SYMBOLS; s++)
-        counts[0][s] += counts[1][s] + counts[2][s] + counts[3][s];
+    for (size_t i = 0; i < num_bytes; i++) counts[i % 4][from[i]]++;
+    for (int s = 0; s < NUM_SYMBOLS; s++) counts[0][s] += counts[1][s] + counts[2][s] + counts[3][s];
     uint16_t frequencies[NUM_SYMBOLS];
     scaled(counts[0], num_bytes, frequencies);
 
@@ -78,8 +71,7 @@ size_t rans_encode(const uint8_t *from, size_t num_bytes, uint8_t *to)
         symbols[s].start = start;
     }
     uint32_t states[NUM_STATES];
-    for (int k = 0; k < NUM_STATES; k++)
-        states[k] = LEAST_STATE;
+    for (int k = 0; k < NUM_STATES; k++) states[k] = LEAST_STATE;
     uint8_t *const end = to + rans_bound(num_bytes);
     uint8_t *word = end; /* words are written backwards, because the decoder runs the other way */
     for (size_t i = num_bytes; i-- > 0;) {
@@ -103,26 +95,20 @@ size_t rans_encode(const uint8_t *from, size_t num_bytes, uint8_t *to)
 int rans_decode(const uint8_t *from, size_t coded_bytes, uint8_t *to, size_t num_bytes)
 {
     uint64_t length;
-    if (coded_bytes < LENGTH_BYTES)
-        return -1;
+    if (coded_bytes < LENGTH_BYTES) return -1;
     memcpy(&length, from, sizeof length);
-    if (length != num_bytes || (num_bytes ? coded_bytes < HEADER_BYTES : coded_bytes != LENGTH_BYTES))
-        return -1;
-    if (!num_bytes)
-        return 0;
+    if (length != num_bytes || (num_bytes ? coded_bytes < HEADER_BYTES : coded_bytes != LENGTH_BYTES)) return -1;
+    if (!num_bytes) return 0;
     uint16_t frequencies[NUM_SYMBOLS];
     uint32_t states[NUM_STATES], slots[SCALE]; /* of a slot: frequency - 1, place in its symbol's slots, symbol */
     memcpy(frequencies, from + LENGTH_BYTES, sizeof frequencies);
     memcpy(states, from + LENGTH_BYTES + sizeof frequencies, sizeof states);
     uint32_t start = 0;
     for (uint32_t s = 0; s < NUM_SYMBOLS; s++) {
-        if (frequencies[s] > SCALE - start)
-            return -1;
-        for (uint32_t k = 0; k < frequencies[s]; k++)
-            slots[start++] = (frequencies[s] - 1u) << 20 | k << 8 | s;
+        if (frequencies[s] > SCALE - start) return -1;
+        for (uint32_t k = 0; k < frequencies[s]; k++) slots[start++] = (frequencies[s] - 1u) << 20 | k << 8 | s;
     }
-    if (start != SCALE)
-        return -1;
+    if (start != SCALE) return -1;
 
     const uint8_t *word = from + HEADER_BYTES, *const end = from + coded_bytes;
     size_t i = 0;
@@ -147,8 +133,7 @@ int rans_decode(const uint8_t *from, size_t coded_bytes, uint8_t *to, size_t num
         to[i] = (uint8_t)slot;
         if (x < LEAST_STATE) {
             uint16_t next;
-            if (end - word < (ptrdiff_t)sizeof next)
-                return -1;
+            if (end - word < (ptrdiff_t)sizeof next) return -1;
             memcpy(&next, word, sizeof next);
             word += sizeof next;
             x = x << WORD_BITS | next;
@@ -156,8 +141,7 @@ int rans_decode(const uint8_t *from, size_t coded_bytes, uint8_t *to, size_t num
         states[i % NUM_STATES] = x;
     }
     for (int k = 0; k < NUM_STATES; k++)
-        if (states[k] != LEAST_STATE)
-            return -1;
+        if (states[k] != LEAST_STATE) return -1;
     return word == end ? 0 : -1;
 }
 

@@ -53,7 +53,8 @@ def encode(data):
 
 
 def decode(coded):
-    """Returns the bytes that were coded, uint8 [n]. coded: what `encode` returned. Raises ValueError if it is not."""
+    """Returns the bytes that were coded, uint8 [n]. coded: what `encode` returned. Raises ValueError if the coded bytes
+    do not end as they should; they have no checksum."""
     data = np.empty(_length_of(coded), np.uint8)
     if library().rans_decode(_address(coded), coded.size, _address(data), data.size):
         raise ValueError(f"{coded.size} bytes do not decode; wanted the bytes that rans.encode returned, unchanged")

@@ -35,6 +35,7 @@ from benchmarks import (
     reproduction,
     sets,
     spill,
+    thresholds,
     transfers,
 )
 
@@ -577,7 +578,7 @@ ITEMS = {  # by the captions of the papers
     "dietgpu": [
         *(f"Table {n}" for n in range(1, 4)),
         *(f"Section {n}, chart" for n in ("5.1.1", "5.1.2", "5.2.1", "5.2.2")),
-        *("Section 5.1.5", "Section 5.1.6"),
+        *("Section 3.1", "Section 3.3", "Section 5.1.5", "Section 5.1.6"),
     ],
     "cdma": [*(f"Figure {n}" for n in range(1, 14)), "Table I", "Table II"],
     "buddy": [*(f"Figure {n}" for n in range(1, 14)), "Table 1", "Table 2"],
@@ -651,7 +652,7 @@ def test_ratios_of_figures(tmp_path):
 
 def test_the_csvs_that_a_table_reads():
     read = reproduction.csvs_of("buddy", reading.Results(harness.RESULTS))
-    assert set(read) == {"spill", "entries", "moments", "activations"} and read["spill"]
+    assert set(read) == {"spill", "entries", "moments", "thresholds", "activations"} and read["spill"]
 
 
 @pytest.mark.parametrize("paper", papers.TITLES)
@@ -846,6 +847,57 @@ def test_rates_of_simulations_are_those_of_the_csvs(tmp_path):
     assert found == ["shallow water, 1 thread: encode 100 times, decode 180 times"]
 
 
+def test_rates_against_an_rans(tmp_path):
+    write = writer(tmp_path)
+    write("encode_into", "case,arm,dtype,row_bytes,sms,gbps", "normal 0.02,decode,bfloat16,2048,132,2000")
+    ours = '"normal 0.02, 1 thread",planes decode,bfloat16,5'
+    write("cpu", "case,arm,dtype,gbps", ours)
+    results = reading.Results(tmp_path)
+    assert reproduction.against_rans(results) == "2,000 GB/s, planes decode by 1 thread 5.00: 400 times"
+    assert list(reproduction.times_rans(results)) == []
+    arms = [("rans", 1), ("rans of bytes", 0.5)]
+    lines = (f'"normal 0.02, 1 thread",{arm} decompress,bfloat16,{gbps}' for arm, gbps in arms)
+    write("cpu", "case,arm,dtype,gbps", ours, *lines)
+    results = reading.Results(tmp_path)
+    assert reproduction.against_rans(results).split("<br>") == [
+        "2,000 GB/s, rans decompress by 1 thread 1.00: 2,000 times",
+        "2,000 GB/s, rans of bytes decompress by 1 thread 0.50: 4,000 times",
+        "2,000 GB/s, planes decode by 1 thread 5.00: 400 times",
+    ]
+    assert list(reproduction.times_rans(results)) == [("rans of bytes, 1 thread", 4000, 160)]
+
+
+def test_shares_by_an_rans_are_those_of_the_csvs(tmp_path):
+    rows = ((ratio.RANS, 0.125), (ratio.RANS_ONE, 0.1), (ratio.RANS_BITMAP, 0.5), (ratio.RANS_CODED_BITMAP, 0.75))
+    writer(tmp_path)(
+        "ratio",
+        "set,dtype,method,savings",
+        *(f'normal 1,float64,"{method}",{savings}' for method, savings in rows[:2]),
+        *(f'cora,float32,"{method}",{savings}' for method, savings in (rows[0], *rows[2:])),
+        *(f'cora,float16,"{method}",{savings}' for method, savings in (rows[0], *rows[2:])),
+    )
+    results = reading.Results(tmp_path)
+    ours = {row.item: row.ours(results) for row in reproduction.DIETGPU if row.item in ("Section 3.1", "Section 3.3")}
+    assert ours == {"Section 3.1": "normal 1 0.875, 0.900", "Section 3.3": "cora 0.500, 0.250"}
+    assert list(reproduction.coders_compared(results)) == [("two", 0.875, 0.87), ("one", 0.9, 0.90)]
+
+
+def test_swept_thresholds_are_those_of_the_csv(tmp_path):
+    write, results = writer(tmp_path), reading.Results(tmp_path)
+    assert reproduction.swept(results) == reproduction.NOT_YET
+    cells = ((threshold, size, net) for threshold in (0.1, 0.3) for size in (2048, 128) for net in (1, 2))
+    write(
+        "thresholds",
+        "program,row_bytes,slots,threshold,ratio,spilled",
+        *(f"net {net},{size},the paper's ratios,{threshold},{net},{threshold / 2}" for threshold, size, net in cells),
+        "net 1,128,one target,0.3,9,0.9",
+    )
+    assert reproduction.swept(reading.Results(tmp_path)).split("<br>") == [
+        "10 %: 2 KiB 1.50 with 5.0 %, 128 B 1.50 with 5.0 %",
+        "30 %: 2 KiB 1.50 with 15.0 %, 128 B 1.50 with 15.0 %",
+    ]
+
+
 def test_figures_of_entries_are_those_of_the_csvs(tmp_path):
     writer(tmp_path)("entries", "program,times_smaller", "AlexNet,1.5", "AlexNet,1.5", "LSTM,1.25")
     assert reproduction.entry_sizes(reading.Results(tmp_path)) == "AlexNet 1.50, LSTM 1.25 times smaller"
@@ -908,6 +960,27 @@ def test_one_target_for_all_tensors_spills_a_share_of_all_rows():
     assert spill.with_ratios(report, None)["zeros"].slot_bytes == 0
 
 
+def test_thresholds_by_size_of_rows(tmp_path, monkeypatch):
+    """A tensor of which a fifth is noise, and one of zeros; in rows of 128 bytes the index takes more of the bytes."""
+    x = torch.zeros(640, 512)
+    noise = torch.randint(2**31, (128, 512), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    x[::5] = noise.view(torch.float32)
+    held = {"some noise": x, "zeros and a rest": torch.zeros(320 * 512 + 7)}
+    monkeypatch.setattr(thresholds, "snapshots", lambda *_: iter(2 * [thresholds.in_rows(held)]))
+    rows = run_quickly("thresholds", tmp_path, "--nets", "LSTM")
+    assert list(rows[0]) == thresholds.COLUMNS and {row["program"] for row in rows} == {"LSTM"}
+    swept = [f"{threshold:g}" for threshold in thresholds.SWEEP]
+    for row_bytes in ("2048", "128"):
+        own = {(row["slots"], row["threshold"]): row for row in rows if row["row_bytes"] == row_bytes}
+        assert [key[1] for key in own] == [*swept, *swept, "0.3", "0.3"]
+        ratios = [float(own["the paper's ratios", threshold]["ratio"]) for threshold in swept]
+        spilled = [float(own["the paper's ratios", threshold]["spilled"]) for threshold in swept]
+        assert ratios == sorted(ratios) and ratios[-1] > 1.4 * ratios[0] and spilled[0] == 0
+        assert spilled[-1] == pytest.approx(128 / 960, abs=0.04)
+        assert all(float(row["index"]) == pytest.approx(2.25 / int(row_bytes), rel=0.2) for row in own.values())
+    assert run_quickly("thresholds", tmp_path, "--nets", "AlexNet")[: len(rows)] == rows
+
+
 @pytest.mark.slow
 def test_programs_are_profiled_and_other_rows_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(spill, "PROGRAMS", ("AlexNet", "LSTM"))
@@ -933,7 +1006,7 @@ WITHOUT_MACHINE = {
         name: {"gpu"}
         for name in (
             *("bits", "chunks", "clusters", "digit_forms", "entries", "moe_hits", "moe_policies", "moments"),
-            *("more_clusters", "probes", "ratio", "sampling"),
+            *("more_clusters", "probes", "ratio", "sampling", "thresholds"),
         )
     },
     "real_weights": {"gpu"},
