@@ -904,8 +904,7 @@ TABLES = (
     Table(
         "",
         "thresholds",
-        "Six nets in training, ten snapshots, counted: times less memory, and the rows to leave their slots, by "
-        "threshold",
+        "Nets in training, ten snapshots, counted: times less memory, and the rows to leave their slots, by threshold",
         {
             "net": cell("program"),
             "rows": cell("row_bytes", size_name),

@@ -1388,7 +1388,8 @@ def swept(results):
         own = [row for row in rows if (row["threshold"], row["row_bytes"]) == (threshold, row_bytes)]
         found = placed(mean_of(own, "ratio"), mean_of(own, "spilled"))
         texts.setdefault(threshold, []).append(f"{size_name(row_bytes)} {found}")
-    return listed(f"{percent(threshold, 0)}: {', '.join(parts)}" for threshold, parts in texts.items()) or NOT_YET
+    lines = [f"{percent(threshold, 0)}: {', '.join(parts)}" for threshold, parts in texts.items()]
+    return listed([f"nets: {len({row['program'] for row in rows})}", *lines]) if rows else NOT_YET
 
 
 SWEPT = ("threshold", "row_bytes")
@@ -1505,7 +1506,7 @@ BUDDY = (
     ),
     Row(
         "Figure 9",
-        "times smaller, and accesses, by threshold; means of six nets, batch 8, in rows of 2 KiB and of 128 bytes",
+        "times smaller, and accesses, by threshold; means of nets of figure 3, batch 8; rows of 2 KiB and of 128 bytes",
         "thresholds.py",
         "30 % chosen",
         swept,

@@ -893,6 +893,7 @@ def test_swept_thresholds_are_those_of_the_csv(tmp_path):
         "net 1,128,one target,0.3,9,0.9",
     )
     assert reproduction.swept(reading.Results(tmp_path)).split("<br>") == [
+        "nets: 2",
         "10 %: 2 KiB 1.50 with 5.0 %, 128 B 1.50 with 5.0 %",
         "30 %: 2 KiB 1.50 with 15.0 %, 128 B 1.50 with 15.0 %",
     ]
