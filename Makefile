@@ -99,7 +99,7 @@ $(VENV)/.ibp: $(VENV)/.build $(VENV)/.environment $(SOURCES)
 	@touch $@
 
 CLANG_FORMAT = $(RUN) -c 'import clang_format; clang_format.clang_format()'
-C_FILES = $(shell find csrc tests/c tests/fuzz examples/c \
+C_FILES = $(shell find benchmarks csrc tests/c tests/fuzz examples/c \
     -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 lint: $(VENV)/.lint

@@ -101,7 +101,10 @@ OTHERS = {
 }
 # These scripts take two GPUs if there are two.
 TWO_GPUS = {"collectives", "gnn_parallel", "row_cache", "scale", "spill", "throttle", "weights"}
-BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms", "entries")
+BYTES = (
+    *("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms", "entries"),
+    "thresholds",
+)
 GRACE_S = 5  # A script has this many seconds to print what it measured.
 ALL_S = 1800  # --all takes at most this many seconds on a GPU.
 

@@ -912,6 +912,20 @@ TABLES = (
         where=lambda row: row["arm"].startswith("profile"),
     ),
     Table(
+        "",
+        "thresholds",
+        "Nets in training, ten snapshots, counted: times less memory, and the rows to leave their slots, by threshold",
+        {
+            "net": cell("program"),
+            "rows": cell("row_bytes", size_name),
+            "slots": cell("slots"),
+            "times less with no threshold": cell("best_ratio", real(2)),
+            "index": cell("index", percent),
+        },
+        lambda row: f"{row['ratio']:.2f}, {percent(row['spilled'])}",
+        across=cell("threshold", lambda share: percent(share, 0)),
+    ),
+    Table(
         "Activations",
         "activations",
         "A forward and a backward pass in BF16: the time, the peak beyond weights and input, and how much less that "
@@ -1057,9 +1071,19 @@ TABLES = (
     Table(
         "",
         "ratio",
-        "Bit-plane compression by entries of 128 bytes, with their metadata, counted",
+        "Bit-plane compression by entries of 128 bytes, with their metadata",
         {"set": cell("set"), "dtype": cell("dtype"), "saves": cell("savings", percent)},
         where=lambda row: row["method"] == ratio.BPC,
+    ),
+    Table(
+        "",
+        "ratio",
+        "Floats as DietGPU codes them, by an rANS on the CPU: FP64 by two coders or by one, and zeros by a bitmap, as "
+        "it is or coded",
+        {"set": cell("set"), "dtype": cell("dtype")},
+        lambda row: percent(row["savings"]),
+        lambda row: row["method"].startswith(ratio.RANS),
+        across=cell("method"),
     ),
     Table(
         "",

@@ -8,9 +8,10 @@ are the BF16 tables and two simulations in FP64 of 32 MiB. GB/s count original b
 the same run with as many threads. `encode` measures the rows and encodes them into the table's own memory. The `plain`
 arms run the C code without the processor's vector and bit instructions, on a part of the rows; the `avx2` arms, on one
 core, run the code for processors without AVX-512. zstd and LZ4 (packages zstandard and lz4) compress blocks of 256 KiB,
-as many at once as there are threads. `rans` (package constriction) encodes the exponents of BF16 by an rANS and leaves
-signs and mantissas as they are, as DietGPU does. In the CSV, the column gpu names the processor, sms is 0, and the case
-has the number of threads.
+as many at once as there are threads. The same blocks of BF16 values are coded by the rANS of rans.c, which a C compiler
+builds: `rans` codes their exponents and leaves signs and mantissas as they are, as DietGPU does, and `rans of bytes`
+codes all their bytes by one table. In the CSV, the column gpu names the processor, sms is 0, and the case has the
+number of threads.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ import torch
 import ibp
 from ibp._rows.table import Handle, Parts
 
-from . import harness, inputs, sets
+from . import harness, inputs, rans, sets
 
 try:
     import zstandard
@@ -35,11 +36,6 @@ try:
     import lz4.block as lz4_block
 except ImportError:
     lz4_block = None
-
-try:
-    import constriction
-except ImportError:
-    constriction = None
 
 SCHEMES = ("planes", "ibp")
 AVX2 = ibp._core.CPU_AVX2_BMI2
@@ -155,28 +151,18 @@ def lz4_codec():
 
 
 def rans_codec():
-    """Returns (compress, decompress) for BF16. The compressed form has the frequencies of the 256 exponents, the signs
-    and mantissas, and the rANS of the exponents."""
+    """Returns (compress, decompress) of the bytes of a block."""
+    return lambda block: rans.encode(np.frombuffer(block, np.uint8)), lambda coded: rans.decode(coded).data
 
-    def model_of(counts):
-        return constriction.stream.model.Categorical(counts / counts.sum(), perfect=False)
+
+def rans_bfloat16_codec():
+    """Returns (compress, decompress) of a block of BF16 values, of which the exponents are coded."""
 
     def compress(block):
-        words = np.frombuffer(block, np.uint16)
-        exponents = (words >> 7 & 0xFF).astype(np.int32)
-        counts = np.bincount(exponents, minlength=256).astype(np.uint32)
-        rest = (words >> 8 & 0x80 | words & 0x7F).astype(np.uint8)
-        coder = constriction.stream.stack.AnsCoder()
-        coder.encode_reverse(exponents, model_of(counts))
-        return counts.tobytes() + rest.tobytes() + coder.get_compressed().tobytes(), len(words)
+        return rans.encode_bfloat16(np.frombuffer(block, np.uint16))
 
-    def decompress(frame):
-        coded, count = frame
-        counts, rest = np.frombuffer(coded, np.uint32, 256), np.frombuffer(coded, np.uint8, count, 1024)
-        coder = constriction.stream.stack.AnsCoder(np.frombuffer(coded, np.uint32, offset=1024 + count))
-        exponents = coder.decode(model_of(counts), count).astype(np.uint16)
-        rest = rest.astype(np.uint16)
-        return ((rest & 0x80) << 8 | exponents << 7 | rest & 0x7F).tobytes()
+    def decompress(coded):
+        return rans.decode_bfloat16(coded).view(np.uint8).data
 
     return compress, decompress
 
@@ -198,8 +184,7 @@ def measure_blocks(case, arm, codec_of):
         frames = over_shares(lambda codec, numbers: [codec[0](blocks[i]) for i in numbers])
         good = over_shares(lambda codec, numbers: [codec[1](frames[i]) == blocks[i] for i in numbers])
         assert len(good) == len(blocks) and all(good), f"{case.name}, {arm}: bytes differ"
-        coded = (frame[0] if isinstance(frame, tuple) else frame for frame in frames)
-        savings = 1 - sum(map(len, coded)) / len(data)
+        savings = 1 - sum(map(len, frames)) / len(data)
 
         def compress():
             over_shares(lambda codec, numbers: [len(codec[0](blocks[i])) for i in numbers])
@@ -225,13 +210,13 @@ def measure_case(run, name, x, num_threads):
                         measure_coding(case, f"{scheme} avx2", x, codebook)
                 with cpu_features(0):
                     measure_coding(case, f"{scheme} plain", x[: max(LEAST_ROWS, len(x) // PLAIN_PART)], codebook)
-        for arm, package, codec_of in ((f"zstd -{ZSTD_LEVEL}", zstandard, zstd_codec), ("lz4", lz4_block, lz4_codec)):
-            if package:
-                with run.cell(f"{case.name} {harness.dtype_name(x.dtype)}, {arm}"):
-                    measure_blocks(case, arm, codec_of)
-        if constriction and x.dtype == torch.bfloat16 and num_threads == 1:
-            with run.cell(f"{case.name}, rans"):
-                measure_blocks(case, "rans", rans_codec)
+        codecs = ((f"zstd -{ZSTD_LEVEL}", zstd_codec, zstandard), ("lz4", lz4_codec, lz4_block))
+        arms = [(arm, codec_of) for arm, codec_of, package in codecs if package]
+        if rans.compiler() and x.dtype == torch.bfloat16:
+            arms += [("rans", rans_bfloat16_codec), ("rans of bytes", rans_codec)]
+        for arm, codec_of in arms:
+            with run.cell(f"{case.name} {harness.dtype_name(x.dtype)}, {arm}"):
+                measure_blocks(case, arm, codec_of)
 
 
 def main(argv=None):
@@ -240,9 +225,11 @@ def main(argv=None):
     run = harness.Run("cpu", args)
     run.same["gpu"] = processor_name()
     torch.manual_seed(0)
-    for package, module in (("zstandard", zstandard), ("lz4", lz4_block), ("constriction", constriction)):
+    for package, module in (("zstandard", zstandard), ("lz4", lz4_block)):
         if not module:
             print(f"no package {package}: its arms are left out", flush=True)
+    if not rans.compiler():
+        print("no C compiler: the arms of the rANS are left out", flush=True)
     if not ibp._core.cpu_features():
         print("this processor has none of the features that ibp uses: the arms are all of plain C", flush=True)
     for name, dtype, deviation in inputs.NORMAL:

@@ -33,11 +33,13 @@ def page_sizes(held):
     pages = data[: data.numel() // PAGE_BYTES * PAGE_BYTES].view(-1, PAGE_BYTES)
     numbers = torch.linspace(0, len(pages) - 1, min(len(pages), MEASURED_PAGES)).long()
     found = pages[numbers.to(pages.device)].cpu()
-    classes = bpc.size_classes(bpc.entries_of(found.view(-1)))
+    entries = bpc.entries_of(found.view(-1))
+    classes, coded = bpc.encode(entries)
+    harness.check_bits(bpc.decode(classes, coded), entries, "bit-plane compression")
     shown = torch.linspace(0, len(numbers) - 1, min(len(numbers), SHOWN_PAGES)).long()
-    lines = classes.view(len(numbers), -1)[shown].tolist()
+    lines = classes.reshape(len(numbers), -1)[shown].tolist()
     texts = {int(page): "".join(map(str, line)) for page, line in zip(numbers[shown], lines)}
-    return data.numel(), found.numel() / bpc.stored_bytes(classes), texts
+    return data.numel(), found.numel() / coded.size, texts
 
 
 def copied(held):

@@ -13,6 +13,7 @@ The core library allocates nothing by itself.
 import argparse
 import contextlib
 import csv
+import ctypes
 import itertools
 import math
 import os
@@ -140,6 +141,15 @@ def check_bits(got, want, what):
 
 def dtype_name(dtype):
     return str(dtype).removeprefix("torch.")
+
+
+def compiled(command, source):
+    """Compiles a source file to a shared library and returns its functions. command: the compiler and its options,
+    without the names of files. Raises CalledProcessError if the compiler fails."""
+    with tempfile.TemporaryDirectory() as directory:
+        built = Path(directory) / f"{source.stem}.so"
+        subprocess.run([*command, source, "-o", built], check=True)
+        return ctypes.CDLL(built)
 
 
 def four_digits(number):

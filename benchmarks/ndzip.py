@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from . import harness
+
 COMMON = """
 #include <cassert>
 #include <initializer_list>
@@ -63,6 +65,12 @@ def repository():
     return Path(os.environ["IBP_NDZIP"]).resolve() if os.environ.get("IBP_NDZIP") else None
 
 
+def commit():
+    """Returns the commit of the clone. Raises CalledProcessError if the directory is no clone."""
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository(), check=True, capture_output=True, text=True)
+    return found.stdout.strip()
+
+
 def source_of(clone, on_gpu):
     """Returns the text of a source that includes all others. Raises FileNotFoundError if the directory is not a clone
     of ndzip."""
@@ -86,11 +94,10 @@ def compiler(on_gpu):
 def library(clone, on_gpu):
     """Returns the functions of ON_CPU or ON_GPU."""
     with tempfile.TemporaryDirectory() as name:
-        source, built = Path(name) / f"ndzip.{'cu' if on_gpu else 'cc'}", Path(name) / "ndzip.so"
+        source = Path(name) / f"ndzip.{'cu' if on_gpu else 'cc'}"
         source.write_text(source_of(clone, on_gpu))
         headers = [f"-I{clone / folder}" for folder in ("include", "src/ndzip")]
-        subprocess.run([*compiler(on_gpu), *FLAGS, *headers, source, "-o", built], check=True)
-        functions = ctypes.CDLL(built)
+        functions = harness.compiled([*compiler(on_gpu), *FLAGS, *headers], source)
     if on_gpu:
         functions.new_coder.restype = ctypes.c_void_p
     return functions

@@ -2,15 +2,18 @@
 data are checked.
 
 The sets are synthetic ones, fields of two simulations in FP64, and those in --data. Methods: the paper's own choice and
-bytes; scheme ibp; scheme planes; auto; bit-plane compression of entries of 128 bytes, which is only counted and not
-decompressed; zstd on blocks of 64 KiB and row by row, if the package `zstandard` is installed; LZ4 on blocks, if `lz4`
-is; nvCOMP's codecs, if there is a GPU and the wheel `nvidia-nvcomp-cu13`; and ndzip, for elements of two and four bytes
-taken as FP32, if IBP_NDZIP names a clone of it. With --no-times the column `seconds` stays empty. --methods and --sets
-take names, separated by semicolons, and measure only these; the CSV's other rows stay as they are.
+bytes; scheme ibp; scheme planes; auto; bit-plane compression of entries of 128 bytes; floats as DietGPU codes them, by
+the rANS of rans.c, if there is a C compiler; zstd on blocks of 64 KiB and row by row, if the package `zstandard` is
+installed; LZ4 on blocks, if `lz4` is; nvCOMP's codecs, if there is a GPU and the wheel `nvidia-nvcomp-cu13`; and ndzip,
+for elements of two and four bytes taken as FP32, if IBP_NDZIP names a clone of it. With --no-times the column `seconds`
+stays empty. --methods and --sets take names, separated by semicolons, and measure only these; the CSV's other rows stay
+as they are.
 """
 
 import argparse
 import csv
+import functools
+import importlib.metadata
 import itertools
 import statistics
 import sys
@@ -18,12 +21,13 @@ import time
 import traceback
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 import ibp
 from ibp._rows.planes import relearn
 
-from . import bpc, harness, ndzip, reading, sets
+from . import bpc, harness, ndzip, rans, reading, sets
 
 try:
     import zstandard
@@ -31,6 +35,7 @@ except ImportError:
     zstandard = None
 try:
     import lz4.block as lz4_block
+    from lz4 import library_version_string as lz4_version
 except ImportError:
     lz4_block = None
 try:
@@ -44,13 +49,17 @@ try:
 except ImportError:
     Console = None
 
-COLUMNS = "set,dtype,rows,row_bytes,method,savings,link_savings,metadata_bytes,seconds,commit".split(",")
+COLUMNS = "set,dtype,rows,row_bytes,method,savings,link_savings,metadata_bytes,seconds,version,commit".split(",")
 BLOCK_BYTES = 64 << 10
 BLOCK_INDEX_BYTES = 4  # A zstd block is counted with its length, without which it cannot be found.
 REPEATS = 3
 OURS = ("paper", "ibp", "planes", "auto")
 NO_LIST, SPARSE_SET, LEARNED_ROWS = "planes, no list", "half zeros", 1024  # Only SPARSE_SET is measured with NO_LIST.
-BPC = "bit planes"  # This method is only counted.
+BPC = "bit planes"
+# Floats as DietGPU codes them. FP64 has two coders, or one for both sets of bytes. Zeros are left to a bitmap where at
+# least BITMAP_SHARE of the elements are zero.
+RANS, RANS_ONE = "rans", "rans, one coder"
+RANS_BITMAP, RANS_CODED_BITMAP, BITMAP_SHARE = "rans, bitmap", "rans, coded bitmap", 0.01
 ZSTD, ZSTD_ROWS, LZ4, NDZIP = "zstd -3", "zstd -3, row by row", "lz4", "ndzip"
 RATIO_FROM = 0.8  # From these savings on the table shows "5.0x" instead of "80.0".
 
@@ -149,16 +158,73 @@ def without_list(tensors, device):
 
 
 def bit_planes(tensors, device):
-    """Counts the bytes of bit-plane compression of entries of 128 bytes, in the sizes that Buddy Compression allows."""
+    """Compresses entries of 128 bytes by bit-plane compression, in the sizes that Buddy Compression allows."""
     total = Cell(0, 0, 0)
     for x in tensors:
         entries = bpc.entries_of(bytes_of(x.cpu()))
-        classes = bpc.size_classes(entries)
-        total.stored_bytes += bpc.stored_bytes(classes)
+        classes, data = bpc.encode(entries)
+        harness.check_bits(bpc.decode(classes, data), entries, BPC)
+        total.stored_bytes += data.size
         total.link_bytes += bpc.sector_bytes(classes)
         total.metadata_bytes += -(-len(entries) * bpc.METADATA_BITS // 8)
     total.stored_bytes += total.metadata_bytes
-    return total, lambda: [bpc.size_classes(bpc.entries_of(bytes_of(x.cpu()))) for x in tensors]
+    return total, lambda: [bpc.encode(bpc.entries_of(bytes_of(x.cpu()))) for x in tensors]
+
+
+def byte_sets(words, is_half):
+    """Splits floats, unsigned numbers [n], into sets of bytes as DietGPU does. Returns (the sets that are coded, one or
+    for FP64 two of uint8 [n]; the other bytes, uint8 [n, others]). The sign moves behind the mantissa, so that the
+    first byte is the exponent's. is_half: whether the floats are FP16, whose signs stay where they are."""
+    turned = words if is_half else words << 1 | words >> (8 * words.itemsize - 1)
+    parts = turned.view(np.uint8).reshape(-1, words.itemsize)
+    num_sets = 2 if words.itemsize == 8 else 1
+    return [np.ascontiguousarray(parts[:, -1 - k]) for k in range(num_sets)], parts[:, :-num_sets]
+
+
+def floats_of(coded_sets, rest, is_half):
+    """Returns the floats that byte_sets has split."""
+    parts = np.concatenate([rest, np.stack(coded_sets[::-1], axis=1)], axis=1)
+    turned = parts.view(f"u{parts.shape[1]}")[:, 0]
+    return turned if is_half else turned >> 1 | turned << (8 * turned.itemsize - 1)
+
+
+def rans_floats(one_coder=False, bitmap=False, coded_bitmap=False):
+    """Returns a method that codes floats as DietGPU does: sets of bytes by an rANS each, or all by one with one_coder.
+    bitmap: whether a bitmap says which elements are zero, and the others alone are coded. coded_bitmap: whether the
+    bitmap's bytes are coded by an rANS, too."""
+
+    def code(data, total):
+        coded = rans.encode(data)
+        total.stored_bytes += coded.size
+        total.metadata_bytes += rans.TABLE_BYTES
+        return rans.decode(coded)
+
+    def measure(tensors, device):
+        total = Cell(0, None, 0)
+        for x in tensors:
+            is_half = x.dtype == sets.FP16
+            words = bytes_of(x.cpu()).numpy().view(f"u{x.element_size()}")
+            is_kept = words != 0 if bitmap else np.ones(words.shape, bool)
+            split, rest = byte_sets(words[is_kept], is_half)
+            total.stored_bytes += rest.size
+            if one_coder:
+                back = np.split(code(np.concatenate(split), total), len(split))
+            else:
+                back = [code(part, total) for part in split]
+            if bitmap:
+                bits = np.packbits(is_kept)
+                if coded_bitmap:
+                    bits = code(bits, total)
+                else:
+                    total.stored_bytes += bits.size
+                is_kept = np.unpackbits(bits, count=words.size).astype(bool)
+            found = np.zeros_like(words)
+            found[is_kept] = floats_of(back, rest, is_half)
+            if not np.array_equal(found, words):
+                raise AssertionError("bits differ")
+        return total, lambda: measure(tensors, device)
+
+    return measure
 
 
 def bytes_of(x):
@@ -250,6 +316,12 @@ def nvcomp_options(dtype):
 
 def methods_for(dtype, on_gpu):
     methods = {name: ours(name) for name in OURS} | {NO_LIST: without_list, BPC: bit_planes}
+    if rans.compiler() and dtype.is_floating_point and dtype.itemsize > 1:
+        methods[RANS] = rans_floats()
+        if dtype == sets.FP64:
+            methods[RANS_ONE] = rans_floats(one_coder=True)
+        methods[RANS_BITMAP] = rans_floats(bitmap=True)
+        methods[RANS_CODED_BITMAP] = rans_floats(bitmap=True, coded_bitmap=True)
     if zstandard:
         methods |= {ZSTD: block_codec(zstd_coders), ZSTD_ROWS: block_codec(zstd_coders, by_row=True)}
     if lz4_block:
@@ -261,7 +333,32 @@ def methods_for(dtype, on_gpu):
     return methods
 
 
+@functools.cache
+def version_of(method):
+    """Returns the version of the package that a method is from, or an empty text for code of this repository, which the
+    commit names."""
+    if method in (ZSTD, ZSTD_ROWS):
+        return f"zstandard {zstandard.__version__}, zstd {'.'.join(map(str, zstandard.ZSTD_VERSION))}"
+    if method == LZ4:
+        return f"lz4 {importlib.metadata.version('lz4')}, LZ4 {lz4_version()}"
+    if method == NDZIP:
+        return f"ndzip {ndzip.commit()[:7]}"
+    return f"nvcomp {nvcomp.__version__}" if method.startswith("nvcomp ") else ""
+
+
+def is_measured(method, case):
+    """Returns whether a method is for a set: some show what a list or a bitmap of zeros saves."""
+    if method == NO_LIST:
+        return case.name == SPARSE_SET
+    if method in (RANS_BITMAP, RANS_CODED_BITMAP):
+        zeros = sum(int((x == 0).sum()) for x in case.tensors)
+        return zeros >= BITMAP_SHARE * sum(x.numel() for x in case.tensors)
+    return True
+
+
 def say_what_is_left_out(on_gpu):
+    if not rans.compiler():
+        print(f"{RANS}: there is no C compiler, left out")
     if not zstandard:
         print(f"{ZSTD}: the package zstandard is not installed, left out")
     if not lz4_block:
@@ -370,6 +467,7 @@ def record(sheet, case, method, cell):
         link_savings=savings(cell.link_bytes),
         metadata_bytes="" if cell.metadata_bytes is None else cell.metadata_bytes,
         seconds="" if cell.seconds is None else harness.four_digits(cell.seconds),
+        version=version_of(method),
     )
 
 
@@ -377,7 +475,7 @@ def run_set(sheet, case, device, with_times, wanted):
     """Measures the methods for one set. wanted: the names of the methods, None for all."""
     tensors = [x.to(device) for x in case.tensors]
     for method, measure in methods_for(case.dtype, device.type == "cuda").items():
-        if (wanted is not None and method not in wanted) or (method == NO_LIST and case.name != SPARSE_SET):
+        if (wanted is not None and method not in wanted) or not is_measured(method, case):
             continue
         try:
             record(sheet, case, method, measure_cell(measure, tensors, device, with_times))

@@ -701,7 +701,7 @@ IBP = (
     ),
     Row(
         "Table 2",
-        "savings: the paper's choice, `planes`, the best other codec by blocks of 64 KiB",
+        "savings: the paper's choice, `planes`, the best other codec (nvCOMP, zstd and LZ4 by blocks of 64 KiB)",
         "ratio.py",
         "sparse: zstd 93.4 %, IBP 92.9; dense FP32 10.4; DLRM 8.3; KV FP16 4.5, BF16 23.4; weights BF16 26.7",
         codec_savings,
@@ -825,8 +825,16 @@ def against_a_cpu(results, what, other):
     return f"{number(gbps)} GB/s, {other} {', '.join(times)}"
 
 
-def against_our_cpu(results):
-    return against_a_cpu(results, "decode", "planes decode")
+def against_rans(results):
+    """Returns the GPU's rate, and its ratio to an rANS on the CPU, if one is measured, and to our own CPU coder."""
+    arms = (f"{arm} decompress" for arm in ("rans", "rans of bytes"))
+    found = [arm for arm in arms if results.row("cpu", case=ONE_THREAD, arm=arm)]
+    return listed(against_a_cpu(results, "decode", arm) for arm in [*found, "planes decode"])
+
+
+def times_rans(results):
+    if cpu := results.row("cpu", case=ONE_THREAD, arm="rans of bytes decompress"):
+        yield "rans of bytes, 1 thread", device_gbps(results, "normal 0.02", "decode")["bfloat16"] / cpu["gbps"], 160
 
 
 def against_zstd(results):
@@ -889,10 +897,36 @@ def output_ratios(name, theirs, method="planes", suffix=""):
 
 
 def sparse_shares(results):
-    """Returns output over input with the list of elements that are not zero, and without it."""
-    rows = results.rows("ratio", set=ratio.SPARSE_SET, method=ratio.NO_LIST)
-    without = ", ".join(f"{1 - row['savings']:.2f}" for row in rows)
-    return listed([output_shares(ratio.SPARSE_SET)(results), without and f"without the list {without}"])
+    """Returns output over input with the list of elements that are not zero, and without it; and by an rANS with a
+    bitmap and without."""
+    parts = [output_shares(ratio.SPARSE_SET)(results)]
+    for label, method in (
+        ("without the list", ratio.NO_LIST),
+        ("rANS, bitmap", ratio.RANS_BITMAP),
+        ("rANS alone", ratio.RANS),
+    ):
+        if rows := results.rows("ratio", set=ratio.SPARSE_SET, method=method):
+            parts.append(f"{label} " + ", ".join(f"{1 - row['savings']:.2f}" for row in rows))
+    return listed(parts)
+
+
+def shares_by_rans(*methods, **wanted):
+    """Returns function(Results) -> output over input by each of the methods, of all sets that have the last one."""
+
+    def ours(results):
+        parts = []
+        for last in results.rows("ratio", method=methods[-1], **wanted):
+            rows = (results.row("ratio", set=last["set"], dtype=last["dtype"], method=method) for method in methods)
+            parts.append(f"{last['set']} " + ", ".join(f"{1 - row['savings']:.3f}" for row in rows))
+        return listed(parts) or NOT_YET
+
+    return ours
+
+
+def coders_compared(results):
+    for label, method, theirs in (("two", ratio.RANS, 0.87), ("one", ratio.RANS_ONE, 0.90)):
+        if row := results.row("ratio", set="normal 1", dtype="float64", method=method):
+            yield label, 1 - row["savings"], theirs
 
 
 def sparse_ratios(results):
@@ -910,6 +944,21 @@ def times_zstd(results):
 
 
 DIETGPU = (
+    Row(
+        "Section 3.1",
+        "output over input of FP64, whose two coded bytes have a coder each, or one for both; an rANS on the CPU",
+        "ratio.py",
+        "N(0, 1), by entropy: two 0.87, one 0.90",
+        shares_by_rans(ratio.RANS, ratio.RANS_ONE),
+        compared=coders_compared,
+    ),
+    Row(
+        "Section 3.3",
+        "output over input of FP32 with a bitmap of zeros, as it is and coded; an rANS on the CPU",
+        "ratio.py",
+        "coded for further gains",
+        shares_by_rans(ratio.RANS_BITMAP, ratio.RANS_CODED_BITMAP, dtype="float32"),
+    ),
     Row(
         "Section 5.1.1, chart",
         "rate of compressing floats in the GPU's memory; FP16 by `codec.py`, FP64 by `families.py`",
@@ -946,10 +995,11 @@ DIETGPU = (
     ),
     Row(
         "Section 5.1.5",
-        "against an rANS on the CPU; our own CPU coder in its place; BF16",
+        "decoding against an rANS on the CPU, and our own CPU coder; BF16",
         "cpu.py",
         "90 GB/s against 0.55: over 160 times",
-        against_our_cpu,
+        against_rans,
+        compared=times_rans,
     ),
     Row(
         "Section 5.1.6",
@@ -1396,14 +1446,19 @@ def spilled_within_steps(results):
     return ", ".join(parts)
 
 
-def thresholds(results):
-    rows = results.rows("spill", case=f"training, {SLOTS[0]}")
-    return listed(
-        f"{row['arm'].removeprefix('profile, ').replace('%', ' %')}: {placed(row['target'], row['spilled'])}"
-        for row in rows
-    )
+def swept(results):
+    """Returns the means of the programs at each threshold, in rows of either size."""
+    rows = results.rows("thresholds", slots=SLOTS[0])
+    texts = {}
+    for threshold, row_bytes in itertools.product(*(in_order(row[name] for row in rows) for name in SWEPT)):
+        own = [row for row in rows if (row["threshold"], row["row_bytes"]) == (threshold, row_bytes)]
+        found = placed(mean_of(own, "ratio"), mean_of(own, "spilled"))
+        texts.setdefault(threshold, []).append(f"{size_name(row_bytes)} {found}")
+    lines = [f"{percent(threshold, 0)}: {', '.join(parts)}" for threshold, parts in texts.items()]
+    return listed([f"nets: {len({row['program'] for row in rows})}", *lines]) if rows else NOT_YET
 
 
+SWEPT = ("threshold", "row_bytes")
 # These columns identify a table of spill.csv.
 TABLE_OF = ("case", "dtype", "row_bytes", "target", "slot_bytes", "spilled")
 
@@ -1517,10 +1572,10 @@ BUDDY = (
     ),
     Row(
         "Figure 9",
-        "times smaller, and accesses, by threshold; a small net, most of whose embedding was never touched",
-        "spill.py",
+        "times smaller, and accesses, by threshold; means of nets of figure 3, batch 8; rows of 2 KiB and of 128 bytes",
+        "thresholds.py",
         "30 % chosen",
-        thresholds,
+        swept,
     ),
     Row(
         "Figure 11",

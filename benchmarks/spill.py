@@ -88,6 +88,8 @@ CASES = (
     ("half zeros", "default", FP32, 512, families.masked, FEW_SHARES, (2.0,)),
     ("normal 1", "default", torch.float8_e4m3fn, 2048, families.normal, FEW_SHARES, ()),
     ("sorted ids", "default", torch.int64, 256, ids_in_runs, FEW_SHARES, (2.0, 4.0)),
+    ("half zeros" + SHORT, "default", FP32, 32, families.masked, FEW_SHARES, (4 / 3, 2.0)),
+    ("sorted ids" + SHORT, "default", torch.int64, 16, ids_in_runs, FEW_SHARES, (2.0,)),
 )
 
 
@@ -411,17 +413,20 @@ def measure_profile(run, name, moments, row_bytes=None, sweep=(0.1, 0.2, 0.3, 0.
 
     report = ibp.spill.profile(seen(), row_bytes=row_bytes)
     print(f"{name}: {str(report).splitlines()[0]}")
-    few = tuple(ratio for ratio in spill.RATIOS if ratio < 16)
-    kinds = {"the paper's ratios": report, "slots of any size": with_ratios(report, None)}
-    found = [
-        (kind, f"profile, {threshold:.0%}", of.at(threshold))
-        for (kind, of), threshold in itertools.product(kinds.items(), sweep)
-    ]
-    found += [("without 16 times", "profile, 30%", with_ratios(report, few))]
-    found += [("one target", "profile, 30%", with_one_target(report))]
-    for kind, arm, of in found:
+    for kind, threshold, of in placements(report, sweep):
+        arm = f"profile, {threshold:.0%}"
         with run.cell(f"{name}, {arm}, {kind}"):
             record_profile(run, f"{name}, {kind}", arm, of, last)
+
+
+def placements(report, sweep):
+    """Yields (kind of slots, threshold, profile) of the same snapshots with slots of every kind."""
+    kinds = {"the paper's ratios": report, "slots of any size": with_ratios(report, None)}
+    for (kind, of), threshold in itertools.product(kinds.items(), sweep):
+        yield kind, threshold, of.at(threshold)
+    few = tuple(ratio for ratio in spill.RATIOS if ratio < 16)
+    yield "without 16 times", spill.THRESHOLD, with_ratios(report, few)
+    yield "one target", spill.THRESHOLD, with_one_target(report)
 
 
 def record_profile(run, case, arm, report, last):

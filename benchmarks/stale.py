@@ -97,6 +97,7 @@ SOURCES = {
     "spill": (*_KERNELS, "ibp/spill.py"),
     "stream": _STREAMING,
     "sync": ("csrc/cuda/delta", "ibp/deltas"),
+    "thresholds": (*_CODING, "ibp/spill.py"),
     "throttle": (*_KERNELS, "ibp/_activations"),
     "transfers": (*_KERNELS, *_STREAMING),
     "weights": _OFFLOADING,

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import math
 import re
 
 import numpy as np
@@ -27,6 +28,7 @@ from benchmarks import (
     more_clusters,
     ndzip,
     papers,
+    rans,
     ratio,
     reading,
     reference,
@@ -34,6 +36,7 @@ from benchmarks import (
     sets,
     spill,
     stream,
+    thresholds,
     transfers,
 )
 from ibp._rows.learning import SCHEMES
@@ -297,38 +300,68 @@ def test_simulations_go_on():
     assert len(particles.unique()) > 15_000 and particles.abs().max() <= sets.LATTICE * sets.SIDE_CELLS
 
 
-def differences_of(planes):
-    """int64 [entries, 31]: the differences whose planes they are."""
-    bits = planes[:, :, None] >> torch.arange(bpc.NUM_WORDS - 1) & 1
-    weights = 1 << torch.arange(bpc.NUM_PLANES - 1, -1, -1)
-    weights[0] = -weights[0]
-    return (bits * weights[:, None]).sum(1)
+def entries_by_kind():
+    """Yields (name, entries int32 [n, 32]) that between them have every code and every size."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(-(2**31), 2**31, (300, 32), generator=generator, dtype=torch.int32)
+    noise[0, :2] = torch.tensor([-(2**31), 2**31 - 1])
+    yield "noise", noise
+    yield "none", noise[:0]
+    yield "zeros", torch.zeros(40, 32, dtype=torch.int32)
+    yield "small numbers", noise % 37
+    yield "smaller and smaller numbers", noise >> torch.arange(300, dtype=torch.int32)[:, None] % 32
+    yield "rare ones", (torch.rand(300, 32, generator=generator) < 0.05).float().view(torch.int32)
+    yield "another step each", torch.arange(32, dtype=torch.int32) * noise[:, :1]
+    yield "rows of more than a chunk", torch.arange(bpc.CHUNK_ENTRIES + 3, dtype=torch.int32)[:, None] + 0 * noise[:1]
+
+
+def test_entries_come_back_from_bit_planes():
+    sizes = set()
+    for name, words in entries_by_kind():
+        classes, data = bpc.encode(words)
+        assert torch.equal(bpc.decode(classes, data), words), name
+        assert data.size == sum(bpc.SIZES[k] for k in classes) and len(classes) == len(words)
+        sizes |= set(classes.tolist())
+    assert sizes == set(range(len(bpc.SIZES)))
+
+
+def test_planes_have_all_that_differences_have():
+    for name, found in entries_by_kind():
+        words = found.numpy()
+        assert np.array_equal(bpc.words_of(words[:, 0].astype(np.int64), bpc.planes_of(words)), words), name
+
+
+def bits_of(words):
+    return bpc.codes_of(words.numpy())[1].sum(axis=0).tolist()
 
 
 def test_bits_of_entries():
-    """By hand; and planes have all that the differences have."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(-(2**31), 2**31, (50, 32), generator=generator, dtype=torch.int32)
-    noise[0, :2] = torch.tensor([-(2**31), 2**31 - 1])
-    assert torch.equal(differences_of(bpc.planes_of(noise)), noise.long().diff(dim=1))
+    """By hand, from the paper's tables of codes."""
+    noise = next(entries_by_kind())[1]
     steps = torch.arange(32, dtype=torch.int32)
-    chosen = torch.stack([0 * steps, steps + 7, 1000 * (steps > 4).int(), noise[1]])
-    zeros, ones, jump, others = bpc.coded_bits(chosen).tolist()
+    zeros, ones, jump, others = bits_of(torch.stack([0 * steps, steps + 7, 1000 * (steps > 4).int(), noise[1]]))
     assert zeros == 3 + 7 and ones == 7 + 7 + 5  # a run of planes of zeros; one of 32, then all ones
     assert zeros < jump < 128 and 1024 < others <= 33 + 33 * 32
-    assert bpc.first_word_bits(torch.tensor([0, -8, 7, 8, -129, 2**15, -(2**31)])).tolist() == [3, 7, 7, 11, 19, 33, 33]
-    assert bpc.coded_bits(noise[:0]).tolist() == []
+    firsts = torch.tensor([0, -8, 7, 8, -129, 2**15, -(2**31)], dtype=torch.int32)[:, None].expand(-1, 32)
+    assert bits_of(firsts.contiguous()) == [7 + bits for bits in (3, 7, 7, 11, 19, 33, 33)]
+
+
+def test_the_bytes_of_an_entry_by_hand():
+    """The first word, 7, is 001 0111. A run of 32 planes is 01 11110, and a plane of all ones is 00000."""
+    classes, data = bpc.encode(7 + torch.arange(32, dtype=torch.int32)[None])
+    bits = "0010111011111000000"
+    assert classes.tolist() == [1] and "".join(f"{byte:08b}" for byte in data) == bits + "0" * (64 - len(bits))
 
 
 def test_entries_take_one_of_eight_sizes():
-    steps = torch.arange(32, dtype=torch.int32)
-    noise = torch.randint(-(2**31), 2**31, (1, 32), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    classes = bpc.size_classes(torch.cat([torch.zeros(1, 32, dtype=torch.int32), steps[None], noise]))
-    assert classes.tolist() == [0, 1, 7] and bpc.stored_bytes(classes) == 136 and bpc.sector_bytes(classes) == 160
+    steps, noise = torch.arange(32, dtype=torch.int32), next(entries_by_kind())[1][1:2]
+    classes, data = bpc.encode(torch.cat([torch.zeros(1, 32, dtype=torch.int32), steps[None], noise]))
+    assert classes.tolist() == [0, 1, 7] and data.size == 136 and bpc.sector_bytes(classes) == 160
     assert bpc.entries_of(torch.ones(130, dtype=torch.uint8))[1].tolist() == [0x0101, *31 * [0]]
     x = torch.cat([torch.zeros(3, 32), torch.ones(1, 32)])
     cell, again = ratio.bit_planes([x], torch.device("cpu"))
-    assert cell.metadata_bytes == 2 and cell.stored_bytes == 8 + 2 and cell.link_bytes == 32 and len(again()[0]) == 4
+    assert cell.metadata_bytes == 2 and cell.stored_bytes == 8 + 2 and cell.link_bytes == 32
+    assert [classes.tolist() for classes, _ in again()] == [[0, 0, 0, 1]]
 
 
 @pytest.mark.slow
@@ -358,13 +391,98 @@ def test_moments_of_a_step():
     assert changed and all(name.startswith(("hidden", "gradient")) for name in changed)
 
 
-def test_an_rans_gives_back_what_it_coded():
-    pytest.importorskip("constriction")
+def bytes_by_kind(num_bytes):
+    """Yields (name, uint8 [num_bytes]) of bytes of any entropy."""
+    random = np.random.default_rng(0)
+    noise = random.integers(0, 256, num_bytes, dtype=np.uint8)
+    yield "random", noise
+    yield "constant", np.full(num_bytes, 200, np.uint8)
+    yield "skewed", np.minimum(random.geometric(0.4, num_bytes), 255).astype(np.uint8)
+    yield "rarely another", np.where(random.random(num_bytes) < 0.001, noise, 3).astype(np.uint8)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 31, 32, 33, 63, 64, 65, 4096, 100_003])
+def test_an_rans_gives_back_what_it_coded(num_bytes):
+    for name, data in bytes_by_kind(num_bytes):
+        coded = rans.encode(data)
+        assert np.array_equal(rans.decode(coded), data), name
+        if num_bytes < 4096:
+            continue
+        shares = np.bincount(data) / num_bytes
+        entropy = -(shares[shares > 0] * np.log2(shares[shares > 0])).sum() / 8 * num_bytes
+        assert entropy < coded.size < 1.01 * entropy + 0.005 * num_bytes + 700, name
+
+
+def test_an_rans_refuses_other_bytes():
+    coded = rans.encode(next(bytes_by_kind(1000))[1])
+    changed = coded.copy()
+    changed[-200] ^= 1
+    longer = np.append(coded, [0, 0]).astype(np.uint8)
+    frequency = coded.copy()
+    frequency[rans.LENGTH_BYTES] += 1
+    for wrong in (coded[:-2], coded[:5], coded[:600], longer, changed, frequency):
+        with pytest.raises(ValueError, match=f"{wrong.size} bytes do not decode; wanted"):
+            rans.decode(wrong)
+
+
+@pytest.mark.parametrize("kind", ["normal", "any bits", "none"])
+def test_an_rans_of_bfloat16_gives_back_what_it_coded(kind):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, generator=generator).bfloat16().view(torch.uint16).numpy()
+    x = {"normal": x, "none": x[:0], "any bits": np.arange(1 << 16, dtype=np.uint16)}[kind]
+    coded = rans.encode_bfloat16(x)
+    assert np.array_equal(rans.decode_bfloat16(coded), x)
+    assert kind != "normal" or 0.66 * x.nbytes < coded.size < 0.75 * x.nbytes
+
+
+def test_blocks_of_the_cpus_arms_come_back():
     words = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     block = memoryview(words.view(torch.uint8).view(-1).numpy())
-    compress, decompress = cpu.rans_codec()
-    frame = compress(block)
-    assert decompress(frame) == block and len(frame[0]) < 0.85 * len(block)
+    for compress, decompress in (cpu.rans_codec(), cpu.rans_bfloat16_codec()):
+        frame = compress(block)
+        assert decompress(frame) == block and len(frame) < len(block) + 700
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_floats_in_sets_of_bytes(dtype):
+    """The exponent is in the first set, and all bits come back."""
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[:4] = torch.tensor([0.0, -0.0, math.inf, math.nan])
+    words, is_half = ratio.bytes_of(x).numpy().view(f"u{x.itemsize}"), dtype == torch.float16
+    split, rest = ratio.byte_sets(words, is_half)
+    assert len(split) == (2 if dtype == torch.float64 else 1) and rest.shape == (300, x.itemsize - len(split))
+    assert np.array_equal(ratio.floats_of(split, rest, is_half), words)
+    of_one = ratio.byte_sets(ratio.bytes_of(torch.ones(1, dtype=dtype)).numpy().view(f"u{x.itemsize}"), is_half)[0]
+    assert of_one[0][0] == {torch.float16: 15 << 2, torch.float64: 1023 >> 3}.get(dtype, 127)
+
+
+def test_what_an_rans_saves_of_floats(tmp_path, monkeypatch):
+    """Two coders save more of FP64 than one, a bitmap more of zeros than none, and a coded one more if few are zero."""
+    generator = torch.Generator().manual_seed(0)
+    dense, sparse = (torch.randn(200, 512, generator=generator, dtype=torch.float64) for _ in range(2))
+    sparse[torch.rand(sparse.shape, generator=generator) < 0.1] = 0
+    found = [sets.Set("normal 1", (dense,)), sets.Set("half zeros", (sparse, sparse[:7]))]
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter(found))
+    monkeypatch.setattr(sets, "simulated_sets", lambda rows: iter(()))
+    methods = [ratio.RANS, ratio.RANS_ONE, ratio.RANS_BITMAP, ratio.RANS_CODED_BITMAP]
+    rows = run_quickly("ratio", tmp_path, "--no-times", "--methods", ";".join(methods))
+    assert [row["method"] for row in rows] == [*methods[:2], *methods]
+    two, one, two_sparse, _, bitmap, coded_bitmap = (float(row["savings"]) for row in rows)
+    assert two == pytest.approx(0.13, abs=0.01) and one == pytest.approx(0.10, abs=0.01)
+    assert two_sparse < bitmap < coded_bitmap
+    assert int(rows[0]["metadata_bytes"]) == 2 * rans.TABLE_BYTES and int(rows[1]["metadata_bytes"]) == rans.TABLE_BYTES
+    assert int(rows[5]["metadata_bytes"]) == 2 * 3 * rans.TABLE_BYTES
+
+
+def test_rows_of_rivals_name_their_version(tmp_path, monkeypatch):
+    pytest.importorskip("zstandard")
+    pytest.importorskip("lz4")
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter([sets.Set("cora", (torch.randn(64, 64),))]))
+    monkeypatch.setattr(sets, "simulated_sets", lambda rows: iter(()))
+    rows = run_quickly("ratio", tmp_path, "--no-times", "--methods", f"{ratio.ZSTD};{ratio.LZ4};planes")
+    assert re.fullmatch(r"zstandard [\d.]+, zstd [\d.]+", rows[1]["version"])
+    assert re.fullmatch(r"lz4 [\d.]+, LZ4 [\d.]+", rows[2]["version"]) and rows[0]["version"] == ""
+    assert all(row["commit"] for row in rows)
 
 
 # ---- densities -----------------------------------------------------------------------------------------------------
@@ -499,7 +617,7 @@ ITEMS = {  # by the captions of the papers
     "dietgpu": [
         *(f"Table {n}" for n in range(1, 4)),
         *(f"Section {n}, chart" for n in ("5.1.1", "5.1.2", "5.2.1", "5.2.2")),
-        *("Section 5.1.5", "Section 5.1.6"),
+        *("Section 3.1", "Section 3.3", "Section 5.1.5", "Section 5.1.6"),
     ],
     "cdma": [*(f"Figure {n}" for n in range(1, 14)), "Table I", "Table II"],
     "buddy": [*(f"Figure {n}" for n in range(1, 14)), "Table 1", "Table 2"],
@@ -573,7 +691,7 @@ def test_ratios_of_figures(tmp_path):
 
 def test_the_csvs_that_a_table_reads():
     read = reproduction.csvs_of("buddy", reading.Results(harness.RESULTS))
-    assert set(read) == {"spill", "entries", "moments", "activations"} and read["spill"]
+    assert set(read) == {"spill", "entries", "moments", "thresholds", "activations"} and read["spill"]
 
 
 @pytest.mark.parametrize("paper", papers.TITLES)
@@ -872,6 +990,58 @@ def test_rates_of_simulations_are_those_of_the_csvs(tmp_path):
     assert found == ["shallow water, 1 thread: encode 100 times, decode 180 times"]
 
 
+def test_rates_against_an_rans(tmp_path):
+    write = writer(tmp_path)
+    write("encode_into", "case,arm,dtype,row_bytes,sms,gbps", "normal 0.02,decode,bfloat16,2048,132,2000")
+    ours = '"normal 0.02, 1 thread",planes decode,bfloat16,5'
+    write("cpu", "case,arm,dtype,gbps", ours)
+    results = reading.Results(tmp_path)
+    assert reproduction.against_rans(results) == "2,000 GB/s, planes decode by 1 thread 5.00: 400 times"
+    assert list(reproduction.times_rans(results)) == []
+    arms = [("rans", 1), ("rans of bytes", 0.5)]
+    lines = (f'"normal 0.02, 1 thread",{arm} decompress,bfloat16,{gbps}' for arm, gbps in arms)
+    write("cpu", "case,arm,dtype,gbps", ours, *lines)
+    results = reading.Results(tmp_path)
+    assert reproduction.against_rans(results).split("<br>") == [
+        "2,000 GB/s, rans decompress by 1 thread 1.00: 2,000 times",
+        "2,000 GB/s, rans of bytes decompress by 1 thread 0.50: 4,000 times",
+        "2,000 GB/s, planes decode by 1 thread 5.00: 400 times",
+    ]
+    assert list(reproduction.times_rans(results)) == [("rans of bytes, 1 thread", 4000, 160)]
+
+
+def test_shares_by_an_rans_are_those_of_the_csvs(tmp_path):
+    rows = ((ratio.RANS, 0.125), (ratio.RANS_ONE, 0.1), (ratio.RANS_BITMAP, 0.5), (ratio.RANS_CODED_BITMAP, 0.75))
+    writer(tmp_path)(
+        "ratio",
+        "set,dtype,method,savings",
+        *(f'normal 1,float64,"{method}",{savings}' for method, savings in rows[:2]),
+        *(f'cora,float32,"{method}",{savings}' for method, savings in (rows[0], *rows[2:])),
+        *(f'cora,float16,"{method}",{savings}' for method, savings in (rows[0], *rows[2:])),
+    )
+    results = reading.Results(tmp_path)
+    ours = {row.item: row.ours(results) for row in reproduction.DIETGPU if row.item in ("Section 3.1", "Section 3.3")}
+    assert ours == {"Section 3.1": "normal 1 0.875, 0.900", "Section 3.3": "cora 0.500, 0.250"}
+    assert list(reproduction.coders_compared(results)) == [("two", 0.875, 0.87), ("one", 0.9, 0.90)]
+
+
+def test_swept_thresholds_are_those_of_the_csv(tmp_path):
+    write, results = writer(tmp_path), reading.Results(tmp_path)
+    assert reproduction.swept(results) == reproduction.NOT_YET
+    cells = ((threshold, size, net) for threshold in (0.1, 0.3) for size in (2048, 128) for net in (1, 2))
+    write(
+        "thresholds",
+        "program,row_bytes,slots,threshold,ratio,spilled",
+        *(f"net {net},{size},the paper's ratios,{threshold},{net},{threshold / 2}" for threshold, size, net in cells),
+        "net 1,128,one target,0.3,9,0.9",
+    )
+    assert reproduction.swept(reading.Results(tmp_path)).split("<br>") == [
+        "nets: 2",
+        "10 %: 2 KiB 1.50 with 5.0 %, 128 B 1.50 with 5.0 %",
+        "30 %: 2 KiB 1.50 with 15.0 %, 128 B 1.50 with 15.0 %",
+    ]
+
+
 def test_figures_of_entries_are_those_of_the_csvs(tmp_path):
     writer(tmp_path)("entries", "program,times_smaller", "AlexNet,1.5", "AlexNet,1.5", "LSTM,1.25")
     assert reproduction.entry_sizes(reading.Results(tmp_path)) == "AlexNet 1.50, LSTM 1.25 times smaller"
@@ -934,6 +1104,27 @@ def test_one_target_for_all_tensors_spills_a_share_of_all_rows():
     assert spill.with_ratios(report, None)["zeros"].slot_bytes == 0
 
 
+def test_thresholds_by_size_of_rows(tmp_path, monkeypatch):
+    """A tensor of which a fifth is noise, and one of zeros; in rows of 128 bytes the index takes more of the bytes."""
+    x = torch.zeros(640, 512)
+    noise = torch.randint(2**31, (128, 512), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    x[::5] = noise.view(torch.float32)
+    held = {"some noise": x, "zeros and a rest": torch.zeros(320 * 512 + 7)}
+    monkeypatch.setattr(thresholds, "snapshots", lambda *_: iter(2 * [thresholds.in_rows(held)]))
+    rows = run_quickly("thresholds", tmp_path, "--nets", "LSTM")
+    assert list(rows[0]) == thresholds.COLUMNS and {row["program"] for row in rows} == {"LSTM"}
+    swept = [f"{threshold:g}" for threshold in thresholds.SWEEP]
+    for row_bytes in ("2048", "128"):
+        own = {(row["slots"], row["threshold"]): row for row in rows if row["row_bytes"] == row_bytes}
+        assert [key[1] for key in own] == [*swept, *swept, "0.3", "0.3"]
+        ratios = [float(own["the paper's ratios", threshold]["ratio"]) for threshold in swept]
+        spilled = [float(own["the paper's ratios", threshold]["spilled"]) for threshold in swept]
+        assert ratios == sorted(ratios) and ratios[-1] > 1.4 * ratios[0] and spilled[0] == 0
+        assert spilled[-1] == pytest.approx(128 / 960, abs=0.04)
+        assert all(float(row["index"]) == pytest.approx(2.25 / int(row_bytes), rel=0.2) for row in own.values())
+    assert run_quickly("thresholds", tmp_path, "--nets", "AlexNet")[: len(rows)] == rows
+
+
 @pytest.mark.slow
 def test_programs_are_profiled_and_other_rows_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(spill, "PROGRAMS", ("AlexNet", "LSTM"))
@@ -979,7 +1170,7 @@ WITHOUT_MACHINE = {
         name: {"gpu"}
         for name in (
             *("bits", "chunks", "clusters", "digit_forms", "entries", "moe_hits", "moe_policies", "moments"),
-            *("more_clusters", "probes", "ratio", "sampling"),
+            *("more_clusters", "probes", "ratio", "sampling", "thresholds"),
         )
     },
     "real_weights": {"gpu"},
