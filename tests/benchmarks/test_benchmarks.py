@@ -1021,6 +1021,7 @@ def lines_of(path):
         return list(csv.reader(file))
 
 
+@pytest.mark.slow
 def test_ratio_writes_its_columns(tmp_path, monkeypatch):
     monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter([tiny_set(), tiny_set(40, "cora")]))
     assert ratio.main(["--device", "cpu", "--quick", "--no-times", "--out", str(tmp_path)]) == 0

@@ -20,7 +20,8 @@ def test_the_pages_say_what_the_csvs_say():
     assert claims.main(["--check"]) == 0
 
 
-@pytest.mark.parametrize("seed", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["1", "2"])
 def test_every_reader_writes_the_same_pages(seed):
     """Whatever order sets have in a process."""
     command = [sys.executable, "-m", "benchmarks.claims", "--check"]

@@ -117,6 +117,7 @@ def test_a_wrong_row_fails_the_script(tmp_path, monkeypatch, capsys):
     assert [row["arm"] for row in lines_of(tmp_path / "gnn.csv")] == list(gnn.CPU_ARMS)
 
 
+@pytest.mark.slow
 def test_a_huge_table_stands_beside_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(gnn, "QUICK_CASES", (CASE,))
     for options in ([], ["--huge"], []):
@@ -125,6 +126,7 @@ def test_a_huge_table_stands_beside_the_others(tmp_path, monkeypatch):
     assert [row["case"] for row in rows[5:7]] == ["dense, 64 GiB, batch 8", "dense, batch 8"] and len(rows) == 12
 
 
+@pytest.mark.slow
 def test_some_sets_stand_beside_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(gnn, "QUICK_CASES", (CASE, REAL))
     argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
@@ -227,6 +229,7 @@ assert not threads_of_gloo(), threads_of_gloo()
 """
 
 
+@pytest.mark.slow
 def test_a_group_ends_with_its_threads(tmp_path):
     """A thread of gloo that is left when the interpreter ends may abort the process. Optimizers import modules of
     torch.distributed that keep a group which is there already."""

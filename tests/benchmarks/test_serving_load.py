@@ -297,6 +297,7 @@ def run(tools, rates, tmp_path, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 def test_a_failed_arm_loses_no_other(run, capsys, tmp_path):
     arms = "plain,coded weights,coded weights and KV,plain"
     status, found = run("--shape", "llama-3-8b", "--load", "4x8+8,1x8+8", "--arms", arms, "--limit", "3")

@@ -55,6 +55,7 @@ def test_without_history(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "git's history is not here, or is shallow: the age of results is not known\n"
 
 
+@pytest.mark.slow
 def test_git_has_the_commits_that_pages_name():
     """The count of stale results may be anything; a commit that nobody can check out is a fault of a page."""
     if not stale.has_history():
