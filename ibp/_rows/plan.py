@@ -42,7 +42,7 @@ PROMISED = 1.2
 NEVER = (1 << 63) - 1  # A number of ids that no call reaches.
 
 
-class Plan(NamedTuple):
+class GatherPlan(NamedTuple):
     """The rules by which a GPU sorts ids by windows. `describe_table` takes the first three numbers.
 
     Attributes:
@@ -58,14 +58,14 @@ class Plan(NamedTuple):
     least_from_cpu: int = NEVER
 
 
-def plan_of(table: Table, machine: Calibration, device: torch.device) -> Plan:
+def plan_of(table: Table, machine: Calibration, device: torch.device) -> GatherPlan:
     """Returns the plan of a table for a GPU. Ids are never sorted if the table is in device memory, or if its slots and
     overflow have fewer bytes than the calibration's `reach_bytes`."""
     all_sms = torch.cuda.get_device_properties(device).multi_processor_count
     windows = window_bits(table.geometry.num_items, spread_bytes(table)), bucketed_sms(table, machine, all_sms)
     if table.device.type == "cuda" or spread_bytes(table) < machine.reach_bytes:
-        return Plan(NEVER, *windows)
-    return Plan(least_bucketed(table, True, machine), *windows, least_bucketed(table, False, machine))
+        return GatherPlan(NEVER, *windows)
+    return GatherPlan(least_bucketed(table, True, machine), *windows, least_bucketed(table, False, machine))
 
 
 def least_bucketed(table: Table, ids_on_gpu: bool, machine: Calibration) -> int:

@@ -28,7 +28,7 @@ from .faults import Faults, FaultWords, refuse_capture
 from .geometry import DTYPES, Geometry, check_slot_bytes
 from .learning import SCHEMES
 from .manners import TensorManners
-from .plan import Plan, plan_of
+from .plan import GatherPlan, plan_of
 from .room import Room
 
 
@@ -74,7 +74,7 @@ class Handle:
 
     # Only handles that `handle_on` returns have the following attributes. Calls of `take` use them.
     like: torch.Tensor  # An empty tensor [0, *item_shape] with the table's dtype.
-    plan: Plan
+    plan: GatherPlan
     machine: Calibration | None  # The calibration that the plan is for; None if the table is in the device's memory.
     noted: memoryview  # The words of the table's fault records for the device (see `Faults.words`).
     staged: dict[tuple[int, int], bool]  # (number of ids, number of threads) -> whether the CPU gathers the rows.
@@ -553,7 +553,7 @@ class Table(TensorManners, Saves):
         """Makes the table's handle for a device, stores it in the table and returns it. parts: the table's memory as
         the device reads it."""
         # The fault record is allocated here, so that compiled code and captured graphs find it.
-        fault, plan, machine = self._faults.on(device), Plan(), None
+        fault, plan, machine = self._faults.on(device), GatherPlan(), None
         if device.type == "cuda":
             rates = calibration.in_force(device)
             plan = plan_of(self, rates, device)

@@ -240,7 +240,7 @@ class OwnRegion(NamedTuple):
         return torch.cat([bits_of(tensor).reshape(-1) for tensor in self.tensors]).view(self.dtype)
 
 
-class _Shard(NamedTuple):
+class _HeldShard(NamedTuple):
     """Describes the rows of a tensor that this process sends.
 
     name, full_shape, start: the name of the tensor, its complete shape, and the index of the first row.
@@ -274,7 +274,7 @@ class RegionPlan:
 
     def __init__(self, part: tuple[int, int], most_bytes: int) -> None:
         self._part, self._most_bytes = part, most_bytes
-        self._shards: list[_Shard] = []
+        self._shards: list[_HeldShard] = []
         self._regions: list[tuple[bytes, list[_Member]]] = []  # the JSON of the rows, and the members
 
     def regions(self, weights: Named) -> list[OwnRegion]:
@@ -287,7 +287,7 @@ class RegionPlan:
             TypeError: a weight is not a tensor that can be compressed.
             ValueError: a DTensor is sharded over more ranks than there are senders.
         """
-        shards: list[_Shard] = []
+        shards: list[_HeldShard] = []
         tensors: list[torch.Tensor] = []
         for name, tensor in named(weights).items():
             if not isinstance(tensor, torch.Tensor):
@@ -298,7 +298,7 @@ class RegionPlan:
                 check_source(values, name)
                 is_alone = self._part[1] > 1 and values.shape == tensor.shape
                 memory = memory_of(values) if values.numel() else (name, values.dtype, values.device)
-                shards.append(_Shard(name, full_shape, start, is_alone, memory))
+                shards.append(_HeldShard(name, full_shape, start, is_alone, memory))
                 tensors.append(values)
         if shards != self._shards:
             self._regions = _divided(shards, tensors, self._most_bytes)
@@ -310,7 +310,7 @@ class RegionPlan:
 
 
 def _divided(
-    shards: Sequence[_Shard], tensors: Sequence[torch.Tensor], most_bytes: int
+    shards: Sequence[_HeldShard], tensors: Sequence[torch.Tensor], most_bytes: int
 ) -> list[tuple[bytes, list[_Member]]]:
     """Returns the regions of `RegionPlan`. tensors: the values of each shard."""
     names: dict[tuple[Any, ...], list[str]] = {}  # the names of the tensors in a place in memory

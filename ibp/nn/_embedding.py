@@ -39,7 +39,7 @@ _Module = TypeVar("_Module", bound="_Rows")
 # ---- tables of many rows ----
 
 
-class Rows(NamedTuple):
+class RowSource(NamedTuple):
     """Rows of a table that is to be made. `new_rows` and `given_rows` return such objects."""
 
     num_rows: int
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     sample: Callable[[int], torch.Tensor]  # returns this number of rows, from which a codebook can be learned
 
 
-def new_rows(num_rows: int, num_columns: int, dtype: torch.dtype, padding_idx: int | None = None) -> Rows:
+def new_rows(num_rows: int, num_columns: int, dtype: torch.dtype, padding_idx: int | None = None) -> RowSource:
     """Draws rows from N(0, 1), as torch.nn.Embedding does, with torch's CPU generator. The padding row is zeros. A
     sample has rows from the same distribution, and does not change the state of the generator."""
     if num_rows < 0 or num_columns < 1:
@@ -65,14 +65,14 @@ def new_rows(num_rows: int, num_columns: int, dtype: torch.dtype, padding_idx: i
         with torch.random.fork_rng(devices=[]):
             return torch.empty(count, num_columns, dtype=dtype, device="cpu").normal_()
 
-    return Rows(num_rows, block, sample)
+    return RowSource(num_rows, block, sample)
 
 
-def given_rows(rows: torch.Tensor | CompressedTensor) -> Rows:
+def given_rows(rows: torch.Tensor | CompressedTensor) -> RowSource:
     """Returns the rows of a tensor, or of a table."""
     held = rows.detach()
     num_rows = held.shape[0]
-    return Rows(
+    return RowSource(
         num_rows,
         lambda first, last: held[first:last],
         lambda count: held[sampled(num_rows, count).to(held.device)],
@@ -80,7 +80,7 @@ def given_rows(rows: torch.Tensor | CompressedTensor) -> Rows:
 
 
 def table_of(
-    sources: Sequence[Rows], num_columns: int, dtype: torch.dtype, device: torch.device | str | int
+    sources: Sequence[RowSource], num_columns: int, dtype: torch.dtype, device: torch.device | str | int
 ) -> CompressedTensor:
     """Makes one table of the rows of all sources, one source after the other. The table is in device memory or, for the
     CPU, in host memory, which is pinned if there is a GPU. Its codebook is learned from rows of all sources, from each
