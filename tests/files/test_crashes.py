@@ -221,7 +221,7 @@ def test_no_directory(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("stride", [151, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [151, pytest.param(13, marks=pytest.mark.slow)])
 def test_saving_is_interrupted(path, stride):
     """At moments of the library's code."""
     new = 0
