@@ -5,11 +5,11 @@
 Two processes save a model of a billion parameters, each one half of its tensors, and load it again. Arms, in one order
 and in the other: `torch`, its FileSystemWriter; `torch, zstd`, the same with torch's own extension, if zstandard is
 installed; `ibp`. Cases: BF16 weights, N(0, 0.02), and the FP32 states that Adam has after a few steps with normal
-gradients; on a GPU if there is one, which both processes share, and on the CPU. Weights are also saved to a tmpfs
-(`tmpfs`), where no disk binds. The time of a call is that of the
-slower process, to the end of fsync. Its memory is the most of its own that a process was seen to have more than before
-the call. `writing` is a plain file of the same bytes, written and flushed by both processes. Everything that is loaded
-is compared with what was saved.
+gradients; on a GPU if there is one, which both processes share, and on the CPU. For the CPU, the case says how many
+cores the processes share, and the column gpu names the processor. Weights are also saved to a tmpfs (`tmpfs`), where no
+disk binds. The time of a call is that of the slower process, to the end of fsync. Its memory is the most of its own
+that a process was seen to have more than before the call. `writing` is a plain file of the same bytes, written and
+flushed by both processes. Everything that is loaded is compared with what was saved.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import _extension
 
 from ibp.integrations.dcp import Reader, Writer
 
-from . import harness
+from . import cpu, harness
 
 WORLD = 2
 SHAPE, TENSORS = (4096, 4096), 64  # a billion parameters
@@ -151,11 +151,12 @@ def measure(run, device, case, directory, is_tmpfs):
     of_ranks = [pickle.loads(Path(f"{found}.{rank}").read_bytes()) for rank in range(WORLD)]
     num_bytes = sum(of_rank[0] for of_rank in of_ranks)
     writing = num_bytes * 1e-9 / max(of_rank[1][0][2] for of_rank in of_ranks)
+    where = "GPU" if device == "cuda" else f"CPU of {len(os.sched_getaffinity(0))} cores"
     for records in zip(*(of_rank[1] for of_rank in of_ranks)):
         (arm, order, *_), stored = records[0], sum(record[4] for record in records)
         save_s, load_s, save_peak, load_peak = (max(record[k] for record in records) for k in (2, 3, 5, 6))
         run.add(
-            case=f"{case}, {'CPU' if device == 'cpu' else 'GPU'}{', tmpfs' if is_tmpfs else ''}",
+            case=f"{case}, {where}{', tmpfs' if is_tmpfs else ''}",
             arm=arm,
             rows=num_bytes // (4096 * CASES[case][1].itemsize),
             row_bytes=4096 * CASES[case][1].itemsize,
@@ -180,6 +181,8 @@ def main(argv=None):
     args = harness.parse_args(others, __doc__)
     run = harness.Run("dcp", args, COLUMNS)
     for device in ("cuda", "cpu") if run.on_gpu else ("cpu",):
+        if device == "cpu":
+            run.same["gpu"] = cpu.processor_name()
         places = [(case, chosen.directory) for case in CASES]
         if TMPFS.is_dir():
             places.insert(1, (next(iter(CASES)), TMPFS))
