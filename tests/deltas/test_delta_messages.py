@@ -431,6 +431,7 @@ OTHER_VALUES += [["size", [3]], ["list", []], ["dict", []], ["tensor", "uint8", 
 
 
 @hypothesis.given(st.integers(0, 1 << 20), st.sampled_from(OTHER_VALUES), st.booleans(), st.integers(0, 2))
+@hypothesis.settings(max_examples=30)  # each learns several codebooks
 def test_any_head(place, value, full, number):
     """Whatever a head says, the weights are one version or the other, and errors are those that are documented."""
     there = {"a": torch.arange(60.0).view(20, 3), "b": torch.arange(7).bfloat16()}
