@@ -282,8 +282,8 @@ def _enter(segment: Segment, others: list[SharedHandle], path: Path, file: int) 
 
 
 def _holders(text: bytes) -> list[SharedHandle]:
-    """Returns a handle for each process in the content of a file that still holds the memory. There are none if the
-    content is not valid, because the file is new or its writer was killed."""
+    """Reads the content of a file, and returns a handle for each process named there that still holds the memory. The
+    list is empty if the content is not valid, because the file is new or its writer was killed."""
     living = []
     with contextlib.suppress(ValueError, TypeError):
         name, num_bytes, holders = json.loads(text)
@@ -307,8 +307,8 @@ def _leave(path: Path, own: tuple[int, int] | None = None) -> None:
 
 
 def _folder() -> Path:
-    """Returns a directory that belongs to this user alone, and makes it if it does not exist. Raises RuntimeError if it
-    cannot be made, or if other users have access."""
+    """Returns a directory that belongs to this user alone. Makes the directory if it does not exist. Raises
+    RuntimeError if the directory cannot be made, or if other users have access to it."""
     own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     folder = (own if own.is_absolute() and own.is_dir() else Path(tempfile.gettempdir())) / f"ibp-{os.geteuid()}"
     try:

@@ -321,8 +321,8 @@ class Table(TensorManners, Saves):
 
     @property
     def peer_bytes(self) -> int:
-        """The part of `nbytes` that is in the memory of a GPU other than the table's: the overflow, if
-        `ibp.spill.place` put it there, and otherwise 0."""
+        """Size in bytes of the overflow if it is in the memory of another GPU, where `ibp.spill.place` can put it;
+        otherwise 0. `nbytes` includes these bytes."""
         return self.overflow.numel() if spills(self) and self.overflow.is_cuda else 0
 
     @property

@@ -455,7 +455,8 @@ _WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written
 
 
 class CacheState:
-    """The rows that a cache holds, the locks and streams that order readers and writers, and all changes of rows.
+    """Holds the rows of a cache, with the locks and streams that order readers and writers, and makes all changes of
+    these rows.
 
     Args:
         view: the table whose rows are held.

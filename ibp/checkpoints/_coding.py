@@ -510,8 +510,8 @@ def write_file(
 
 
 def _written_to(writer: FileWriter, file: str, reports: list[TensorReport]) -> Generator[int, CodedBlock, None]:
-    """Writes the coded blocks that are sent to it: all blocks of a tensor in order, then those of the next tensor. For
-    each block, yields its number of bytes before coding, after the block has been written and its memory released.
+    """Receives coded blocks by `send` and writes them: all blocks of a tensor in order, then those of the next tensor.
+    When a block has been written and its memory released, yields the number of bytes that the block had before coding.
 
     After the last block of a coded tensor, it writes the lengths of the tensor's rows, the bases if any row has stored
     bytes, and the fields of the table. Then it appends the report of the tensor to `reports`. file: the file's path

@@ -311,7 +311,7 @@ class GpuBatch:
 
 
 class HostBatch:
-    """The batch of one job whose base is on the CPU and contiguous. The differences are added in the base's own memory.
+    """Applies one job whose base is on the CPU and contiguous. The differences are added in the base's own memory.
 
     Attributes:
         indices: a list of one number, the index of the job.
@@ -327,8 +327,8 @@ class HostBatch:
         """Does nothing, because `apply` does all the work."""
 
     def apply(self) -> int | None:
-        """Applies the delta and returns None. If the base is not the one that the delta was made for, or if the delta
-        is damaged, leaves the base unchanged and returns the index of the job."""
+        """Applies the delta and returns None. If the delta was made for another base, or is damaged, leaves the base
+        unchanged and returns the index of the job."""
         before = fingerprint(self._base)
         if before != self._delta.base:
             return self.indices[0]
@@ -355,8 +355,8 @@ class HostBatch:
 
 
 class CopyBatch:
-    """The batch of one job whose base is split, or cannot be changed in its own memory. The elements are copied into
-    one tensor, changed there, and written back. This needs memory for all elements and for their differences.
+    """Applies one job whose base is split, or cannot be changed in its own memory. The elements are copied into one
+    tensor, changed there, and written back. This needs memory for all elements and for their differences.
 
     Attributes:
         indices: a list of one number, the index of the job.

@@ -335,7 +335,7 @@ RAW = Plan(None)  # The plan of calls that are raw.
 
 @dataclass(eq=False)
 class Channel:
-    """The state of the `send` calls, or of the `recv` calls, between this rank and another rank, for one tag.
+    """Holds the state of the `send` calls, or of the `recv` calls, between this rank and another rank, for one tag.
 
     Attributes:
         plans: the plan for each kind of tensor.

@@ -385,7 +385,7 @@ def _split(data: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
 
 
 class Messages:
-    """The layout of messages in a buffer, one after the other.
+    """Says where messages lie in a buffer, one after the other.
 
     Args:
         codec: how messages are coded.

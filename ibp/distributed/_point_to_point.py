@@ -221,10 +221,9 @@ class _Transfer(OneTensor):
         return NotedWork([self._moved(data), self._moved(note)], lambda: take(note))
 
     def _learned(self, old: Plan | None, learner: Learner[Codec]) -> Codec | None:
-        """Returns the codec that the sender chooses for the next tensors. This is the present codec. If there is no
-        present codec, or it has lost rows, it is a newly learned codec. Returns None if coding saves too little. With
-        level="auto", also returns None if raw tensors are expected to be faster, or if the rate of the link is not
-        known."""
+        """Chooses the codec for the next tensors, on the sender. Keeps the present codec unless a tensor has lost rows
+        with it; otherwise learns a codec. Returns None if coding saves too little. With level="auto", also returns None
+        if raw tensors are expected to be faster, or if the rate of the link is not known."""
         kind, link = self.kind, self.state.link
         learner.has_drifted = old is not None and old.has_lost
         if old is not None and not learner.has_drifted:

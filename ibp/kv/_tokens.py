@@ -351,7 +351,7 @@ class Fetch:
 
 
 class TokenDecoder:
-    """Brings coded tokens to the memory that keeps them, and decodes them, for all layers on one device.
+    """Moves coded tokens to the memory that keeps them, and decodes tokens for use, for all layers on one device.
 
     On a CPU, `fetch` decodes at once. On a GPU, it decodes on a stream of its own while the current stream goes on.
     `fetch` does not make the host wait, and `Fetch.wait` makes the current stream wait for the decoding.
