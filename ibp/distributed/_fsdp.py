@@ -84,9 +84,9 @@ _HOOKS = "_ibp_hooks"  # The attribute of a module that holds the handles of the
 
 
 class Shards:
-    """This rank's shards of one module's parameters, and how the module's all-gathers send them. FSDP2 calls the object
-    for each all-gather of the module: it has the methods of torch's class `AllGather` for custom all-gathers, which is
-    no base class, because not every torch has it.
+    """Holds this rank's shards of one module's parameters, and makes the all-gathers of the module. FSDP2 calls the
+    object for each of them: it has the methods of `AllGather`, torch's class for custom all-gathers. It does not derive
+    from that class, because some versions of torch lack it.
 
     Attributes:
         module: the module.

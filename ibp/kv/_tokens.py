@@ -77,7 +77,7 @@ class PendingBlocks:
 
 @dataclass
 class StoredBlocks:
-    """The blocks that one call of `TokenHistory.store` has added."""
+    """Describes the blocks that one call of `TokenHistory.store` has added."""
 
     num_blocks: int  # number of these blocks that have not been removed
     num_coded: int  # number of blocks that the call added
