@@ -238,7 +238,7 @@ class Making:
         """Returns the delta of each pair, or None if its coded differences would take more than WELL_CODED times the
         size of the tensor. The bases of these pairs are not overwritten."""
         starts, sizes, sums = self._read()
-        badly_coded = [i for i, size in enumerate(self._sizes) if sizes[i] > WELL_CODED * size]
+        badly_coded = {i for i, size in enumerate(self._sizes) if sizes[i] > WELL_CODED * size}
         if badly_coded:
             for i in badly_coded:
                 # Marks all rows of the pair as default rows, so that they take no bytes in `overflow` and encode_deltas
