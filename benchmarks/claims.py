@@ -190,6 +190,7 @@ class Table:
 ROWS = {"rows": rows_name}
 GBPS = "GB/s of original bytes"
 MISSED = "in brackets the target where it is missed"
+READ_OR_WRITTEN = "decode", "index_select", "update_"  # Arms of spill.csv begin with these words.
 # These arms of codec.csv are shown.
 CODERS = {
     *("planes decode", "planes per column decode", "decode", "nvcomp ANS decode", "planes encode", "encode"),
@@ -872,7 +873,29 @@ TABLES = (
             "leave it": cell("spilled", percent),
         },
         judged,
-        lambda row: row["arm"].partition(",")[0] in ("decode", "index_select", "update_"),
+        lambda row: row["arm"].partition(",")[0] in READ_OR_WRITTEN and not row["case"].startswith(spill.PEER),
+    ),
+    Table(
+        "",
+        "spill",
+        f"The same on one of two GPUs, with overflow in the other's memory too (`{spill.ON_PEER}`); {GBPS}, {MISSED}",
+        {
+            "rows": lambda row: rows_name(row).removeprefix(spill.PEER),
+            "slot": cell("slot_bytes", "{:,}".format),
+            "leave it": cell("spilled", percent),
+        },
+        judged,
+        lambda row: row["arm"].partition(",")[0] in READ_OR_WRITTEN and row["case"].startswith(spill.PEER),
+    ),
+    Table(
+        "",
+        "spill",
+        f"{GBPS} and in brackets the share of what is possible: a table of random bytes that is read whole, by the "
+        "share of it in overflow, which is in host memory or in another GPU's",
+        {"in overflow": cell("spilled", percent)},
+        of_ideal,
+        lambda row: row["arm"].startswith(spill.PLACED),
+        cell("arm"),
     ),
     Table(
         "",
@@ -1292,13 +1315,19 @@ def distributed_checkpoints(results):
 
 
 def spilled_rates(results):
-    """Returns rates of decoding by the share of rows that leave their slots."""
-    rows = results.rows("spill", case="normal 0.02", slot_bytes=1408, arm="decode, spilled")
-    rates = {round(100 * row["spilled"]): number(row["gbps"]) for row in rows}
+    """Returns rates of decoding by the share of rows that leave their slots, and by the place of overflow."""
+
+    def rates(case, where):
+        rows = results.rows("spill", case=case, slot_bytes=1408, arm=f"decode, {where}")
+        return {round(100 * row["spilled"]): number(row["gbps"]) for row in rows}
+
+    host, peer = rates("normal 0.02", spill.SPILLED), rates(f"{spill.PEER}normal 0.02", spill.ON_PEER)
+    alone = rates(f"{spill.PEER}normal 0.02", spill.DEVICE)
     return (
-        f"A BF16 table of 1 GiB in device memory decodes at {rates[0]} GB/s when no row leaves its slot, at "
-        f"{rates[10]} when 10 % of the rows have a part in host memory, and at {rates[30]} when 30 % have "
-        f"{source(results, 'spill')}."
+        f"A BF16 table of 1 GiB in device memory decodes at {host[0]} GB/s when no row leaves its slot, at "
+        f"{host[10]} when 10 % of the rows have a part in host memory, and at {host[30]} when 30 % have. With overflow "
+        f"in another GPU's memory, over NVLink, these rates are {peer[0]}, {peer[10]} and {peer[30]}, and "
+        f"{alone[0]}, {alone[10]} and {alone[30]} with overflow in the same GPU's {source(results, 'spill')}."
     )
 
 
