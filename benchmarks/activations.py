@@ -35,9 +35,7 @@ the time of its step.
 
 `zeros listed` stands for cDMA's engine: each row has one bit for each element, or a list of positions if that is
 shorter, and the elements that are not zero (FORMAT.md section 6). Kernels and hooks are those of `ibp`, and tensors
-that would gain nothing are sent raw, as there. `--arms "raw,zeros listed"` measures it beside raw hooks, which is
-expected to take about a minute on an H200. Older rows of `zero values` are of torch's operations in place of these
-kernels. throttle.py measures more numbers of SMs, energy, and several GPUs.
+that would gain nothing are sent raw, as there. throttle.py measures more numbers of SMs, energy, and several GPUs.
 
 Before an arm is timed, its gradients are compared with plain's bit for bit, if plain's own are the same every time with
 torch's deterministic algorithms (`checked` is `gradients`; plain's is `repeats`). Otherwise every saved tensor is

@@ -1281,10 +1281,14 @@ def pinned_activations(results):
     def text(row):
         return f"{row['case']} {row['pinned_gb']:.2f} for {raw[row['case']]:.2f}"
 
-    listed = f", in GB: {', '.join(map(text, more))}" if more else ""
+    if not more:
+        return (
+            f"Compressed activations pin no more host memory than raw ones in any of {len(rows)} measured nets; least "
+            f"of raw {text(least)} GB."
+        )
     return (
-        f"Compressed activations pin more host memory than raw ones in {len(more)} of {len(rows)} measured nets"
-        f"{listed}; least of raw {text(least)}{'' if more else ' GB'}."
+        f"Compressed activations pin more host memory than raw ones in {len(more)} of {len(rows)} measured nets, in "
+        f"GB: {', '.join(map(text, more))}; least of raw {text(least)}."
     )
 
 

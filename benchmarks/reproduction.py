@@ -1234,13 +1234,8 @@ def offload_gains(results):
     )
 
 
-# Arms that only some nets have, and the arms with which they are compared. Rows of `zero values` are of an older
-# activations.py, by torch's operations.
-FURTHER_ARMS = (
-    (activations.IBP_FEW, activations.IBP),
-    (activations.LISTED_ZEROS, activations.RAW),
-    ("zero values", activations.RAW),
-)
+# Arms that only some nets have, and the arms with which they are compared.
+FURTHER_ARMS = ((activations.IBP_FEW, activations.IBP), (activations.LISTED_ZEROS, activations.RAW))
 
 
 def throttled_steps(results):

@@ -139,7 +139,7 @@ def bits_of(flat):
 
 class IbpTrainer:
     def __init__(self, weights):
-        self.sender = ibp.deltas.Sender(weights.tensors, piece_bytes=PIECE_BYTES)
+        self.sender = ibp.deltas.Sender(weights.tensors)
 
     def make(self, weights):
         return self.sender.push(weights.tensors)
