@@ -3,9 +3,8 @@ different sizes.
 
 What stays: a pool (`_Pool`) keeps the pages of blocks of one size and kind, coded in a `KVStore`, or raw in host memory
 if the store has no room. A span (`_Span`) is the tensors of a group of layers whose blocks go to one pool. What comes
-and goes: a call of `store` or `load` is a job (`_Job`), which has a part (`_JobPart`) for each span that it concerns.
-When the work of a store has ended, its job is settled: the pages for which a pool had no room are copied from their
-blocks.
+and goes: a call of `store` or `load` is a job (`_Job`), which has a transfer for each span that it concerns. When the
+work of a store has ended, its job is settled: the pages for which a pool had no room are copied from their blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -49,12 +48,14 @@ class _Pool:
         self.may_use = 0
         self._lost_some = False  # whether `store` had no room for a page since the last compaction
 
-    def make_store(self, parts: list[_JobPart], num_pages: int, pool_bytes: int) -> None:
+    def make_store(self, parts: list[tuple[_Span, list[int]]], num_pages: int, pool_bytes: int) -> None:
+        """Makes the store. parts: the spans of this pool whose blocks are stored first, with the numbers of these
+        blocks, from which the codebook is learned."""
         sample = []
-        for part in parts:
-            tensors = part.span.paged.tensors
+        for span, blocks in parts:
+            tensors = span.paged.tensors
             count = max(1, _SAMPLE_BYTES // (len(parts) * len(tensors) * self.page_bytes))
-            some = torch.as_tensor(part.blocks[:count], device=self._device)
+            some = torch.as_tensor(blocks[:count], device=self._device)
             sample += [tensor[some] for tensor in tensors]
         self.store = KVStore(
             torch.cat(sample).view(self._dtype),
@@ -66,21 +67,41 @@ class _Pool:
             device=self._device,
         )
 
-    def keep(self, part: _JobPart, lost: set[int]) -> None:
-        """Makes raw copies of those blocks of a part whose pages are in `lost`. These are the pages for which the store
-        had no room."""
-        self._lost_some = self._lost_some or bool(lost)
-        for page, block in zip(part.pages, part.blocks):
-            if page in lost:
-                kept = {n: tensor[block].to("cpu", copy=True) for n, tensor in part.span.columns()}
-                self.raw.setdefault(page, {}).update(kept)
-
-    def expect(self, part: _JobPart) -> None:
-        """Adds to `may_use` the size in bytes of the overflow that a part needs if all of its rows are stored raw."""
+    def put(self, span: _Span, pages: list[int], blocks: list[int], stream: torch.cuda.Stream | None) -> Transfer:
+        """Begins to store block blocks[k] of a span as page pages[k]. Adds to `may_use` the size in bytes of the
+        overflow that the pages need if all of their rows are stored raw."""
         assert self.store is not None
-        place, num_bytes = self.store.place, len(part.pages) * len(part.span.paged) * self.page_bytes
+        place, num_bytes = self.store.place, len(pages) * len(span.paged) * self.page_bytes
         raw_bytes = rounded_up(max(0, place.row_bytes - place.slot_bytes), SECTOR_BYTES)
         self.may_use += num_bytes // place.row_bytes * raw_bytes
+        return self.store.store(pages, span.paged, blocks, first_tensor=span.first_tensor, stream=stream)
+
+    def keep(self, span: _Span, pages: list[int], blocks: list[int], lost: set[int]) -> None:
+        """Makes raw copies of those pages that are in `lost`, for which the store had no room. blocks: the blocks from
+        which the pages were stored."""
+        self._lost_some = self._lost_some or bool(lost)
+        for page, block in zip(pages, blocks):
+            if page in lost:
+                kept = {n: tensor[block].to("cpu", copy=True) for n, tensor in span.columns()}
+                self.raw.setdefault(page, {}).update(kept)
+
+    def get(
+        self, span: _Span, pages: list[int], blocks: list[int], stream: torch.cuda.Stream | None
+    ) -> Transfer | None:
+        """Loads those pages that are raw, on the current stream, and begins to load the coded ones. Returns the
+        transfer of the coded pages, or None if there are none. If several pages go to the same block, only the last of
+        them is loaded."""
+        if self.store is None:
+            raise RuntimeError("a load was submitted before any store")
+        page_of, first = dict(zip(blocks, pages)), span.first_tensor
+        kept = {block: self.raw[page] for block, page in page_of.items() if first in self.raw.get(page, ())}
+        for block, tensors in kept.items():
+            for number, tensor in span.columns():
+                tensor[block].copy_(tensors[number], non_blocking=True)
+        coded = {block: page for block, page in page_of.items() if block not in kept}
+        if not coded:
+            return None
+        return self.store.load(list(coded.values()), span.paged, list(coded), first_tensor=first, stream=stream)
 
     @property
     def may_lose(self) -> bool:
@@ -130,49 +151,20 @@ class _Span(NamedTuple):
 
 
 @dataclass
-class _JobPart:
-    """The part of a job that concerns one span. Block blocks[k] of the span's tensors is stored as page pages[k], or is
-    loaded from it."""
-
-    span: _Span
-    pages: list[int]
-    blocks: list[int]
-    transfer: Transfer | None = None  # moves the coded pages; None before it begins, and if there are none
-
-    def store(self, stream: torch.cuda.Stream | None) -> None:
-        """Begins to store the blocks."""
-        pool = self.span.pool
-        assert pool.store is not None
-        pool.expect(self)
-        self.transfer = pool.store.store(
-            self.pages, self.span.paged, self.blocks, first_tensor=self.span.first_tensor, stream=stream
-        )
-
-    def load(self, stream: torch.cuda.Stream | None) -> None:
-        """Loads the raw pages, on the current stream, and begins to load the coded ones. If several pages go to the
-        same block, only the last of them is loaded."""
-        pool, first = self.span.pool, self.span.first_tensor
-        if pool.store is None:
-            raise RuntimeError("a load was submitted before any store")
-        page_of = dict(zip(self.blocks, self.pages))
-        kept = {block: pool.raw[page] for block, page in page_of.items() if first in pool.raw.get(page, ())}
-        for block, tensors in kept.items():
-            for number, tensor in self.span.columns():
-                tensor[block].copy_(tensors[number], non_blocking=True)
-        coded = {block: page for block, page in page_of.items() if block not in kept}
-        if coded:
-            self.transfer = pool.store.load(
-                list(coded.values()), self.span.paged, list(coded), first_tensor=first, stream=stream
-            )
-
-
-@dataclass
 class _Job:
-    """A store or a load that has been submitted, in parts."""
+    """A store or a load that has been submitted.
+
+    Attributes:
+        stores: whether the job is a store.
+        moves: the pages and blocks of each group.
+        transfers: for each span that the job concerns, (group, span, the transfer of its coded pages). The transfer is
+            None if a load has only raw pages.
+        events: recorded before and after the job's work. None on the CPU.
+    """
 
     stores: bool
-    parts: list[_JobPart]
-    # Recorded before and after the job's work. None on the CPU.
+    moves: Moves
+    transfers: list[tuple[int, _Span, Transfer | None]] = field(default_factory=list)
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def is_done(self) -> bool:
@@ -184,9 +176,9 @@ class _Job:
     def is_loaded(self) -> bool:
         """Waits for the transfers of a load. Returns whether all pages were stored and none was damaged."""
         try:
-            for part in self.parts:
-                if part.transfer is not None:
-                    part.transfer.synchronize()
+            for _, _, transfer in self.transfers:
+                if transfer is not None:
+                    transfer.synchronize()
         except (IndexError, CorruptTableError):
             return False
         return True
@@ -302,11 +294,12 @@ class BlockStore(OfThisProcess):
             moves: {group: (pages, blocks)}: block blocks[k] of the group is stored as page pages[k].
             stream: the stream that stores. None: the store's own stream for stores.
         """
-        entry, stream = _Job(True, list(self._parts(moves))), stream or self._store_stream
-        self._make_stores(entry.parts)
+        entry, stream = _Job(True, dict(moves)), stream or self._store_stream
+        spans = [(group, span) for group in entry.moves for span in self._spans[group]]
+        self._make_stores([(span, entry.moves[group][1]) for group, span in spans])
         with self._timed(entry, stream):
-            for part in entry.parts:
-                part.store(stream)
+            for group, span in spans:
+                entry.transfers.append((group, span, span.pool.put(span, *entry.moves[group], stream)))
         self._jobs[job] = entry
 
     def load(
@@ -333,10 +326,11 @@ class BlockStore(OfThisProcess):
             RuntimeError: nothing has been stored yet.
         """
         stream = stream or (self._urgent_stream if urgent else self._load_stream)
-        entry = _Job(False, list(self._parts(moves, tensors)))
+        entry = _Job(False, dict(moves))
         with self._timed(entry, stream):
-            for part in entry.parts:
-                part.load(stream)
+            for group, (pages, blocks) in entry.moves.items():
+                for span in self._spans[group] if tensors is None else self._spans_with(group, tensors):
+                    entry.transfers.append((group, span, span.pool.get(span, pages, blocks, stream)))
         self._jobs[job] = entry
 
     def finished(self) -> list[tuple[int, bool, float | None]]:
@@ -371,18 +365,15 @@ class BlockStore(OfThisProcess):
 
     # ---- implementation ----
 
-    def _make_stores(self, parts: list[_JobPart]) -> None:
+    def _make_stores(self, parts: list[tuple[_Span, list[int]]]) -> None:
+        """Makes the stores of pools that have none. parts: the spans that are about to be stored, with the numbers of
+        their blocks."""
         all_bytes = sum(pool.page_bytes * pool.num_tensors for pool in self._pools.values())
         for pool in self._pools.values():
-            mine = [part for part in parts if part.span.pool is pool]
+            mine = [part for part in parts if part[0].pool is pool]
             if mine and pool.store is None:
                 share = self._pool_bytes * pool.page_bytes * pool.num_tensors // all_bytes
                 pool.make_store(mine, self._num_pages, share)
-
-    def _parts(self, moves: Moves, tensors: range | None = None) -> Iterator[_JobPart]:
-        for group, (pages, blocks) in moves.items():
-            for span in self._spans[group] if tensors is None else self._spans_with(group, tensors):
-                yield _JobPart(span, pages, blocks)
 
     def _spans_with(self, group: int, tensors: range) -> list[_Span]:
         if (group, tensors) not in self._some_spans:
@@ -410,7 +401,7 @@ class BlockStore(OfThisProcess):
         room. The blocks of these pages are still unchanged, because callers obey the rule of `may_lose`."""
         for job, entry in [(job, entry) for job, entry in self._jobs.items() if entry.is_done()]:
             if entry.stores:
-                self._keep_lost(entry.parts)
+                self._keep_lost(entry)
             success = entry.stores or entry.is_loaded()
             del self._jobs[job]  # only now: if a line before raises, the next call tries again
             self._finished.append((job, success, entry.seconds()))
@@ -418,12 +409,12 @@ class BlockStore(OfThisProcess):
             for pool in self._pools.values():
                 pool.recount()
 
-    def _keep_lost(self, parts: list[_JobPart]) -> None:
+    def _keep_lost(self, entry: _Job) -> None:
         """Drops the raw copies of the pages of a store, and makes raw copies of the pages that were lost."""
-        pages = [page for part in parts for page in part.pages]
         for pool in self._pools.values():  # all pools, because a page may have belonged to another group before
-            for page in pages:
-                pool.raw.pop(page, None)
-        for part in parts:
-            assert part.transfer is not None
-            part.span.pool.keep(part, set(part.transfer.lost()))
+            for pages, _ in entry.moves.values():
+                for page in pages:
+                    pool.raw.pop(page, None)
+        for group, span, transfer in entry.transfers:
+            assert transfer is not None
+            span.pool.keep(span, *entry.moves[group], set(transfer.lost()))
