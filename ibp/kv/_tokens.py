@@ -105,7 +105,7 @@ class TokenHistory(OfThisProcess):
     Args:
         coder: the coder of the cache.
         decoder: the coder's decoder for the layer's device.
-        keys, values: the geometry of keys and of values.
+        keys, values: the coded keys and the coded values of the layer.
 
     Attributes:
         device: the device that encodes and decodes.
@@ -114,13 +114,9 @@ class TokenHistory(OfThisProcess):
 
     _instead = "fetch() its keys and values, which can be pickled"
 
-    def __init__(self, coder: TokenCoder, decoder: TokenDecoder, keys: Form, values: Form) -> None:
-        given, self.device = coder._codebooks or (None, None), decoder.device
-        self._coder, self._decoder, self.arena = coder, decoder, TokenArena(self.device, decoder.memory == "pinned")
-        self.keys, self.values = (
-            CodedStates(form, coder._scheme, coder._level, book, self.device)
-            for form, book in zip((keys, values), given)
-        )
+    def __init__(self, coder: TokenCoder, decoder: TokenDecoder, keys: CodedStates, values: CodedStates) -> None:
+        self._coder, self._decoder, self.device = coder, decoder, decoder.device
+        self.arena, self.keys, self.values = TokenArena(self.device, decoder.memory == "pinned"), keys, values
         self.num_blocks = 0
         self.stamp = next(_stamps)  # changes whenever the bytes of the arena change
         self._stored: list[StoredBlocks] = []
@@ -292,9 +288,8 @@ class TokenHistory(OfThisProcess):
         """Returns a copy of the history, with a separate copy of the coded bytes. coder: the coder to which the copy
         belongs. None: the coder of this history."""
         coder = coder or self._coder
-        copied = TokenHistory(coder, coder._decoder_on(self.device), self.keys.form, self.values.form)
+        copied = TokenHistory(coder, coder._decoder_on(self.device), self.keys.clone(), self.values.clone())
         copied.arena = self.arena.clone()
-        copied.keys, copied.values = self.keys.clone(), self.values.clone()
         copied.num_blocks, copied._num_slots, copied._batch_size = self.num_blocks, self._num_slots, self._batch_size
         copied._stored = [replace(held) for held in self._stored]
         copied.order = self.order
@@ -549,8 +544,11 @@ class TokenCoder(OfThisProcess):
             ValueError: keys are on neither a CPU nor a CUDA device, or keys or values do not suit the codebooks.
         """
         decoder, books = self._decoder_on(keys.device), self._codebooks or (None, None)
-        forms = [Form.of(states, self.block, book) for states, book in zip((keys, values), books)]
-        return TokenHistory(self, decoder, forms[0], forms[1])
+        keys_of_layer, values_of_layer = (
+            CodedStates(Form.of(states, self.block, book), self._scheme, self._level, book, decoder.device)
+            for states, book in zip((keys, values), books)
+        )
+        return TokenHistory(self, decoder, keys_of_layer, values_of_layer)
 
     def clone_of(self, history: TokenHistory) -> TokenHistory:
         """Returns a copy of a layer's history that belongs to this coder."""
