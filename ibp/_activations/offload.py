@@ -160,22 +160,6 @@ class ActivationPolicy:
 
 
 @dataclass
-class _SpanEntry:
-    """A record of a span that was saved. It is valid only while the span's storage lives, so that a later storage at
-    the same address is not mistaken for it.
-
-    Attributes:
-        storage: the span's storage.
-        region: the region that holds the span. None: the span is not moved.
-        passes: the number of the last pass that saved the span.
-    """
-
-    storage: StorageWeakRef
-    region: weakref.ref[SavedRegion] | None
-    passes: int
-
-
-@dataclass
 class ActivationStats(Statistics):
     """Counts of saved tensors since the last `reset_stats`. Numbers of bytes are sizes before compression, except
     sent_bytes and device_bytes.
@@ -232,7 +216,10 @@ class ActivationOffload(OfThisProcess):
         self._stats = ActivationStats()
         self._lock = ForkLock()
         self._transfers: dict[torch.device, PieceTransfers] = {}
-        self._seen: dict[coding.ByteSpan, _SpanEntry] = {}
+        # The spans that were saved: for each one, its storage and the region that holds it. None instead of a region:
+        # this pass does not move the span. An entry is valid only while the storage lives, so that a later storage at
+        # the same address is not mistaken for it.
+        self._seen: dict[coding.ByteSpan, tuple[StorageWeakRef, weakref.ref[SavedRegion] | None]] = {}
         self._order: list[int] = []
         self._faults = Faults(_WORDS)
         self._pass, self._passes = self._new_pass(), 0
@@ -326,34 +313,23 @@ class ActivationOffload(OfThisProcess):
         span, view = found
         if self._pass.alive == 0 and self._pass.is_used:
             self._begin_pass()
-        entry = self._seen.get(span)
-        if entry is not None and entry.storage.expired():
-            entry = None
-        region = self._shared(entry) or self._new(x, span, view, entry)
-        if region is None:
+        storage, held_by = self._seen.get(span, (None, None))
+        region = None
+        if storage is not None and not storage.expired():
+            if held_by is None:
+                return None
+            region = held_by()
+        if region is not None:
+            self._stats.shared += 1
+            self._pass.share(region)
+        elif (region := self._new(x, span, view)) is None:
             return None
         region.saves += 1
         return region, view
 
-    def _shared(self, entry: _SpanEntry | None) -> SavedRegion | None:
-        """Returns the region in which a span has already been saved, or None. If this pass has not saved the span yet,
-        the call also uses up a region number, so that the next regions have the same numbers in every pass."""
-        region = entry.region() if entry is not None and entry.region is not None else None
-        if entry is None or region is None:
-            return None
-        self._stats.shared += 1
-        if entry.passes != self._passes:
-            self._pass.take_number()
-            entry.passes = self._passes
-        return region
-
-    def _new(
-        self, x: torch.Tensor, span: coding.ByteSpan, view: SpanView, entry: _SpanEntry | None
-    ) -> SavedRegion | None:
+    def _new(self, x: torch.Tensor, span: coding.ByteSpan, view: SpanView) -> SavedRegion | None:
         """Makes a region for a span that no region holds, and saves the bytes of x in it. Returns None if the span is
         not moved."""
-        if entry is not None and entry.region is None and entry.passes == self._passes:
-            return None
         number, data = self._pass.take_number(), coding.bytes_of(x, span)
         mode, recipe = self._policy.choose(number, data, view, self._passes)
         region, transfers = None, self._transfers_of(x.device)
@@ -363,8 +339,7 @@ class ActivationOffload(OfThisProcess):
             self._fill(region, x, data)
         elif transfers is not None:
             transfers.free()
-        held_by = None if region is None else weakref.ref(region)
-        self._seen[span] = _SpanEntry(StorageWeakRef(x.untyped_storage()), held_by, self._passes)
+        self._seen[span] = StorageWeakRef(x.untyped_storage()), None if region is None else weakref.ref(region)
         return region
 
     def _fill(self, region: SavedRegion, x: torch.Tensor, data: torch.Tensor) -> None:
@@ -420,7 +395,7 @@ class ActivationOffload(OfThisProcess):
             self._faults.raise_pending(device)
         self._order = self._pass.uses or self._order
         self._policy.begin_pass(self._pass.is_used and self._pass.alive == 0)
-        self._seen = {span: entry for span, entry in self._seen.items() if not entry.storage.expired()}
+        self._seen = {span: seen for span, seen in self._seen.items() if seen[1] is not None and not seen[0].expired()}
         self._passes += 1
         self._pass = self._new_pass()
 
