@@ -29,7 +29,8 @@ from .._machine.staging import Coming, Ring, Turn
 from .._rows.codebook import AnyCodebook
 from .._rows.faults import Faults, FaultWords
 from .._rows.learning import check_scheme
-from ._states import CodedItems, CodedStates, Form, TokenArena
+from .._tables.coded_rows import CodedRows
+from ._states import Coded, CodedStates, Form, TokenArena
 
 # ---- the tokens of a layer ----
 
@@ -45,11 +46,11 @@ class PendingBlocks:
         batch_size: number of sequences in a block.
     """
 
-    def __init__(self, keys: CodedItems, values: CodedItems, num_blocks: int, batch_size: int) -> None:
+    def __init__(self, keys: Coded, values: Coded, num_blocks: int, batch_size: int) -> None:
         self.keys, self.values, self.num_blocks, self.batch_size = keys, values, num_blocks, batch_size
         # int64 [B]: for each present sequence, its index at the time of the encoding. None: the order has not changed.
         self.sequences: torch.Tensor | None = None
-        counters = [coded.counters for coded in (keys, values) if coded.counters is not None]
+        counters = [coded.counters for coded in (keys, values) if isinstance(coded, CodedRows)]
         none = torch.empty(0, 8, dtype=torch.int64, device="cpu")
         self._counters = Coming(torch.stack(counters) if counters else none)
 
@@ -57,18 +58,23 @@ class PendingBlocks:
         """Returns whether the sizes of the encoded blocks have arrived on the host."""
         return self._counters.is_here
 
-    def sizes(self) -> tuple[int, int]:
-        """Waits for the encoding. Returns (size of the encoded keys, size of the encoded values), in bytes.
+    def data(self) -> list[torch.Tensor]:
+        """Waits for the encoding. Returns [bytes of the encoded keys, bytes of the encoded values], both uint8.
 
         Raises:
             RuntimeError: rows were lost, or the status or a size is invalid. This is an internal check: it always holds
                 for encodings that `encode` has queued.
         """
-        counters = iter(self._counters.wait().tolist())
-        keys, values = (
-            coded.num_bytes(None if coded.counters is None else next(counters)) for coded in (self.keys, self.values)
-        )
-        return keys, values
+        found, counters = [], iter(self._counters.wait().tolist())
+        for coded in (self.keys, self.values):
+            if isinstance(coded, CodedRows):
+                used, _, lost, status, *_ = next(counters)
+                if lost or status or not 0 <= used <= coded.overflow.numel():
+                    raise RuntimeError(f"tokens were not coded: {lost} rows lost, status {status}, {used} bytes in use")
+                found.append(coded.overflow[:used])
+            else:
+                found.append(coded)
+        return found
 
     def take(self, sequences: torch.Tensor) -> None:
         """Reorders the sequences: sequence b becomes the former sequence sequences[b]."""
@@ -193,19 +199,19 @@ class TokenHistory(OfThisProcess):
         """Adds blocks to the history. pending: the result of `encode` for these blocks. Waits for the GPU unless
         `pending.is_ready()`. If the call is interrupted, either all blocks have been added, or no block."""
         with torch.inference_mode(False):
-            sizes, start = pending.sizes(), self.arena.used
+            data, start = pending.data(), self.arena.used
             pairs = (self.keys, pending.keys), (self.values, pending.values)
             plain_bytes = self.original_bytes + pending.num_blocks * pending.batch_size * self._block_bytes
             offsets = []
             try:
-                for (states, coded), size in zip(pairs, sizes):
-                    alignment = states.form.item_bytes if coded.codebook is None else _core.SECTOR_BYTES
-                    offset, memory = self.arena.reserve(size, alignment, plain_bytes)
+                for (states, coded), whole in zip(pairs, data):
+                    alignment = _core.SECTOR_BYTES if isinstance(coded, CodedRows) else states.form.item_bytes
+                    offset, memory = self.arena.reserve(whole.numel(), alignment, plain_bytes)
                     offsets.append(offset)
-                    for part, data in zip(memory, coded.data[:size].split([part.numel() for part in memory])):
-                        self._decoder.put(self.arena, part, data)
-                for (states, coded), size, offset in zip(pairs, sizes, offsets):
-                    states.add(coded, size, offset, self.num_blocks, self._num_slots)
+                    for to, part in zip(memory, whole.split([to.numel() for to in memory])):
+                        self._decoder.put(self.arena, to, part)
+                for (states, coded), whole, offset in zip(pairs, data, offsets):
+                    states.add(coded, whole.numel(), offset, self.num_blocks, self._num_slots)
                 self._stored.append(StoredBlocks(pending.num_blocks, pending.num_blocks, pending.batch_size, start))
                 self._append_order(pending)
                 self._num_slots += pending.num_blocks * pending.batch_size
