@@ -336,10 +336,10 @@ class BlockStore(OfThisProcess):
         """
         stream = stream or (self._urgent_stream if urgent else self._load_stream)
         entry = _Job(False, dict(moves))
+        spans = [(group, span) for group in entry.moves for span in self._spans_with(group, tensors)]
         with self._timed(entry, stream):
-            for group, (pages, blocks) in entry.moves.items():
-                for span in self._spans[group] if tensors is None else self._spans_with(group, tensors):
-                    entry.transfers.append((group, span, span.pool.get(span, pages, blocks, stream)))
+            for group, span in spans:
+                entry.transfers.append((group, span, span.pool.get(span, *entry.moves[group], stream)))
         self._jobs[job] = entry
 
     def finished(self) -> list[tuple[int, bool, float | None]]:
@@ -384,7 +384,10 @@ class BlockStore(OfThisProcess):
                 share = self._pool_bytes * pool.page_bytes * pool.num_tensors // all_bytes
                 pool.make_store(mine, self._num_pages, share)
 
-    def _spans_with(self, group: int, tensors: range) -> list[_Span]:
+    def _spans_with(self, group: int, tensors: range | None) -> list[_Span]:
+        """Returns the spans of a group. tensors: which of the group's tensors they have. None: all."""
+        if tensors is None:
+            return self._spans[group]
         if (group, tensors) not in self._some_spans:
             found = (span.within(tensors) for span in self._spans[group])
             self._some_spans[group, tensors] = [span for span in found if span is not None]
