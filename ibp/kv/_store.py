@@ -6,7 +6,6 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -588,7 +587,7 @@ def _sms_of(max_sms: int | None, usual: int) -> int:
     return usual if max_sms is None else sms_of(max_sms)
 
 
-def _compact(place: Any, keeps: torch.Tensor) -> None:
+def _compact(place: CodedRows, keeps: torch.Tensor) -> None:
     """Moves the overflow bytes of rows to the beginning of the overflow, without gaps, and frees the rest. keeps: bool
     [rows], whether the row's bytes are kept."""
     if not place.rooms.numel():

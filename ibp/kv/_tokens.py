@@ -116,6 +116,7 @@ class TokenHistory(OfThisProcess):
     Attributes:
         device: the device that encodes and decodes.
         num_blocks: number of encoded blocks. A block has the same number of consecutive tokens of every sequence.
+        batch_size: number of sequences, or 0 if there are no blocks yet.
     """
 
     _instead = "fetch() its keys and values, which can be pickled"
@@ -126,7 +127,7 @@ class TokenHistory(OfThisProcess):
         self.num_blocks = 0
         self.stamp = next(_stamps)  # changes whenever the bytes of the arena change
         self._stored: list[StoredBlocks] = []
-        self._num_slots, self._batch_size = 0, 0
+        self._num_slots, self.batch_size = 0, 0
         # int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence. None: the
         # sequences are in the order of encoding. The tensor is never changed, only replaced (see `_states.py`).
         self.order: torch.Tensor | None = None
@@ -135,11 +136,6 @@ class TokenHistory(OfThisProcess):
     def num_tokens(self) -> int:
         """Number of coded tokens of each sequence."""
         return self.num_blocks * self._coder.block
-
-    @property
-    def batch_size(self) -> int:
-        """The number of sequences, or 0 if there are no blocks yet."""
-        return self._batch_size
 
     @property
     def original_bytes(self) -> int:
@@ -182,7 +178,7 @@ class TokenHistory(OfThisProcess):
         """Whether the coded tokens of the present sequences are fewer than half of the tokens whose coded bytes are
         kept. Tokens that several present sequences share count once for each of these sequences."""
         coded = sum(held.num_coded * held.batch_size for held in self._stored)
-        return 2 * self.num_blocks * self._batch_size < coded
+        return 2 * self.num_blocks * self.batch_size < coded
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> PendingBlocks:
         """Queues the encoding of the next n complete blocks of tokens. keys, values: [B, heads, n * block, head_dim].
@@ -240,7 +236,7 @@ class TokenHistory(OfThisProcess):
 
     def _append_order(self, pending: PendingBlocks) -> None:
         num_blocks, batch_size, sequences = pending.num_blocks, pending.batch_size, pending.sequences
-        self._batch_size = batch_size if sequences is None else sequences.numel()
+        self.batch_size = batch_size if sequences is None else sequences.numel()
         if self.order is None and sequences is None:
             return
         held = self._slots()
@@ -262,7 +258,7 @@ class TokenHistory(OfThisProcess):
         int64 [B]."""
         if self.num_blocks:
             self.order = self._slots()[:, sequences]
-            self._batch_size = sequences.numel()
+            self.batch_size = sequences.numel()
 
     def truncate(self, num_blocks: int) -> None:
         """Keeps the first num_blocks blocks and removes the others. The bytes of blocks that one call of `store` added
@@ -284,7 +280,7 @@ class TokenHistory(OfThisProcess):
         """Allocates keys and values for num_tokens tokens of all sequences, [B, heads, num_tokens, head_dim]."""
         keys, values = (
             torch.empty(
-                (self._batch_size, form.num_heads, num_tokens, form.head_dim), dtype=form.dtype, device=self.device
+                (self.batch_size, form.num_heads, num_tokens, form.head_dim), dtype=form.dtype, device=self.device
             )
             for form in (self.keys.form, self.values.form)
         )
@@ -296,7 +292,7 @@ class TokenHistory(OfThisProcess):
         coder = coder or self._coder
         copied = TokenHistory(coder, coder._decoder_on(self.device), self.keys.clone(), self.values.clone())
         copied.arena = self.arena.clone()
-        copied.num_blocks, copied._num_slots, copied._batch_size = self.num_blocks, self._num_slots, self._batch_size
+        copied.num_blocks, copied._num_slots, copied.batch_size = self.num_blocks, self._num_slots, self.batch_size
         copied._stored = [replace(held) for held in self._stored]
         copied.order = self.order
         return copied
