@@ -66,7 +66,8 @@ def row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, pa
     elif row_bytes is not None:
         raise ValueError("row_bytes is given beside a codebook, which says it")
     else:
-        row_bytes = learned(codebook, 0, "default").row_bytes
+        check_codebook(codebook)
+        row_bytes = codebook.row_bytes
     if page_bytes % row_bytes:
         raise ValueError(f"page_bytes is {page_bytes}; wanted whole rows of {row_bytes} bytes")
     return row_bytes
