@@ -709,7 +709,7 @@ class KeyedPages(OfThisProcess):
         return store.compact_if_due() and not store.store([number], page, [0]).lost()
 
     def _is_got(self, store: KVStore, key: Hashable, out: torch.Tensor) -> bool:
-        near = out.view(1, -1) if out.device == store.device else torch.empty_like(out, device=store.device)
+        near = out if out.device == store.device else torch.empty_like(out, device=store.device)
         try:
             store.load([self._pages[key]], near.view(1, -1), [0]).synchronize()
         except (IndexError, CorruptTableError):
