@@ -376,7 +376,7 @@ def plan_slabs(
     parts = [(rows, sizes)]
     if num_slabs > 1:
         owners = torch.ops.ibp.owners_of_rows.default(rows, num_slabs)
-        parts = [(rows[owners == slab], sizes[owners == slab]) for slab in range(num_slabs)]
+        parts = [(rows[mine], sizes[mine]) for mine in (owners == slab for slab in range(num_slabs))]
     plans = [rows_within(*part, budget_bytes, 1) for part in parts]
     total, held = sum(int(taken.sum()) for _, taken in plans), sum(chosen.numel() for chosen, _ in plans)
     map_bytes = WAY_BYTES / STATIC_LOAD
