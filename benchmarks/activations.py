@@ -191,7 +191,7 @@ class ListedZeros(offload.ActivationPolicy):
         super().__init__("pinned", True, None)
         self.recipes = {}  # by a region's number in its pass, and dtype
 
-    def _recipe(self, number, data, view, passes):
+    def _recipe(self, number, data, view):
         key = number, view.dtype
         if key not in self.recipes:
             self.recipes[key] = zeros_recipe(data, view.dtype)

@@ -81,6 +81,7 @@ class ActivationPolicy:
         self._learners = defaultdict(Learner)
         self._sizes: dict[torch.device, list[_RegionSize]] = {}
         self._staying: set[tuple[torch.device, int]] = set()
+        self._passes = 0  # number of passes that have begun
         self.is_settled = False
 
     def begin_pass(self, was_used: bool) -> None:
@@ -90,6 +91,7 @@ class ActivationPolicy:
             self.is_settled = True
             self._staying = {(device, k) for device, sizes in self._sizes.items() for k in self._that_fit(sizes)}
         self._sizes = {}
+        self._passes += 1
 
     def _that_fit(self, sizes: list[_RegionSize]) -> list[int]:
         """Returns the numbers of the regions that stay on the device. The most compressible regions are moved first,
@@ -102,18 +104,15 @@ class ActivationPolicy:
             left -= (size.num_bytes - size.left_bytes) * (left > self._device_bytes)
         return staying
 
-    def choose(
-        self, number: int, data: torch.Tensor, view: SpanView, passes: int
-    ) -> tuple[str, coding.ActivationRecipe | None]:
+    def choose(self, number: int, data: torch.Tensor, view: SpanView) -> tuple[str, coding.ActivationRecipe | None]:
         """Returns (mode, recipe) for a region.
 
         Args:
             number: the number of the region in its pass.
             data: uint8 [num_bytes].
             view: describes a tensor in the region.
-            passes: number of passes that have begun.
         """
-        recipe = self._recipe(number, data, view, passes) if self._coded else None
+        recipe = self._recipe(number, data, view) if self._coded else None
         mode = self._mode(recipe, data.device)
         if self._device_bytes is not None:
             self._note_size(number, data, mode, recipe)
@@ -128,16 +127,16 @@ class ActivationPolicy:
             left = recipe.expected_bytes(num_bytes) if mode == DEVICE else 0
         self._sizes.setdefault(data.device, []).append(_RegionSize(share, number, num_bytes, left))
 
-    def _recipe(self, number: int, data: torch.Tensor, view: SpanView, passes: int) -> coding.ActivationRecipe | None:
+    def _recipe(self, number: int, data: torch.Tensor, view: SpanView) -> coding.ActivationRecipe | None:
         """Returns the recipe that all regions with this number share, or None if the region stays raw. The recipe is
         learned when the first of these regions is saved. If no recipe was found, or if encoded sizes have grown since,
         it is learned again once the number of passes has doubled."""
         learner = self._learners[number, view.dtype, data.device]
         if learner.found is not None:
             learner.note(learner.found.needed_share, 1)
-        if learner.is_due(passes + 1):
+        if learner.is_due(self._passes + 1):
             recipe = coding.learn(data, view)
-            learner.take(recipe, None if recipe is None else recipe.needed_share, passes + 1)
+            learner.take(recipe, None if recipe is None else recipe.needed_share, self._passes + 1)
         recipe = learner.found
         return recipe if recipe is None or recipe.takes(data.numel()) else None
 
@@ -157,22 +156,6 @@ class ActivationPolicy:
 
 
 # ---- the context and its hooks -------------------------------------------------------------------------------------
-
-
-@dataclass
-class _SpanEntry:
-    """A record of a span that was saved. It is valid only while the span's storage lives, so that a later storage at
-    the same address is not mistaken for it.
-
-    Attributes:
-        storage: the span's storage.
-        region: the region that holds the span. None: the span is not moved.
-        passes: the number of the last pass that saved the span.
-    """
-
-    storage: StorageWeakRef
-    region: weakref.ref[SavedRegion] | None
-    passes: int
 
 
 @dataclass
@@ -232,10 +215,13 @@ class ActivationOffload(OfThisProcess):
         self._stats = ActivationStats()
         self._lock = ForkLock()
         self._transfers: dict[torch.device, PieceTransfers] = {}
-        self._seen: dict[coding.ByteSpan, _SpanEntry] = {}
+        # The spans that were saved: for each one, its storage and the region that holds it. None instead of a region:
+        # this pass does not move the span. An entry is valid only while the storage lives, so that a later storage at
+        # the same address is not mistaken for it.
+        self._seen: dict[coding.ByteSpan, tuple[StorageWeakRef, weakref.ref[SavedRegion] | None]] = {}
         self._order: list[int] = []
         self._faults = Faults(_WORDS)
-        self._pass, self._passes = self._new_pass(), 0
+        self._pass = self._new_pass()
         self._contexts: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._has_warned = False
 
@@ -326,36 +312,25 @@ class ActivationOffload(OfThisProcess):
         span, view = found
         if self._pass.alive == 0 and self._pass.is_used:
             self._begin_pass()
-        entry = self._seen.get(span)
-        if entry is not None and entry.storage.expired():
-            entry = None
-        region = self._shared(entry) or self._new(x, span, view, entry)
-        if region is None:
+        storage, held_by = self._seen.get(span, (None, None))
+        region = None
+        if storage is not None and not storage.expired():
+            if held_by is None:
+                return None
+            region = held_by()
+        if region is not None:
+            self._stats.shared += 1
+            self._pass.share(region)
+        elif (region := self._new(x, span, view)) is None:
             return None
         region.saves += 1
         return region, view
 
-    def _shared(self, entry: _SpanEntry | None) -> SavedRegion | None:
-        """Returns the region in which a span has already been saved, or None. If this pass has not saved the span yet,
-        the call also uses up a region number, so that the next regions have the same numbers in every pass."""
-        region = entry.region() if entry is not None and entry.region is not None else None
-        if entry is None or region is None:
-            return None
-        self._stats.shared += 1
-        if entry.passes != self._passes:
-            self._pass.take_number()
-            entry.passes = self._passes
-        return region
-
-    def _new(
-        self, x: torch.Tensor, span: coding.ByteSpan, view: SpanView, entry: _SpanEntry | None
-    ) -> SavedRegion | None:
+    def _new(self, x: torch.Tensor, span: coding.ByteSpan, view: SpanView) -> SavedRegion | None:
         """Makes a region for a span that no region holds, and saves the bytes of x in it. Returns None if the span is
         not moved."""
-        if entry is not None and entry.region is None and entry.passes == self._passes:
-            return None
         number, data = self._pass.take_number(), coding.bytes_of(x, span)
-        mode, recipe = self._policy.choose(number, data, view, self._passes)
+        mode, recipe = self._policy.choose(number, data, view)
         region, transfers = None, self._transfers_of(x.device)
         if mode != KEEP:
             region = SavedRegion(self._pass, number, span.num_bytes, recipe, transfers)
@@ -363,8 +338,7 @@ class ActivationOffload(OfThisProcess):
             self._fill(region, x, data)
         elif transfers is not None:
             transfers.free()
-        held_by = None if region is None else weakref.ref(region)
-        self._seen[span] = _SpanEntry(StorageWeakRef(x.untyped_storage()), held_by, self._passes)
+        self._seen[span] = StorageWeakRef(x.untyped_storage()), None if region is None else weakref.ref(region)
         return region
 
     def _fill(self, region: SavedRegion, x: torch.Tensor, data: torch.Tensor) -> None:
@@ -420,8 +394,7 @@ class ActivationOffload(OfThisProcess):
             self._faults.raise_pending(device)
         self._order = self._pass.uses or self._order
         self._policy.begin_pass(self._pass.is_used and self._pass.alive == 0)
-        self._seen = {span: entry for span, entry in self._seen.items() if not entry.storage.expired()}
-        self._passes += 1
+        self._seen = {span: seen for span, seen in self._seen.items() if seen[1] is not None and not seen[0].expired()}
         self._pass = self._new_pass()
 
     def _new_pass(self) -> ForwardPass:

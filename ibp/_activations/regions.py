@@ -82,6 +82,7 @@ class SavedRegion:
         transfers: PieceTransfers | None,
     ) -> None:
         self.of, self.number, self.num_bytes, self.recipe, self.transfers = of, number, num_bytes, recipe, transfers
+        self.latest = of  # the last pass that saved the bytes
         # The stream on which the memory, the copies that come back, and decoded bytes can be used.
         self.stream = None if transfers is None else transfers.current()
         self._max_sms = 0 if transfers is None else transfers.max_sms
@@ -526,6 +527,13 @@ class ForwardPass:
 
     def add(self, region: SavedRegion) -> None:
         self._regions[region.number] = weakref.ref(region)
+
+    def share(self, region: SavedRegion) -> None:
+        """Records that the pass saves the bytes of a region that already holds them. If an earlier pass saved them
+        last, uses up a number, so that the next regions have the same numbers in every pass."""
+        if region.latest is not self:
+            region.latest = self
+            self.take_number()
 
     def note_end(self, region: SavedRegion) -> None:
         """Records that a region is destroyed, which may happen at any time and in any thread."""

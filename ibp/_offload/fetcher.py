@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from .._fetch.streaming import STREAM_SMS, TensorStream, decode_items
-from .._rows.faults import CorruptTableError, new_record
+from .._rows.faults import CorruptTableError
 from .._rows.plan import spread_bytes
-from .._rows.table import handle_on
 from .plan import Group
 from .weights import Weight
 
@@ -243,13 +242,15 @@ class WeightFetcher:
         """Decodes the weights of a group into its memory, after the last reads of the groups in `over`. over: the
         groups whose memory is overwritten."""
         begun = time.perf_counter()
-        for weight, part in zip(place.group.weights, place.data):
-            assert weight.table is not None
-            fault = new_record()
-            handle = handle_on(weight.table, self.device)
-            torch.ops.ibp.decode_bytes.default(handle.table, 0, weight.num_bytes, 0, part, fault)
-            weight.table._raise_fault(fault)
+        self._decode(place)
         self.waited_s += time.perf_counter() - begun
+
+    def _decode(self, place: Place) -> None:
+        """Decodes the weights of a group into its memory. If a GPU cannot read a table, the CPU decodes its rows, and
+        the host waits until they have been copied to the GPU."""
+        for weight, part in zip(place.group.weights, place.data):
+            if weight.table is not None:
+                decode_items(weight.table, 0, None, out=part.view(weight.table.dtype).view(weight.table.shape))
 
 
 class CudaWeightFetcher(WeightFetcher):
@@ -335,11 +336,8 @@ class CudaWeightFetcher(WeightFetcher):
                     self._stream.wait_event(event)
             if all(weight.table is None or weight.table._serves(self.device) for weight in place.group.weights):
                 self._stream_to(place)
-            else:  # the CPU decodes rows of pageable memory, and waits until they have been copied to the GPU
-                for weight, part in zip(place.group.weights, place.data):
-                    if weight.table is not None:
-                        out = part.view(weight.table.dtype).view(weight.table.shape)
-                        decode_items(weight.table, 0, None, out=out)
+            else:
+                self._decode(place)
             place.ready.record(self._stream)
 
     def _stream_to(self, place: Place) -> None:

@@ -7,9 +7,9 @@
 
 A `RowCache` (`_row_cache.py`) takes the arguments, looks rows up and counts. Its `CacheState` (`_slabs.py`) has what
 changes: the `Generation` that is in use, and the order of the streams that read and write it. A generation has a `Slab`
-for each device, with the stored bytes of rows and a map that finds them. A refill makes a new generation and puts it in
-the place of the old one when it is filled; a `SlabPlan` says which rows go into a slab within the budget. If the
-processes of a group share a cache, `Peers` (`_peers.py`) makes generations of the slabs of all ranks.
+for each device, with the stored bytes of rows and a map that finds them. A refill makes a new generation, of as many of
+the hottest rows as the budget allows, and puts it in the place of the old one when it is filled. If the processes of a
+group share a cache, `Peers` (`_peers.py`) makes generations of the slabs of all ranks.
 """
 
 from ._row_cache import CacheStats, RowCache

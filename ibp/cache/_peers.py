@@ -27,7 +27,6 @@ from ._slabs import (
     Generation,
     Hotness,
     Slab,
-    SlabPlan,
     filled_slab,
     hottest_first,
     plan_slabs,
@@ -89,7 +88,7 @@ class Peers:
         """Fills the slabs of all ranks and returns them as a new generation. A collective call. If it fails on one
         rank, it raises on all ranks."""
         device = state.devices[0]
-        plans: list[SlabPlan] = []
+        plans: list[tuple[torch.Tensor, torch.Tensor]] = []
         slabs: dict[int, Slab] = {}
         segments: list[Segment | None] = []  # kept until all ranks have opened them
 
@@ -102,7 +101,7 @@ class Peers:
 
         def fill() -> list[Any]:
             with state.beside():
-                slab = filled_slab(state.view, plans[self.rank], self.rank, device)
+                slab = filled_slab(state.view, *plans[self.rank], self.rank, device)
             slabs[self.rank], loans, segment = _lent(slab, self.rank, self.size)
             segments.append(segment)
             return loans
@@ -117,7 +116,7 @@ class Peers:
         loans = self._group.together(_REFILL, fill)
         self._group.together(_REFILL, open_all)
         in_order = tuple(slabs[rank] for rank in range(self.size))
-        made = state.generation_of(in_order, STATIC_WAYS, 0, sum(plan.rows.numel() for plan in plans))
+        made = state.generation_of(in_order, STATIC_WAYS, 0, sum(rows.numel() for rows, _ in plans))
         if planned[0]["whether maps are copied"]:
             with state.beside():
                 made.near_maps = {device: {number: slab.map.clone() for number, slab in made if slab.is_lent}}

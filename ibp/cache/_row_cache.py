@@ -46,7 +46,6 @@ from ._slabs import (
     CacheState,
     Generation,
     Hotness,
-    SlabPlan,
     are_present,
     copy_maps_near,
     filled_slab,
@@ -510,8 +509,8 @@ class RowCache(OfThisProcess, TensorManners):
         if items is None or self.view.geometry.item_bytes == 0:
             items = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._state.is_idle:
-            nothing = SlabPlan(items[:0], items[:0], 0)
-            slabs = tuple(filled_slab(self.view, nothing, *place) for place in enumerate(self._slab_devices))
+            nothing = items[:0], items[:0]
+            slabs = tuple(filled_slab(self.view, *nothing, *place) for place in enumerate(self._slab_devices))
             return self._state.generation_of(slabs, STATIC_WAYS, 0, 0)
         items = items.to(self.devices[0])
         slot_bytes = 0  # 0: rows lie back to back, in a static cache that is not writable
@@ -530,10 +529,11 @@ class RowCache(OfThisProcess, TensorManners):
         )
         with self._state.beside():
             slabs = tuple(
-                filled_slab(self.view, plan, number, device)
+                filled_slab(self.view, *plan, number, device)
                 for number, (plan, device) in enumerate(zip(plans, self._slab_devices))
             )
-            made = self._state.generation_of(slabs, STATIC_WAYS, slot_bytes, sum(plan.rows.numel() for plan in plans))
+            capacity = sum(rows.numel() for rows, _ in plans)
+            made = self._state.generation_of(slabs, STATIC_WAYS, slot_bytes, capacity)
             if copies_maps:
                 self._state.wait_beside()  # the maps must be complete before they are copied
                 made.near_maps = copy_maps_near(slabs)

@@ -7,10 +7,10 @@ back to back. If rows change or replace each other, every row has a slot of fixe
 hash of a row's number determines the slab that may hold the row.
 
 `count_accesses` and `hottest_first` find the hottest items. `StreamOrder` orders the work on several streams, because
-one stream may write rows that another stream reads. A `Generation` has all slabs between two refills. A `SlabPlan` has
-the rows that a slab will hold, which depend on the sizes of the rows. `filled_slab` and `replacing_slab` make slabs.
-`CacheState` has the generation that is in use, and the locks and streams of its readers and writers. It changes rows:
-it removes them, encodes them into their slots, or writes them back to the table.
+one stream may write rows that another stream reads. A `Generation` has all slabs between two refills. `plan_slabs`
+chooses the rows that slabs will hold, which depend on the sizes of the rows. `filled_slab` and `replacing_slab` make
+slabs. `CacheState` has the generation that is in use, and the locks and streams of its readers and writers. It changes
+rows: it removes them, encodes them into their slots, or writes them back to the table.
 """
 
 from __future__ import annotations
@@ -334,67 +334,58 @@ def sets_for(num_rows: Any) -> Any:
     return (num_rows * _SETS + _ROWS - 1) // _ROWS
 
 
-@dataclass(frozen=True)
-class SlabPlan:
-    """The rows that a slab will hold.
-
-    Attributes:
-        rows: int64: the row numbers, the hottest first.
-        offsets: int64: the offset in bytes at which each row begins in the slab.
-        num_bytes: size of all rows or slots in bytes.
-    """
-
-    rows: torch.Tensor
-    offsets: torch.Tensor
-    num_bytes: int
-
-
-def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_bytes: int, num_maps: int) -> SlabPlan:
-    """Plans a slab that holds as many of the hottest rows as a budget allows for the rows and their maps.
+def rows_within(
+    rows: torch.Tensor, sizes: torch.Tensor, budget_bytes: int, num_maps: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns as many of the hottest rows as a budget allows for the rows of a slab and for maps, and their sizes.
 
     Args:
         rows: int64: the row numbers, the hottest first.
-        sizes: int64: the stored size of each row in bytes, at least 1.
-        slot_bytes: size in bytes of a row's slot. 0: rows lie back to back.
+        sizes: int64: the size that each row takes in the slab in bytes, at least 1.
         budget_bytes: limit in bytes on all memory that the device holds for the cache.
         num_maps: number of maps that the device holds: the slab's own map, and copies of other slabs' maps. They are
             counted as equally large.
     """
-    taken = sizes if slot_bytes == 0 else torch.full_like(sizes, slot_bytes)
-    ends = taken.cumsum(0)
     numbers = torch.arange(1, rows.numel() + 1, device=rows.device)
-    needed = ends + num_maps * sets_for(numbers) * (STATIC_WAYS * WAY_BYTES) + FIXED_BYTES
+    needed = sizes.cumsum(0) + num_maps * sets_for(numbers) * (STATIC_WAYS * WAY_BYTES) + FIXED_BYTES
     count = int((needed <= budget_bytes).sum())
-    return SlabPlan(rows[:count], (ends - taken)[:count], int(ends[count - 1]) if count else 0)
+    return rows[:count], sizes[:count]
 
 
 def plan_slabs(
     table: Table, rows: torch.Tensor, num_slabs: int, slot_bytes: int, budget_bytes: int, may_copy_maps: bool
-) -> tuple[list[SlabPlan], bool]:
-    """Returns (a plan for each slab, whether maps are copied to other GPUs). rows: row numbers, the hottest first, on a
-    device of the cache.
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], bool]:
+    """Chooses the rows of slabs.
 
-    Default rows are left out: they have no bytes, because the table's index alone determines their values. Rows that do
-    not fit in a slot are also left out.
+    Args:
+        rows: int64: the row numbers, the hottest first, on a device of the cache.
+        slot_bytes: size in bytes of a row's slot. 0: rows lie back to back.
+        budget_bytes: limit in bytes on the memory of each slab.
+        may_copy_maps: whether maps may be copied to other GPUs.
+
+    Returns:
+        (plans, copies): for each slab, (its row numbers, the size that each of these rows takes in bytes), both int64;
+        and whether maps are copied to other GPUs. Default rows are left out: they have no bytes, because the table's
+        index alone determines their values. Rows that do not fit in a slot are also left out.
     """
     sizes = stored_bytes(table, rows)
     fits = sizes > 0 if slot_bytes == 0 else (sizes > 0) & (sizes <= slot_bytes)
     rows, sizes = rows[fits], sizes[fits]
-    owners = torch.ops.ibp.owners_of_rows.default(rows, num_slabs) if num_slabs > 1 else None
-    parts = [slice(None) if owners is None else owners == slab for slab in range(num_slabs)]
-    plans = [plan_rows(rows[part], sizes[part], slot_bytes, budget_bytes, 1) for part in parts]
-    total, held = sum(plan.num_bytes for plan in plans), sum(plan.rows.numel() for plan in plans)
+    if slot_bytes:
+        sizes = torch.full_like(sizes, slot_bytes)
+    parts = [(rows, sizes)]
+    if num_slabs > 1:
+        owners = torch.ops.ibp.owners_of_rows.default(rows, num_slabs)
+        parts = [(rows[mine], sizes[mine]) for mine in (owners == slab for slab in range(num_slabs))]
+    plans = [rows_within(*part, budget_bytes, 1) for part in parts]
+    total, held = sum(int(taken.sum()) for _, taken in plans), sum(chosen.numel() for chosen, _ in plans)
     map_bytes = WAY_BYTES / STATIC_LOAD
     copies = may_copy_maps and num_slabs > 1 and (num_slabs - 1) * map_bytes * held <= NEAR_MAP_SHARE * total
     if copies:
         # All maps are counted as large as the largest one, so that no device's copies exceed its budget.
-        most = max(
-            plan_rows(rows[part], sizes[part], slot_bytes, budget_bytes, num_slabs).rows.numel() for part in parts
-        )
+        most = max(rows_within(*part, budget_bytes, num_slabs)[0].numel() for part in parts)
         fixed = (num_slabs - 1) * sets_for(most) * STATIC_WAYS * WAY_BYTES
-        plans = [
-            plan_rows(rows[part][:most], sizes[part][:most], slot_bytes, budget_bytes - fixed, 1) for part in parts
-        ]
+        plans = [rows_within(chosen[:most], taken[:most], budget_bytes - fixed, 1) for chosen, taken in parts]
     return plans, copies
 
 
@@ -407,19 +398,24 @@ def empty_map(num_ways: int, device: torch.device) -> torch.Tensor:
     return made
 
 
-def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device) -> Slab:
-    """Returns a slab with the planned rows of a table, which are copied on the device's current stream. A row with a
-    corrupt index entry is left out, so that lookups read it from the table, which reports the error. number: the
-    number of the slab."""
-    num_bytes = plan.num_bytes + READ_AHEAD_BYTES if plan.rows.numel() else 0
+def filled_slab(table: Table, rows: torch.Tensor, sizes: torch.Tensor, number: int, device: torch.device) -> Slab:
+    """Returns a slab with rows of a table, which are copied on the device's current stream. A row with a corrupt index
+    entry is left out, so that lookups read it from the table, which reports the error.
+
+    Args:
+        rows, sizes: one of the plans of `plan_slabs`.
+        number: the number of the slab.
+    """
+    ends = sizes.cumsum(0)
+    num_bytes = int(ends[-1]) + READ_AHEAD_BYTES if rows.numel() else 0
     slab = Slab(
         device,
         torch.empty(num_bytes, dtype=torch.uint8, device=device),
-        empty_map(sets_for(plan.rows.numel()) * STATIC_WAYS, device),
+        empty_map(sets_for(rows.numel()) * STATIC_WAYS, device),
     )
-    if plan.rows.numel():
+    if rows.numel():
         fault = new_record(device)
-        rows, offsets = plan.rows.to(device), plan.offsets.to(device)
+        rows, offsets = rows.to(device), (ends - sizes).to(device)
         handle = handle_on(table, device)
         torch.ops.ibp.fill_slab.default(handle.table, rows, offsets, number, STATIC_WAYS, slab.bytes, slab.map, fault)
     return slab

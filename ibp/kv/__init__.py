@@ -31,8 +31,7 @@ The classes differ in what a caller names, and in how coded bytes are kept:
 """
 
 from .._common.importing import published
-from ._blocks import BlockStore
-from ._keyed import KeyedPages
+from ._engines import BlockStore, KeyedPages
 from ._packed import PackedPages, PageCodec, pack, packed_bytes, unpack
 from ._paged import PagedTensors
 from ._rows import KVRows, KVRowsStats

@@ -187,41 +187,19 @@ class PageCodec:
         return num_pages * (self.page_bytes // self.codebook.row_bytes)
 
 
-class _Message:
-    """Views of the head, the index and the data of a message of num_pages pages."""
+def _head_of(message: torch.Tensor) -> forms.PieceHead:
+    return forms.head_of(message[: forms.HEAD_BYTES].view(torch.int64))
 
-    def __init__(self, codec: PageCodec, memory: torch.Tensor, num_pages: int) -> None:
-        self.codec, self.num_rows = codec, codec._rows(num_pages)
-        form = forms.packed(self.num_rows)
-        self.start = form.overflow.start
-        self.head = memory[: forms.HEAD_BYTES].view(torch.int64)
-        self.index = memory[forms.HEAD_BYTES : self.start]
-        self.bases, self.lengths = memory[form.bases].view(torch.int64), memory[form.lengths].view(torch.uint16)
-        self.data = memory[self.start :]
-        self.used, self.counts, _, self.note = forms.head_of(self.head)
 
-    @torch.inference_mode()  # the memory may have been allocated in inference mode
-    def clear(self) -> None:
-        """Writes the head and the index of a message in which no row is encoded yet."""
-        self.head.zero_()
-        self.note.fill_(self.codec._number(self.num_rows))
-        self.index.fill_(_NONE)
-
-    @torch.inference_mode()
-    def note_other(self, strange: torch.Tensor) -> torch.Tensor:
-        """Notes a fault in the record `strange` if another codec packed the message, or if the message has another
-        number of rows. Returns bool [1] on the device, which is True if there is no such fault."""
-        is_other = self.note != self.codec._number(self.num_rows)
-        strange[:1].bitwise_or_(is_other)  # sets the status "invalid argument"
-        return ~is_other
-
-    def handle(self, item_bytes: int) -> Handle:
-        """Returns a handle of the message as a table with items of item_bytes bytes. Rows are encoded into this table
-        and decoded from it."""
-        codebook, num_bytes = self.codec.codebook, self.num_rows * self.codec.codebook.row_bytes
-        index, words = (self.lengths, self.bases), codebook.words(self.data.device)
-        sizes = (0, 0, num_bytes // item_bytes, item_bytes)
-        return Handle(Parts(self.data[:0], self.data, *index, words, codebook.codec, *sizes, used=self.used))
+def _handle(codec: PageCodec, message: torch.Tensor, num_rows: int, item_bytes: int) -> Handle:
+    """Returns a handle of a message of num_rows rows as a table with items of item_bytes bytes. Rows are encoded into
+    this table and decoded from it."""
+    form, codebook = forms.packed(num_rows), codec.codebook
+    index = message[form.lengths].view(torch.uint16), message[form.bases].view(torch.int64)
+    data = message[form.overflow.start :]
+    sizes = (0, 0, num_rows * codebook.row_bytes // item_bytes, item_bytes)
+    words, used = codebook.words(message.device), _head_of(message).used
+    return Handle(Parts(data[:0], data, *index, words, codebook.codec, *sizes, used=used))
 
 
 def _paged_for(codec: PageCodec, tensors: Tensors) -> PagedTensors:
@@ -309,17 +287,21 @@ def pack(
     if out is None:
         out = torch.empty(size, dtype=torch.uint8, device=device)
     check_bytes("out", out, size, device, forms.ALIGNMENT)
-    message = _Message(codec, out[:size], num_pages)
-    message.clear()
+    message, num_rows = out[:size], codec._rows(num_pages)
+    start, head = forms.packed(num_rows).overflow.start, _head_of(message)
+    with torch.inference_mode():  # the memory may have been allocated in inference mode
+        message[: forms.HEAD_BYTES].zero_()
+        head.note.fill_(codec._number(num_rows))
+        message[forms.HEAD_BYTES : start].fill_(_NONE)
     if num_pages:
-        planned, addresses = _plan(paged, near, message.num_rows // num_pages)
+        planned, addresses = _plan(paged, near, num_rows // num_pages)
         # Encoding is faster with row_ids=None, which means 0, 1, 2 and so on. That is right only if the host knows that
         # all blocks exist.
         row_ids = None if blocks is None or host is not None else planned
-        message.handle(codec.codebook.row_bytes).encode(
-            paged.layout, message.counts, fault, buffers=addresses, row_ids=row_ids, max_sms=sms_of(max_sms)
+        _handle(codec, message, num_rows, codec.codebook.row_bytes).encode(
+            paged.layout, head.counts, fault, buffers=addresses, row_ids=row_ids, max_sms=sms_of(max_sms)
         )
-    return PackedPages(out[:size], message.used + message.start)
+    return PackedPages(message, head.used + start)
 
 
 def unpack(
@@ -361,14 +343,16 @@ def unpack(
     device, piece_bytes, num_pages = paged.device, paged.piece_bytes, near.numel() * len(paged)
     strange, fault = (codec._faults.on(device, kind) for kind in (_STRANGE, _UNPACKING))
     codec._raise_pending(device)
-    start = forms.packed(codec._rows(num_pages)).overflow.start
-    check_bytes("message", message, start, device, forms.ALIGNMENT)
-    parts = _Message(codec, message, num_pages)
-    is_ours = parts.note_other(strange)
+    num_rows = codec._rows(num_pages)
+    check_bytes("message", message, forms.packed(num_rows).overflow.start, device, forms.ALIGNMENT)
+    with torch.inference_mode():
+        is_other = _head_of(message).note != codec._number(num_rows)  # bool [1] on the device
+        strange[:1].bitwise_or_(is_other)  # sets the status "invalid argument"
+        is_ours = ~is_other
     if num_pages:
         stored = is_ours.view(torch.uint8).expand(num_pages).contiguous()
         pieces, addresses = _plan(paged, near, codec.page_bytes // piece_bytes, stored)
-        table, like = parts.handle(piece_bytes).table, paged.tensors[0]
+        table, like = _handle(codec, message, num_rows, piece_bytes).table, paged.tensors[0]
         torch.ops.ibp.gather_items.default(table, pieces, sms_of(max_sms), like, fault, addresses=addresses)
     if device.type == "cpu":
         codec._raise_pending(device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,13 +44,6 @@ _SECTOR = _core.SECTOR_BYTES
 _SHORT_ROW_BYTES, _ROWS_TOGETHER = 128, 8
 
 
-class Sizes(NamedTuple):
-    """The size in bytes of a row's slot, and the size in bytes of the overflow divided by the number of rows."""
-
-    slot_bytes: int
-    overflow_per_row: float
-
-
 def divided(piece_bytes: int) -> int:
     """Returns the size in bytes of the rows into which a contiguous piece of memory is cut without a remainder. The
     size is 1 to 2 KiB if possible."""
@@ -74,7 +66,8 @@ def row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, pa
     elif row_bytes is not None:
         raise ValueError("row_bytes is given beside a codebook, which says it")
     else:
-        row_bytes = learned(codebook, 0, "default").row_bytes
+        check_codebook(codebook)
+        row_bytes = codebook.row_bytes
     if page_bytes % row_bytes:
         raise ValueError(f"page_bytes is {page_bytes}; wanted whole rows of {row_bytes} bytes")
     return row_bytes
@@ -90,7 +83,7 @@ def learned(sample: AnyCodebook | torch.Tensor, row_bytes: int, level: str) -> A
     if row_bytes > _SHORT_ROW_BYTES or level != "default":
         return own
     other = _of_longer_rows(sample, row_bytes)
-    if other is None or chosen(sample, other).slot_bytes > chosen(sample, own).slot_bytes:
+    if other is None or usual_sizes(sample, other)[0] > usual_sizes(sample, own)[0]:
         return own
     return other
 
@@ -118,10 +111,10 @@ def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | No
     return dataclasses.replace(found, row_bytes=row_bytes, expected_savings=None)
 
 
-def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
-    """Returns the smallest slot size that holds 99.9 % of a sample's rows, and enough overflow for the other rows.
-    Without a sample, a slot is 2 % larger than the size of a coded row that the codebook's `expected_savings`
-    predicts."""
+def usual_sizes(sample: torch.Tensor | None, codebook: AnyCodebook) -> tuple[int, float]:
+    """Returns (size of a slot, size of the overflow divided by the number of rows), in bytes: the smallest slot size
+    that holds 99.9 % of a sample's rows, and enough overflow for the other rows. Without a sample, a slot is 2 % larger
+    than the size of a coded row that the codebook's `expected_savings` predicts."""
     row_bytes = codebook.row_bytes
     if sample is None:
         savings = codebook.expected_savings or 0.0
@@ -133,46 +126,38 @@ def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
     return _rounded(*suited, row_bytes)
 
 
-def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> Sizes:
-    """Returns the largest slot size for which the slots and the overflow of num_rows rows fit in a pool. Overflow gets
-    the bytes that slots leave, at least 2 % of the slots' size. If slots can hold complete raw rows, there is no
-    overflow. spills: whether overflow is outside the pool. Slots may then fill the pool."""
+def sizes_within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> tuple[int, float]:
+    """Returns (size of a slot, size of the overflow divided by the number of rows), in bytes: the largest slot size for
+    which the slots and the overflow of num_rows rows fit in a pool. Overflow gets the bytes that slots leave, at least
+    2 % of the slots' size. If slots can hold complete raw rows, there is no overflow. spills: whether overflow is
+    outside the pool. Slots may then fill the pool."""
     per_row = pool_bytes / max(1, num_rows)
     if per_row >= row_bytes:
-        return Sizes(row_bytes, 0.0)
+        return row_bytes, 0.0
     slot_bytes = int(per_row / (1 if spills else 1 + _LEAST_OVERFLOW)) // _SECTOR * _SECTOR
     if slot_bytes < _SECTOR:
         raise ValueError(
             f"pool_bytes is {pool_bytes}: {per_row:.0f} bytes for each of {num_rows} rows; wanted 33 or more"
         )
-    return Sizes(slot_bytes, per_row - slot_bytes)
+    return slot_bytes, per_row - slot_bytes
 
 
-def with_room_for_all(found: Sizes, slot_bytes: int | None, row_bytes: int) -> Sizes:
-    """Returns the sizes at which overflow has room for all rows in raw form. slot_bytes: size of a slot. None: that of
-    `found`."""
-    slot_bytes = found.slot_bytes if slot_bytes is None else slot_bytes
-    return Sizes(slot_bytes, _up(row_bytes - slot_bytes) if slot_bytes < row_bytes else 0)
-
-
-def checked(slot_bytes: int | None, overflow_bytes: int | None, num_rows: int, found: Sizes) -> tuple[int, int]:
+def checked_sizes(
+    slot_bytes: int | None, overflow_bytes: int | None, num_rows: int, usual_slot_bytes: int, overflow_per_row: float
+) -> tuple[int, int]:
     """Checks the given sizes. Returns (size of a slot, size of the overflow of all rows), in bytes. A size that is None
-    is taken from `found`."""
-    slot_bytes = found.slot_bytes if slot_bytes is None else whole_number("slot_bytes", slot_bytes, 0)
+    follows from the last two arguments, which `usual_sizes` or `sizes_within` returns."""
+    slot_bytes = usual_slot_bytes if slot_bytes is None else whole_number("slot_bytes", slot_bytes, 0)
     if overflow_bytes is None:
-        return slot_bytes, int(num_rows * found.overflow_per_row) // _SECTOR * _SECTOR
+        return slot_bytes, int(num_rows * overflow_per_row) // _SECTOR * _SECTOR
     return slot_bytes, whole_number("overflow_bytes", overflow_bytes, 0)
 
 
-def _rounded(slot_bytes: int, spilled: float, row_bytes: int) -> Sizes:
-    slot_bytes = _up(slot_bytes)
+def _rounded(slot_bytes: int, spilled: float, row_bytes: int) -> tuple[int, float]:
+    slot_bytes = max(_SECTOR, rounded_up(slot_bytes, _SECTOR))
     if slot_bytes >= row_bytes:
-        return Sizes(row_bytes, 0.0)
-    return Sizes(slot_bytes, max(_LEAST_OVERFLOW * slot_bytes, _SPILL_MARGIN * spilled))
-
-
-def _up(num_bytes: int) -> int:
-    return max(_SECTOR, rounded_up(num_bytes, _SECTOR))
+        return row_bytes, 0.0
+    return slot_bytes, max(_LEAST_OVERFLOW * slot_bytes, _SPILL_MARGIN * spilled)
 
 
 def _as_rows(sample: torch.Tensor, row_bytes: int) -> torch.Tensor:

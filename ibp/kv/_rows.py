@@ -133,8 +133,8 @@ class KVRows(OfThisProcess):
         row_bytes = 0 if sample is None else sample.shape[-1] * sample.element_size()
         self.codebook = _paged.learned(codebook, row_bytes, level)
         self.dim = self.codebook.row_bytes // self.dtype.itemsize
-        num_rows, found = self.num_tokens * self.num_heads, _paged.chosen(sample, self.codebook)
-        slot_bytes, overflow_bytes = _paged.checked(slot_bytes, overflow_bytes, num_rows, found)
+        num_rows, usual = self.num_tokens * self.num_heads, _paged.usual_sizes(sample, self.codebook)
+        slot_bytes, overflow_bytes = _paged.checked_sizes(slot_bytes, overflow_bytes, num_rows, *usual)
         on_gpu = self.device.type == "cuda"
         self.places = tuple(
             CodedRows(

@@ -1,9 +1,9 @@
 """Codes the keys or values of a layer, and keeps the coded bytes and their index.
 
 Tokens are coded in blocks of a fixed number of consecutive tokens. A `Form` says how the blocks are cut into items, and
-items into rows. `CodedStates` codes the keys of a layer, or its values, and learns their codebooks. It makes
-`CodedItems`, whose bytes are then copied to a `TokenArena`, which grows at its end, and whose index becomes a part of a
-`TokenSpan`, the index of consecutive blocks of one codebook.
+items into rows. `CodedStates` codes the keys of a layer, or its values, and learns their codebooks. It codes items into
+an `ibp.CodedRows`. The bytes of these rows are then copied to a `TokenArena`, which grows at its end, and their index
+becomes a part of a `TokenSpan`, the index of consecutive blocks of one codebook.
 
 A coded sequence is one block of one sequence of the batch, as it was coded. Coded sequences are numbered over all
 blocks, in the order in which they were coded. If the sequences of the batch are reordered later, nothing is coded
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -32,13 +31,15 @@ from .._tables.coded_rows import CodedRows
 
 # ---- rows ----
 
-_SECTOR = _core.SECTOR_BYTES
 # Largest size of a row in bytes, unless one token is larger. On average a row wastes 16 bytes, half of its last sector,
 # which is 0.2 % of a row of this size.
 _MOST_ROW_BYTES = 8192
 _LEARN_ELEMENTS = 1 << 19  # number of elements of the sample from which a codebook is learned
 _LEAST_SAVINGS = 0.02  # if a codebook saves a smaller fraction of the bytes than this, tokens are kept raw
 _OUTER_DIMS = 3  # number of dimensions that index the items of a tensor (see `Form`): block, sequence and head
+
+# The result of `CodedStates.encode`: coded rows, or the bytes of blocks that are kept raw.
+Coded = CodedRows | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -100,52 +101,6 @@ class Form:
         start = tokens.storage_offset() + first * self.block * of_token
         sizes, strides = (last - first, batch, heads, self.block * dim), (self.block * of_token, of_batch, of_head, 1)
         return tokens.as_strided(sizes, strides, start)
-
-
-class CodedItems(NamedTuple):
-    """Items that `CodedStates.encode` has coded or left raw. Their bytes are not in the arena yet."""
-
-    codebook: AnyCodebook | None  # the codebook of the items; None: the items are raw
-    data: torch.Tensor  # uint8: the coded bytes, followed by unused bytes
-    # The index of the items' rows (FORMAT.md, section 2): uint16 [rows] and int64 [rows]. Empty if the items are raw.
-    lengths: torch.Tensor
-    bases: torch.Tensor
-    counters: torch.Tensor | None  # int64 [8], those of `CodedRows`. None if the items are raw.
-    num_items: int  # number of items
-
-    def num_bytes(self, counters: list[int] | None) -> int:
-        """Returns the number of bytes of `data` that are in use. counters: the values of `self.counters`, as a list.
-        None: the items are raw, and there is no such tensor.
-
-        Raises:
-            RuntimeError: a row was not encoded. This is an internal check: `encode` allocates enough memory for all
-                rows.
-        """
-        if counters is None:
-            return self.data.numel()
-        used, _, lost, status, *_ = counters
-        if lost or status or not 0 <= used <= self.data.numel():
-            raise RuntimeError(f"tokens were not coded: {lost} rows lost, status {status}, {used} bytes in use")
-        return used
-
-
-def raw(items: torch.Tensor) -> CodedItems:
-    """Returns items as raw `CodedItems`. The data is copied only if the items are not contiguous."""
-    none = torch.empty(0, dtype=torch.int64, device=items.device)
-    data = items.contiguous().view(-1).view(torch.uint8)
-    return CodedItems(None, data, none.view(torch.uint16), none, None, items[..., 0].numel())
-
-
-def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedItems:
-    """Queues the encoding of items [blocks, B, heads, elements] on the current stream. `data` of the result is at least
-    as large as the items, so that even raw rows fit."""
-    item_bytes = items.shape[-1] * items.element_size()
-    num_items = items[..., 0].numel()
-    num_rows = num_items * item_bytes // codebook.row_bytes
-    room = rounded_up(codebook.row_bytes, _SECTOR)  # size in bytes of a raw row in overflow
-    rows = CodedRows(codebook, num_rows, slot_bytes=0, overflow_bytes=num_rows * room, device=items.device)
-    rows.handle.encode(items, rows._counts, rows.fault)
-    return CodedItems(codebook, rows.overflow, rows.lengths, rows.bases, rows.counters, num_items)
 
 
 # ---- bytes ----
@@ -281,16 +236,16 @@ class TokenSpan:
     def index_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self._lengths, self._bases, self._words))
 
-    def append(self, coded: CodedItems, offset: int) -> None:
+    def append(self, coded: Coded, num_items: int, offset: int) -> None:
         """Appends items, whose bytes begin at the given offset in the arena."""
-        if self.codebook is None:
-            first = offset // self.form.item_bytes
-            places = torch.arange(first, first + coded.num_items, device=self._bases.device)
-            self._bases = _extended(self._bases, self.num_items, places)
-        else:
+        if isinstance(coded, CodedRows):
             self._lengths = _extended(self._lengths, self.num_rows, coded.lengths)
             self._bases = _extended(self._bases, self.num_rows, coded.bases + offset)
-        self._resize(self.num_items + coded.num_items)
+        else:
+            first = offset // self.form.item_bytes
+            places = torch.arange(first, first + num_items, device=self._bases.device)
+            self._bases = _extended(self._bases, self.num_items, places)
+        self._resize(self.num_items + num_items)
 
     def truncate(self, num_items: int) -> None:
         """Keeps the first num_items items and removes the others."""
@@ -375,15 +330,27 @@ class CodedStates:
         self._num_encoded = self.num_learned = 0
         self.spans: list[TokenSpan] = []
 
-    def encode(self, tokens: torch.Tensor) -> CodedItems:
-        """Queues the encoding of complete blocks of tokens, [B, num_heads, n * block, head_dim]. If the call learns a
-        codebook from the tokens, it waits for the GPU."""
+    def encode(self, tokens: torch.Tensor) -> Coded:
+        """Queues the encoding of complete blocks of tokens, [B, num_heads, n * block, head_dim], on the current stream.
+        If the call learns a codebook from the tokens, it waits for the GPU.
+
+        Returns:
+            The rows, whose overflow has room for all of them even if they are raw. If there is no codebook, the bytes
+            of the blocks, uint8, which are copied only if they are not contiguous.
+        """
         items = self.form.items(tokens.detach(), 0, tokens.shape[2] // self.form.block)
         if items.numel() and self._scheme != "raw":
             self._num_encoded += 1
             if self._learner.is_due(self._num_encoded):
                 self._look(items)
-        return raw(items) if self._learner.found is None else encode(items, self._learner.found)
+        codebook = self._learner.found
+        if codebook is None:
+            return items.contiguous().view(-1).view(torch.uint8)
+        num_rows = items[..., 0].numel() * self.form.rows_per_item
+        room = rounded_up(codebook.row_bytes, _core.SECTOR_BYTES)  # size in bytes of a raw row in overflow
+        rows = CodedRows(codebook, num_rows, slot_bytes=0, overflow_bytes=num_rows * room, device=items.device)
+        rows.handle.encode(items, rows._counts, rows.fault)
+        return rows
 
     def _look(self, items: torch.Tensor) -> None:
         """Learns a codebook from a sample of the items. The learned codebook replaces the present one if it saves
@@ -407,21 +374,24 @@ class CodedStates:
             self.num_learned += codebook is not None
         self._learner.take(codebook, use=self._num_encoded)
 
-    def add(self, coded: CodedItems, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
-        """Appends encoded items to the last span. If there is no span, or the last span has another codebook, appends
-        them to a new span instead. Also tells the learner the sizes of the items before and after encoding.
+    def add(self, coded: Coded, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
+        """Appends the items of blocks to the last span. If there is no span, or the last span has another codebook,
+        appends them to a new span instead. Also tells the learner the sizes of the items before and after encoding.
 
         Args:
+            coded: the result of `encode` for these blocks.
             num_bytes: size in bytes of the encoded items.
             offset: the offset in the arena at which their bytes begin.
             first_block, first_slot: numbers of the first block and of the first coded sequence of the items.
         """
-        if not self.spans or self.spans[-1].codebook is not coded.codebook:
-            self.spans.append(TokenSpan(self.form, coded.codebook, first_block, first_slot, self._device))
-        self.spans[-1].append(coded, offset)
-        if coded.codebook is None or coded.num_items == 0:
-            return
-        self._learner.note(num_bytes, coded.num_items * self.form.item_bytes)
+        codebook, plain_bytes = None, num_bytes
+        if isinstance(coded, CodedRows):
+            codebook, plain_bytes = coded.codebook, coded.num_rows * coded.row_bytes
+        if not self.spans or self.spans[-1].codebook is not codebook:
+            self.spans.append(TokenSpan(self.form, codebook, first_block, first_slot, self._device))
+        self.spans[-1].append(coded, plain_bytes // self.form.item_bytes, offset)
+        if codebook is not None and plain_bytes:
+            self._learner.note(num_bytes, plain_bytes)
 
     def decode(
         self,

@@ -6,7 +6,6 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._common.process import ForkLock, OfThisProcess
+from .._common.sequences import rounded_up
 from .._common.statistics import Statistics
 from .._fetch.calls import check_range, list_of_ids, sms_of
 from .._machine import memory as _memory
@@ -241,21 +241,29 @@ class KVStore(OfThisProcess):
         self.codebook = _paged.learned(codebook, row_bytes, level)
         self._rows_per_tensor = self.page_bytes // row_bytes
         rows_per_page = self._rows_per_tensor * self.num_tensors
-        found = _paged.chosen(sample, self.codebook) if num_pages is None or pool_bytes is None else None
-        if num_pages is None:
-            if pool_bytes is None or found is None:
-                raise ValueError("neither num_pages nor pool_bytes is given; wanted one of them, or both")
-            per_row = (slot_bytes or found.slot_bytes) + (0 if spills else found.overflow_per_row)
-            num_pages = int(whole_number("pool_bytes", pool_bytes, 0) / (per_row * rows_per_page))
-        self.num_pages = whole_number("num_pages", num_pages, 0)
-        num_rows = self.num_pages * rows_per_page
-        if found is None:
-            found = _paged.within(whole_number("pool_bytes", pool_bytes or 0, 0), num_rows, row_bytes, spills)
+        if num_pages is None or pool_bytes is None:
+            usual_slot, overflow_per_row = _paged.usual_sizes(sample, self.codebook)
+            if num_pages is None:
+                if pool_bytes is None:
+                    raise ValueError("neither num_pages nor pool_bytes is given; wanted one of them, or both")
+                per_row = (slot_bytes or usual_slot) + (0 if spills else overflow_per_row)
+                num_pages = int(whole_number("pool_bytes", pool_bytes, 0) / (per_row * rows_per_page))
+            self.num_pages = whole_number("num_pages", num_pages, 0)
+        else:
+            self.num_pages = whole_number("num_pages", num_pages, 0)
+            pool_bytes = whole_number("pool_bytes", pool_bytes, 0)
+            usual_slot, overflow_per_row = _paged.sizes_within(
+                pool_bytes, self.num_pages * rows_per_page, row_bytes, spills
+            )
         self._spills = spills
         self._rows_own_parts = spills and overflow_bytes is None
-        if spills:
-            found = _paged.with_room_for_all(found, slot_bytes, row_bytes)
-        slot_bytes, overflow_bytes = _paged.checked(slot_bytes, overflow_bytes, num_rows, found)
+        if spills:  # overflow has room for all rows in raw form
+            slot_bytes = usual_slot if slot_bytes is None else slot_bytes
+            overflow_per_row = rounded_up(max(0, row_bytes - slot_bytes), _core.SECTOR_BYTES)
+        num_rows = self.num_pages * rows_per_page
+        slot_bytes, overflow_bytes = _paged.checked_sizes(
+            slot_bytes, overflow_bytes, num_rows, usual_slot, overflow_per_row
+        )
         self.place = CodedRows(
             self.codebook,
             num_rows,
@@ -579,7 +587,7 @@ def _sms_of(max_sms: int | None, usual: int) -> int:
     return usual if max_sms is None else sms_of(max_sms)
 
 
-def _compact(place: Any, keeps: torch.Tensor) -> None:
+def _compact(place: CodedRows, keeps: torch.Tensor) -> None:
     """Moves the overflow bytes of rows to the beginning of the overflow, without gaps, and frees the rest. keeps: bool
     [rows], whether the row's bytes are kept."""
     if not place.rooms.numel():

@@ -29,7 +29,8 @@ from .._machine.staging import Coming, Ring, Turn
 from .._rows.codebook import AnyCodebook
 from .._rows.faults import Faults, FaultWords
 from .._rows.learning import check_scheme
-from ._states import CodedItems, CodedStates, Form, TokenArena
+from .._tables.coded_rows import CodedRows
+from ._states import Coded, CodedStates, Form, TokenArena
 
 # ---- the tokens of a layer ----
 
@@ -45,11 +46,11 @@ class PendingBlocks:
         batch_size: number of sequences in a block.
     """
 
-    def __init__(self, keys: CodedItems, values: CodedItems, num_blocks: int, batch_size: int) -> None:
+    def __init__(self, keys: Coded, values: Coded, num_blocks: int, batch_size: int) -> None:
         self.keys, self.values, self.num_blocks, self.batch_size = keys, values, num_blocks, batch_size
         # int64 [B]: for each present sequence, its index at the time of the encoding. None: the order has not changed.
         self.sequences: torch.Tensor | None = None
-        counters = [coded.counters for coded in (keys, values) if coded.counters is not None]
+        counters = [coded.counters for coded in (keys, values) if isinstance(coded, CodedRows)]
         none = torch.empty(0, 8, dtype=torch.int64, device="cpu")
         self._counters = Coming(torch.stack(counters) if counters else none)
 
@@ -57,18 +58,23 @@ class PendingBlocks:
         """Returns whether the sizes of the encoded blocks have arrived on the host."""
         return self._counters.is_here
 
-    def sizes(self) -> tuple[int, int]:
-        """Waits for the encoding. Returns (size of the encoded keys, size of the encoded values), in bytes.
+    def data(self) -> list[torch.Tensor]:
+        """Waits for the encoding. Returns [bytes of the encoded keys, bytes of the encoded values], both uint8.
 
         Raises:
             RuntimeError: rows were lost, or the status or a size is invalid. This is an internal check: it always holds
                 for encodings that `encode` has queued.
         """
-        counters = iter(self._counters.wait().tolist())
-        keys, values = (
-            coded.num_bytes(None if coded.counters is None else next(counters)) for coded in (self.keys, self.values)
-        )
-        return keys, values
+        found, counters = [], iter(self._counters.wait().tolist())
+        for coded in (self.keys, self.values):
+            if isinstance(coded, CodedRows):
+                used, _, lost, status, *_ = next(counters)
+                if lost or status or not 0 <= used <= coded.overflow.numel():
+                    raise RuntimeError(f"tokens were not coded: {lost} rows lost, status {status}, {used} bytes in use")
+                found.append(coded.overflow[:used])
+            else:
+                found.append(coded)
+        return found
 
     def take(self, sequences: torch.Tensor) -> None:
         """Reorders the sequences: sequence b becomes the former sequence sequences[b]."""
@@ -105,26 +111,23 @@ class TokenHistory(OfThisProcess):
     Args:
         coder: the coder of the cache.
         decoder: the coder's decoder for the layer's device.
-        keys, values: the geometry of keys and of values.
+        keys, values: the coded keys and the coded values of the layer.
 
     Attributes:
         device: the device that encodes and decodes.
         num_blocks: number of encoded blocks. A block has the same number of consecutive tokens of every sequence.
+        batch_size: number of sequences, or 0 if there are no blocks yet.
     """
 
     _instead = "fetch() its keys and values, which can be pickled"
 
-    def __init__(self, coder: TokenCoder, decoder: TokenDecoder, keys: Form, values: Form) -> None:
-        given, self.device = coder._codebooks or (None, None), decoder.device
-        self._coder, self._decoder, self.arena = coder, decoder, TokenArena(self.device, decoder.memory == "pinned")
-        self.keys, self.values = (
-            CodedStates(form, coder._scheme, coder._level, book, self.device)
-            for form, book in zip((keys, values), given)
-        )
+    def __init__(self, coder: TokenCoder, decoder: TokenDecoder, keys: CodedStates, values: CodedStates) -> None:
+        self._coder, self._decoder, self.device = coder, decoder, decoder.device
+        self.arena, self.keys, self.values = TokenArena(self.device, decoder.memory == "pinned"), keys, values
         self.num_blocks = 0
         self.stamp = next(_stamps)  # changes whenever the bytes of the arena change
         self._stored: list[StoredBlocks] = []
-        self._num_slots, self._batch_size = 0, 0
+        self._num_slots, self.batch_size = 0, 0
         # int64 [num_blocks, B]: for each block and present sequence, the number of its coded sequence. None: the
         # sequences are in the order of encoding. The tensor is never changed, only replaced (see `_states.py`).
         self.order: torch.Tensor | None = None
@@ -133,11 +136,6 @@ class TokenHistory(OfThisProcess):
     def num_tokens(self) -> int:
         """Number of coded tokens of each sequence."""
         return self.num_blocks * self._coder.block
-
-    @property
-    def batch_size(self) -> int:
-        """The number of sequences, or 0 if there are no blocks yet."""
-        return self._batch_size
 
     @property
     def original_bytes(self) -> int:
@@ -180,7 +178,7 @@ class TokenHistory(OfThisProcess):
         """Whether the coded tokens of the present sequences are fewer than half of the tokens whose coded bytes are
         kept. Tokens that several present sequences share count once for each of these sequences."""
         coded = sum(held.num_coded * held.batch_size for held in self._stored)
-        return 2 * self.num_blocks * self._batch_size < coded
+        return 2 * self.num_blocks * self.batch_size < coded
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> PendingBlocks:
         """Queues the encoding of the next n complete blocks of tokens. keys, values: [B, heads, n * block, head_dim].
@@ -197,19 +195,19 @@ class TokenHistory(OfThisProcess):
         """Adds blocks to the history. pending: the result of `encode` for these blocks. Waits for the GPU unless
         `pending.is_ready()`. If the call is interrupted, either all blocks have been added, or no block."""
         with torch.inference_mode(False):
-            sizes, start = pending.sizes(), self.arena.used
+            data, start = pending.data(), self.arena.used
             pairs = (self.keys, pending.keys), (self.values, pending.values)
             plain_bytes = self.original_bytes + pending.num_blocks * pending.batch_size * self._block_bytes
             offsets = []
             try:
-                for (states, coded), size in zip(pairs, sizes):
-                    alignment = states.form.item_bytes if coded.codebook is None else _core.SECTOR_BYTES
-                    offset, memory = self.arena.reserve(size, alignment, plain_bytes)
+                for (states, coded), whole in zip(pairs, data):
+                    alignment = _core.SECTOR_BYTES if isinstance(coded, CodedRows) else states.form.item_bytes
+                    offset, memory = self.arena.reserve(whole.numel(), alignment, plain_bytes)
                     offsets.append(offset)
-                    for part, data in zip(memory, coded.data[:size].split([part.numel() for part in memory])):
-                        self._decoder.put(self.arena, part, data)
-                for (states, coded), size, offset in zip(pairs, sizes, offsets):
-                    states.add(coded, size, offset, self.num_blocks, self._num_slots)
+                    for to, part in zip(memory, whole.split([to.numel() for to in memory])):
+                        self._decoder.put(self.arena, to, part)
+                for (states, coded), whole, offset in zip(pairs, data, offsets):
+                    states.add(coded, whole.numel(), offset, self.num_blocks, self._num_slots)
                 self._stored.append(StoredBlocks(pending.num_blocks, pending.num_blocks, pending.batch_size, start))
                 self._append_order(pending)
                 self._num_slots += pending.num_blocks * pending.batch_size
@@ -238,7 +236,7 @@ class TokenHistory(OfThisProcess):
 
     def _append_order(self, pending: PendingBlocks) -> None:
         num_blocks, batch_size, sequences = pending.num_blocks, pending.batch_size, pending.sequences
-        self._batch_size = batch_size if sequences is None else sequences.numel()
+        self.batch_size = batch_size if sequences is None else sequences.numel()
         if self.order is None and sequences is None:
             return
         held = self._slots()
@@ -260,7 +258,7 @@ class TokenHistory(OfThisProcess):
         int64 [B]."""
         if self.num_blocks:
             self.order = self._slots()[:, sequences]
-            self._batch_size = sequences.numel()
+            self.batch_size = sequences.numel()
 
     def truncate(self, num_blocks: int) -> None:
         """Keeps the first num_blocks blocks and removes the others. The bytes of blocks that one call of `store` added
@@ -282,7 +280,7 @@ class TokenHistory(OfThisProcess):
         """Allocates keys and values for num_tokens tokens of all sequences, [B, heads, num_tokens, head_dim]."""
         keys, values = (
             torch.empty(
-                (self._batch_size, form.num_heads, num_tokens, form.head_dim), dtype=form.dtype, device=self.device
+                (self.batch_size, form.num_heads, num_tokens, form.head_dim), dtype=form.dtype, device=self.device
             )
             for form in (self.keys.form, self.values.form)
         )
@@ -292,10 +290,9 @@ class TokenHistory(OfThisProcess):
         """Returns a copy of the history, with a separate copy of the coded bytes. coder: the coder to which the copy
         belongs. None: the coder of this history."""
         coder = coder or self._coder
-        copied = TokenHistory(coder, coder._decoder_on(self.device), self.keys.form, self.values.form)
+        copied = TokenHistory(coder, coder._decoder_on(self.device), self.keys.clone(), self.values.clone())
         copied.arena = self.arena.clone()
-        copied.keys, copied.values = self.keys.clone(), self.values.clone()
-        copied.num_blocks, copied._num_slots, copied._batch_size = self.num_blocks, self._num_slots, self._batch_size
+        copied.num_blocks, copied._num_slots, copied.batch_size = self.num_blocks, self._num_slots, self.batch_size
         copied._stored = [replace(held) for held in self._stored]
         copied.order = self.order
         return copied
@@ -549,8 +546,11 @@ class TokenCoder(OfThisProcess):
             ValueError: keys are on neither a CPU nor a CUDA device, or keys or values do not suit the codebooks.
         """
         decoder, books = self._decoder_on(keys.device), self._codebooks or (None, None)
-        forms = [Form.of(states, self.block, book) for states, book in zip((keys, values), books)]
-        return TokenHistory(self, decoder, forms[0], forms[1])
+        keys_of_layer, values_of_layer = (
+            CodedStates(Form.of(states, self.block, book), self._scheme, self._level, book, decoder.device)
+            for states, book in zip((keys, values), books)
+        )
+        return TokenHistory(self, decoder, keys_of_layer, values_of_layer)
 
     def clone_of(self, history: TokenHistory) -> TokenHistory:
         """Returns a copy of a layer's history that belongs to this coder."""

@@ -35,10 +35,10 @@ def test_an_adapter_uses_public_names(path):
     "line, found",
     [
         ("from ..._fetch.linear import linear", ["_fetch"]),
-        ("from ...kv._keyed import KeyedPages", ["_keyed"]),
+        ("from ...kv._engines import KeyedPages", ["_engines"]),
         ("from ... import _core", ["_core"]),
         ("import ibp._core", ["ibp._core"]),
-        ("import ibp\nibp.kv._keyed.KeyedPages", ["_keyed"]),
+        ("import ibp\nibp.kv._engines.KeyedPages", ["_engines"]),
         ("from ibp.kv import KeyedPages", []),
         ("from ..shared import Tasks", []),
         ("from ._incoming import incoming", []),

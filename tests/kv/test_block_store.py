@@ -7,7 +7,7 @@ import torch
 
 from helpers import assert_same_bits
 from ibp.kv import BlockStore
-from ibp.kv._blocks import _Pool
+from ibp.kv._engines import _Pool
 from interrupts import Interrupted, InterruptedOperations
 
 BLOCK_BYTES = 4096
