@@ -455,34 +455,6 @@ class CheckpointReport:
         )
 
 
-class PeakMemory:
-    """Measures this process's own memory from time to time. num_bytes: the largest size in bytes so far."""
-
-    # Number of bytes of data between two measurements. A measurement takes as long as coding half a megabyte.
-    _BETWEEN_BYTES = 64 << 20
-
-    def __init__(self) -> None:
-        self.num_bytes, self._passed_bytes = 0, 0
-        self.look()
-
-    def passed(self, num_bytes: int) -> None:
-        """Counts num_bytes bytes of data that were processed. Measures the memory if enough data have been processed
-        since the last measurement."""
-        self._passed_bytes += num_bytes
-        if self._passed_bytes >= self._BETWEEN_BYTES:
-            self._passed_bytes = 0
-            self.look()
-
-    def look(self) -> None:
-        """Measures the memory now. Without Linux's /proc the peak stays 0."""
-        try:
-            lines = Path("/proc/self/status").read_text().splitlines()
-        except OSError:
-            return
-        found = next((line for line in lines if line.startswith("RssAnon:")), "RssAnon: 0 kB")
-        self.num_bytes = max(self.num_bytes, 1024 * int(found.split()[1]))
-
-
 def report_of(path: str, records: Sequence[dict[str, Any]], kept_files: int, peak_bytes: int) -> CheckpointReport:
     """Returns the report of files from their records (see `Journal.write_record`)."""
     tensors = tuple(TensorReport.from_dict(fields) for record in records for fields in record["tensors"])
