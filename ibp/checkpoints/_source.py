@@ -59,7 +59,7 @@ from .._files import open as open_file
 from .._rows.geometry import bytes_of, check_tensor
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
-from ..codecs._whole import WholeTensor
+from ..codecs._whole import WholeTensor, decoded_range
 
 _BLOCK_BYTES = 16 << 20  # number of bytes that `SourceTensor.tensor` reads at once
 
@@ -382,7 +382,7 @@ def _coded_tensor(name: str, coded: CompressedTensor | WholeTensor) -> SourceTen
         if start_byte == end_byte:
             return np.empty(0, np.uint8)
         if isinstance(coded, WholeTensor):
-            return coded._bytes(start_byte, end_byte).numpy()
+            return decoded_range(coded, start_byte, end_byte).numpy()
         return decoded_bytes(coded, start_byte, end_byte, _CPU).numpy()
 
     table = None if isinstance(coded, WholeTensor) else lambda: coded
