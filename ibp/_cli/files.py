@@ -466,52 +466,43 @@ def _new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torc
         raise output.Failure(
             f"{base.path} has no tensor {missing[0]!r}, which the delta changes or removes", output.WRONG
         )
-    parts = [_new_part(part, changes, device) for part in base.parts]
-    last = parts[-1]
-    added = {name: _added(name, change) for name, change in changes.items() if not isinstance(change, ibp.deltas.Delta)}
-    parts[-1] = Source(last.path, last.format, {**last.tensors, **added}, last.metadata)
-    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
-    made = Source(base.path, base.format, tensors, base.metadata)
-    made.parts, made.files = tuple(parts), base.files
-    return made
+    made = {name: _new_tensor(name, change, base.tensors.get(name), device) for name, change in changes.items()}
+    gone = {*changes.removed, *changes.new}
+    of_parts = [
+        {name: made.get(name, tensor) for name, tensor in part.tensors.items() if name not in gone}
+        for part in base.parts
+    ]
+    of_parts[-1].update((name, made[name]) for name in changes.new)
+    tensors = {name: tensor for of_part in of_parts for name, tensor in of_part.items()}
+    whole = Source(base.path, base.format, tensors, base.metadata)
+    whole.parts = tuple(
+        Source(part.path, part.format, of_part, part.metadata) for part, of_part in zip(base.parts, of_parts)
+    )
+    whole.files = base.files
+    return whole
 
 
-def _new_part(part: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
-    """Returns the new version of one file of a set, without the new tensors: its unchanged tensors, and the tensors to
-    which a delta is applied."""
-    tensors: dict[str, SourceTensor] = {}
-    for name, tensor in part.tensors.items():
-        change = changes.get(name)
-        if isinstance(change, ibp.deltas.Delta):
-            tensors[name] = _applied(tensor, change, device)
-        elif change is None and name not in changes.removed:
-            tensors[name] = tensor
-    return Source(part.path, part.format, tensors, part.metadata)
-
-
-def _applied(base: SourceTensor, delta: ibp.deltas.Delta, device: torch.device) -> SourceTensor:
-    def make() -> torch.Tensor:
-        try:
-            return delta.to(device).apply_(base.tensor().to(device)).cpu()
-        except (ibp.deltas.DeltaMismatchError, ibp.CorruptTableError) as error:
-            raise type(error)(f"{base.name}: {error}") from None
-
-    return _made_tensor(base.name, base.dtype, base.shape, make)
-
-
-def _added(name: str, change: torch.Tensor | ibp.CompressedTensor) -> SourceTensor:
-    def make() -> torch.Tensor:
-        return change if isinstance(change, torch.Tensor) else ibp.decompress(change, device="cpu")
-
-    return _made_tensor(name, change.dtype, tuple(change.shape), make)
-
-
-def _made_tensor(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], torch.Tensor]
+def _new_tensor(
+    name: str,
+    change: ibp.deltas.Delta | ibp.CompressedTensor | torch.Tensor,
+    old: SourceTensor | None,
+    device: torch.device,
 ) -> SourceTensor:
-    """Returns a tensor of a source. When it is first read, `make` is called, which returns the whole tensor on the CPU.
-    That tensor is freed when its last bytes have been read."""
+    """Returns a tensor of the new version. It is made as a whole, on the CPU, when it is first read: `change` is
+    decompressed or, if it is a delta, applied to the old version of the tensor. It is freed when its last bytes have
+    been read."""
     made: list[np.ndarray] = []
+
+    def make() -> torch.Tensor:
+        if isinstance(change, torch.Tensor):
+            return change
+        if not isinstance(change, ibp.deltas.Delta):
+            return ibp.decompress(change, device="cpu")
+        assert old is not None
+        try:
+            return change.to(device).apply_(old.tensor().to(device)).cpu()
+        except (ibp.deltas.DeltaMismatchError, ibp.CorruptTableError) as error:
+            raise type(error)(f"{name}: {error}") from None
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:
         kept = made[:]
@@ -519,4 +510,5 @@ def _made_tensor(
         made[:] = [data] if end_byte < data.size else []
         return data[start_byte:end_byte]
 
-    return SourceTensor(name, dtype, shape, read)
+    like = old if old is not None and isinstance(change, ibp.deltas.Delta) else change
+    return SourceTensor(name, like.dtype, tuple(like.shape), read)

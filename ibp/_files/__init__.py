@@ -24,7 +24,6 @@ from .format import (
     FileFormatError,
     TableFields,
     View,
-    as_json,
     checksum_bytes,
     dtype_name,
     dtype_of,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -319,16 +319,14 @@ def _coded(block: Block, free: deque[torch.Tensor]) -> Block:
 # ---- coding on a GPU ----
 
 
-class _Slot:
-    """Buffers for one block: `raw` for its bytes before coding, and `coded` for its bytes after coding. Each buffer has
-    memory on the device and pinned host memory."""
+class _Slot(NamedTuple):
+    """Buffers for one block. Those of a `Turn` have memory on the device and pinned host memory."""
 
-    def __init__(self, raw: Turn, coded: Turn) -> None:
-        self.raw, self.coded = raw, coded
-        # Six numbers: the size of the coded block in bytes, its `Block.words`, and the coder's fault record of
-        # four numbers.
-        self.facts = torch.empty(6, dtype=torch.int64, pin_memory=True, device="cpu")
-        self.lengths = torch.empty(0, dtype=torch.uint16, device="cpu")  # pinned
+    raw: Turn  # for the block's bytes before coding
+    coded: Turn  # for its bytes after coding
+    # Six numbers in pinned memory: the size of the coded block in bytes, its `Block.words`, and the coder's fault
+    # record of four numbers.
+    facts: torch.Tensor
 
 
 class CudaCoder:
@@ -392,7 +390,8 @@ class CudaCoder:
             slot = self._free.popleft()
         else:
             ways = (self._up, self._coder), (self._coder, self._down)
-            slot = _Slot(*(Turn(self._device, streams, _BLOCK_BYTES["cuda"], staging.empty_pinned) for streams in ways))
+            raw, coded = (Turn(self._device, way, _BLOCK_BYTES["cuda"], staging.empty_pinned) for way in ways)
+            slot = _Slot(raw, coded, torch.empty(6, dtype=torch.int64, pin_memory=True, device="cpu"))
         slot.raw.reserve(num_bytes)
         slot.coded.reserve(num_bytes)
         return slot
@@ -411,9 +410,10 @@ class CudaCoder:
         slot.coded.claim(self._coder)
         with torch.cuda.stream(self._coder):
             lengths, facts = self._code(near, block.codebook, slot.coded.memory[:num_bytes], block.start)
-            slot.lengths = torch.empty(lengths.shape, dtype=lengths.dtype, pin_memory=True, device="cpu")
-            slot.lengths.copy_(lengths, non_blocking=True)
+            held = torch.empty(lengths.shape, dtype=lengths.dtype, pin_memory=True, device="cpu")
+            held.copy_(lengths, non_blocking=True)
             slot.facts.copy_(facts, non_blocking=True)
+        block.lengths = held.numpy()
         slot.raw.release(self._coder)
         slot.coded.hand_over(self._coder)
         return block
@@ -451,7 +451,7 @@ class CudaCoder:
         if slot is not None:
             slot.coded.free.synchronize()
             stored, block.words = slot.facts[:2].tolist()
-            block.data, block.lengths = slot.coded.host[:stored].numpy(), slot.lengths.numpy()
+            block.data = slot.coded.host[:stored].numpy()
             block.release = lambda: self._free.append(slot)
         return block
 

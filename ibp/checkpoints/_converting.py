@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,11 +289,9 @@ def compress(
             raise exists(there)
         else:
             records, num_kept, peak_bytes = write(None, force)
+        others = () if conversion is None else conversion.finish()
         in_order = [records[shard.path] for shard in shards]
-        report = report_of(_path_to_open(output, target, sets), in_order, num_kept, peak_bytes)
-        if conversion is not None:
-            conversion.finish()
-            report = replace(report, other_files=conversion.other_files())
+        report = report_of(_path_to_open(output, target, sets), in_order, num_kept, peak_bytes, others)
     if verify_output:
         verified_bytes(report.path, progress)
     return report

@@ -397,15 +397,11 @@ class Conversion:
         if not self._is_in_place:
             self._beside.update({home / name: Path(file) for name, file in zip(names, files)})
 
-    def other_files(self) -> tuple[str, ...]:
-        """Returns the paths, within the target, of the files that `finish` writes."""
-        return tuple(os.fspath(path.relative_to(self.target)) for path in self._beside)
-
-    def finish(self) -> None:
+    def finish(self) -> tuple[str, ...]:
         """Writes the other files, such as config.json, and then removes the files of tensors that the new ones
         supersede. The caller must call it after the new files of tensors are in place. Each file is written as a new
         file, which gets its name when it is complete. If a symbolic link has that name, the link is replaced, and the
-        file to which it points does not change."""
+        file to which it points does not change. Returns the paths of the other files within the target."""
         for path, content in self._beside.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):
@@ -416,6 +412,7 @@ class Conversion:
                     shutil.copyfileobj(source, file, _COPIED_BYTES)
         for path in itertools.chain(*self._replaced.values()):
             path.unlink(missing_ok=True)
+        return tuple(os.fspath(path.relative_to(self.target)) for path in self._beside)
 
 
 def conversion_of(
