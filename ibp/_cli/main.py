@@ -26,13 +26,13 @@ from .output import INTERRUPTED, USAGE, WRONG
 
 # The module of each command. Its function of the command's name does the work and returns the exit status.
 _MODULES = {
-    "compress": "writing",
-    "decompress": "writing",
-    "verify": "comparing",
+    "compress": "files",
+    "decompress": "files",
+    "verify": "files",
     "inspect": "describing",
     "estimate": "describing",
-    "diff": "comparing",
-    "apply": "writing",
+    "diff": "files",
+    "apply": "files",
     "doctor": "doctor",
 }
 _BROKEN_PIPE, _TERMINATED = 141, 143  # Further exit statuses (see `output`).

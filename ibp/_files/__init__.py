@@ -24,7 +24,6 @@ from .format import (
     FileFormatError,
     TableFields,
     View,
-    as_json,
     checksum_bytes,
     dtype_name,
     dtype_of,
@@ -33,7 +32,7 @@ from .format import (
     other_format,
     rounded_up,
 )
-from .opened import File, TensorInfo, damaged_blocks, load, open, range_verifier, stored_in, views_in
+from .opened import File, TensorInfo, damage_in, load, open, range_verifier, stored_in, views_in
 from .paths import (
     INDEX_SUFFIX,
     SUFFIX,

@@ -106,11 +106,6 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     return _NAMES.get(name, name.upper())
 
 
-def as_json(record: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass, with dtype and shape in a form that JSON can hold."""
-    return {**vars(record), "dtype": dtype_name(record.dtype), "shape": list(record.shape)}
-
-
 def dtype_of(name: str) -> torch.dtype:
     """Returns the dtype that files call `name`. Raises FileFormatError if this torch does not have it."""
     dtype = getattr(torch, _DTYPES.get(name, name.lower()), None)

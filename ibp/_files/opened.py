@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from .._machine import memory as _memory
 from .._machine.segments import FileRows, segment_of
 from .._machine.staging import to_device
 from .._rows.codebook import AnyCodebook
+from .._rows.faults import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
@@ -379,7 +380,8 @@ class File(Mapping[str, Value], Closing):
                 total += num_bytes
                 bar.update()
         for name in tqdm(chosen if content else (), desc="decode", unit="tensor", disable=not (progress and content)):
-            self._verify_content(name)
+            if not self._is_what_it_was(name):
+                raise ChecksumError(f"{self._owners[name].path}: {name!r} decodes to other bytes than were compressed")
         return total
 
     def _blocks_of(self, names: Iterable[str]) -> dict[Checks, Sequence[int]]:
@@ -397,15 +399,13 @@ class File(Mapping[str, Value], Closing):
                     blocks.setdefault(file.checks, set()).update(file.checks.blocks_of(entry.start, entry.end))
         return {checks: sorted(numbers) for checks, numbers in blocks.items()}
 
-    def _verify_content(self, name: str) -> None:
-        """Decodes a table, if the file has the fingerprint of the original tensor. Raises ChecksumError if the decoded
-        tensor has another fingerprint."""
+    def _is_what_it_was(self, name: str) -> bool:
+        """Decodes a table, if the file has the fingerprint of the original tensor. Returns False if the decoded tensor
+        has another fingerprint."""
         if name not in self._owners:
-            return
-        wanted = self.fields(name).content
-        value = self._value(name)
-        if isinstance(value, (CompressedTensor, WholeTensor)) and wanted is not None and fingerprint(value) != wanted:
-            raise ChecksumError(f"{self._owners[name].path}: {name!r} decodes to other bytes than were compressed")
+            return True
+        wanted, value = self.fields(name).content, self._value(name)
+        return wanted is None or isinstance(value, (torch.Tensor, Delta)) or fingerprint(value) == wanted
 
     # ---- closing ----
 
@@ -629,23 +629,56 @@ def range_verifier(file: File, name: str, value: CompressedTensor | torch.Tensor
     return check_rows
 
 
-class DamagedBlock(NamedTuple):
-    """A block of a file whose bytes do not match its checksum.
+def damage_in(file: File, content: bool) -> tuple[dict[str, list[str]], list[str]]:
+    """Finds out which tensors of a damaged file, or set of files, are damaged.
 
-    Attributes:
-        place: a string with the file, the block's number and the range of its bytes in the file.
-        tensors: names of the tensors that have bytes in the block. A table's codebook does not count as its bytes.
-        codebooks: for each codebook that has bytes in the block, the names of the tables that are coded with it.
+    Checksums tell which blocks are damaged. Fingerprints tell which tables are damaged. If no tensor and no codebook in
+    a damaged block is known to be damaged, all tensors with bytes in the block may be damaged, except those that are
+    known to be intact. If the block has bytes of only one tensor, this tensor is damaged.
+
+    Args:
+        content: whether to decode tables outside of damaged blocks, too.
+
+    Returns:
+        Names of tensors, in three lists: "damaged"; "by_codebook", the damaged tensors that share a damaged codebook;
+        and "suspect", tensors that may be damaged. And a text for each damaged block: the file, the block's number and
+        the range of its bytes.
+
+    Raises:
+        ChecksumError: a header is damaged, or the checksums themselves are.
     """
+    blocks = _damaged_blocks(file)
+    inside = {name for _, tensors, _ in blocks for name in tensors}
+    used = {name for *_, codebooks in blocks for users in codebooks for name in users}
+    good = {name: _is_good(file, name) for name in {*inside, *used, *(file if content else ())}}
+    # For each codebook that is certainly damaged, the tables that use it. A codebook in a damaged block is certainly
+    # damaged if all tables that use it are damaged. If only one table uses it, this table must also have no rows in a
+    # damaged block. Otherwise the rows may be damaged, and not the codebook.
+    shared = [
+        users
+        for *_, codebooks in blocks
+        for users in codebooks
+        if all(good[name] is False for name in users) and (len(users) > 1 or users[0] not in inside)
+    ]
+    by_codebook = set(itertools.chain(*shared))
+    damaged, suspect = {name for name, is_good in good.items() if is_good is False}, set[str]()
+    for _, tensors, codebooks in blocks:
+        books = [users for users in codebooks if not any(good[name] for name in users)]
+        unknown = [name for name in tensors if not good[name] and name not in by_codebook]
+        if any(users in shared for users in books) or not damaged.isdisjoint(unknown):
+            continue
+        is_alone = len({*tensors, *itertools.chain(*codebooks)}) == 1
+        (damaged if is_alone else suspect).update(unknown, *books)
+    found = {"damaged": damaged, "by_codebook": by_codebook & damaged, "suspect": suspect - damaged}
+    bases = {name: view.base for name, view in file._views.items()}  # A view is in the same lists as its base.
+    lists = {kind: [name for name in file if bases.get(name, name) in names] for kind, names in found.items()}
+    return lists, [place for place, *_ in blocks]
 
-    place: str
-    tensors: list[str]
-    codebooks: list[list[str]]
 
-
-def damaged_blocks(file: File) -> list[DamagedBlock]:
-    """Compares all checksums of a file, or of a set of files. Returns the damaged blocks. Raises ChecksumError if a
-    header is damaged, or if the checksums themselves are."""
+def _damaged_blocks(file: File) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Compares all checksums of a file. Returns, for each damaged block: its place; the names of the tensors that have
+    bytes in it, where a table's codebook does not count as its bytes; and for each codebook that has bytes in it, the
+    names of the tables that are coded with the codebook. Raises ChecksumError as `damage_in` does."""
     table_of = {part: name for name in file._owners for part in part_names(name)}
     books: dict[tuple[OpenFile, str], list[str]] = {}  # For each part of a codebook, the tables that use the codebook.
     for name, owner in file._owners.items():
@@ -657,5 +690,16 @@ def damaged_blocks(file: File) -> list[DamagedBlock]:
         for place, names in [] if each.checks is None else each.checks.damaged():
             tensors = dict.fromkeys(table_of.get(name, name) for name in names if not each.is_own(name))
             users = dict.fromkeys(tuple(books.get((each, name), ())) for name in names if name.startswith(CODEBOOK_KEY))
-            found.append(DamagedBlock(place, list(tensors), [list(of) for of in users if of]))
+            found.append((place, list(tensors), [list(of) for of in users if of]))
     return found
+
+
+def _is_good(file: File, name: str) -> bool | None:
+    """Returns whether a table decodes to the tensor of which the file has the fingerprint. Returns None if the file has
+    no fingerprint for it."""
+    if name not in file.tables or file.fields(name).content is None:
+        return None
+    try:
+        return file._is_what_it_was(name)
+    except (FileFormatError, CorruptTableError):
+        return False

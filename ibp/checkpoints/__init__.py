@@ -11,17 +11,17 @@ Loaders of frameworks read such files with `open`, and write them with `Checkpoi
 
 A tensor passes through these forms, block by block:
 
-    file of any format -> SourceTensor -> Block -> CodedBlock -> file of ibp    `compress`
-    file of any format -> SourceTensor -> bytes ---------------> plain file     `decompress`
+    file of any format -> SourceTensor -> Block, which is coded -> file of ibp    `compress`
+    file of any format -> SourceTensor -> bytes -----------------> plain file     `decompress`
 
 `_source.py` has what all formats share: a `Source` is a file or a set of files, and its tensors are read range by
-range. Each format is read and written in a file of its own: `_safetensors_files.py`, `_numpy_files.py`,
-`_torch_files.py`. `_inputs.py` opens paths of every kind; if the input and the output of a call are directories, a
-`Conversion` also finds the files of tensors, and copies the other files. `_outputs.py` plans the files of ibp, keeps
-the finished ones in a `Journal` if a call is interrupted, and makes the reports. `_coding.py` decides which codebook a
-tensor gets (`Codebooks`), and writes one file: it codes blocks on the CPU or a GPU. `_converting.py` has the functions
-`compress`, `decompress` and `estimate`, which put these parts together. Each module imports only modules that are named
-before it here.
+range. It also reads and writes safetensors files; `_other_files.py` does so for the formats of numpy and torch.
+`_inputs.py` opens paths of every kind; if the input and the output of a call are directories, a `Conversion` also finds
+the files of tensors, and copies the other files. `_outputs.py` plans the files of ibp, keeps the finished ones in a
+`Journal` if a call is interrupted, and makes the reports. `_coding.py` decides which codebook a tensor gets
+(`Codebooks`), and writes one file: it codes blocks on the CPU or a GPU. `_converting.py` has the functions `compress`,
+`decompress` and `estimate`, which put these parts together. Each module imports only modules that are named before it
+here.
 """
 
 from .._common.importing import published
@@ -29,8 +29,7 @@ from .._files import coded_name
 from ._converting import compress, decompress, estimate
 from ._inputs import open_source as open
 from ._outputs import CheckpointEstimate, CheckpointReport, TensorEstimate, TensorReport
-from ._safetensors_files import CheckpointWriter, is_coded
-from ._source import Source, SourceFormatError, SourceTensor
+from ._source import CheckpointWriter, Source, SourceFormatError, SourceTensor, is_coded
 
 __all__ = [
     "CheckpointEstimate",

@@ -1,7 +1,7 @@
 """Codes the tensors of a checkpoint, and writes them to a file of ibp. Tensors may be larger than the memory: they pass
 block by block through a chain of generators, which `write_file` puts together.
 
-    SourceTensor -> `blocks_of` -> Block -> `coded_on_cpu` or `CudaCoder` -> CodedBlock -> `_written_to` -> file
+    SourceTensor -> `blocks_of` -> `Block` -> `coded_on_cpu` or `CudaCoder` -> `Block` -> `_written_to` -> file
 
 Before that, `Codebooks` decides which tensors are coded, and with which codebooks. Tensors of the same kind share a
 codebook: their names differ only in numbers, and their shapes and dtypes are equal. The codebook is learned from rows
@@ -16,7 +16,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -243,29 +243,27 @@ def _pays(savings: float, geometry: _rows.Geometry) -> bool:
 # ---- blocks ----
 
 
-class Block(NamedTuple):
-    """Bytes [start, end) of a tensor, which are read and coded together. Every block of a tensor except the last one
-    holds whole groups of 32 rows. codebook: the codebook that codes the rows. None: the bytes are stored
-    uncompressed."""
+@dataclass(eq=False)
+class Block:
+    """Consecutive bytes of a tensor on their way to a file, whole rows apart from the last row of the tensor."""
 
     tensor: SourceTensor
+    # start, end: the range of the block's bytes in the tensor
     start: int
     end: int
-    codebook: AnyCodebook | None
-
-
-class CodedBlock(NamedTuple):
-    """A block in its stored form. A block without a codebook is stored as it is."""
-
-    block: Block
-    data: np.ndarray  # uint8, valid until `release` is called
-    lengths: np.ndarray = np.empty(0, np.uint16)  # one for each row (FORMAT.md section 2); empty without a codebook
+    codebook: AnyCodebook | None  # None: the bytes are stored as they are
+    # The stored form, which a coder sets.
+    data: np.ndarray = field(init=False)  # uint8, valid until `release` is called
+    lengths: np.ndarray = field(init=False)  # one for each row (FORMAT.md section 2); not set without a codebook
     words: int = 0  # the contribution of the block's original bytes to its tensor's fingerprint; 0 without a codebook
     release: Callable[[], object] = lambda: None  # lets another block use the memory of `data`; any thread may call it
+    # What `CudaCoder` needs while it codes the block.
+    read: Future[np.ndarray] = field(init=False)  # the block's original bytes, which a thread reads
+    slot: _Slot | None = None  # None if the block has no codebook
 
 
-# A function that yields the stored forms of blocks, in order.
-Coder = Callable[[Iterable[Block]], Generator[CodedBlock, None, None]]
+# A function that sets the stored forms of blocks, and yields the blocks in order.
+Coder = Callable[[Iterable[Block]], Generator[Block, None, None]]
 
 
 def coder_on(device: torch.device, jobs: int) -> Coder:
@@ -284,20 +282,20 @@ def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: i
 # ---- coding on the CPU ----
 
 
-def coded_on_cpu(blocks: Iterable[Block], jobs: int) -> Generator[CodedBlock, None, None]:
-    """Yields the stored forms of blocks, in order. Each of `jobs` threads reads, codes and fingerprints one block at a
-    time."""
+def coded_on_cpu(blocks: Iterable[Block], jobs: int) -> Generator[Block, None, None]:
+    """Sets the stored forms of blocks, and yields the blocks in order. Each of `jobs` threads reads, codes and
+    fingerprints one block at a time."""
     free: deque[torch.Tensor] = deque()
     with ThreadPoolExecutor(jobs, "ibp-coder") as threads:
         yield from ahead(threads, lambda block: _coded(block, free), blocks, 2 * jobs)
 
 
-def _coded(block: Block, free: deque[torch.Tensor]) -> CodedBlock:
-    """Reads a block, and codes it if it has a codebook. Returns its stored form. free: buffers for coded bytes. Takes
-    one of them if there is one; the block gives its buffer back when it is released."""
-    data = block.tensor.read(block.start, block.end)
+def _coded(block: Block, free: deque[torch.Tensor]) -> Block:
+    """Reads a block, and codes it if it has a codebook. Returns the block. free: buffers for coded bytes. Takes one of
+    them if there is one; the block gives its buffer back when it is released."""
+    block.data = data = block.tensor.read(block.start, block.end)
     if block.codebook is None:
-        return CodedBlock(block, data)
+        return block
     size = data.size
     buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
     with contextlib.suppress(IndexError):
@@ -312,31 +310,23 @@ def _coded(block: Block, free: deque[torch.Tensor]) -> CodedBlock:
     for at in range(0, size, _HASHED_BYTES):
         part, number = rows[at : at + _HASHED_BYTES], (block.start + at) // _WORD_BYTES
         torch.ops.ibp.sum_words.default(part, number, counts[1:])
-    stored, total = counts.tolist()
-    return CodedBlock(block, buffer[:stored].numpy(), lengths.numpy(), total, lambda: free.append(buffer))
+    stored, block.words = counts.tolist()
+    block.data, block.lengths = buffer[:stored].numpy(), lengths.numpy()
+    block.release = lambda: free.append(buffer)
+    return block
 
 
 # ---- coding on a GPU ----
 
 
-class _Slot:
-    """Buffers for one block: `raw` for its bytes before coding, and `coded` for its bytes after coding. Each buffer has
-    memory on the device and pinned host memory."""
+class _Slot(NamedTuple):
+    """Buffers for one block. Those of a `Turn` have memory on the device and pinned host memory."""
 
-    def __init__(self, raw: Turn, coded: Turn) -> None:
-        self.raw, self.coded = raw, coded
-        # Six numbers: the size of the coded block in bytes, its `CodedBlock.words`, and the coder's fault record of
-        # four numbers.
-        self.facts = torch.empty(6, dtype=torch.int64, pin_memory=True, device="cpu")
-        self.lengths = torch.empty(0, dtype=torch.uint16, device="cpu")  # pinned
-
-
-class _Passing(NamedTuple):
-    """A block that is being coded."""
-
-    block: Block
-    slot: _Slot | None  # None if the block has no codebook
-    read: Future[np.ndarray]  # the block's original bytes, which a thread reads
+    raw: Turn  # for the block's bytes before coding
+    coded: Turn  # for its bytes after coding
+    # Six numbers in pinned memory: the size of the coded block in bytes, its `Block.words`, and the coder's fault
+    # record of four numbers.
+    facts: torch.Tensor
 
 
 class CudaCoder:
@@ -354,11 +344,11 @@ class CudaCoder:
             self._coder, self._down = torch.cuda.Stream(), torch.cuda.Stream()
             self._up = torch.cuda.Stream()
 
-    def coded(self, blocks: Iterable[Block]) -> Generator[CodedBlock, None, None]:
-        """Yields the stored forms of blocks, in order."""
-        reading: deque[_Passing] = deque()
-        coding: deque[_Passing] = deque()
-        coming: deque[_Passing] = deque()
+    def coded(self, blocks: Iterable[Block]) -> Generator[Block, None, None]:
+        """Sets the stored forms of blocks, and yields the blocks in order."""
+        reading: deque[Block] = deque()
+        coding: deque[Block] = deque()
+        coming: deque[Block] = deque()
         left = iter(blocks)
         with ThreadPoolExecutor(self._readers, "ibp-reader") as pool:
             try:
@@ -373,23 +363,26 @@ class CudaCoder:
                         return
                     yield self._finish(coming.popleft())
             finally:
-                for passing in reading:
-                    passing.read.cancel()
+                for block in reading:
+                    block.read.cancel()
                 for stream in (self._up, self._coder, self._down):
                     stream.synchronize()
 
-    def _begin(self, block: Block, pool: ThreadPoolExecutor) -> _Passing:
-        """Starts reading a block on a thread. A block that will be coded is read into pinned memory."""
+    def _begin(self, block: Block, pool: ThreadPoolExecutor) -> Block:
+        """Starts reading a block on a thread. A block that will be coded is read into pinned memory. Returns the
+        block, as the other steps do."""
         if block.codebook is None:
-            return _Passing(block, None, pool.submit(block.tensor.read, block.start, block.end))
-        slot = self._slot(block.end - block.start)
+            block.read = pool.submit(block.tensor.read, block.start, block.end)
+            return block
+        slot = block.slot = self._slot(block.end - block.start)
 
         def read() -> np.ndarray:
             to = slot.raw.host[: block.end - block.start].numpy()
             np.copyto(to, block.tensor.read(block.start, block.end))
             return to
 
-        return _Passing(block, slot, pool.submit(read))
+        block.read = pool.submit(read)
+        return block
 
     def _slot(self, num_bytes: int) -> _Slot:
         """Returns a free slot, or a new one, whose buffers have at least num_bytes bytes each."""
@@ -397,18 +390,19 @@ class CudaCoder:
             slot = self._free.popleft()
         else:
             ways = (self._up, self._coder), (self._coder, self._down)
-            slot = _Slot(*(Turn(self._device, streams, _BLOCK_BYTES["cuda"], staging.empty_pinned) for streams in ways))
+            raw, coded = (Turn(self._device, way, _BLOCK_BYTES["cuda"], staging.empty_pinned) for way in ways)
+            slot = _Slot(raw, coded, torch.empty(6, dtype=torch.int64, pin_memory=True, device="cpu"))
         slot.raw.reserve(num_bytes)
         slot.coded.reserve(num_bytes)
         return slot
 
-    def _launch(self, passing: _Passing) -> _Passing:
+    def _launch(self, block: Block) -> Block:
         """Waits until a block is read. If the block is to be coded, queues its copy to the device, its coding, and the
-        copies of its lengths and facts (see `_Slot`) to the host. Returns `passing`."""
-        block, slot = passing.block, passing.slot
-        num_bytes = passing.read.result().size
+        copies of its lengths and facts (see `_Slot`) to the host."""
+        block.data, slot = block.read.result(), block.slot
         if slot is None:
-            return passing
+            return block
+        num_bytes = block.data.size
         assert block.codebook is not None
         near = slot.raw.memory[:num_bytes]
         slot.raw.bring(self._up, [(near, slot.raw.host[:num_bytes])])
@@ -416,12 +410,13 @@ class CudaCoder:
         slot.coded.claim(self._coder)
         with torch.cuda.stream(self._coder):
             lengths, facts = self._code(near, block.codebook, slot.coded.memory[:num_bytes], block.start)
-            slot.lengths = torch.empty(lengths.shape, dtype=lengths.dtype, pin_memory=True, device="cpu")
-            slot.lengths.copy_(lengths, non_blocking=True)
+            held = torch.empty(lengths.shape, dtype=lengths.dtype, pin_memory=True, device="cpu")
+            held.copy_(lengths, non_blocking=True)
             slot.facts.copy_(facts, non_blocking=True)
+        block.lengths = held.numpy()
         slot.raw.release(self._coder)
         slot.coded.hand_over(self._coder)
-        return passing
+        return block
 
     def _code(
         self, data: torch.Tensor, codebook: AnyCodebook, out: torch.Tensor, start: int
@@ -438,28 +433,27 @@ class CudaCoder:
         facts[:1].copy_(index[-1:])
         return lengths, facts
 
-    def _fetch(self, passing: _Passing) -> _Passing:
-        """Waits until a block is coded. Queues the copy of its coded bytes to the host. Returns `passing`. Raises
-        RuntimeError if a row could not be coded, because the tensor has changed."""
-        slot = passing.slot
+    def _fetch(self, block: Block) -> Block:
+        """Waits until a block is coded. Queues the copy of its coded bytes to the host. Raises RuntimeError if a row
+        could not be coded, because the tensor has changed."""
+        slot = block.slot
         if slot is not None:
             slot.coded.filled.synchronize()
             stored, _, status, row, *_ = slot.facts.tolist()
             if status:
-                name = passing.block.tensor.name
-                raise RuntimeError(f"{name!r} changed while it was compressed: row {row} of a block")
+                raise RuntimeError(f"{block.tensor.name!r} changed while it was compressed: row {row} of a block")
             slot.coded.send(self._down, [(slot.coded.host[:stored], slot.coded.memory[:stored])])
-        return passing
+        return block
 
-    def _finish(self, passing: _Passing) -> CodedBlock:
-        """Waits until the stored form of a block is in host memory, and returns it."""
-        slot = passing.slot
-        if slot is None:
-            return CodedBlock(passing.block, passing.read.result())
-        slot.coded.free.synchronize()
-        stored, words = slot.facts[:2].tolist()
-        data = slot.coded.host[:stored].numpy()
-        return CodedBlock(passing.block, data, slot.lengths.numpy(), words, lambda: self._free.append(slot))
+    def _finish(self, block: Block) -> Block:
+        """Waits until the stored form of a block is in host memory."""
+        slot = block.slot
+        if slot is not None:
+            slot.coded.free.synchronize()
+            stored, block.words = slot.facts[:2].tolist()
+            block.data = slot.coded.host[:stored].numpy()
+            block.release = lambda: self._free.append(slot)
+        return block
 
 
 # ---- writing ----
@@ -509,7 +503,7 @@ def write_file(
     return {**fields, "tensors": [report.as_dict() for report in reports]}
 
 
-def _written_to(writer: FileWriter, file: str, reports: list[TensorReport]) -> Generator[int, CodedBlock, None]:
+def _written_to(writer: FileWriter, file: str, reports: list[TensorReport]) -> Generator[int, Block, None]:
     """Receives coded blocks by `send` and writes them: all blocks of a tensor in order, then those of the next tensor.
     When a block has been written and its memory released, yields the number of bytes that the block had before coding.
 
@@ -519,8 +513,8 @@ def _written_to(writer: FileWriter, file: str, reports: list[TensorReport]) -> G
     """
     num_bytes = 0
     while True:
-        coded = yield num_bytes
-        tensor, codebook = coded.block.tensor, coded.block.codebook
+        block = yield num_bytes
+        tensor, codebook = block.tensor, block.codebook
         if codebook is None:
             place = writer.plain(tensor.name, *tensor.header_entry())
         else:
@@ -529,13 +523,14 @@ def _written_to(writer: FileWriter, file: str, reports: list[TensorReport]) -> G
         start, total, of_blocks = writer.data_bytes, 0, list[np.ndarray]()
         with place as write:
             while True:
-                write(coded.data)
-                coded.release()
-                total, num_bytes = total + coded.words, coded.block.end - coded.block.start
-                of_blocks.append(coded.lengths)
-                if coded.block.end == tensor.num_bytes:
+                write(block.data)
+                block.release()
+                total, num_bytes = total + block.words, block.end - block.start
+                if codebook is not None:
+                    of_blocks.append(block.lengths)
+                if block.end == tensor.num_bytes:
                     break
-                coded = yield num_bytes
+                block = yield num_bytes
         scheme, stored = None, tensor.num_bytes
         if codebook is not None:
             lengths = torch.from_numpy(np.concatenate(of_blocks))

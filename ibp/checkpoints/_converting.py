@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,6 @@ from ._outputs import (
     CheckpointEstimate,
     CheckpointReport,
     Journal,
-    PeakMemory,
     TensorEstimate,
     already_there,
     check_output,
@@ -80,6 +78,8 @@ from ._source import Source, SourceTensor, source_of
 _COMPARED = ("ibp", "planes")  # the schemes that `estimate` compares
 _AHEAD = 2  # number of blocks that have been decoded, and that wait to be written
 _BLOCK_BYTES = 4 << 20  # number of bytes of a tensor that `decompress` decodes at once
+# Number of bytes between two looks at this process's memory. A look takes as long as coding half a megabyte.
+_BETWEEN_BYTES = 64 << 20
 _A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # ".1" does not match, so "llama-3.1" has no suffix
 _CPU = torch.device("cpu")
 
@@ -289,11 +289,9 @@ def compress(
             raise exists(there)
         else:
             records, num_kept, peak_bytes = write(None, force)
+        others = () if conversion is None else conversion.finish()
         in_order = [records[shard.path] for shard in shards]
-        report = report_of(_path_to_open(output, target, sets), in_order, num_kept, peak_bytes)
-        if conversion is not None:
-            conversion.finish()
-            report = replace(report, other_files=conversion.other_files())
+        report = report_of(_path_to_open(output, target, sets), in_order, num_kept, peak_bytes, others)
     if verify_output:
         verified_bytes(report.path, progress)
     return report
@@ -331,13 +329,16 @@ def _written(
     finished = {} if journal is None else {shard.path: journal.finished(shard.path) for shard in shards}
     records = {path: record for path, record in finished.items() if record is not None}
     num_kept, missing = len(records), [shard for shard in shards if shard.path not in records]
-    coder, peak = coder_on(books.device, jobs), PeakMemory()
+    coder, peak_bytes, passed_bytes = coder_on(books.device, jobs), own_memory(), 0
     total = sum(shard.num_bytes for shard in missing)
     with tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
 
         def passed(num_bytes: int) -> None:
+            nonlocal peak_bytes, passed_bytes
             bar.update(num_bytes)
-            peak.passed(num_bytes)
+            passed_bytes += num_bytes
+            if passed_bytes >= _BETWEEN_BYTES:
+                peak_bytes, passed_bytes = max(peak_bytes, own_memory()), 0
 
         for shard in missing:
             path = home / shard.path
@@ -351,7 +352,17 @@ def _written(
                 with replacing(path, [path.name]):
                     fields = write_file(path, shard, books, coder, jobs, passed, like=like, replace=replace)
                 records[shard.path] = {**fields, "file": shard.path, "size": path.stat().st_size}
-    return records, num_kept, peak.num_bytes
+    return records, num_kept, peak_bytes
+
+
+def own_memory() -> int:
+    """Returns the size in bytes of this process's own memory, or 0 without Linux's /proc."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    found = next((line for line in lines if line.startswith("RssAnon:")), "RssAnon: 0 kB")
+    return 1024 * int(found.split()[1])
 
 
 def _path_to_open(output: str, target: Path, sets: Mapping[Path, Sequence[Source]]) -> str:

@@ -1,6 +1,5 @@
 """Opens what the functions of this folder are given: one or several files of tensors, of any supported format, local or
-through fsspec. `FORMATS` lists the formats, which `_safetensors_files.py`, `_numpy_files.py` and `_torch_files.py` read
-and write.
+through fsspec. `FORMATS` lists the formats, which `_source.py` and `_other_files.py` read and write.
 
 A directory can be opened in two ways. `open_source` opens the model in it as one source, as it opens one file, several
 files, or the set of files that an index names. A `Conversion` keeps the directory's files apart, to compress or
@@ -49,10 +48,17 @@ from .._files import (
     read_index,
     target_of,
 )
-from ._numpy_files import open_npy, open_npz, write_npy, write_npz
-from ._safetensors_files import open_ibp, open_safetensors, write_safetensors
-from ._source import NotTensorsError, Pieces, Source, SourceFormatError, SourceTensor
-from ._torch_files import open_torch, write_torch
+from ._other_files import open_npy, open_npz, open_torch, write_npy, write_npz, write_torch
+from ._source import (
+    NotTensorsError,
+    Pieces,
+    Source,
+    SourceFormatError,
+    SourceTensor,
+    open_ibp,
+    open_safetensors,
+    write_safetensors,
+)
 
 # For each format: a function that opens a local file; and a function that writes the tensors and the metadata of a
 # source to a file. The last argument of the second function is a function that returns the bytes of each tensor.
@@ -391,15 +397,11 @@ class Conversion:
         if not self._is_in_place:
             self._beside.update({home / name: Path(file) for name, file in zip(names, files)})
 
-    def other_files(self) -> tuple[str, ...]:
-        """Returns the paths, within the target, of the files that `finish` writes."""
-        return tuple(os.fspath(path.relative_to(self.target)) for path in self._beside)
-
-    def finish(self) -> None:
+    def finish(self) -> tuple[str, ...]:
         """Writes the other files, such as config.json, and then removes the files of tensors that the new ones
         supersede. The caller must call it after the new files of tensors are in place. Each file is written as a new
         file, which gets its name when it is complete. If a symbolic link has that name, the link is replaced, and the
-        file to which it points does not change."""
+        file to which it points does not change. Returns the paths of the other files within the target."""
         for path, content in self._beside.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):
@@ -410,6 +412,7 @@ class Conversion:
                     shutil.copyfileobj(source, file, _COPIED_BYTES)
         for path in itertools.chain(*self._replaced.values()):
             path.unlink(missing_ok=True)
+        return tuple(os.fspath(path.relative_to(self.target)) for path in self._beside)
 
 
 def conversion_of(

@@ -34,11 +34,11 @@ from .._files import (
     SUFFIX,
     WEIGHTS,
     PathLike,
-    as_json,
     check_other_files,
     checksum_bytes,
     codebook_bytes,
     coded_name,
+    dtype_name,
     dtype_of,
     file_of,
     header_room,
@@ -396,7 +396,7 @@ class TensorReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the fields as a dict that JSON can hold."""
-        return as_json(self)
+        return _as_json(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> TensorReport:
@@ -455,35 +455,14 @@ class CheckpointReport:
         )
 
 
-class PeakMemory:
-    """Measures this process's own memory from time to time. num_bytes: the largest size in bytes so far."""
-
-    # Number of bytes of data between two measurements. A measurement takes as long as coding half a megabyte.
-    _BETWEEN_BYTES = 64 << 20
-
-    def __init__(self) -> None:
-        self.num_bytes, self._passed_bytes = 0, 0
-        self.look()
-
-    def passed(self, num_bytes: int) -> None:
-        """Counts num_bytes bytes of data that were processed. Measures the memory if enough data have been processed
-        since the last measurement."""
-        self._passed_bytes += num_bytes
-        if self._passed_bytes >= self._BETWEEN_BYTES:
-            self._passed_bytes = 0
-            self.look()
-
-    def look(self) -> None:
-        """Measures the memory now. Without Linux's /proc the peak stays 0."""
-        try:
-            lines = Path("/proc/self/status").read_text().splitlines()
-        except OSError:
-            return
-        found = next((line for line in lines if line.startswith("RssAnon:")), "RssAnon: 0 kB")
-        self.num_bytes = max(self.num_bytes, 1024 * int(found.split()[1]))
+def _as_json(record: TensorReport | TensorEstimate) -> dict[str, Any]:
+    """Returns the fields, with dtype and shape in a form that JSON can hold."""
+    return {**vars(record), "dtype": dtype_name(record.dtype), "shape": list(record.shape)}
 
 
-def report_of(path: str, records: Sequence[dict[str, Any]], kept_files: int, peak_bytes: int) -> CheckpointReport:
+def report_of(
+    path: str, records: Sequence[dict[str, Any]], kept_files: int, peak_bytes: int, other_files: tuple[str, ...]
+) -> CheckpointReport:
     """Returns the report of files from their records (see `Journal.write_record`)."""
     tensors = tuple(TensorReport.from_dict(fields) for record in records for fields in record["tensors"])
     return CheckpointReport(
@@ -494,6 +473,7 @@ def report_of(path: str, records: Sequence[dict[str, Any]], kept_files: int, pea
         sum(record["size"] for record in records),
         kept_files,
         peak_bytes,
+        other_files,
     )
 
 
@@ -566,6 +546,6 @@ class CheckpointEstimate:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the fields as a dict that JSON can hold."""
-        tensors = [{**as_json(tensor), "stored_bytes": tensor.stored_bytes} for tensor in self.tensors]
+        tensors = [{**_as_json(tensor), "stored_bytes": tensor.stored_bytes} for tensor in self.tensors]
         own = {key: getattr(self, key) for key in ("num_bytes", "stored_bytes", "file_bytes", "savings")}
         return {**own, "tensors": tensors}

@@ -1,22 +1,65 @@
 """`Source` and `SourceTensor`, which present files of every format, and models in memory, in the same way: as tensors
-with a name, a shape, a dtype, and a function that reads ranges of bytes."""
+with a name, a shape, a dtype, and a function that reads ranges of bytes.
+
+The second part of the file reads and writes safetensors files, both plain ones and those of ibp; `_other_files.py` has
+the other formats. Plain tensors are read from the memory map of the file. Tables are decoded block by block when they
+are read. `write_safetensors` writes the tensors of a source to a plain file; `CheckpointWriter` is for programs that
+make tables and tensors one after the other. `is_coded` recognises files of ibp.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
+from typing import IO, Any
 
 import numpy as np
 import torch
 
+from .. import _core
 from .._common.process import Closing
-from .._files import VIEW_KEY, View, entry_of
+from .._common.sequences import ahead, rounded_up
+from .._files import (
+    FORMAT,
+    MAX_HEADER_BYTES,
+    STORAGE,
+    SUFFIX,
+    VIEW_KEY,
+    Entry,
+    File,
+    FileFormatError,
+    FileWriter,
+    PathLike,
+    View,
+    check_names_safetensors,
+    entry_of,
+    find_files,
+    form_of,
+    header_room,
+    open_regular,
+    path_text,
+    range_verifier,
+    read_header,
+    stored_in,
+    views_in,
+    write_plain,
+    write_table,
+    written_to,
+)
+from .._files import open as open_file
 from .._rows.geometry import bytes_of, check_tensor
+from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
+from ..codecs._whole import WholeTensor, decoded_range
 
 _BLOCK_BYTES = 16 << 20  # number of bytes that `SourceTensor.tensor` reads at once
 
@@ -204,3 +247,350 @@ def source_of(state: Mapping[str, torch.Tensor]) -> Source:
 
 def _read(data: torch.Tensor, start: int, end: int) -> np.ndarray:
     return data[start:end].cpu().numpy()
+
+
+# ---- safetensors files ----
+
+# The items of a tensor may be divided among several tables. The metadata then has a key for each of these tables: this
+# string, followed by the table's name. The key's value has three fields: first and last (the table holds items [first,
+# last) of the tensor), and items (the number of items of the tensor).
+ROWS_KEY = "ibp_rows."
+_ALIGNMENT = 8  # bytes: the alignment of data in a safetensors file
+# Number of tensors that wait in memory while `CheckpointWriter.write_all` writes another tensor.
+_AHEAD = 1
+# Bytes that are reserved in the header for each dimension; `header_room` alone suffices for at most 8 dimensions.
+_DIMENSION_BYTES = 32
+# Matches names that the format reserves, and the form of names that the format gives to parts of a table or of a
+# tensor.
+_UNUSUAL_NAME = re.compile(r"ibp\.|__metadata__|.*[:\[]", re.DOTALL)
+_METADATA = "__metadata__"
+_CPU = torch.device("cpu")
+
+
+def open_safetensors(path: str | os.PathLike[str], verify: bool = False) -> Source:
+    """Opens a safetensors file: one of ibp, or a plain one, which has no checksums. verify: as in `open_ibp`.
+
+    Raises:
+        ibp.FileFormatError: it is not a valid safetensors file.
+        SourceFormatError: it holds a delta.
+    """
+    header = read_header(Path(path))
+    if not header.is_plain:
+        return open_ibp(path, verify)
+    with os.fdopen(open_regular(path), "rb") as file:
+        # The kernel loads pages of the map when they are read, and does not count them as a process's own memory. The
+        # map lives as long as any view of it.
+        pages = memoryview(_core.FilePages(file.fileno(), 0, os.fstat(file.fileno()).st_size))
+    data, tensors = np.frombuffer(pages.toreadonly(), np.uint8), {}
+    for name, entry in header.tensors.items():
+        if entry.end > data.size:
+            raise FileFormatError(f"{path} has changed since it was opened")
+        tensors[name] = _mapped_tensor(name, entry, data[entry.start : entry.end])
+    return Source(os.fspath(path), "safetensors", tensors, header.metadata)
+
+
+def _mapped_tensor(name: str, entry: Entry, data: np.ndarray) -> SourceTensor:
+    """Returns a plain tensor of a file. Its bytes are read from the memory map of the file."""
+    dtype, shape = form_of(entry.dtype, entry.shape, entry.num_bytes)
+    tensor = SourceTensor(name, dtype, shape, lambda start, end: data[start:end])
+    return _with_entry(tensor, entry.dtype, entry.shape)
+
+
+def _with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
+    """Returns a tensor whose entry in a file's header has this dtype and shape. If torch does not have the dtype, the
+    returned tensor also has the entry, so that the tensor can be stored again with the same entry."""
+    entry = dtype, shape
+    return tensor if entry_of(tensor.dtype, tensor.shape) == entry else replace(tensor, entry=entry)
+
+
+# ---- files of ibp ----
+
+
+def open_ibp(path: str | os.PathLike[str], verify: bool = False) -> Source:
+    """Opens a file of ibp, or a set of them. verify: whether to check the checksums of headers and codebooks now, and
+    those of other bytes when `SourceTensor.read` first reads them.
+
+    Raises:
+        ibp.FileFormatError: it is not a valid file of ibp.
+        ibp.ChecksumError: with `verify`, bytes that are read now are damaged.
+        SourceFormatError: it holds a delta, which becomes a tensor only together with its base.
+    """
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open_file(path, verify=verify, memory="host"))
+        tensors: dict[str, SourceTensor] = {}
+        for name, value, entry in stored_in(file):
+            if isinstance(value, (CompressedTensor, WholeTensor)):
+                tensors[name] = _coded_tensor(name, value)
+            elif isinstance(value, torch.Tensor) and entry is not None:
+                tensors[name] = _with_entry(loaded_tensor(name, value, path), *entry)
+            else:
+                raise SourceFormatError(f"{path}: {name!r} is a delta; wanted tensors: apply it to its base first")
+            if verify and not isinstance(value, WholeTensor):  # a WholeTensor has been read and verified already
+                tensors[name] = _verified(tensors[name], file, value)
+        tensors = _with_whole(tensors, file.metadata, path)
+        for name, view in views_in(file).items():
+            if view.base not in tensors:
+                raise FileFormatError(f"{path}: {name!r} is a view of {view.base!r}, some items of a tensor")
+            tensors[name] = _view_tensor(name, view, tensors[view.base])
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(STORAGE) or name in file}
+        metadata = {key: text for key, text in file.metadata.items() if not key.startswith(ROWS_KEY)}
+        source = Source(os.fspath(path), "ibp", tensors, metadata)
+        source.files = tuple(map(os.fspath, find_files(Path(path))[0].values()))
+        if len(source.files) > 1 and list(tensors) == list(file):
+            source.parts = _parts_of(source, file)
+        source.closing = stack.pop_all()
+        return source
+
+
+def _verified(tensor: SourceTensor, file: File, value: CompressedTensor | torch.Tensor) -> SourceTensor:
+    """Returns the tensor with another `read`, which first verifies the blocks of the file that it will read. value: the
+    tensor or table in the file. A table is verified as a whole when `SourceTensor.table` is first read."""
+    verify = range_verifier(file, tensor.name, value)
+
+    def read(start_byte: int, end_byte: int) -> np.ndarray:
+        verify(start_byte, end_byte)
+        return tensor.read(start_byte, end_byte)
+
+    if not isinstance(value, CompressedTensor):
+        return replace(tensor, read=read)
+
+    @functools.cache  # so that the table can be requested again after the file has been closed
+    def make_table() -> CompressedTensor:
+        file.verify([tensor.name])
+        return value
+
+    return replace(tensor, read=read, make_table=make_table)
+
+
+def _parts_of(whole: Source, file: File) -> tuple[Source, ...]:
+    """Returns a source for each file of a set. A table with parts in several files belongs to the first of them."""
+    tensors: dict[str, dict[str, SourceTensor]] = {os.path.basename(path): {} for path in whole.files}
+    for name, tensor in whole.tensors.items():
+        held_by = file.info(name).files
+        tensors[held_by[0] if held_by else next(iter(tensors))][name] = tensor
+    return tuple(
+        Source(path, "ibp", tensors[os.path.basename(path)], read_header(Path(path)).user_metadata)
+        for path in whole.files
+    )
+
+
+def _coded_tensor(name: str, coded: CompressedTensor | WholeTensor) -> SourceTensor:
+    """Returns a `SourceTensor` for a table, or for a tensor that a general codec has coded. Ranges are decoded when
+    they are read."""
+
+    def read(start_byte: int, end_byte: int) -> np.ndarray:
+        if start_byte == end_byte:
+            return np.empty(0, np.uint8)
+        if isinstance(coded, WholeTensor):
+            return decoded_range(coded, start_byte, end_byte).numpy()
+        return decoded_bytes(coded, start_byte, end_byte, _CPU).numpy()
+
+    table = None if isinstance(coded, WholeTensor) else lambda: coded
+    return SourceTensor(name, coded.dtype, tuple(coded.shape), read, make_table=table)
+
+
+def _joined_tensor(name: str, parts: list[SourceTensor]) -> SourceTensor:
+    """Returns a tensor whose items are in several tables, in order."""
+
+    def read(start_byte: int, end_byte: int) -> np.ndarray:
+        found, at = [], 0
+        for part in parts:
+            start, end = max(start_byte - at, 0), min(end_byte - at, part.num_bytes)
+            if start < end:
+                found.append(part.read(start, end))
+            at += part.num_bytes
+        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.uint8), *found])
+
+    return SourceTensor(name, parts[0].dtype, (sum(part.shape[0] for part in parts), *parts[0].shape[1:]), read)
+
+
+def _view_tensor(name: str, view: View, base: SourceTensor) -> SourceTensor:
+    """Returns a tensor that is stored as a view of another tensor, its base. Unless the view's elements are contiguous,
+    the whole base is decoded when the view is first read."""
+    view.check(math.prod(base.shape))
+    start = view.offset * base.dtype.itemsize
+    loaded = functools.cache(lambda: loaded_tensor(name, view.of(base.tensor()), base.name))
+    is_contiguous = (
+        torch.empty(0, dtype=torch.uint8, device="meta").as_strided(view.shape, view.strides).is_contiguous()
+    )
+
+    def read(first: int, last: int) -> np.ndarray:
+        return base.read(start + first, start + last) if is_contiguous else loaded().read(first, last)
+
+    return SourceTensor(name, base.dtype, view.shape, read, base=base, view=view)
+
+
+def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], path: object) -> dict[str, SourceTensor]:
+    """Joins tables that hold items of the same tensor (see ROWS_KEY). Returns the tensors, with the joined tensor in
+    place of its tables. Raises FileFormatError if the tables do not hold all items of their tensor."""
+    pieces: dict[str, list[tuple[int, int, int, str]]] = {}
+    for key, text in metadata.items():
+        if key.startswith(ROWS_KEY):
+            name = key.removeprefix(ROWS_KEY)
+            try:
+                fields = dict(pair.split("=") for pair in text.split(" "))
+                first, last, items = (int(fields[field]) for field in ("first", "last", "items"))
+            except (ValueError, KeyError):
+                raise FileFormatError(
+                    f"{path}: the metadata {key!r} is {text[:60]!r}; wanted first, last and items"
+                ) from None
+            pieces.setdefault(name.rpartition(".rows-")[0], []).append((first, last, items, name))
+    for whole, found in pieces.items():
+        found.sort()
+        ends = [0, *(last for _, last, _, _ in found)]
+        fits = all(first == end for (first, *_), end in zip(found, ends)) and ends[-1] == found[0][2]
+        parts = [tensors.pop(name, None) for *_, name in found]
+        held = [part for part in parts if part is not None]
+        alike = len({(part.dtype, part.shape[1:]) for part in held}) == 1 and all(part.shape for part in held)
+        counts = [part.shape[0] if part.shape else 0 for part in held]
+        fits = fits and len(held) == len(parts) and counts == [last - first for first, last, _, _ in found]
+        if whole in tensors or not fits or not alike:
+            raise FileFormatError(f"{path}: the tables of {whole!r} are not those of all its items")
+        tensors[whole] = _joined_tensor(whole, held)
+    return tensors
+
+
+# ---- plain files ----
+
+
+def write_safetensors(file: IO[bytes], source: Source, pieces: Pieces) -> None:
+    """Writes an ordinary safetensors file. Raises ValueError if safetensors reserves a tensor's name, if it does not
+    support a tensor's dtype, or if the header is too large."""
+    header: dict[str, Any] = {_METADATA: dict(source.metadata)} if source.metadata else {}
+    end = 0
+    for tensor in source.tensors.values():
+        if tensor.name == _METADATA:
+            raise ValueError(f"there is a tensor {_METADATA!r}, a name that safetensors has for other uses")
+        start, end = end, end + tensor.num_bytes
+        dtype, shape = tensor.header_entry()
+        header[tensor.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(rounded_up(len(text), _ALIGNMENT))
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"the header has {len(text)} bytes; readers of safetensors take at most {MAX_HEADER_BYTES}")
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in source.tensors.values():
+        for piece in pieces(tensor):
+            file.write(piece.data)
+
+
+# ---- files that are written tensor by tensor ----
+
+
+class CheckpointWriter(Closing):
+    """A file of tables and tensors that is written tensor by tensor, for programs that produce tensors one after the
+    other. For tensors that are in memory already, `ibp.save` is simpler. `ibp.open` reads the file.
+
+    It is a context manager. When the `with` block ends normally, the file appears under its name, complete and on disk.
+    When the block ends with an exception, an earlier file of that name stays unchanged.
+
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> with ibp.checkpoints.CheckpointWriter("weights.safetensors", {"a": x.shape, "b": [4]}) as writer:
+        ...     a_bytes = writer.write("a", ibp.compress(x))
+        ...     b_bytes = writer.write("b", torch.ones(4))
+        >>> a_bytes < x.nbytes, torch.equal(ibp.open("weights.safetensors")["b"], torch.ones(4))
+        (True, True)
+
+    Args:
+        output: path of the file; or a directory, in which the file is "model.safetensors"; or a URL that fsspec
+            supports.
+        shapes: the shapes, by name, of all tables and tensors that will be written, so that enough space is reserved
+            for the header.
+        metadata: a dict of strings, which is stored in the file. No key may begin with "ibp.".
+
+    Raises:
+        TypeError, ValueError: metadata is invalid, or output has the suffix of another format.
+        OSError: (on entering, writing and leaving) the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        output: PathLike,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        check_names_safetensors(output)
+        room = header_room(shapes, metadata, len(shapes)) + _DIMENSION_BYTES * sum(map(len, shapes.values()))
+        self._output, self._metadata, self._header_bytes = output, metadata, room
+        self._file: FileWriter | None = None
+        self._open = contextlib.ExitStack()
+
+    @staticmethod
+    def takes(name: str, tensor: torch.Tensor) -> bool:
+        """Returns whether a file can hold a tensor under a name.
+
+        The tensor must be a dense torch.Tensor or torch.nn.Parameter, not of another subclass, and have a dtype of
+        safetensors. The name must be printable. It must not be reserved, and must not have the form of the name of a
+        part of a table, such as "weight:slots".
+
+        Example:
+            >>> [ibp.checkpoints.CheckpointWriter.takes(name, torch.ones(3)) for name in ("weight", "weight:slots")]
+            [True, False]
+        """
+        if not name.isprintable() or _UNUSUAL_NAME.match(name):
+            return False
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        return is_plain and entry_of(tensor.dtype, tuple(tensor.shape)) is not None and not tensor.is_meta
+
+    def write(self, name: str, value: CompressedTensor | torch.Tensor) -> int:
+        """Writes a table or tensor, block by block. The value may be on any device. Returns the number of bytes that
+        the value takes in the file.
+
+        Raises:
+            ValueError: the file is not open, already has a value of this name, or cannot have such a name; or
+                safetensors does not have the tensor's dtype.
+        """
+        file = self._file
+        if file is None:
+            raise ValueError("the file is not open; wanted `with ibp.checkpoints.CheckpointWriter(...) as writer:`")
+        start = file.data_bytes
+        if isinstance(value, CompressedTensor):
+            write_table(file, name, value)
+        else:
+            write_plain(file, name, value)
+        return file.data_bytes - start
+
+    def write_all(self, values: Iterable[tuple[str, CompressedTensor | torch.Tensor]]) -> dict[str, int]:
+        """Writes tables and tensors. A separate thread writes a value while the calling thread gets the next one from
+        `values`. Returns the sizes of the values in the file in bytes, by name. values: pairs (name, value)."""
+        with ThreadPoolExecutor(1, "ibp-writer") as thread:
+            written = ahead(thread, lambda pair: (pair[0], self.write(*pair)), values, _AHEAD)
+            with contextlib.closing(written):
+                return dict(written)
+
+    def __enter__(self) -> CheckpointWriter:
+        with contextlib.ExitStack() as stack:
+            target = stack.enter_context(written_to(self._output))
+            file = FileWriter(target, metadata=self._metadata, header_bytes=self._header_bytes)
+            self._file = stack.enter_context(file)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file = None
+        self._open.__exit__(*error)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Finishes the file, as leaving the `with` block without an exception does. A second call does nothing."""
+        self.__exit__(None, None, None)
+
+
+def is_coded(path: PathLike) -> bool:
+    """Returns whether a file is a file of ibp. Only the header is read. Returns False for a file of another format.
+
+    Example:
+        >>> ibp.save("coded.safetensors", {"a": ibp.compress(torch.ones(1000, 1024))})
+        >>> ibp.checkpoints.is_coded("coded.safetensors"), ibp.checkpoints.is_coded("pytorch_model.bin")
+        (True, False)
+
+    Raises:
+        OSError: a file whose name ends in ".safetensors" cannot be read.
+    """
+    text = path_text(path)
+    if not text.endswith(SUFFIX):
+        return False
+    with os.fdopen(open_regular(text), "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        return header_bytes <= MAX_HEADER_BYTES and f'"{FORMAT}":'.encode() in file.read(header_bytes)

@@ -15,6 +15,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -135,24 +136,23 @@ def package(name: str, pip_name: str, codec: str) -> ModuleType:
 _HOST_BLOCK_BYTES, _LEAST_HOST_BLOCK_BYTES = 2 << 20, 4096
 
 
+@dataclass(eq=False)
 class HostCodec(GeneralCodec):
-    """A codec of a package that works on host memory.
+    """A codec of a package that works on host memory."""
 
-    Attributes:
-        module: the name of the module to import.
-        error: the name of the module's exception for invalid bytes.
-        levels: the levels that a scheme can ask for.
-        level: the level that the codec codes with. None: the default.
-    """
-
+    name: str
+    package: str
+    module: str  # the name of the module to import
+    error: str  # the name of the module's exception for invalid bytes
+    levels: range  # the levels that a scheme can ask for
+    # A function of (module, block, level) that codes a block, and returns the coded bytes.
+    encode_block: Callable[[ModuleType, memoryview, int | None], bytearray]
+    # A function of (module, coded block, num_bytes) that returns the original bytes. Allocates at most num_bytes bytes,
+    # the size that the block is expected to have. Raises ValueError or the package's exception for invalid bytes.
+    decode_block: Callable[[ModuleType, memoryview, int], bytes]
+    level: int | None = None  # the level that the codec codes with; None: the default
     device_type = "cpu"
     is_safe = True
-    module: str
-    error: str
-    levels: range
-
-    def __init__(self, level: int | None = None) -> None:
-        self.level = level
 
     def require(self) -> ModuleType:
         return package(self.module, self.package, self.name)
@@ -164,7 +164,7 @@ class HostCodec(GeneralCodec):
             raise ValueError(
                 f"the level of {self.name!r} is {int(text)}; wanted {self.levels.start} to {self.levels.stop - 1}"
             )
-        return type(self)(int(text))
+        return replace(self, level=int(text))
 
     def plan(self, dtype: torch.dtype, chunk_bytes: int | None) -> tuple[int, dict[str, str]]:
         if chunk_bytes is None:
@@ -179,8 +179,10 @@ class HostCodec(GeneralCodec):
     def encode(
         self, data: torch.Tensor, worker: torch.device, block_bytes: int, options: Mapping[str, str], on_bytes: OnBytes
     ) -> list[torch.Tensor]:
+        module = self.require()
+
         def encode_block(block: torch.Tensor) -> torch.Tensor:
-            coded = self._encode(block.numpy().data)
+            coded = self.encode_block(module, block.numpy().data, self.level)
             on_bytes(block.numel())
             return torch.frombuffer(coded, dtype=torch.uint8) if len(coded) < block.numel() else block
 
@@ -194,8 +196,8 @@ class HostCodec(GeneralCodec):
         options: Mapping[str, str],
         out: torch.Tensor,
     ) -> None:
-        coded, targets = blocks.numpy(), out.split(block_bytes)
-        errors: tuple[type[Exception], ...] = (ValueError, getattr(self.require(), self.error))
+        module, coded, targets = self.require(), blocks.numpy(), out.split(block_bytes)
+        errors: tuple[type[Exception], ...] = (ValueError, getattr(module, self.error))
 
         def decode_block(number: int) -> None:
             part, target = coded[offsets[number] : offsets[number + 1]], targets[number].numpy()
@@ -203,7 +205,7 @@ class HostCodec(GeneralCodec):
                 target[:] = part
                 return
             try:
-                data = self._decode(part.data, target.size)
+                data = self.decode_block(module, part.data, target.size)
                 if len(data) != target.size:
                     raise ValueError(f"it stands for {len(data)} bytes; wanted {target.size}")
             except errors as error:
@@ -214,54 +216,43 @@ class HostCodec(GeneralCodec):
 
         _by_threads(decode_block, range(len(targets)))
 
-    @abstractmethod
-    def _encode(self, data: memoryview) -> bytearray:
-        """Codes a block, and returns the coded bytes."""
 
-    @abstractmethod
-    def _decode(self, data: memoryview, num_bytes: int) -> bytes:
-        """Decodes a block, and returns its original bytes. Allocates at most num_bytes bytes, the size that the block
-        is expected to have. Raises ValueError or the package's exception for invalid bytes."""
+# Frames of Zstandard (RFC 8878) include the size of their content. Each block gets a new coder, because threads cannot
+# share one; it takes 10 us.
 
 
-class Zstd(HostCodec):
-    """Frames of Zstandard (RFC 8878) that include the size of their content."""
-
-    name, package, module, error = "zstd", "zstandard", "zstandard", "ZstdError"
-    levels = range(-100, 23)
-
-    def _encode(self, data: memoryview) -> bytearray:
-        # A new coder for each block, because threads cannot share one; it takes 10 us.
-        coder = self.require().ZstdCompressor(level=3 if self.level is None else self.level)
-        return bytearray(coder.compress(data))
-
-    def _decode(self, data: memoryview, num_bytes: int) -> bytes:
-        zstandard = self.require()
-        found = zstandard.frame_content_size(data)
-        if found != num_bytes:
-            raise ValueError(f"it stands for {found} bytes; wanted {num_bytes}")
-        coder = zstandard.ZstdDecompressor()
-        decoded: bytes = coder.decompress(data, max_output_size=num_bytes, allow_extra_data=False)
-        return decoded
+def _encode_zstd(zstandard: ModuleType, data: memoryview, level: int | None) -> bytearray:
+    return bytearray(zstandard.ZstdCompressor(level=3 if level is None else level).compress(data))
 
 
-class Lz4(HostCodec):
-    """Blocks of LZ4, without a frame. A higher level makes the search for matches longer, but the format of the blocks
-    is the same."""
+def _decode_zstd(zstandard: ModuleType, data: memoryview, num_bytes: int) -> bytes:
+    found = zstandard.frame_content_size(data)
+    if found != num_bytes:
+        raise ValueError(f"it stands for {found} bytes; wanted {num_bytes}")
+    decoder = zstandard.ZstdDecompressor()
+    decoded: bytes = decoder.decompress(data, max_output_size=num_bytes, allow_extra_data=False)
+    return decoded
 
-    name, package, module, error = "lz4", "lz4", "lz4.block", "LZ4BlockError"
-    levels = range(1, 13)
 
-    def _encode(self, data: memoryview) -> bytearray:
-        options: dict[str, Any] = {}
-        if self.level is not None:
-            options = {"mode": "high_compression", "compression": self.level}
-        coded: bytearray = self.require().compress(data, store_size=False, return_bytearray=True, **options)
-        return coded
+# Blocks of LZ4 have no frame. A higher level makes the search for matches longer, but the format of the blocks is the
+# same.
 
-    def _decode(self, data: memoryview, num_bytes: int) -> bytes:
-        decoded: bytes = self.require().decompress(data, uncompressed_size=num_bytes)
-        return decoded
+
+def _encode_lz4(block: ModuleType, data: memoryview, level: int | None) -> bytearray:
+    options: dict[str, Any] = {} if level is None else {"mode": "high_compression", "compression": level}
+    coded: bytearray = block.compress(data, store_size=False, return_bytearray=True, **options)
+    return coded
+
+
+def _decode_lz4(block: ModuleType, data: memoryview, num_bytes: int) -> bytes:
+    decoded: bytes = block.decompress(data, uncompressed_size=num_bytes)
+    return decoded
+
+
+_HOST_CODECS = (
+    HostCodec("zstd", "zstandard", "zstandard", "ZstdError", range(-100, 23), _encode_zstd, _decode_zstd),
+    HostCodec("lz4", "lz4", "lz4.block", "LZ4BlockError", range(1, 13), _encode_lz4, _decode_lz4),
+)
 
 
 def _by_threads(work: Any, items: Sequence[Any]) -> list[Any]:
@@ -551,9 +542,7 @@ class _NvcompMemory:
 
 # ---- codecs by name ----
 
-CODECS: Mapping[str, GeneralCodec] = {
-    codec.name: codec for codec in (Zstd(), Lz4(), *(NvComp(kind) for kind in _ALGORITHMS))
-}
+CODECS: Mapping[str, GeneralCodec] = {codec.name: codec for codec in (*_HOST_CODECS, *map(NvComp, _ALGORITHMS))}
 
 
 def is_general(scheme: object) -> bool:

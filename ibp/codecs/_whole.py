@@ -207,14 +207,6 @@ class WholeTensor(Movable, CodedManners, Saves):
         self._codec.require()
         self._codec.decode(near(self.blocks[start:end]), offsets, self.block_bytes, self.options, out)
 
-    def _bytes(self, start: int, end: int) -> torch.Tensor:
-        """Returns bytes [start, end) of the original tensor, in host memory. Decodes only the blocks that hold them."""
-        first, last = start // self.block_bytes, -(-end // self.block_bytes)
-        at, stop = first * self.block_bytes, min(last * self.block_bytes, self.original_bytes)
-        data = torch.empty(stop - at, dtype=torch.uint8, device=self._codec.worker(self.device))
-        self._decode(first, last, data)
-        return data.cpu()[start - at : end - at]
-
     @property
     def _why_no_rows(self) -> str:
         return (
@@ -231,6 +223,15 @@ class WholeTensor(Movable, CodedManners, Saves):
 
 # Pickles of ibp 0.2 have the class under the second name.
 torch.serialization.add_safe_globals([WholeTensor, (WholeTensor, "ibp.WholeTensor")])
+
+
+def decoded_range(whole: WholeTensor, start: int, end: int) -> torch.Tensor:
+    """Returns bytes [start, end) of the original tensor, in host memory. Decodes only the blocks that hold them."""
+    first, last = start // whole.block_bytes, -(-end // whole.block_bytes)
+    at, stop = first * whole.block_bytes, min(last * whole.block_bytes, whole.original_bytes)
+    data = torch.empty(stop - at, dtype=torch.uint8, device=whole._codec.worker(whole.device))
+    whole._decode(first, last, data)
+    return data.cpu()[start - at : end - at]
 
 
 # ---- making a WholeTensor ----

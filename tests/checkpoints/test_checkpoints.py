@@ -19,7 +19,7 @@ from ibp._cli.report import inspect_path
 from ibp._files import FileWriter
 from ibp.checkpoints import _coding, _converting
 from ibp.checkpoints._inputs import open_source, open_sources
-from ibp.checkpoints._outputs import Journal, PeakMemory
+from ibp.checkpoints._outputs import Journal
 
 safetensors = pytest.importorskip("safetensors.torch")
 SLOW = pytest.mark.slow
@@ -369,16 +369,24 @@ def test_items_that_no_metadata_says(tmp_path):
         open_source(tmp_path / "m.safetensors")
 
 
-def test_the_peak_of_memory_is_looked_for_as_data_passes():
-    peak = PeakMemory()
-    if not peak.num_bytes:
+def test_the_memory_of_a_process_is_its_own():
+    before = _converting.own_memory()
+    if not before:
         pytest.skip("the system does not say how much memory a process has")
-    before, held = peak.num_bytes, bytearray(b"x") * (128 << 20)
-    peak.passed(40 << 20)
-    assert peak.num_bytes == before
-    peak.passed(40 << 20)
+    held = bytearray(b"x") * (128 << 20)
+    assert _converting.own_memory() > before + (100 << 20)
     del held
-    assert peak.num_bytes > before + (100 << 20)
+
+
+def test_the_peak_of_memory_is_looked_for_as_data_passes(tmp_path, monkeypatch):
+    """At the beginning, and whenever two of these blocks have passed."""
+    torch.save({f"x{number}": torch.zeros(1000) for number in range(7)}, tmp_path / "x.pt")
+    looks = [3000, 1000, 5000, 4000]
+    left = iter(looks)
+    monkeypatch.setattr(_converting, "own_memory", lambda: next(left))
+    monkeypatch.setattr(_converting, "_BETWEEN_BYTES", 8000)
+    report = ibp.checkpoints.compress(tmp_path / "x.pt", tmp_path / "x.ibp", device="cpu")
+    assert report.peak_bytes == max(looks) and list(left) == []
 
 
 MOST_APART = 0.001  # of an estimate and a report, of a checkpoint whose tensors are looked at whole
@@ -685,19 +693,19 @@ def test_sources_say_what_they_are(checkpoint):
 LIMITED = """
 import resource, sys, threading
 import ibp
-from ibp.checkpoints._outputs import PeakMemory
-before = PeakMemory().num_bytes
+from ibp.checkpoints._converting import own_memory
+before = own_memory()
 used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
 limits = resource.getrlimit(resource.RLIMIT_DATA)
 resource.setrlimit(resource.RLIMIT_DATA, (used + (128 << 20), limits[1]))
 report = ibp.checkpoints.compress(sys.argv[1], sys.argv[2], device="cpu", jobs=2)
 resource.setrlimit(resource.RLIMIT_DATA, limits)  # which counts a table's map, whose pages stay the file's
-done, seen = threading.Event(), PeakMemory()
-watch = threading.Thread(target=lambda: [seen.look() for _ in iter(lambda: done.wait(0.01), True)])
+done, seen = threading.Event(), [own_memory()]
+watch = threading.Thread(target=lambda: [seen.append(own_memory()) for _ in iter(lambda: done.wait(0.01), True)])
 watch.start()
 ibp.checkpoints.decompress(sys.argv[2], sys.argv[3])
 done.set(), watch.join()
-print(report.peak_bytes - before, seen.num_bytes - before, report.savings)
+print(report.peak_bytes - before, max(seen) - before, report.savings)
 """
 
 

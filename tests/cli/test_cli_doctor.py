@@ -13,7 +13,7 @@ import torch
 import ibp
 from ibp import _core
 from ibp._cli import doctor
-from ibp._cli.config import config
+from ibp._cli.doctor import config
 from ibp._cli.main import main
 from ibp._machine import calibration
 from ibp._machine.memory import PinningError

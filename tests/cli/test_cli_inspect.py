@@ -11,9 +11,9 @@ import torch
 
 import ibp
 from helpers import embedding, one_hot_rows, spiky_rows
+from ibp._cli import describing, report
 from ibp._cli import main as frame
-from ibp._cli import report
-from ibp._cli.drawing import make_page
+from ibp._cli.describing import make_page
 from ibp._cli.report import inspect_path
 from native import ROOT
 
@@ -208,7 +208,7 @@ def test_a_missing_matplotlib_is_said_before_the_work(file, tmp_path, capsys, mo
         said.append(capsys.readouterr().err)
         return inspect_path(*arguments, **options)
 
-    monkeypatch.setattr(report, "inspect_path", inspected)
+    monkeypatch.setattr(describing, "inspect_path", inspected)
     plot, page = tmp_path / "out.png", tmp_path / "out.html"
     assert run("inspect", file, "--plot", plot) == 2 and said == []
     assert "pip install matplotlib" in capsys.readouterr().err

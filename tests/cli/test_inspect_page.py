@@ -13,7 +13,7 @@ import torch
 
 import ibp
 from helpers import embedding, make_tensor, one_hot_rows
-from ibp._cli import drawing, report
+from ibp._cli import describing, report
 from native import ROOT
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">\u2028 $x_{ & {{data}}"
@@ -44,11 +44,11 @@ def report_of(reports, path="a<b>.safetensors"):
 
 
 def page_of(reports):
-    return drawing.make_page([report_of(reports)])
+    return describing.make_page([report_of(reports)])
 
 
 def data_text(value):
-    return drawing._inline(value)
+    return describing._inline(value)
 
 
 def data_of(text):
@@ -90,7 +90,7 @@ def test_a_page_of_a_large_model_is_small():
 
 def test_every_part_has_a_colour_of_its_own():
     """In light and in dark, so that the legend tells them apart."""
-    script, style = drawing._resource("page.js"), drawing._resource("page.css")
+    script, style = describing._resource("page.js"), describing._resource("page.css")
     kinds = dict(re.findall(r'^  "?([\w ]+)"?: "(\w+)",$', script, re.MULTILINE))
     table = (ROOT / "docs" / "cli.md").read_text().partition("| part | what it is |")[2].partition("\n\n")[0]
     named = set(re.findall(r"^\| ([^|]+) \| ", table, re.MULTILINE))
@@ -142,15 +142,15 @@ class Lines:
     set_xlabel = set_xticks
 
 
-@pytest.mark.parametrize("name", drawing.FIELDS)
+@pytest.mark.parametrize("name", describing.FIELDS)
 def test_fields_of_floats_are_set_apart(name):
     of, axes = torch.finfo(getattr(torch, name)), Lines()
     mantissa_bits = 0
     while 2.0**-mantissa_bits > of.eps:
         mantissa_bits += 1
-    drawing._mark_bits(axes, name, of.bits)
+    describing._mark_bits(axes, name, of.bits)
     assert axes.at == [0.5, of.bits - mantissa_bits - 0.5]
-    assert [field for _, field in drawing.FIELDS[name]] == ["sign", "exponent", "mantissa"]
+    assert [field for _, field in describing.FIELDS[name]] == ["sign", "exponent", "mantissa"]
 
 
 @pytest.mark.slow
@@ -253,8 +253,8 @@ def size_of(png):
 def test_a_plot_has_a_panel_a_dtype():
     pytest.importorskip("matplotlib")
     reports = reports_of()
-    width, height = size_of(drawing.draw([report_of(reports, HOSTILE)]))
-    one = size_of(drawing.draw([report_of(reports[:1])]))
+    width, height = size_of(describing.draw([report_of(reports, HOSTILE)]))
+    one = size_of(describing.draw([report_of(reports[:1])]))
     assert width == one[0] and height > one[1]
 
 
@@ -265,14 +265,14 @@ def test_a_plot_has_the_savings_of_the_file(monkeypatch):
     titles, set_title = [], axes.set_title
     monkeypatch.setattr(axes, "set_title", lambda self, text, **options: titles.append(text) or set_title(self, text))
     found = report_of(reports_of())
-    drawing.draw([found, found])
+    describing.draw([found, found])
     assert titles[-1] == f"bytes saved: {100 * found.savings:.1f} % of all"
 
 
 @pytest.mark.slow
 def test_a_plot_of_many_tensors_is_one_page():
     pytest.importorskip("matplotlib")
-    width, height = size_of(drawing.draw([report_of(reports_of(500))]))
+    width, height = size_of(describing.draw([report_of(reports_of(500))]))
     assert width == 1045 and 400 < height < 3000
 
 
@@ -282,13 +282,13 @@ def test_nothing_is_plotted_of_empty_tensors():
     empty = report.report_table("empty", ibp.compress(torch.empty(0, 4), memory="host"))
     for reports in ([], [empty]):
         with pytest.raises(ValueError, match="nothing to plot"):
-            drawing.draw([report_of(reports)])
+            describing.draw([report_of(reports)])
 
 
 def test_a_plot_without_matplotlib_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        drawing.draw([report_of(reports_of(1))])
+        describing.draw([report_of(reports_of(1))])
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_a_plot_without_matplotlib_says_what_is_missing(monkeypatch):
     [("a.b", "a.b"), ("a\nb\x1b", "a\\nb\\x1b"), ("x" * 50, f"{'x' * 19}\u2026{'x' * 19}"), ("\ud800", "\\ud800")],
 )
 def test_names_are_drawn_in_one_line(name, shown):
-    assert drawing.plain(name, 40) == shown
+    assert describing.plain(name, 40) == shown
 
 
 @pytest.mark.parametrize(
@@ -308,17 +308,19 @@ def test_names_are_drawn_in_one_line(name, shown):
     ],
 )
 def test_long_names_part_between_words(name, lines):
-    assert drawing._lines(name) == lines
+    assert describing._lines(name) == lines
 
 
 def test_tensors_of_a_kind_share_a_row():
     """Every tensor is in a row, and rows have names that say which; the plot of a large model has few of them."""
     (one,) = reports_of(1)
     of_layers = [renamed(one, f"layers.{layer}.{part}.weight") for layer in range(48) for part in "qkvo"]
-    assert drawing._labels(drawing._rows(of_layers)) == [f"layers.*.{part}.weight (48 tensors)" for part in "qkvo"]
+    assert describing._labels(describing._rows(of_layers)) == [
+        f"layers.*.{part}.weight (48 tensors)" for part in "qkvo"
+    ]
     few = of_layers[:5]
-    assert drawing._rows(few) == [(report.name, [report]) for report in few]
+    assert describing._rows(few) == [(report.name, [report]) for report in few]
     unlike = [renamed(one, f"{chr(97 + i % 26)}{i}") for i in range(100)]
-    rows = drawing._rows([*of_layers, *unlike])
-    assert len(rows) == drawing._MOST_ROWS and rows[-1][0] == "others"
+    rows = describing._rows([*of_layers, *unlike])
+    assert len(rows) == describing._MOST_ROWS and rows[-1][0] == "others"
     assert sum(len(own) for _, own in rows) == len(of_layers) + len(unlike)

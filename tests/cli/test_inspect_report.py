@@ -10,7 +10,7 @@ import ibp
 import row_codecs
 from golden import make_planes
 from helpers import embedding, make_tensor, one_hot_rows, planes_codebook, spiky_rows
-from ibp._cli import report, splitting
+from ibp._cli import report
 from ibp._rows.plan import spread_bytes
 from ibp.checkpoints._source import loaded_tensor
 
@@ -28,7 +28,7 @@ def test_parts_of_coded_rows_of_planes_add_up(name):
     with_form = np.frombuffer(b"".join(row for row, c in zip(rows, coded) if c), np.uint8).reshape(
         -1, codebook.row_bytes
     )
-    split = splitting.split_rows(with_form, planes_codebook(codebook), 1)
+    split = report.split_rows(with_form, planes_codebook(codebook), 1)
     assert sum(split.parts.values()) == sum(map(len, coded))
     assert (split.left_out >= 0).all() and (split.left_out + split.ranked <= 1 + 1e-9).all()
 
@@ -40,7 +40,7 @@ def test_parts_of_coded_rows_of_masks_add_up(chunk_bytes, flag_all):
     mask = torch.from_numpy(np.random.default_rng(0).choice([0, 0x80, 0xFC, 0xFF], 26).astype(np.uint8))
     bitval = mask & torch.from_numpy(rows[0])
     codec = row_codecs.RowCodec(mask.numpy(), bitval.numpy(), chunk_bytes, flag_all)
-    split = splitting.split_rows(rows, ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes, flag_all), 2)
+    split = report.split_rows(rows, ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes, flag_all), 2)
     assert sum(split.parts.values()) == sum(codec.coded_bytes(row) for row in rows)
     assert split.parts["participation bits"] == codec.num_flags * len(rows) // 8
 
@@ -81,7 +81,7 @@ def test_parts_of_clusters_are_of_their_own_codebooks():
     x, options = TABLES["clusters"]
     table = ibp.compress(x, memory="host", **options)
     found = report.report_table("x", table)
-    split = splitting.split_table(table, rows_of(x), np.arange(len(x)))
+    split = report.split_table(table, rows_of(x), np.arange(len(x)))
     lengths = table.lengths.numpy().astype(np.int64)
     assert found.clusters == len(table.codebook) and (lengths > 0).all()
     assert sum(split.parts.values()) == lengths.sum()
@@ -98,7 +98,7 @@ def test_reports_of_tables_on_a_gpu(cuda, name):
 def test_rows_are_counted_in_blocks(monkeypatch):
     table = ibp.compress(spiky_rows(200, 250), memory="host")
     found = report.report_table("x", table)
-    monkeypatch.setattr(splitting, "_BLOCK_ROWS", 7)
+    monkeypatch.setattr(report, "_BLOCK_ROWS", 7)
     assert report.report_table("x", table) == found
 
 
@@ -163,9 +163,9 @@ def test_plain_tensors_are_reported(x):
 
 def test_entropy_of_bits_begins_with_the_most_significant():
     rows = rows_of(torch.tensor([[0], [-1], [1], [-2]], dtype=torch.int16))
-    assert splitting.bit_entropy(rows, 2) == [1.0] * 16
+    assert report.bit_entropy(rows, 2) == [1.0] * 16
     halves = rows_of(torch.tensor([[0x4000], [0]], dtype=torch.int16))
-    assert splitting.bit_entropy(halves, 2) == [0.0, 1.0, *[0.0] * 14]
+    assert report.bit_entropy(halves, 2) == [0.0, 1.0, *[0.0] * 14]
 
 
 def test_bits_of_bfloat16_are_ranked_exponents():

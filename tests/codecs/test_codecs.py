@@ -310,8 +310,8 @@ def write_file(path, line, blocks, offsets):
     with FileWriter(path) as writer:
         writer._add_line("ibp.table.x", line)
         for part, dtype, array in (("blocks", "U8", blocks), ("offsets", "U64", offsets)):
-            with writer.part(f"x:{part}", dtype) as sink:
-                sink.write(np.asarray(array, {"U8": "u1", "U64": "<u8"}[dtype]))
+            with writer.part(f"x:{part}", dtype) as write:
+                write(np.asarray(array, {"U8": "u1", "U64": "<u8"}[dtype]))
 
 
 @needs("zstd")

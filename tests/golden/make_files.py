@@ -155,8 +155,8 @@ def write_codec():
         text = f"{facts} content={ibp.deltas.fingerprint(x):016x} codec_level=6"
         writer._add_line("ibp.table.coded", text)
         for part, dtype, array in (("blocks", "U8", b"".join(blocks)), ("offsets", "U64", offsets)):
-            with writer.part(f"coded:{part}", dtype) as sink:
-                sink.write(array)
+            with writer.part(f"coded:{part}", dtype) as write:
+                write(array)
         write_table(writer, "after", ibp.compress(x.view(10, 100), **PAGEABLE))
     return {"before": x[:10], "after": x.view(10, 100)}
 
@@ -189,8 +189,8 @@ def write_set():
         )
         first.table("split", fields)
         for writer, part in ((first, "slots"), (first, "lengths"), (first, "bases"), (second, "overflow")):
-            with writer.part(f"split:{part}", {"lengths": "U16", "bases": "U64"}.get(part, "U8")) as sink:
-                sink.write(getattr(split, part).view(torch.uint8))
+            with writer.part(f"split:{part}", {"lengths": "U16", "bases": "U64"}.get(part, "U8")) as write:
+                write(getattr(split, part).view(torch.uint8))
         write_table(second, "own", own)
         write_plain(second, "plain", torch.arange(5))
         places = {**dict.fromkeys(first.names, names[0]), **dict.fromkeys(second.names, names[1])}

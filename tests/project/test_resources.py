@@ -40,7 +40,7 @@ LOCKS = {  # the public call that holds a lock, by the file that makes it
     "ibp/_offload/events.py": "ibp.offload",
     "ibp/adapters.py": "ibp.adapters.ModelLoading",
     "ibp/cache/_slabs.py": "ibp.RowCache",
-    "ibp/checkpoints/_numpy_files.py": "ibp.checkpoints.compress",
+    "ibp/checkpoints/_other_files.py": "ibp.checkpoints.compress",
     "ibp/codecs/_codec.py": "ibp.codecs.WholeTensor.decompress",
     "ibp/kv/_engines.py": "ibp.kv.KeyedPages",
     "ibp/kv/_store.py": "ibp.kv.KVStore",
