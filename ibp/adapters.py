@@ -25,11 +25,10 @@ has adapters of known frameworks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ._common.arguments import whole_number
 from ._common.importing import published
 from ._common.models import NotTheModel, check_model, guard_conversions
 from ._common.process import Closing, ForkLock, OfThisProcess
@@ -42,7 +41,7 @@ from ._tables.compressed_tensor import CompressedTensor
 from ._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 from ._tables.weights import join as join_rows
 from .nn import ModelReport
-from .nn._compressing import ModelPlan, is_included, join_neighbours, options_of
+from .nn._compressing import ModelOptions, ModelPlan, join_neighbours
 from .nn._experts import multiply_experts
 from .nn._parameters import SharedTable, by_rows, reshaped
 from .nn._tables import matrix_table
@@ -64,7 +63,6 @@ __all__ = [
     "shown_memory",
 ]
 
-_Self = TypeVar("_Self", bound="ModelOptions")
 # Checkpoints may be read by several threads, but only one table at a time is decoded or coded, to save memory.
 _LOCK = ForkLock()
 
@@ -147,56 +145,6 @@ def checked_device(device: torch.device | str | int) -> torch.device:
 # ---- models while they are loaded ----
 
 
-class ModelOptions:
-    """The options that say which weights of a model are coded, and how. They are arguments of `ibp.nn.compress`, in a
-    form that JSON can hold.
-
-    Example:
-        >>> options = ibp.adapters.ModelOptions(exclude="lm_head")
-        >>> vars(options)
-        {'level': 'fast', 'fused': True, 'min_bytes': 1048576, 'include': None, 'exclude': ['lm_head']}
-        >>> options.includes("model.layers.0.mlp.up_proj"), options.includes("lm_head")
-        (True, False)
-
-    Args:
-        level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`.
-
-    Raises:
-        TypeError, ValueError: an argument has a wrong type, or is out of range.
-    """
-
-    def __init__(
-        self,
-        *,
-        level: str = "fast",
-        include: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] = (),
-        fused: bool = True,
-        min_bytes: int = 1 << 20,
-    ) -> None:
-        if level not in ("fast", "default"):
-            raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
-        self.level, self.fused, self.min_bytes = level, bool(fused), whole_number("min_bytes", min_bytes, 0)
-        self.include = None if include is None else _names(include)
-        self.exclude = _names(exclude)
-
-    @classmethod
-    def of(cls: type[_Self], model: torch.nn.Module) -> _Self:
-        """Returns options that select exactly the weights that are now coded in a model."""
-        return cls(**options_of(model))
-
-    def includes(self, *names: str) -> bool:
-        """Returns whether a module is to be coded. names: the module's name in the model; if a framework has merged
-        several modules into this one, the names of all of them. `include` must match at least one of the names, and
-        `exclude` must match none of them."""
-        is_wanted = any(is_included(name, self.include, ()) for name in names)
-        return is_wanted and all(is_included(name, None, self.exclude) for name in names)
-
-
-def _names(given: str | Iterable[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
-
-
 class ModelLoading:
     """Codes the weights of a model, one after the other, while they are read from a checkpoint. Memory holds the coded
     model and one plain weight.
@@ -225,19 +173,8 @@ class ModelLoading:
 
     def __init__(self, options: ModelOptions, model: torch.nn.Module, later: Iterable[str] = ()) -> None:
         self._options, self._model, self._later = options, model, set(later)
-        self._plan, self._away = self._new_plan(), frozenset[str]()
+        self._plan, self._away = ModelPlan(model, options), frozenset[str]()
         self._tables: dict[str, CompressedTensor] = {}  # tables of the weights in `later`, from the checkpoint
-
-    def _new_plan(self) -> ModelPlan:
-        options = self._options
-        return ModelPlan(
-            self._model,
-            include=options.include,
-            exclude=options.exclude,
-            level=options.level,
-            fused=options.fused,
-            min_bytes=options.min_bytes,
-        )
 
     def leave(self, names: Iterable[str]) -> None:
         """Keeps weights plain: those of the modules with these names, and of all modules inside them. Call this method
@@ -339,7 +276,7 @@ class ModelLoading:
             ValueError: a weight that is to be coded has no values, because the checkpoint lacks the weight or has it
                 with another shape.
         """
-        rest = self._new_plan()
+        rest = ModelPlan(self._model, self._options)
         rest.code_all(self._tables, but=self._is_away)
         join_neighbours(self._model)
         guard_conversions(self._model)
