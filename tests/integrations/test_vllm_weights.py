@@ -14,9 +14,8 @@ import torch.nn.functional as F
 
 import ibp
 from helpers import assert_same_bits
-from ibp.integrations.vllm import _layers
 from ibp.integrations.vllm import weights as vllm_weights
-from ibp.integrations.vllm._layers import IncomingTensor, incoming, joined, noted
+from ibp.integrations.vllm.weights import IncomingTensor, incoming, joined, noted
 from ibp.nn._tables import matrix_table
 from native import ROOT
 from products import kernels_on_the_cpu, lists
@@ -228,7 +227,7 @@ def test_a_config_joins_parts_or_decodes_them(caplog):
     told = [record.getMessage() for record in caplog.records]
     assert told == ["ibp: weights are compressed while they are loaded: a takes 0.0 MB of 0.0"]  # once
     (first, second), plain = matrices(0.02, 200.0)  # one codebook for both saves nothing
-    method, layer = object.__new__(_layers.CodedMethod), torch.nn.Module()
+    method, layer = object.__new__(vllm_weights.CodedMethod), torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.zeros(64, 64).bfloat16(), requires_grad=False)
     method._config, method._name = config, "a"
     method._parts = {"weight": notes([(layer.weight.data[:32], first), (layer.weight.data[32:], second)])}
@@ -263,8 +262,8 @@ def test_loaders_without_values():
 EXPERTS, HIDDEN, WIDTH, CHOICES = 6, 64, 32, 2
 
 
-class ExpertsMethod(_layers.IBPExpertsMethod):
-    __init__ = _layers.CodedMethod.__init__  # vLLM's class wants its configuration
+class ExpertsMethod(vllm_weights.IBPExpertsMethod):
+    __init__ = vllm_weights.CodedMethod.__init__  # vLLM's class wants its configuration
 
 
 def coded_table(weight, name, parts):
@@ -375,5 +374,5 @@ def test_experts_that_stay_plain(backend, moe, balances, said):
         unquantized_backend=types.SimpleNamespace(name=backend, value=backend),
         moe=types.SimpleNamespace(**(MOE | moe), moe_parallel_config=parallel),
     )
-    why = _layers.why_plain_experts(plain)
+    why = vllm_weights.why_plain_experts(plain)
     assert why.startswith(said) and bool(why) == bool(said)

@@ -27,7 +27,7 @@ import torch
 from ... import CompressedTensor
 from ...deltas import PlacedReceiver, ShardPlace
 from ..shared import check_engine
-from ._layers import CodedMethod, IncomingTensor, storage_of
+from .weights import CodedMethod, IncomingTensor, storage_of
 
 try:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # type: ignore
