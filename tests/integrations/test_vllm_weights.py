@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import ibp
 from helpers import assert_same_bits
 from ibp.integrations.vllm import weights as vllm_weights
-from ibp.integrations.vllm.weights import IncomingTensor, incoming, joined, noted
+from ibp.integrations.vllm.weights import IncomingTensor, incoming, joined, noted, write
 from ibp.nn._tables import matrix_table
 from native import ROOT
 from products import kernels_on_the_cpu, lists
@@ -180,9 +180,8 @@ def test_merged_rows_are_joined():
     assert not weight.any()
     table = joined(parts, weight)
     assert_same_bits(table.decompress(), torch.cat([plain[0][16:], plain[1]]))
-    assert table.codebook is parts[0].origin.table.codebook or table.codebook is parts[1].origin.table.codebook
-    for part in parts:
-        part.write()
+    assert any(table.codebook is source.origin.table.codebook for source, _ in parts)
+    write(parts)
     assert_same_bits(weight, table.decompress())
 
 
@@ -209,8 +208,7 @@ def test_codebooks_that_differ():
     weight = torch.zeros(64, 64).bfloat16()
     parts = notes([(weight[:32], first), (weight[32:], second)])
     assert joined(parts, weight) is None
-    for part in parts:
-        part.write()
+    write(parts)
     assert_same_bits(weight, torch.cat(plain))
 
 

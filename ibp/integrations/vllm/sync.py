@@ -211,7 +211,7 @@ class ModelReceiver(PlacedReceiver):
                 self._model.load_weights(iter(weights.items()))
         by_storage = {storage_of(weight): table for tables in plain for weight, table in tables.items()}
         return {
-            name: [_place(name, weight.as_subclass(torch.Tensor), *copied, by_storage) for copied in copies[name].found]
+            name: [_place(name, weight, *copied, by_storage) for copied in copies[name].found]
             for name, weight in weights.items()
         }
 

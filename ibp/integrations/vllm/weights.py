@@ -21,10 +21,10 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -164,7 +164,7 @@ class IBPConfig(QuantizationConfig):
         names = [prefix, *(f"{around}.{part}".lstrip(".") for part in parts)]
         return self.fields.includes(*names)
 
-    def table_of(self, weight: torch.Tensor, name: str, parts: Sequence[TablePart] = ()) -> ibp.CompressedTensor | None:
+    def table_of(self, weight: torch.Tensor, name: str, parts: Sequence[Part] = ()) -> ibp.CompressedTensor | None:
         """Returns a table of a loaded weight, or None if the weight stays plain. In that case the reason is logged,
         unless the same reason has been logged before.
 
@@ -180,8 +180,7 @@ class IBPConfig(QuantizationConfig):
         else:
             table = joined(parts, weight)
             if table is None or not table.fits_linear:
-                for part in parts:
-                    part.write()
+                write(parts)
                 table = compress_matrix(weight)
             if table.nbytes > num_bytes * (1 - _LEAST_SAVINGS) or not table.fits_linear:
                 table, why = None, f"it does not shrink, or the kernel takes no shape {list(weight.shape)}"
@@ -208,7 +207,7 @@ class IncomingTensor(torch.Tensor):
         origin: the object that has the values. Its method `copy(source, target)` is called in place of a loader's
             `target.copy_(source)`. Its method `values(source, device)` returns the values of `source` as a tensor on a
             device; it is called for operations other than views and copies. In both methods, `source` is a view of this
-            tensor, on the meta device.
+            tensor.
     """
 
     origin: Any
@@ -232,7 +231,7 @@ class IncomingTensor(torch.Tensor):
             if function is torch.Tensor.__setitem__:
                 function, args = torch.Tensor.copy_, (args[0][args[1]], args[2])
             if function is torch.Tensor.copy_:
-                args[1].origin.copy(args[1].as_subclass(torch.Tensor), args[0])
+                args[1].origin.copy(args[1], args[0])
                 return args[0]
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             if len(given) == 1:
@@ -249,7 +248,7 @@ class IncomingTensor(torch.Tensor):
             devices = [x.device for x in given if not isinstance(x, cls)]
 
             def values(source: IncomingTensor) -> torch.Tensor:
-                return source.origin.values(source.as_subclass(torch.Tensor), devices[0] if devices else _CPU)
+                return source.origin.values(source, devices[0] if devices else _CPU)
 
             args, kwargs = tree_map_only(cls, values, (args, kwargs))
         return function(*args, **kwargs)
@@ -283,14 +282,14 @@ class CodedOrigin:
         self.table = table
         self._near = table
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        part, parts = TablePart(self, source, target), noted.get()
+    def copy(self, source: IncomingTensor, target: torch.Tensor) -> None:
+        parts = noted.get()
         if target.is_meta:  # vLLM counts what will be copied
             target.copy_(source)
         elif parts is None:
-            part.write()
+            write([(source, target)])
         else:
-            parts.append(part)
+            parts.append((source, target))
 
     def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         if source.numel() == 0:
@@ -311,49 +310,42 @@ class CodedOrigin:
         return self._near.decompress_items(first, last, check=True)
 
 
-class TablePart(NamedTuple):
-    """A part of a table that a loader copies to a weight.
-
-    Attributes:
-        origin: the origin of the table.
-        source: a view of the `IncomingTensor`, on the meta device.
-        target: a view of the weight.
-    """
-
-    origin: CodedOrigin
-    source: torch.Tensor
-    target: torch.Tensor
-
-    def write(self) -> None:
-        self.target.copy_(self.origin.values(self.source, self.target.device))
-
-    def place(self) -> tuple[int, tuple[ibp.CompressedTensor, int, int]] | None:
-        """Returns (row, (table, first, last)): rows first to last - 1 of the table are the weight's rows from `row` on.
-        Returns None if the part does not consist of complete rows of both the table and the weight, or if their dtypes
-        differ."""
-        table, columns = self.origin.table, self.target.shape[-1]
-        if table.dtype != self.target.dtype or table.row_bytes != columns * table.dtype.itemsize:
-            return None
-        at, to = self.source.storage_offset(), self.target.storage_offset()
-        if at % columns or to % columns or not (self.source.is_contiguous() and self.target.is_contiguous()):
-            return None
-        first, count = at // columns, self.source.numel() // columns
-        return to // columns, (table, first, first + count)
-
-
+# A part of a table that a loader copies to a weight: (a view of the table's tensor, a view of the weight).
+Part = tuple[IncomingTensor, torch.Tensor]
 # While the loader of a coded layer's weight runs, the list to which the parts of the weight are added; otherwise None.
-noted: ContextVar[list[TablePart] | None] = ContextVar("noted", default=None)
+noted: ContextVar[list[Part] | None] = ContextVar("noted", default=None)
 
 
-def joined(parts: Sequence[TablePart], weight: torch.Tensor) -> ibp.CompressedTensor | None:
+def write(parts: Iterable[Part]) -> None:
+    """Copies the values of parts to weights."""
+    for source, target in parts:
+        target.copy_(source.origin.values(source, target.device))
+
+
+def joined(parts: Sequence[Part], weight: torch.Tensor) -> ibp.CompressedTensor | None:
     """Joins the parts of a weight [rows, columns] in one table, on the weight's device. Returns None if the parts do
     not cover all rows of the weight, are not complete rows of tables, or cannot be joined (see `join`)."""
-    places = [part.place() for part in parts]
+    with torch._C.DisableTorchFunctionSubclass():
+        places = [_place_of(*part) for part in parts]
     found = sorted((place for place in places if place is not None), key=lambda place: place[0])
     ends = [0, *(row + last - first for row, (_, first, last) in found)]
     if not found or len(found) < len(places) or ends != [*(row for row, _ in found), len(weight)]:
         return None
     return join([rows for _, rows in found], weight.device)
+
+
+def _place_of(source: IncomingTensor, target: torch.Tensor) -> tuple[int, tuple[ibp.CompressedTensor, int, int]] | None:
+    """Returns (row, (table, first, last)): rows first to last - 1 of the table are the weight's rows from `row` on.
+    Returns None if the part does not consist of complete rows of both the table and the weight, or if their dtypes
+    differ."""
+    table, columns = source.origin.table, target.shape[-1]
+    if table.dtype != target.dtype or table.row_bytes != columns * table.dtype.itemsize:
+        return None
+    at, to = source.storage_offset(), target.storage_offset()
+    if at % columns or to % columns or not (source.is_contiguous() and target.is_contiguous()):
+        return None
+    first, count = at // columns, source.numel() // columns
+    return to // columns, (table, first, first + count)
 
 
 # ---- coded layers ----
@@ -385,7 +377,7 @@ class CodedMethod:
         self._config, self._name, self._plain = config, prefix, plain
         self.tables: dict[str, ibp.CompressedTensor] = {}
         self._is_done = False  # whether the weights have been processed
-        self._parts: dict[str, list[TablePart]] = {name: [] for name in self.names}
+        self._parts: dict[str, list[Part]] = {name: [] for name in self.names}
         self._made_by: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # arguments of `create_weights`
 
     def create_weights(self, layer: Any, *sizes: Any, **options: Any) -> None:
@@ -449,14 +441,13 @@ class CodedMethod:
             label = self._name if name == "weight" else f"{self._name}.{name}"
             table = self._config.table_of(getattr(layer, name).flatten(0, -2), label, parts)
             if table is None:
-                for part in itertools.chain.from_iterable(all_parts.values()):
-                    part.write()
+                write(itertools.chain.from_iterable(all_parts.values()))
                 return {}
             tables[name] = table
         return tables
 
 
-def _noting(parts: list[TablePart], load: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(parts: list[Part], load: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a weight's loader. Parts of tables that the loader would copy to the weight are added to `parts`
     instead."""
 
