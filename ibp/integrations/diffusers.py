@@ -39,7 +39,7 @@ import ibp
 
 from ..adapters import CodedStatistics, ModelChange, ModelLoading, RestingWeight, WeightCompressor, shown_memory
 from ..checkpoints import SourceTensor, coded_name, is_coded
-from .shared import METHOD, CodingFields, CodingQuantizer, check_device_map, check_release
+from .shared import METHOD, CodingFields, CodingQuantizer, away_of, check_release
 
 check_release(diffusers, "0.39")  # before the import of names that older releases do not have
 
@@ -123,8 +123,14 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         self._files = contextlib.ExitStack()  # closes these files
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
-        """Raises ValueError for the device maps that `check_device_map` refuses."""
-        check_device_map(device_map)
+        """Raises ValueError if a device map puts a part of the model on "cpu" or "disk", because this part would have
+        to be moved to a GPU for each use. A map that puts all parts on "cpu" is accepted."""
+        for key, place in away_of(device_map).items():
+            raise ValueError(
+                f"the device map puts {key or 'the model'!r} on {place!r}, from where hooks of accelerate would bring "
+                "weights that they do not know: load the model without quantization_config and device_map, and call "
+                "ibp.offload(model)"
+            )
 
     @property
     def supports_parallel_loading(self) -> bool:

@@ -395,7 +395,7 @@ def save_coded(
         config = quantizer.quantization_config
     else:
         config = IbpConfig.of(model)
-    with _set(model.config, quantization_config=config.to_dict()), _no_weights():
+    with _saved_as(model.config, config.to_dict()):
         model.save_pretrained(directory, state_dict={})
     folder = Path(directory)
     for plain in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
@@ -427,23 +427,14 @@ def _in_file(model: PreTrainedModel) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _set(config: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes of a config, and restores them when the context ends."""
-    before = {name: getattr(config, name) for name in values if hasattr(config, name)}
-    for name, value in values.items():
-        setattr(config, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            setattr(config, name, before[name]) if name in before else delattr(config, name)
-
-
-@contextlib.contextmanager
-def _no_weights() -> Iterator[None]:
-    """Inside the context, `save_pretrained` writes everything except weights."""
-    token = _without_weights.set(True)
+def _saved_as(config: Any, fields: dict[str, Any]) -> Iterator[None]:
+    """Inside the context, `save_pretrained` writes the model's config with these fields of an `IbpConfig`, and writes
+    no weights."""
+    before = {name: value for name, value in vars(config).items() if name == "quantization_config"}
+    config.quantization_config, token = fields, _without_weights.set(True)
     try:
         yield
     finally:
         _without_weights.reset(token)
+        del config.quantization_config
+        vars(config).update(before)
