@@ -333,7 +333,13 @@ class RowsModule(TableModule):
     def _sum_up(self) -> RowGradient:
         """Replaces the noted gradients by their sum, and returns the sum. Gradients are added in the order of their
         passes."""
-        self._noted = [_sum_of(self._noted)]
+        parts = self._noted
+        if len(parts) > 1:
+            ids, grad, places = summed([part.ids for part in parts], [part.grad for part in parts])
+            rows = parts[0].rows.new_empty(grad.shape)
+            for part, place in zip(parts, places):
+                rows[place] = part.rows
+            self._noted = [RowGradient(ids, rows, grad, min(part.num_writes for part in parts))]
         return self._noted[0]
 
     # ---- what optimizers do ----
@@ -468,17 +474,6 @@ def _checked_offsets(offsets: torch.Tensor, num_ids: int) -> torch.Tensor:
             f"offsets go from {first} to {last}; wanted 0 to at most {num_ids}, the ids, in ascending order"
         )
     return offsets
-
-
-def _sum_of(parts: list[RowGradient]) -> RowGradient:
-    """Adds up gradients of rows, in the order of `parts`. Returns one gradient of all rows that occur in them."""
-    if len(parts) == 1:
-        return parts[0]
-    ids, grad, places = summed([part.ids for part in parts], [part.grad for part in parts])
-    rows = parts[0].rows.new_empty(grad.shape)
-    for part, place in zip(parts, places):
-        rows[place] = part.rows
-    return RowGradient(ids, rows, grad, min(part.num_writes for part in parts))
 
 
 def summed(
