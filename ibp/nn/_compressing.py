@@ -1,8 +1,8 @@
 """`compress` replaces the matrices and embeddings of a model by tables, one after the other. `decompress` turns the
 modules of a model that hold tables back into plain modules.
 
-`ModelPlan` finds the weights that are to be coded, and codes them one by one: for `compress` all at once, for
-`ibp.adapters.ModelLoading` as they are read from a checkpoint.
+`ModelOptions` says which weights are to be coded, and how. `ModelPlan` finds these weights, and codes them one by one:
+for `compress` all at once, for `ibp.adapters.ModelLoading` as they are read from a checkpoint.
 """
 
 from __future__ import annotations
