@@ -334,7 +334,7 @@ def test_experts_of_many_tokens(monkeypatch):
     """vLLM's kernel multiplies by decoded weights."""
     with kernels_on_the_cpu(monkeypatch) as calls:
         layer, method, weights = coded_experts()
-        monkeypatch.setattr("ibp.adapters.MOST_GROUPED", 7)
+        monkeypatch.setattr("ibp.nn._experts.MOST_GROUPED", 7)
         x, ids = torch.randn(4, HIDDEN).bfloat16(), torch.arange(8).view(4, 2) % EXPERTS
         topk_weights = torch.rand(ids.shape)
         got = method.apply(layer, x, topk_weights, ids, None, None)
