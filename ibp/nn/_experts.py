@@ -39,7 +39,6 @@ from ._tables import CodedModule
 # A call with at least this many choices per expert decodes all experts, because uniform random choices would name 98 %
 # of them.
 MOST_CHOICES = 4
-_DOWN, _BIAS = "down_proj", "_bias"
 
 
 # ---- stacks of experts, and calls for a few of them ----
@@ -371,8 +370,8 @@ class Experts(CodedModule):
         this call cannot use the kernel."""
         if not self.fused or hidden.dim() != 2 or ids.dim() != 2:
             return None
-        up, down = self._up, _DOWN
-        biases = (up + _BIAS, down + _BIAS) if self.has_bias else ()
+        up, down = "gate_up_proj" if self.has_gate else "up_proj", "down_proj"
+        biases = (f"{up}_bias", f"{down}_bias") if self.has_bias else ()
         if self.stacks.keys() != {up, down} or self.num_experts > MOST_STACKED:
             return None
         if {*self._parameters, *self._buffers} != {up, down, *biases}:
@@ -391,14 +390,6 @@ class Experts(CodedModule):
         added = (getattr(self, biases[0]), getattr(self, biases[1])) if biases else (None, None)
         return tables._products(escapes, hidden, ids, weights, (gate, norm), added, torch.nan)
 
-    def _rows_of_an_expert(self) -> list[int]:
-        """Returns the number of rows of an expert in each table."""
-        return [stack.weight.shape[0] // self.num_experts for stack in self.stacks.values()]
-
-    @property
-    def _up(self) -> str:
-        return "gate_up_proj" if self.has_gate else "up_proj"
-
     @outside_of_graphs
     def _decoded(self, args: tuple, kwargs: dict[str, Any], ids: torch.Tensor | None) -> torch.Tensor:
         """Runs the original forward of the class with decoded weights."""
@@ -408,7 +399,8 @@ class Experts(CodedModule):
             decoded = [matrix_of(stack.weight, device) for stack in stacks.values()]
             return calls.with_all(self, args, kwargs, self._plain(decoded))
         calls.check(ids, self.num_experts, self._kind.__name__)
-        slots, held, rows = slots_for(ids, self.num_experts, self._rows_of_an_expert())
+        rows_of_an_expert = [stack.weight.shape[0] // self.num_experts for stack in stacks.values()]
+        slots, held, rows = slots_for(ids, self.num_experts, rows_of_an_expert)
         fetched = [
             index_select(stack.weight, numbers, device=numbers.device) for stack, numbers in zip(stacks.values(), rows)
         ]

@@ -185,8 +185,11 @@ class ModelReceiver(PlacedReceiver):
     def __init__(self, model: torch.nn.Module, is_eager: bool = False) -> None:
         super().__init__()
         self._model: Any = model
-        self._coded: list[tuple[Any, Any]] = [
-            (layer, layer.quant_method) for layer in model.modules() if _is_coded(layer)
+        methods = ((layer, getattr(layer, "quant_method", None)) for layer in model.modules())
+        self._coded = [
+            (layer, method)
+            for layer, method in methods
+            if isinstance(method, CodedMethod) and method.tables and not method.is_tied
         ]
         if self._coded and not is_eager:
             raise NotImplementedError(
@@ -227,11 +230,6 @@ class _Copies:
 
     def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         raise NotImplementedError("a weight loader changes values before it copies them, which no delta can do")
-
-
-def _is_coded(layer: Any) -> bool:
-    method = getattr(layer, "quant_method", None)
-    return isinstance(method, CodedMethod) and bool(method.tables) and not method.is_tied
 
 
 def _place(
