@@ -146,7 +146,7 @@ def _register(name: str) -> None:
 # After ibp is imported, transformers and diffusers can load directories of coded weights, PEFT can adapt coded models,
 # and accelerate's hooks leave tables where they are. ibp and the framework may be imported in any order.
 _after_import("transformers.modeling_utils", lambda: _register("transformers.weights"))
-_after_import("diffusers.models.modeling_utils", lambda: _register("diffusers.weights"))
+_after_import("diffusers.models.modeling_utils", lambda: _register("diffusers"))
 _after_import("peft", lambda: _register("peft"))
 _after_import("accelerate.big_modeling", lambda: _register("accelerate"))
 

@@ -24,17 +24,15 @@ has adapters of known frameworks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from ._common.arguments import whole_number
 from ._common.importing import published
 from ._common.models import NotTheModel, check_model, guard_conversions
 from ._common.process import Closing, ForkLock, OfThisProcess
 from ._common.statistics import Saves, Statistics, shown_memory
-from ._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, matrix_of
 from ._machine import memory
 from ._offload.weights import release, rest, wake
 from ._rows.geometry import bytes_of
@@ -42,8 +40,8 @@ from ._tables.compressed_tensor import CompressedTensor
 from ._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 from ._tables.weights import join as join_rows
 from .nn import ModelReport
-from .nn._compressing import ModelPlan, is_included, join_neighbours, options_of
-from .nn._experts import multiply_experts
+from .nn._compressing import ModelOptions, ModelPlan, join_neighbours
+from .nn._experts import ExpertTables
 from .nn._parameters import SharedTable, by_rows, reshaped
 from .nn._tables import matrix_table
 
@@ -64,7 +62,6 @@ __all__ = [
     "shown_memory",
 ]
 
-_Self = TypeVar("_Self", bound="ModelOptions")
 # Checkpoints may be read by several threads, but only one table at a time is decoded or coded, to save memory.
 _LOCK = ForkLock()
 
@@ -147,56 +144,6 @@ def checked_device(device: torch.device | str | int) -> torch.device:
 # ---- models while they are loaded ----
 
 
-class ModelOptions:
-    """The options that say which weights of a model are coded, and how. They are arguments of `ibp.nn.compress`, in a
-    form that JSON can hold.
-
-    Example:
-        >>> options = ibp.adapters.ModelOptions(exclude="lm_head")
-        >>> vars(options)
-        {'level': 'fast', 'fused': True, 'min_bytes': 1048576, 'include': None, 'exclude': ['lm_head']}
-        >>> options.includes("model.layers.0.mlp.up_proj"), options.includes("lm_head")
-        (True, False)
-
-    Args:
-        level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`.
-
-    Raises:
-        TypeError, ValueError: an argument has a wrong type, or is out of range.
-    """
-
-    def __init__(
-        self,
-        *,
-        level: str = "fast",
-        include: str | Iterable[str] | None = None,
-        exclude: str | Iterable[str] = (),
-        fused: bool = True,
-        min_bytes: int = 1 << 20,
-    ) -> None:
-        if level not in ("fast", "default"):
-            raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
-        self.level, self.fused, self.min_bytes = level, bool(fused), whole_number("min_bytes", min_bytes, 0)
-        self.include = None if include is None else _names(include)
-        self.exclude = _names(exclude)
-
-    @classmethod
-    def of(cls: type[_Self], model: torch.nn.Module) -> _Self:
-        """Returns options that select exactly the weights that are now coded in a model."""
-        return cls(**options_of(model))
-
-    def includes(self, *names: str) -> bool:
-        """Returns whether a module is to be coded. names: the module's name in the model; if a framework has merged
-        several modules into this one, the names of all of them. `include` must match at least one of the names, and
-        `exclude` must match none of them."""
-        is_wanted = any(is_included(name, self.include, ()) for name in names)
-        return is_wanted and all(is_included(name, None, self.exclude) for name in names)
-
-
-def _names(given: str | Iterable[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
-
-
 class ModelLoading:
     """Codes the weights of a model, one after the other, while they are read from a checkpoint. Memory holds the coded
     model and one plain weight.
@@ -225,19 +172,8 @@ class ModelLoading:
 
     def __init__(self, options: ModelOptions, model: torch.nn.Module, later: Iterable[str] = ()) -> None:
         self._options, self._model, self._later = options, model, set(later)
-        self._plan, self._away = self._new_plan(), frozenset[str]()
+        self._plan, self._away = ModelPlan(model, options), frozenset[str]()
         self._tables: dict[str, CompressedTensor] = {}  # tables of the weights in `later`, from the checkpoint
-
-    def _new_plan(self) -> ModelPlan:
-        options = self._options
-        return ModelPlan(
-            self._model,
-            include=options.include,
-            exclude=options.exclude,
-            level=options.level,
-            fused=options.fused,
-            min_bytes=options.min_bytes,
-        )
 
     def leave(self, names: Iterable[str]) -> None:
         """Keeps weights plain: those of the modules with these names, and of all modules inside them. Call this method
@@ -339,7 +275,7 @@ class ModelLoading:
             ValueError: a weight that is to be coded has no values, because the checkpoint lacks the weight or has it
                 with another shape.
         """
-        rest = self._new_plan()
+        rest = ModelPlan(self._model, self._options)
         rest.code_all(self._tables, but=self._is_away)
         join_neighbours(self._model)
         guard_conversions(self._model)
@@ -459,79 +395,6 @@ def join(
         if not table.shape or table.row_bytes != table.shape[-1] * table.dtype.itemsize:
             return None
     return join_rows([(by_rows(table), first, last) for table, first, last in parts], torch.device(device))
-
-
-class ExpertTables:
-    """The two tables of a mixture of experts, for engines that stack the matrices of all experts: one table has the
-    first matrix of every expert, and the other has the second one.
-
-    Example:
-        >>> up, down = (ibp.adapters.compress_matrix(torch.randn(rows, 64).bfloat16()) for rows in (8 * 32, 8 * 64))
-        >>> experts = ibp.adapters.ExpertTables(up, down, num_experts=8)
-        >>> [stack.shape for stack in experts.decoded("cpu")]
-        [torch.Size([8, 32, 64]), torch.Size([8, 64, 64])]
-        >>> experts.multiplies(torch.ones(3, 64).bfloat16(), torch.zeros(3, 2).long())    # a CPU has no such kernel
-        False
-
-    Args:
-        up, down: tables [num_experts * rows, columns] of the first and the second stacked matrix.
-        num_experts: number of experts.
-    """
-
-    def __init__(self, up: CompressedTensor, down: CompressedTensor, num_experts: int) -> None:
-        self.up, self.down, self.num_experts = up, down, num_experts
-
-    def multiplies(self, x: torch.Tensor, ids: torch.Tensor) -> bool:
-        """Returns whether `multiply` can be called. The tables must be on the GPU of x, in the form that the kernel
-        supports. There must be at most 1,024 pairs of a token and an expert, and at most 4,096 experts. If the result
-        is False, multiply by the matrices that `decoded` returns.
-
-        Args:
-            x: [tokens, columns], BF16.
-            ids: [tokens, choices], the experts of each token.
-        """
-        if not 0 < ids.numel() <= MOST_GROUPED or self.num_experts > MOST_STACKED:
-            return False
-        return escapes_for_groups(x, [self.up, self.down], self._rows()) is not None
-
-    def multiply(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        activate: Callable[[torch.Tensor], torch.Tensor],
-        *,
-        biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-        absent: float = torch.nan,
-    ) -> torch.Tensor:
-        """Returns, for each token, the weighted sum of its experts' results. The kernel decodes the matrices in
-        registers. The call does not wait for the GPU, so that CUDA graphs can capture it.
-
-        Args:
-            x, ids: as in `multiplies`.
-            weights: [tokens, choices], the weights of the experts' results.
-            activate: a function that takes the products by the first matrix, [n, rows of up], and returns the vectors
-                that the second matrix multiplies, [n, columns of down].
-            biases: the biases of both matrices, [num_experts, rows] or None.
-            absent: the value that stands for the products with the second matrix if an id is not in [0, num_experts).
-                For example, an id may be -1 if the expert is on another rank.
-
-        Raises:
-            ValueError: the kernel does not support these arguments.
-        """
-        found = escapes_for_groups(x, [self.up, self.down], self._rows())
-        if found is None:
-            raise ValueError("the kernel does not multiply x by these experts: ask `multiplies` first")
-        stacks = [(self.up, found[0], biases[0], activate), (self.down, found[1], biases[1], None)]
-        return multiply_experts(x, ids, weights, self.num_experts, stacks, absent=absent)
-
-    def decoded(self, device: torch.device | str) -> list[torch.Tensor]:
-        """Returns both stacked matrices, [num_experts, rows, columns], decoded on a device."""
-        tables = (self.up, self.down)
-        return [matrix_of(table, torch.device(device)).view(self.num_experts, -1, table.shape[1]) for table in tables]
-
-    def _rows(self) -> list[int]:
-        return [table.shape[0] // self.num_experts for table in (self.up, self.down)]
 
 
 __dir__ = published(__name__)

@@ -144,7 +144,7 @@ class Model(torch.nn.Module):
 
 
 def _try_rank(api, sync, what):
-    from ibp.integrations.vllm._layers import incoming
+    from ibp.integrations.vllm.weights import incoming
 
     made = {}
     for is_stacked in (False, True):

@@ -142,13 +142,11 @@ def _write_compressed(checkpoint, folder):
 
 def _loaded(api, folder, config):
     """Returns a model that vLLM's loader has read, and the names of the tensors that were decoded for it."""
-    from ibp.integrations.vllm import _layers
-
     load_config = types.SimpleNamespace(load_format="ibp", model_loader_extra_config={}, safetensors_load_strategy=None)
     loader = api.IBPModelLoader(load_config)
     loader._prepare_weights = lambda *args: (str(folder), [str(folder / "model.safetensors")], True, "")
     source, decoded, names = loader.Source(str(folder), None, prefix=""), [], {}
-    given = _layers.CodedOrigin.values
+    given = api.CodedOrigin.values
 
     def values(origin, *args):
         decoded.append(names[id(origin)])
@@ -156,15 +154,15 @@ def _loaded(api, folder, config):
 
     def named(weights):
         for name, weight in weights:
-            if isinstance(weight, _layers.IncomingTensor):
+            if isinstance(weight, api.IncomingTensor):
                 names[id(weight.origin)] = name
                 kept.append(weight)
             yield name, weight
 
     kept = []
-    _layers.CodedOrigin.values = values
+    api.CodedOrigin.values = values
     model = model_of(dict(named(loader._get_weights_iterator(source))), config)
-    _layers.CodedOrigin.values = given
+    api.CodedOrigin.values = given
     return model, {*decoded}
 
 

@@ -3,7 +3,7 @@
 Five parts follow each other: packages whose modules are imported when they are first used (`lazily`); releases of
 frameworks that adapters work with; serving engines such as vLLM (options of pools, tasks on threads, names of dtypes);
 feature stores of graphs (tables of users' data, and rows of tables on a device); and the quantizers of transformers and
-diffusers (the configuration, and checks of device maps).
+diffusers (the configuration, and what device maps put elsewhere).
 """
 
 from __future__ import annotations
@@ -260,17 +260,6 @@ class CodingFields(ModelOptions):
 def holds_table(module: torch.nn.Module) -> bool:
     """Returns whether `module` is a module of `ibp.nn`, whose weights are tables."""
     return isinstance(module, (Conv1D, Embedding, EmbeddingBag, Experts, Linear))
-
-
-def check_device_map(device_map: object) -> None:
-    """Raises ValueError if a device map puts a part of the model on "cpu" or "disk", because this part would have to be
-    moved to a GPU for each use. A map that puts all parts on "cpu" is accepted."""
-    for key, place in away_of(device_map).items():
-        raise ValueError(
-            f"the device map puts {key or 'the model'!r} on {place!r}, from where hooks of accelerate would bring "
-            "weights that they do not know: load the model without quantization_config and device_map, and call "
-            "ibp.offload(model)"
-        )
 
 
 def away_of(device_map: object) -> dict[str, str]:

@@ -12,7 +12,7 @@ from .._common.modes import outside_of_modes
 from .._fetch.calls import checked_ids, list_of_ids
 from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
-from ._embedding import RowsModule, check_mode, given_rows, new_rows, table_of
+from ._embedding import Rows, RowsModule, check_mode, size_of, table_of
 from ._tables import check_forward, saves_tables
 
 Bags = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -30,23 +30,13 @@ class _Part(NamedTuple):
     num_rows: int
 
 
-class _Jagged(NamedTuple):
-    """Ids for bags of several tables: first all bags of the first table, then those of the next one."""
-
-    ids: torch.Tensor  # [K], each is a row number within its table
-    lengths: torch.Tensor  # int64 [bags], the number of ids in each bag
-    parts: list[_Part]  # the tables
-    bags: list[int]  # the number of bags of each table
-    weights: torch.Tensor | None  # [K], the factor of each row; None: all factors are 1
-
-
 class _Group(RowsModule):
     """All tables of one width, stored one after the other in one compressed table."""
 
     def __init__(
         self, table: CompressedTensor, sizes: Sequence[int], trainable: bool, cache: RowCache | int | None
     ) -> None:
-        super().__init__(table, True, trainable, cache)
+        super().__init__(table, trainable=trainable, stays=True, cache=cache)
         self._sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         self._firsts = self._sizes.cumsum(0) - self._sizes
         self._near: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -81,37 +71,56 @@ class _Group(RowsModule):
             )
         return torch.where(is_bad, self.num_embeddings, ids + firsts[numbers])
 
-    def pooled(self, jagged: _Jagged, mode: str, names: Sequence[str]) -> torch.Tensor:
-        """Returns the pooled bags, [bags, embedding_dim].
+    def pooled(
+        self,
+        parts: Sequence[_Part],
+        bags: Sequence[int],
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        weights: torch.Tensor | None,
+        mode: str,
+        names: Sequence[str],
+    ) -> torch.Tensor:
+        """Returns the pooled bags of several parts, [bags, embedding_dim]: first all bags of the first part, then those
+        of the next one.
 
         If the lengths do not add up to the number of ids, or a length is negative, the CPU raises ValueError. On a GPU
         all ids then become invalid, so reading the rows fails.
 
         On the CPU each part is pooled in a separate call, because gradients must have the same bits as with a separate
         module for each part. (The order in which torch adds up the gradients of a row depends on all ids of a call.)
+
+        Args:
+            parts: the parts.
+            bags: the number of bags of each part.
+            ids: [K], each is a row number within its part.
+            lengths: int64 [bags], the number of ids in each bag.
+            weights: [K], the factor of each row. None: all factors are 1.
+            mode: as in `EmbeddingCollection`.
+            names: the names of all parts of the group, for errors.
         """
-        ids = jagged.ids.to(torch.int64)
-        offsets = torch.cat((jagged.lengths.new_zeros(1), jagged.lengths.cumsum(0)))
-        is_wrong = (jagged.lengths < 0).any() | (offsets[-1] != ids.numel())
+        ids = ids.to(torch.int64)
+        offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+        is_wrong = (lengths < 0).any() | (offsets[-1] != ids.numel())
         if not ids.is_cuda and bool(is_wrong):
             raise ValueError(
                 f"lengths add up to {int(offsets[-1])}; wanted {ids.numel()}, one for each id, none below 0"
             )
         device = offsets.device
         # Finds the part of each id. This must not fail, even if the lengths are wrong.
-        ends = offsets[_ends_of(jagged.bags, device)]
-        places = torch.searchsorted(ends, torch.arange(jagged.ids.numel(), device=device), right=True)
-        numbers = self._numbers_on(device, jagged.parts)[places.clamp_(max=len(jagged.parts) - 1)]
+        ends = offsets[_ends_of(bags, device)]
+        places = torch.searchsorted(ends, torch.arange(ids.numel(), device=device), right=True)
+        numbers = self._numbers_on(device, parts)[places.clamp_(max=len(parts) - 1)]
         rows = self.rows_of(torch.where(is_wrong, -1, ids), numbers, names)
-        if ids.is_cuda or len(jagged.parts) == 1:
+        if ids.is_cuda or len(parts) == 1:
             offsets = offsets.clamp(0, ids.numel()).cummax(0).values
-            return self._pool(rows, offsets, mode, jagged.weights, include_last_offset=True)
-        results, bounds = [], [0, *accumulate(jagged.bags)]
+            return self._pool(rows, offsets, mode, weights, include_last_offset=True)
+        results, bounds = [], [0, *accumulate(bags)]
         for first, last in zip(bounds, bounds[1:]):
             part = slice(int(offsets[first]), int(offsets[last]))
-            weights = None if jagged.weights is None else jagged.weights[part]
             own = offsets[first : last + 1] - offsets[first]
-            results.append(self._pool(rows[part], own, mode, weights, include_last_offset=True))
+            of_part = None if weights is None else weights[part]
+            results.append(self._pool(rows[part], own, mode, of_part, include_last_offset=True))
         return torch.cat(results)
 
     def _save_tables(self, state: dict[str, Any], prefix: str) -> None:
@@ -187,27 +196,20 @@ class EmbeddingCollection(torch.nn.Module):
             raise ValueError(f"the tables have dtypes {', '.join(sorted(map(str, found)))}; wanted one")
         dtype = found.pop()
         self.mode = mode
-        self.embedding_dims = {
-            name: int(weights[1] if isinstance(weights, tuple) else weights.shape[1]) for name, weights in given.items()
-        }
+        self.embedding_dims = {name: int(size_of(weights)[1]) for name, weights in given.items()}
         self._names: list[list[str]] = []  # for each group, the names of its parts
         self._parts: dict[str, _Part] = {}
         self.groups = torch.nn.ModuleList()
         for dim in dict.fromkeys(self.embedding_dims.values()):
             own = {name: weights for name, weights in given.items() if self.embedding_dims[name] == dim}
             trainable = is_new if trainable is None else trainable
-            sources = {
-                name: new_rows(*weights, dtype) if isinstance(weights, tuple) else given_rows(weights)
-                for name, weights in own.items()
-            }
-            first = 0
-            for number, (name, source) in enumerate(sources.items()):
-                self._parts[name] = _Part(len(self.groups), number, first, source.num_rows)
-                first += source.num_rows
+            sizes = [size_of(weights)[0] for weights in own.values()]
+            for number, (name, first) in enumerate(zip(own, accumulate(sizes, initial=0))):
+                self._parts[name] = _Part(len(self.groups), number, first, sizes[number])
             table = next(iter(own.values()))
             if len(own) > 1 or not isinstance(table, CompressedTensor) or device is not None:
-                table = table_of(list(sources.values()), dim, dtype, "cpu" if device is None else device)
-            self.groups.append(_Group(table, [source.num_rows for source in sources.values()], trainable, cache_bytes))
+                table = table_of(list(own.values()), dtype, device)
+            self.groups.append(_Group(table, sizes, trainable, cache_bytes))
             self._names.append(list(own))
 
     # ---- look-ups ----
@@ -272,21 +274,10 @@ class EmbeddingCollection(torch.nn.Module):
         return group.rows_at(rows)
 
     def _pool_dict(self, features: Mapping[str, Bags]) -> dict[str, torch.Tensor]:
-        results: dict[str, torch.Tensor] = {}
-        for number in range(len(self.groups)):
-            own = {name: _flat(name, bags) for name, bags in features.items() if self._part(name).group == number}
-            if not own:
-                continue
-            jagged = _Jagged(
-                torch.cat([ids for ids, _ in own.values()]),
-                torch.cat([lengths for _, lengths in own.values()]),
-                [self._parts[name] for name in own],
-                [lengths.numel() for _, lengths in own.values()],
-                None,
-            )
-            pooled = self._group(number).pooled(jagged, self.mode, self._names[number])
-            results.update(zip(own, pooled.split(jagged.bags)))
-        return {name: results[name] for name in features}
+        parts = [self._part(name) for name in features]
+        bags = [_flat(name, bags) for name, bags in features.items()]
+        pooled = self._pool_lists(parts, [ids for ids, _ in bags], [lengths for _, lengths in bags], None)
+        return dict(zip(features, pooled))
 
     def _pool_keyed(
         self, keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None
@@ -302,14 +293,45 @@ class EmbeddingCollection(torch.nn.Module):
             got = list(weights.shape) if isinstance(weights, torch.Tensor) else f"a {type(weights).__name__}"
             raise ValueError(f"weights is {got}; wanted a tensor [{values.numel()}], one for each value")
         num_bags = lengths.numel() // len(keys)
-        by_group = [[at for at, part in enumerate(parts) if part.group == g] for g in range(len(self.groups))]
-        whole = _Jagged(values, lengths, parts, [num_bags] * len(keys), weights)
-        pieces = [whole] if sum(map(bool, by_group)) == 1 else _divided(whole, by_group)
+        groups = {part.group for part in parts}
+        if len(groups) == 1:
+            number, bags = groups.pop(), [num_bags] * len(keys)
+            group, names = self._group(number), self._names[number]
+            results = group.pooled(parts, bags, values, lengths, weights, self.mode, names).split(num_bags)
+        else:  # divides the values among the groups of their tables, which waits for the GPU if the lengths are on one
+            of_keys = lengths.view(len(keys), -1)
+            counts = of_keys.sum(1).tolist()
+            if min(counts) < 0 or sum(counts) != values.numel():
+                raise ValueError(f"lengths add up to {sum(counts)}; wanted {values.numel()}, one for each id")
+            divided = None if weights is None else weights.split(counts)
+            results = self._pool_lists(parts, values.split(counts), of_keys.unbind(), divided)
+        return torch.cat(results, 1)
+
+    def _pool_lists(
+        self,
+        parts: Sequence[_Part],
+        ids: Sequence[torch.Tensor],
+        lengths: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """Returns the pooled bags of each of several tables, in one call for the tables of a group. The arguments have
+        an entry for each table; the entries are as in `_Group.pooled`."""
         results: dict[int, torch.Tensor] = {}
-        for piece, (number, positions) in zip(pieces, ((g, own) for g, own in enumerate(by_group) if own)):
-            pooled = self._group(number).pooled(piece, self.mode, self._names[number])
-            results.update(zip(positions, pooled.split(num_bags)))
-        return torch.cat([results[at] for at in range(len(keys))], 1)
+        for number, names in enumerate(self._names):
+            own = [at for at, part in enumerate(parts) if part.group == number]
+            if own:
+                bags = [lengths[at].numel() for at in own]
+                pooled = self._group(number).pooled(
+                    [parts[at] for at in own],
+                    bags,
+                    torch.cat([ids[at] for at in own]),
+                    torch.cat([lengths[at] for at in own]),
+                    None if weights is None else torch.cat([weights[at] for at in own]),
+                    self.mode,
+                    names,
+                )
+                results.update(zip(own, pooled.split(bags)))
+        return [results[at] for at in range(len(parts))]
 
     def _group(self, number: int) -> _Group:
         return cast(_Group, self.groups[number])
@@ -368,8 +390,7 @@ class EmbeddingCollection(torch.nn.Module):
                 missing_keys.extend(_dense_key(prefix, name) for name in names if name not in dense)
             key, held = f"{prefix}groups.{number}.weight", self._group(number).weight
             if found == names and not wrong:
-                sources = [given_rows(dense[name]) for name in names]
-                state_dict[key] = table_of(sources, held.shape[1], held.dtype, held.device)
+                state_dict[key] = table_of([dense[name] for name in names], held.dtype, held.device)
             elif found:
                 state_dict[key] = held
         super()._load_from_state_dict(*args)
@@ -393,7 +414,7 @@ def _dense_key(prefix: str, name: str) -> str:
     return f"{prefix}{_DENSE}.{name}.weight"
 
 
-def _given(name: str, weights: Any) -> CompressedTensor | torch.Tensor | tuple[int, int]:
+def _given(name: str, weights: Any) -> Rows:
     """Checks what the constructor was given for a table, and returns its weights or sizes.
 
     Raises:
@@ -438,25 +459,3 @@ def _flat(name: str, bags: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if not ids.is_cuda and offsets.numel() and (int(offsets[0]) != 0 or bool((ends < offsets).any())):
         raise ValueError(f"the offsets of table {name!r} are not in order from 0 to {ids.numel()}")
     return ids, ends - offsets
-
-
-def _divided(whole: _Jagged, by_group: Sequence[Sequence[int]]) -> list[_Jagged]:
-    """Divides bags among the groups of their tables. Returns the bags of each group that has bags. Waits for the GPU if
-    the lengths are on one. by_group: for each group, the positions of its tables in `whole.parts`."""
-    lengths = whole.lengths.view(len(whole.parts), -1)
-    counts = lengths.sum(1).tolist()
-    if min(counts) < 0 or sum(counts) != whole.ids.numel():
-        raise ValueError(f"lengths add up to {sum(counts)}; wanted {whole.ids.numel()}, one for each id")
-    ids = whole.ids.split(counts)
-    weights = None if whole.weights is None else whole.weights.split(counts)
-    return [
-        _Jagged(
-            torch.cat([ids[at] for at in own]),
-            lengths[list(own)].reshape(-1),
-            [whole.parts[at] for at in own],
-            [whole.bags[at] for at in own],
-            None if weights is None else torch.cat([weights[at] for at in own]),
-        )
-        for own in by_group
-        if own
-    ]

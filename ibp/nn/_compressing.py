@@ -1,8 +1,8 @@
 """`compress` replaces the matrices and embeddings of a model by tables, one after the other. `decompress` turns the
 modules of a model that hold tables back into plain modules.
 
-`ModelPlan` finds the weights that are to be coded, and codes them one by one: for `compress` all at once, for
-`ibp.adapters.ModelLoading` as they are read from a checkpoint.
+`ModelOptions` says which weights are to be coded, and how. `ModelPlan` finds these weights, and codes them one by one:
+for `compress` all at once, for `ibp.adapters.ModelLoading` as they are read from a checkpoint.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ _SHARED_STACK = "in several modules of experts"
 _DECOMPRESSED = (Conv1D, Embedding, EmbeddingBag, Experts, Linear)  # the classes that `decompress` turns plain
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
+_Options = TypeVar("_Options", bound="ModelOptions")
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,68 @@ class ModelReport(NotTheModel):
             f"{shown_memory(self.nbytes, self.num_bytes)}"
             f"{f', plain: {plain}' if plain else ''})"
         )
+
+
+class ModelOptions:
+    """The options that say which weights of a model are coded, and how. They are arguments of `ibp.nn.compress`, in a
+    form that JSON can hold.
+
+    Example:
+        >>> options = ibp.adapters.ModelOptions(exclude="lm_head")
+        >>> vars(options)
+        {'level': 'fast', 'fused': True, 'min_bytes': 1048576, 'include': None, 'exclude': ['lm_head']}
+        >>> options.includes("model.layers.0.mlp.up_proj"), options.includes("lm_head")
+        (True, False)
+
+    Args:
+        level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, or is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        level: str = "fast",
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        fused: bool = True,
+        min_bytes: int = _MIN_BYTES,
+    ) -> None:
+        if level not in ("fast", "default"):
+            raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
+        self.level, self.fused, self.min_bytes = level, bool(fused), whole_number("min_bytes", min_bytes, 0)
+        self.include = None if include is None else _listed(include)
+        self.exclude = _listed(exclude)
+
+    @classmethod
+    def of(cls: type[_Options], model: torch.nn.Module) -> _Options:
+        """Returns options that select exactly the weights that are now coded in a model."""
+        coded = [module for module in model.modules() if isinstance(module, CodedModule)]
+        tables = [(module, shared.weight) for module in coded for shared in module.shared_tables().values()]
+        min_bytes = min([_MIN_BYTES, *(table.original_bytes for _, table in tables)])
+        plain, _ = _find(model, ModelOptions(min_bytes=min_bytes))
+        matrices = [table for module, table in tables if not isinstance(module, Embedding)]
+        return cls(
+            level="fast" if all(map(is_fast_matrix, matrices)) else "default",
+            exclude=[name.rpartition(".")[0] if each.is_stacked else name for each in plain for name in each.names],
+            fused=all(getattr(module, "fused", True) for module in coded),
+            min_bytes=min_bytes,
+        )
+
+    def includes(self, *names: str) -> bool:
+        """Returns whether a module is to be coded. names: the module's name in the model; if a framework has merged
+        several modules into this one, the names of all of them. `include` must match at least one of the names, or the
+        name of a module that contains it, and `exclude` must match none of these."""
+        paths = [name.split(".") for name in names]
+        around = {".".join(path[:number]) for path in paths for number in range(1, len(path) + 1)}
+        is_wanted = any(is_chosen(name, self.include, ()) for name in around)
+        return is_wanted and all(is_chosen(name, None, self.exclude) for name in around)
+
+
+def _listed(given: str | Iterable[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
 
 
 class _Weight:
@@ -176,51 +239,23 @@ def compress(
             module; model itself would have to be replaced; level is unknown. The model is unchanged then.
     """
     check_model(model)
-    min_bytes = whole_number("min_bytes", min_bytes, 0)
-    plan = ModelPlan(model, include=include, exclude=exclude, level=level, fused=fused, min_bytes=min_bytes)
+    options = ModelOptions(level=level, include=include, exclude=exclude, fused=fused, min_bytes=min_bytes)
+    plan = ModelPlan(model, options)
     plan.code_all(progress=progress)
     join_neighbours(model)
     guard_conversions(model)
     return plan.report()
 
 
-def options_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Returns arguments for `compress`. If `compress` is called with them for the plain model, it codes exactly the
-    weights that are now coded in `model`."""
-    coded = [module for module in model.modules() if isinstance(module, CodedModule)]
-    tables = [(module, shared.weight) for module in coded for shared in module.shared_tables().values()]
-    min_bytes = min([_MIN_BYTES, *(table.original_bytes for _, table in tables)])
-    plain, _ = _find(model, _chosen(model), min_bytes)
-    exclude = [name.rpartition(".")[0] if weight.is_stacked else name for weight in plain for name in weight.names]
-    matrices = [table for module, table in tables if not isinstance(module, Embedding)]
-    return {
-        "exclude": exclude,
-        "level": "fast" if all(map(is_fast_matrix, matrices)) else "default",
-        "fused": all(getattr(module, "fused", True) for module in coded),
-        "min_bytes": min_bytes,
-    }
-
-
 class ModelPlan:
     """Finds the weights of a model that are to be coded, and codes them one by one. `compress` codes the values that
     the model has. A loader makes the plan for a model on the meta device, and passes the values as it reads them.
 
-    The arguments are as in `compress`; the caller must have checked `min_bytes`."""
+    options: which weights are coded, and how."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        *,
-        include: str | Iterable[str] | None,
-        exclude: str | Iterable[str],
-        level: str,
-        fused: bool,
-        min_bytes: int,
-    ) -> None:
-        if level not in ("fast", "default"):
-            raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
-        self._model, self._level, self._fused = model, level, fused
-        self._weights, self._plain = _find(model, _chosen(model, include, exclude), min_bytes)
+    def __init__(self, model: torch.nn.Module, options: ModelOptions) -> None:
+        self._model, self._level, self._fused = model, options.level, options.fused
+        self._weights, self._plain = _find(model, options)
         if not self._weights and _TRAINS in self._plain.values():
             raise ValueError("the weights of the model train: call model.eval() or model.requires_grad_(False) first")
         self._of = {key: weight for weight in self._weights for key in weight.keys}
@@ -357,37 +392,18 @@ class ModelPlan:
         return None
 
 
-def _chosen(
-    model: torch.nn.Module, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] = ()
-) -> set[str]:
-    """Returns the names of the modules that include and exclude choose. Raises ValueError if a pattern matches no
-    module."""
-    include = (include,) if isinstance(include, str) else None if include is None else tuple(include)
-    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    for pattern in (*(include or ()), *exclude):
-        if not any(is_chosen(name, [pattern], ()) for name in names):
-            raise ValueError(f"there is no module whose name matches {pattern!r}")
-    return {name for name in names if is_included(name, include, exclude)}
-
-
-def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
-    """Returns whether `include` matches a module or one of the modules that contain it, and `exclude` matches neither
-    the module nor any of those."""
-    parts = name.split(".")
-    around = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
-    return any(is_chosen(outer, include, ()) for outer in around) and all(
-        is_chosen(outer, None, exclude) for outer in around
-    )
-
-
 # ---- finding weights ----
 
 
-def _find(model: torch.nn.Module, chosen: set[str], min_bytes: int) -> tuple[list[_Weight], dict[str, str]]:
+def _find(model: torch.nn.Module, options: ModelOptions) -> tuple[list[_Weight], dict[str, str]]:
     """Finds the weights to code. Returns (these weights, a dict from names to reasons). The dict has every other module
     or stacked weight of the kinds that `compress` replaces, and the reason why it stays plain. The result does not keep
-    the values of the weights alive. chosen: the names of the modules that may be coded."""
+    the values of the weights alive. Raises ValueError if a pattern of the options matches no module."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for pattern in (*(options.include or ()), *options.exclude):
+        if not any(is_chosen(name, [pattern], ()) for name in names):
+            raise ValueError(f"there is no module whose name matches {pattern!r}")
+    chosen = {name for name in names if options.includes(name)}
     found: dict[object, _Weight] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
@@ -401,7 +417,7 @@ def _find(model: torch.nn.Module, chosen: set[str], min_bytes: int) -> tuple[lis
                 continue
             weight.is_stacked = is_stacked
             weight.names.append(f"{name}.{attribute}" if is_stacked and name else name)
-            reason = _reason(module, parameter, min_bytes)
+            reason = _reason(module, parameter, options.min_bytes)
             if is_stacked and len(weight.names) > 1:
                 reason = _SHARED_STACK
             if reason is not None:

@@ -1,14 +1,15 @@
 """Modules whose rows are looked up by ids: `Embedding` and `EmbeddingBag`, which are torch's modules of these names
-over compressed rows, and what `EmbeddingCollection` shares with them.
+over compressed rows.
 
 `table_of` makes a table of many rows block by block, so that the uncompressed rows are never all in memory at once.
-`RowsModule` is the base of modules with rows that may train. In each call, such a module looks up every row that it
-needs once. Autograd computes a gradient of these rows, and an optimizer of `ibp.optim` writes changed rows back.
+`RowsModule` is the base of both modules and of the groups of an `EmbeddingCollection`. Its rows may train: in each
+call, it looks up every row that it needs once, autograd computes a gradient of these rows, and an optimizer of
+`ibp.optim` writes changed rows back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,72 +34,61 @@ _MOST_KEPT = 64
 _MOST_UNREAD = 64  # A warning is given after this many backward passes whose gradients no optimizer has read.
 _MODES = ("sum", "mean", "max")
 
-_Module = TypeVar("_Module", bound="_Rows")
+# Rows of which a table is made: those of a tensor or of a table; or (number, number of columns) of new rows, which are
+# drawn from N(0, 1) as torch.nn.Embedding draws them.
+Rows = torch.Tensor | CompressedTensor | tuple[int, int]
+_Module = TypeVar("_Module", bound="RowsModule")
 
 
 # ---- tables of many rows ----
 
 
-class RowSource(NamedTuple):
-    """Rows of a table that is to be made. `new_rows` and `given_rows` return such objects."""
-
-    num_rows: int
-    block: Callable[[int, int], torch.Tensor]  # returns the rows from the first number up to before the second one
-    sample: Callable[[int], torch.Tensor]  # returns this number of rows, from which a codebook can be learned
-
-
-def new_rows(num_rows: int, num_columns: int, dtype: torch.dtype, padding_idx: int | None = None) -> RowSource:
-    """Draws rows from N(0, 1), as torch.nn.Embedding does, with torch's CPU generator. The padding row is zeros. A
-    sample has rows from the same distribution, and does not change the state of the generator."""
-    if num_rows < 0 or num_columns < 1:
-        raise ValueError(f"there are {num_rows} rows of {num_columns} values; wanted at least 0 of at least 1")
-    if not dtype.is_floating_point:
-        raise TypeError(f"dtype is {dtype}; wanted a floating-point one")
-
-    def block(first: int, last: int) -> torch.Tensor:
-        rows = torch.empty(last - first, num_columns, dtype=dtype, device="cpu").normal_()
-        if padding_idx is not None and first <= padding_idx < last:
-            rows[padding_idx - first] = 0
-        return rows
-
-    def sample(count: int) -> torch.Tensor:
-        with torch.random.fork_rng(devices=[]):
-            return torch.empty(count, num_columns, dtype=dtype, device="cpu").normal_()
-
-    return RowSource(num_rows, block, sample)
-
-
-def given_rows(rows: torch.Tensor | CompressedTensor) -> RowSource:
-    """Returns the rows of a tensor, or of a table."""
-    held = rows.detach()
-    num_rows = held.shape[0]
-    return RowSource(
-        num_rows,
-        lambda first, last: held[first:last],
-        lambda count: held[sampled(num_rows, count).to(held.device)],
-    )
+def size_of(rows: Rows) -> tuple[int, int]:
+    """Returns (number of rows, number of columns)."""
+    num_rows, num_columns = rows if isinstance(rows, tuple) else rows.shape
+    return num_rows, num_columns
 
 
 def table_of(
-    sources: Sequence[RowSource], num_columns: int, dtype: torch.dtype, device: torch.device | str | int
+    sources: Sequence[Rows],
+    dtype: torch.dtype,
+    device: torch.device | str | int | None,
+    padding_idx: int | None = None,
 ) -> CompressedTensor:
     """Makes one table of the rows of all sources, one source after the other. The table is in device memory or, for the
     CPU, in host memory, which is pinned if there is a GPU. Its codebook is learned from rows of all sources, from each
-    source in proportion to its number of rows."""
-    device = memory.canonical(device)
-    total, row_bytes = sum(source.num_rows for source in sources), num_columns * dtype.itemsize
-    block_rows = max(1, _BLOCK_BYTES // row_bytes)
+    source in proportion to its number of rows.
+
+    Args:
+        sources: at least one, all of the same number of columns.
+        dtype: the dtype of all rows.
+        device: the device of the table. None: the CPU.
+        padding_idx: number of a new row that is all zeros.
+
+    Raises:
+        TypeError: there are new rows, and dtype is not a floating-point one.
+        ValueError: the size of new rows is out of range.
+    """
+    for source in sources:
+        if isinstance(source, tuple):
+            if source[0] < 0 or source[1] < 1:
+                raise ValueError(f"there are {source[0]} rows of {source[1]} values; wanted at least 0 of at least 1")
+            if not dtype.is_floating_point:
+                raise TypeError(f"dtype is {dtype}; wanted a floating-point one")
+    device = memory.canonical("cpu" if device is None else device)
+    sizes, num_columns = [size_of(source)[0] for source in sources], size_of(sources[0])[1]
+    total, block_rows = sum(sizes), max(1, _BLOCK_BYTES // (num_columns * dtype.itemsize))
     if total <= block_rows:
-        whole = [source.block(0, source.num_rows).to(device) for source in sources]
+        whole = [_block(source, 0, size, dtype, padding_idx).to(device) for source, size in zip(sources, sizes)]
         return compress_rows(torch.cat([torch.empty(0, num_columns, dtype=dtype, device=device), *whole]))
     wanted = max(1, _SAMPLED_ELEMENTS // num_columns)
-    counts = [min(source.num_rows, -(-wanted * source.num_rows // total)) for source in sources]
-    samples = [source.sample(count).cpu() for source, count in zip(sources, counts) if count]
+    counts = [min(size, -(-wanted * size // total)) for size in sizes]
+    samples = [_sample(source, count, dtype).cpu() for source, count in zip(sources, counts) if count]
     sample = compress_rows(torch.cat(samples), memory="host")
     blocks = (
-        source.block(first, min(first + block_rows, source.num_rows))
-        for source in sources
-        for first in range(0, source.num_rows, block_rows)
+        _block(source, first, min(first + block_rows, size), dtype, padding_idx)
+        for source, size in zip(sources, sizes)
+        for first in range(0, size, block_rows)
     )
     table = None
     for rows in blocks:
@@ -116,6 +106,25 @@ def table_of(
     return table
 
 
+def _block(source: Rows, first: int, last: int, dtype: torch.dtype, padding_idx: int | None = None) -> torch.Tensor:
+    """Returns rows first to last - 1 of a source. New rows are drawn with torch's CPU generator."""
+    if not isinstance(source, tuple):
+        return source.detach()[first:last]
+    rows = torch.empty(last - first, source[1], dtype=dtype, device="cpu").normal_()
+    if padding_idx is not None and first <= padding_idx < last:
+        rows[padding_idx - first] = 0
+    return rows
+
+
+def _sample(source: Rows, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns `count` rows from which a codebook can be learned. A sample of new rows has other rows of the same
+    distribution, and does not change the state of the generator."""
+    if not isinstance(source, tuple):
+        return source.detach()[sampled(source.shape[0], count).to(source.device)]
+    with torch.random.fork_rng(devices=[]):
+        return _block(source, 0, count, dtype)
+
+
 # ---- rows that are looked up and trained ----
 
 
@@ -129,23 +138,74 @@ class RowGradient(NamedTuple):
 
 
 class RowsModule(TableModule):
-    """A module with a table [num_embeddings, embedding_dim], whose rows are looked up by ids and can be trained.
+    """A module with a table [num_embeddings, embedding_dim], whose rows are looked up by ids and can be trained. The
+    arguments are those of `Embedding`.
 
     Attributes:
         cache: the cache through which rows are read and written. None: the table itself is used.
     """
 
+    padding_idx: int | None = None  # groups of collections that earlier releases pickled have no such attribute
+
     def __init__(
-        self, table: CompressedTensor, stays: bool, trainable: bool, cache: RowCache | int | None = None
+        self,
+        table: CompressedTensor | int,
+        embedding_dim: int | None = None,
+        *,
+        padding_idx: int | None = None,
+        trainable: bool | None = None,
+        stays: bool | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        cache: RowCache | int | None = None,
     ) -> None:
+        is_new = isinstance(table, int)
+        if isinstance(table, int):
+            if embedding_dim is None:
+                raise TypeError(f"there are {table} embeddings; wanted embedding_dim besides, or a table")
+            padding_idx = checked_padding(padding_idx, table)
+            dtype = dtype or torch.get_default_dtype()
+            table = table_of([(table, embedding_dim)], dtype, device, padding_idx)
+        elif (embedding_dim, device, dtype) != (None, None, None):
+            raise TypeError("embedding_dim, device and dtype are for new weights; a table has its own")
+        trainable = is_new if trainable is None else trainable
+        stays = trainable or cache is not None if stays is None else stays
         super().__init__(table, stays, trainable)
         self.num_embeddings, self.embedding_dim = table.shape
-        self.trainable = trainable
-        self.cache = _checked_cache(cache, table, trainable)
+        self.trainable, self.cache = trainable, _checked_cache(cache, table, trainable)
+        self.padding_idx = checked_padding(padding_idx, self.num_embeddings)
         self._noted: list[RowGradient] = []
         # Number of backward passes since gradients were read or dropped, and torch's id of the latest pass.
         self._num_unread, self._last_pass = 0, -1
         self._num_writes = 0
+
+    @classmethod
+    def from_pretrained(
+        cls: type[_Module],
+        embeddings: torch.Tensor | torch.nn.Module | CompressedTensor,
+        freeze: bool = True,
+        **options: Any,
+    ) -> _Module:
+        """Returns a module over given weights.
+
+        Args:
+            embeddings: a tensor [num_embeddings, embedding_dim], which is compressed; or torch's module of the same
+                name, whose weights and options are used; or a table, which is used as it is.
+            freeze: whether the weights are fixed. False: rows train.
+            options: arguments of the constructor.
+
+        Raises:
+            ValueError: torch's module has max_norm or scale_grad_by_freq, which change rows or gradients in ways that
+                this module does not support.
+            TypeError: embeddings is a module whose forward is not that of torch's module of the same name.
+            TypeError, ValueError: as in `ibp.compress` and the constructor.
+        """
+        if isinstance(embeddings, torch.nn.Module):
+            options = {**_options_of(embeddings, cls), **options}
+            embeddings = embeddings.weight
+        if isinstance(embeddings, torch.Tensor):
+            embeddings = compress_rows(embeddings.detach())
+        return cls(embeddings, trainable=not freeze, **options)  # type: ignore[arg-type]
 
     # ---- forward ----
 
@@ -162,7 +222,7 @@ class RowsModule(TableModule):
         return self._source.index_select(ids)
 
     @outside_of_graphs
-    def _look_up(self, ids: torch.Tensor, padding_idx: int | None) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Looks up the rows with the numbers `ids`, of any shape. Waits for the GPU if the ids are on it.
 
         Returns:
@@ -175,15 +235,15 @@ class RowsModule(TableModule):
             IndexError: an id is out of range.
         """
         flat = checked_ids(ids).reshape(-1).to(torch.int64)
-        if padding_idx is not None:
-            flat = torch.cat((flat, flat.new_tensor([padding_idx])))
+        if self.padding_idx is not None:
+            flat = torch.cat((flat, flat.new_tensor([self.padding_idx])))
         unique, places = flat.unique(return_inverse=True)
         padding = None
         if unique.numel():
             low, high, last = torch.stack((unique[0], unique[-1], places[-1])).tolist()
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(self._refusal(low if low < 0 else high))
-            padding = None if padding_idx is None else last
+            padding = None if self.padding_idx is None else last
         rows = self._fetched(unique).detach()
         if self._trains_now:
             self._note_gradient_of(unique, rows.requires_grad_())
@@ -193,11 +253,11 @@ class RowsModule(TableModule):
         """Returns the message for an id that is out of range."""
         return f"ids hold {wrong}; wanted 0 to {self.num_embeddings - 1}"
 
-    def rows_at(self, ids: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
+    def rows_at(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the rows with the numbers `ids`, of any shape [...], as a tensor [..., embedding_dim]."""
         if not self._trains_now:
             return self._fetched(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
-        rows, places, padding = self._look_up(ids, padding_idx)
+        rows, places, padding = self._look_up(ids)
         return F.embedding(places, rows, padding)
 
     def _pool(
@@ -207,7 +267,6 @@ class RowsModule(TableModule):
         mode: str,
         per_sample_weights: torch.Tensor | None = None,
         include_last_offset: bool = False,
-        padding_idx: int | None = None,
     ) -> torch.Tensor:
         """Returns pooled bags, as torch.nn.functional.embedding_bag does. If rows train, each different row is fetched
         once and gets one gradient."""
@@ -218,12 +277,12 @@ class RowsModule(TableModule):
                 offsets,
                 mode=mode,
                 per_sample_weights=per_sample_weights,
-                padding_idx=padding_idx,
+                padding_idx=self.padding_idx,
                 include_last_offset=include_last_offset,
             )
         if offsets is not None:
             offsets = _checked_offsets(offsets, ids.numel())
-        rows, places, padding = self._look_up(ids, padding_idx)
+        rows, places, padding = self._look_up(ids)
         is_plain = per_sample_weights is None and padding is None
         if ids.is_cuda and ids.dim() == 2 and ids.shape[1] == 1 and is_plain:  # eight times as fast as F.embedding_bag
             bags = F.embedding(places[:, 0], rows)
@@ -274,7 +333,13 @@ class RowsModule(TableModule):
     def _sum_up(self) -> RowGradient:
         """Replaces the noted gradients by their sum, and returns the sum. Gradients are added in the order of their
         passes."""
-        self._noted = [_sum_of(self._noted)]
+        parts = self._noted
+        if len(parts) > 1:
+            ids, grad, places = summed([part.ids for part in parts], [part.grad for part in parts])
+            rows = parts[0].rows.new_empty(grad.shape)
+            for part, place in zip(parts, places):
+                rows[place] = part.rows
+            self._noted = [RowGradient(ids, rows, grad, min(part.num_writes for part in parts))]
         return self._noted[0]
 
     # ---- what optimizers do ----
@@ -373,7 +438,9 @@ class RowsModule(TableModule):
         return {**super().__getstate__(), "cache": None, "_noted": [], "_num_unread": 0}
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}{'' if self.cache is None else f', cache={self.cache!r}'}"
+        cache = "" if self.cache is None else f", cache={self.cache!r}"
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{super().extra_repr()}{cache}{padding}{', trainable=True' if self.trainable else ''}"
 
 
 def _checked_cache(cache: Any, table: CompressedTensor, trainable: bool) -> RowCache | None:
@@ -409,17 +476,6 @@ def _checked_offsets(offsets: torch.Tensor, num_ids: int) -> torch.Tensor:
     return offsets
 
 
-def _sum_of(parts: list[RowGradient]) -> RowGradient:
-    """Adds up gradients of rows, in the order of `parts`. Returns one gradient of all rows that occur in them."""
-    if len(parts) == 1:
-        return parts[0]
-    ids, grad, places = summed([part.ids for part in parts], [part.grad for part in parts])
-    rows = parts[0].rows.new_empty(grad.shape)
-    for part, place in zip(parts, places):
-        rows[place] = part.rows
-    return RowGradient(ids, rows, grad, min(part.num_writes for part in parts))
-
-
 def summed(
     ids: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
@@ -435,70 +491,7 @@ def summed(
 # ---- the modules ----
 
 
-class _Rows(RowsModule):
-    """The common base of `Embedding` and `EmbeddingBag`."""
-
-    def __init__(
-        self,
-        table: CompressedTensor | int,
-        embedding_dim: int | None = None,
-        *,
-        padding_idx: int | None = None,
-        trainable: bool | None = None,
-        stays: bool | None = None,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        cache: RowCache | int | None = None,
-    ) -> None:
-        is_new = isinstance(table, int)
-        if isinstance(table, int):
-            if embedding_dim is None:
-                raise TypeError(f"there are {table} embeddings; wanted embedding_dim besides, or a table")
-            padding_idx = checked_padding(padding_idx, table)
-            dtype = dtype or torch.get_default_dtype()
-            rows = new_rows(table, embedding_dim, dtype, padding_idx)
-            table = table_of([rows], embedding_dim, dtype, "cpu" if device is None else device)
-        elif (embedding_dim, device, dtype) != (None, None, None):
-            raise TypeError("embedding_dim, device and dtype are for new weights; a table has its own")
-        trainable = is_new if trainable is None else trainable
-        stays = trainable or cache is not None if stays is None else stays
-        super().__init__(table, stays, trainable, cache)
-        self.padding_idx = checked_padding(padding_idx, self.num_embeddings)
-
-    @classmethod
-    def from_pretrained(
-        cls: type[_Module],
-        embeddings: torch.Tensor | torch.nn.Module | CompressedTensor,
-        freeze: bool = True,
-        **options: Any,
-    ) -> _Module:
-        """Returns a module over given weights.
-
-        Args:
-            embeddings: a tensor [num_embeddings, embedding_dim], which is compressed; or torch's module of the same
-                name, whose weights and options are used; or a table, which is used as it is.
-            freeze: whether the weights are fixed. False: rows train.
-            options: arguments of the constructor.
-
-        Raises:
-            ValueError: torch's module has max_norm or scale_grad_by_freq, which change rows or gradients in ways that
-                this module does not support.
-            TypeError: embeddings is a module whose forward is not that of torch's module of the same name.
-            TypeError, ValueError: as in `ibp.compress` and the constructor.
-        """
-        if isinstance(embeddings, torch.nn.Module):
-            options = {**_options_of(embeddings, cls), **options}
-            embeddings = embeddings.weight
-        if isinstance(embeddings, torch.Tensor):
-            embeddings = compress_rows(embeddings.detach())
-        return cls(embeddings, trainable=not freeze, **options)  # type: ignore[arg-type]
-
-    def extra_repr(self) -> str:
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{super().extra_repr()}{padding}{', trainable=True' if self.trainable else ''}"
-
-
-class Embedding(_Rows):
+class Embedding(RowsModule):
     """`torch.nn.Embedding` over compressed rows, which are decoded when they are looked up.
 
     Results are on the device of the ids, wherever the table is: a GPU itself fetches rows of a table in pinned host
@@ -539,7 +532,7 @@ class Embedding(_Rows):
         """
         if not self._trains_now and self.cache is None:
             return embedding_of(ids, self.weight)
-        return self.rows_at(ids, self.padding_idx)
+        return self.rows_at(ids)
 
     def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
         made = torch.nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
@@ -547,7 +540,7 @@ class Embedding(_Rows):
         return made
 
 
-class EmbeddingBag(_Rows):
+class EmbeddingBag(RowsModule):
     """`torch.nn.EmbeddingBag` over compressed rows: sums, means or maxima of bags of rows.
 
     Results have the same bits as those of torch's module on the same device. Trainable rows are updated by the
@@ -604,9 +597,7 @@ class EmbeddingBag(_Rows):
             IndexError: an id is out of range.
             ValueError, NotImplementedError: as in torch.nn.functional.embedding_bag.
         """
-        return self._pool(
-            input, offsets, self.mode, per_sample_weights, self.include_last_offset, padding_idx=self.padding_idx
-        )
+        return self._pool(input, offsets, self.mode, per_sample_weights, self.include_last_offset)
 
     def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
         options: dict[str, Any] = {"include_last_offset": self.include_last_offset, "padding_idx": self.padding_idx}

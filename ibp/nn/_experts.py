@@ -7,7 +7,7 @@ choices can name, where all numbers out of range count as one more expert, and a
 number of slots without waiting for a GPU. The forward of the module's class computes with the slots instead of all
 experts, and with slot numbers instead of expert numbers.
 
-For few tokens, a GPU uses neither slots nor the forward of the class: `multiply_experts` multiplies by coded matrices.
+For few tokens, a GPU uses neither slots nor the forward of the class: `ExpertTables` multiplies by coded matrices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from ._tables import CodedModule
 # A call with at least this many choices per expert decodes all experts, because uniform random choices would name 98 %
 # of them.
 MOST_CHOICES = 4
-_DOWN, _BIAS = "down_proj", "_bias"
 
 
 # ---- stacks of experts, and calls for a few of them ----
@@ -186,36 +185,100 @@ def _reading_later(kind: Any) -> Any:
 # ---- products with experts ----
 
 
-def multiply_experts(
-    x: torch.Tensor,
-    index: torch.Tensor,
-    weights: torch.Tensor,
-    num_experts: int,
-    stacks: Sequence[tuple[CompressedTensor, Escapes, torch.Tensor | None, Callable | None]],
-    absent: float = torch.nan,
-) -> torch.Tensor:
-    """Applies experts to tokens, with the kernel that multiplies by stacks of coded matrices. Returns, for each token,
-    the weighted sum of the results of its experts.
+class ExpertTables:
+    """The two tables of a mixture of experts, for engines that stack the matrices of all experts: one table has the
+    first matrix of every expert, and the other has the second one.
+
+    Example:
+        >>> up, down = (ibp.adapters.compress_matrix(torch.randn(rows, 64).bfloat16()) for rows in (8 * 32, 8 * 64))
+        >>> experts = ibp.adapters.ExpertTables(up, down, num_experts=8)
+        >>> [stack.shape for stack in experts.decoded("cpu")]
+        [torch.Size([8, 32, 64]), torch.Size([8, 64, 64])]
+        >>> experts.multiplies(torch.ones(3, 64).bfloat16(), torch.zeros(3, 2).long())    # a CPU has no such kernel
+        False
 
     Args:
-        x: [tokens, columns], the vectors that are multiplied by the first stack.
-        index: [tokens, choices], the experts of each token.
-        weights: [tokens, choices], the weights of the experts' results.
-        stacks: for each of the two stacks (its table; its entry in the result of `escapes_for_groups`; biases
-            [experts, rows] or None; a function to apply to the products [tokens * choices, rows], or None).
-        absent: the value of the products with the second stack for an expert id that is not in [0, num_experts), such
-            as -1 for an expert on another rank.
+        up, down: tables [num_experts * rows, columns] of the first and the second stacked matrix.
+        num_experts: number of experts.
     """
-    ids = checked_ids(index).reshape(-1)
-    order, groups = group_vectors(ids, num_experts)
-    y, sharing = x, index.shape[1]
-    for table, escapes, biases, then in stacks:
-        shape = ids.shape[0], table.shape[0] // num_experts
-        out = x.new_empty(shape) if y is x else x.new_full(shape, absent)  # rows in no group keep their value
-        y = multiply_groups(y, table, escapes, groups, order, sharing, out)
-        y = y if biases is None else y.add_(biases[ids.clamp(0, num_experts - 1)])
-        y, sharing = y if then is None else then(y), 1
-    return (y.view(*index.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    def __init__(self, up: CompressedTensor, down: CompressedTensor, num_experts: int) -> None:
+        self.up, self.down, self.num_experts = up, down, num_experts
+
+    def multiplies(self, x: torch.Tensor, ids: torch.Tensor) -> bool:
+        """Returns whether `multiply` can be called. The tables must be on the GPU of x, in the form that the kernel
+        supports. There must be at most 1,024 pairs of a token and an expert, and at most 4,096 experts. If the result
+        is False, multiply by the matrices that `decoded` returns.
+
+        Args:
+            x: [tokens, columns], BF16.
+            ids: [tokens, choices], the experts of each token.
+        """
+        is_small = 0 < ids.numel() <= MOST_GROUPED and self.num_experts <= MOST_STACKED
+        return is_small and self._escapes(x) is not None
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        activate: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        absent: float = torch.nan,
+    ) -> torch.Tensor:
+        """Returns, for each token, the weighted sum of its experts' results. The kernel decodes the matrices in
+        registers. The call does not wait for the GPU, so that CUDA graphs can capture it.
+
+        Args:
+            x, ids: as in `multiplies`.
+            weights: [tokens, choices], the weights of the experts' results.
+            activate: a function that takes the products by the first matrix, [n, rows of up], and returns the vectors
+                that the second matrix multiplies, [n, columns of down].
+            biases: the biases of both matrices, [num_experts, rows] or None.
+            absent: the value that stands for the products with the second matrix if an id is not in [0, num_experts).
+                For example, an id may be -1 if the expert is on another rank.
+
+        Raises:
+            ValueError: the kernel does not support these arguments.
+        """
+        escapes = self._escapes(x)
+        if escapes is None:
+            raise ValueError("the kernel does not multiply x by these experts: ask `multiplies` first")
+        return self._products(escapes, x, ids, weights, (activate, None), biases, absent)
+
+    def decoded(self, device: torch.device | str) -> list[torch.Tensor]:
+        """Returns both stacked matrices, [num_experts, rows, columns], decoded on a device."""
+        tables = (self.up, self.down)
+        return [matrix_of(table, torch.device(device)).view(self.num_experts, -1, table.shape[1]) for table in tables]
+
+    def _escapes(self, x: torch.Tensor) -> list[Escapes] | None:
+        """Returns the escapes of both tables, or None if the kernel cannot multiply vectors such as x by them."""
+        tables = [self.up, self.down]
+        return escapes_for_groups(x, tables, [table.shape[0] // self.num_experts for table in tables])
+
+    def _products(
+        self,
+        escapes: list[Escapes],
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        then: tuple[Callable | None, Callable | None],
+        biases: tuple[torch.Tensor | None, torch.Tensor | None],
+        absent: float,
+    ) -> torch.Tensor:
+        """Does the work of `multiply`. escapes: from `_escapes`. then: for each matrix, a function to apply to the
+        products [tokens * choices, rows], or None."""
+        flat = checked_ids(ids).reshape(-1)
+        order, groups = group_vectors(flat, self.num_experts)
+        y, sharing = x, ids.shape[1]
+        for table, of_table, bias, apply in zip((self.up, self.down), escapes, biases, then):
+            shape = flat.shape[0], table.shape[0] // self.num_experts
+            out = x.new_empty(shape) if y is x else x.new_full(shape, absent)  # rows in no group keep their value
+            y = multiply_groups(y, table, of_table, groups, order, sharing, out)
+            y = y if bias is None else y.add_(bias[flat.clamp(0, self.num_experts - 1)])
+            y, sharing = y if apply is None else apply(y), 1
+        return (y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 class Experts(CodedModule):
@@ -297,48 +360,35 @@ class Experts(CodedModule):
         """
         ids = self._calls.ids_of(args, kwargs)
         if len(args) == 3 and ids is not None and 0 < ids.numel() <= MOST_GROUPED:
-            escapes = self._escapes_for(*args)
-            if escapes is not None:
-                return self._multiplied(*args, escapes)
+            products = self._multiplied(*args)
+            if products is not None:
+                return products
         return self._decoded(args, kwargs, ids)
 
-    def _escapes_for(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> dict[str, Escapes] | None:
-        """Returns the escapes of both stacks, by name, or None if this call cannot use the kernel."""
+    def _multiplied(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """Computes what the forward of transformers' class computes, with the kernel and coded weights. Returns None if
+        this call cannot use the kernel."""
         if not self.fused or hidden.dim() != 2 or ids.dim() != 2:
             return None
-        stacks, names = self.stacks, {self._up, _DOWN}
-        biases = {name + _BIAS for name in names} if self.has_bias else set()
-        if stacks.keys() != names or self.num_experts > MOST_STACKED:
+        up, down = "gate_up_proj" if self.has_gate else "up_proj", "down_proj"
+        biases = (f"{up}_bias", f"{down}_bias") if self.has_bias else ()
+        if self.stacks.keys() != {up, down} or self.num_experts > MOST_STACKED:
             return None
-        if {*self._parameters, *self._buffers} != names | biases:
+        if {*self._parameters, *self._buffers} != {up, down, *biases}:
             return None
         if torch.is_grad_enabled():
             others = [self.get_parameter(name) for name in biases]
             others += [own for module in self.children() for own in module.parameters()]
             if any(x.requires_grad for x in (hidden, weights, *others)):
                 return None
-        found = escapes_for_groups(hidden, [stack.weight for stack in stacks.values()], self._rows_of_an_expert())
-        return None if found is None else dict(zip(stacks, found))
-
-    def _rows_of_an_expert(self) -> list[int]:
-        """Returns the number of rows of an expert in each table."""
-        return [stack.weight.shape[0] // self.num_experts for stack in self.stacks.values()]
-
-    @property
-    def _up(self) -> str:
-        return "gate_up_proj" if self.has_gate else "up_proj"
-
-    def _multiplied(
-        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, escapes: dict[str, Escapes]
-    ) -> torch.Tensor:
-        """Computes what the forward of transformers' class computes, with the kernel and coded weights."""
+        tables = ExpertTables(self.stacks[up].weight, self.stacks[down].weight, self.num_experts)
+        escapes = tables._escapes(hidden)
+        if escapes is None:
+            return None
         gate = functools.partial(self._kind._apply_gate, self) if self.has_gate else self.act_fn
         norm = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
-        stacks = [
-            (self.stacks[name].weight, escapes[name], getattr(self, name + _BIAS) if self.has_bias else None, then)
-            for name, then in ((self._up, gate), (_DOWN, norm))
-        ]
-        return multiply_experts(hidden, index, weights, self.num_experts, stacks)
+        added = (getattr(self, biases[0]), getattr(self, biases[1])) if biases else (None, None)
+        return tables._products(escapes, hidden, ids, weights, (gate, norm), added, torch.nan)
 
     @outside_of_graphs
     def _decoded(self, args: tuple, kwargs: dict[str, Any], ids: torch.Tensor | None) -> torch.Tensor:
@@ -349,7 +399,8 @@ class Experts(CodedModule):
             decoded = [matrix_of(stack.weight, device) for stack in stacks.values()]
             return calls.with_all(self, args, kwargs, self._plain(decoded))
         calls.check(ids, self.num_experts, self._kind.__name__)
-        slots, held, rows = slots_for(ids, self.num_experts, self._rows_of_an_expert())
+        rows_of_an_expert = [stack.weight.shape[0] // self.num_experts for stack in stacks.values()]
+        slots, held, rows = slots_for(ids, self.num_experts, rows_of_an_expert)
         fetched = [
             index_select(stack.weight, numbers, device=numbers.device) for stack, numbers in zip(stacks.values(), rows)
         ]

@@ -12,12 +12,13 @@ pytest.importorskip("diffusers")
 
 from diffusers import AutoencoderKL, UNet2DModel  # noqa: E402
 from diffusers.hooks import apply_group_offloading  # noqa: E402
-from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_offloading  # noqa: E402
+from diffusers.hooks.group_offloading import ModuleGroup, _maybe_remove_and_reapply_group_offloading  # noqa: E402
 
+import ibp  # noqa: E402
 from helpers import assert_same_bits  # noqa: E402
 from ibp._offload.weights import Resting  # noqa: E402
+from ibp.integrations import diffusers as adapter  # noqa: E402
 from ibp.integrations.diffusers import close, compress_groups  # noqa: E402
-from ibp.integrations.diffusers import groups as adapter  # noqa: E402
 
 CPU = torch.device("cpu")
 ON_CPU = {"memory": "host"}
@@ -370,14 +371,14 @@ def test_the_order_of_a_stream(onload_self, record_stream, monkeypatch):
         monkeypatch.setattr(group._torch_accelerator_module, "stream", stream, raising=False)
         current = FakeStream(log, "current")
         monkeypatch.setattr(group._torch_accelerator_module, "current_stream", lambda: current, raising=False)
-        monkeypatch.setattr(adapter.ModuleGroup, "_to_cpu", staticmethod(lambda tensor, low: tensor.data.clone()))
+        monkeypatch.setattr(ModuleGroup, "_to_cpu", staticmethod(lambda tensor, low: tensor.data.clone()))
         monkeypatch.setattr(
-            adapter.ModuleGroup, "_pinned_memory_tensors", lambda self: contextlib.nullcontext(self.cpu_param_dict)
+            ModuleGroup, "_pinned_memory_tensors", lambda self: contextlib.nullcontext(self.cpu_param_dict)
         )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: log.append(f"{s.name} is recorded"))
-    real = adapter.decompress
-    monkeypatch.setattr(adapter, "decompress", lambda *a, **k: log.append("decode") or real(*a, **k))
-    monkeypatch.setattr(adapter.ModuleGroup, "__init__", with_backend(adapter.ModuleGroup.__init__, groups[0]))
+    real = ibp.decompress
+    monkeypatch.setattr(ibp, "decompress", lambda *a, **k: log.append("decode") or real(*a, **k))
+    monkeypatch.setattr(ModuleGroup, "__init__", with_backend(ModuleGroup.__init__, groups[0]))
     expected = model.top.data.clone()
     compress_groups(model, **ON_CPU)
     group = next(group for group in groups if model.top in adapter._parameters_of(group))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ibp.integrations import shared
-from ibp.integrations.vllm import _layers, sync, weights
+from ibp.integrations.vllm import sync, weights
 from native import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -70,7 +70,8 @@ VARIABLES = {
         "self._notifiers[0]": "EventNotifier",
     },
 }
-# The same of the methods of vLLM's layers, where its experts are recorded.
+# The same of the parts of weights.py that see experts, where these are recorded.
+READS_EXPERTS = "CodedMethod", "IBPExpertsMethod", "why_plain_experts", "_with"
 OF_EXPERTS = {
     "layer": "RoutedExperts",
     "plain": "UnquantizedFusedMoEMethod",
@@ -242,7 +243,9 @@ def wrong_calls_of_theirs(tool, interface, source):
         )
     yield from wrong_uses(tool, interface, tree, VARIABLES[package])
     if "experts" in interface["uses"]:
-        yield from wrong_uses(tool, interface, ast.parse(Path(_layers.__file__).read_text()), OF_EXPERTS)
+        nodes = {getattr(node, "name", ""): node for node in ast.parse(Path(weights.__file__).read_text()).body}
+        of_experts = ast.Module([nodes[name] for name in READS_EXPERTS], [])
+        yield from wrong_uses(tool, interface, of_experts, OF_EXPERTS)
 
 
 def wrong_uses(tool, interface, tree, variables):

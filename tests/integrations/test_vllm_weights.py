@@ -14,9 +14,8 @@ import torch.nn.functional as F
 
 import ibp
 from helpers import assert_same_bits
-from ibp.integrations.vllm import _layers
 from ibp.integrations.vllm import weights as vllm_weights
-from ibp.integrations.vllm._layers import IncomingTensor, incoming, joined, noted
+from ibp.integrations.vllm.weights import IncomingTensor, incoming, joined, noted, write
 from ibp.nn._tables import matrix_table
 from native import ROOT
 from products import kernels_on_the_cpu, lists
@@ -181,9 +180,8 @@ def test_merged_rows_are_joined():
     assert not weight.any()
     table = joined(parts, weight)
     assert_same_bits(table.decompress(), torch.cat([plain[0][16:], plain[1]]))
-    assert table.codebook is parts[0].origin.table.codebook or table.codebook is parts[1].origin.table.codebook
-    for part in parts:
-        part.write()
+    assert any(table.codebook is source.origin.table.codebook for source, _ in parts)
+    write(parts)
     assert_same_bits(weight, table.decompress())
 
 
@@ -210,8 +208,7 @@ def test_codebooks_that_differ():
     weight = torch.zeros(64, 64).bfloat16()
     parts = notes([(weight[:32], first), (weight[32:], second)])
     assert joined(parts, weight) is None
-    for part in parts:
-        part.write()
+    write(parts)
     assert_same_bits(weight, torch.cat(plain))
 
 
@@ -228,7 +225,7 @@ def test_a_config_joins_parts_or_decodes_them(caplog):
     told = [record.getMessage() for record in caplog.records]
     assert told == ["ibp: weights are compressed while they are loaded: a takes 0.0 MB of 0.0"]  # once
     (first, second), plain = matrices(0.02, 200.0)  # one codebook for both saves nothing
-    method, layer = object.__new__(_layers.CodedMethod), torch.nn.Module()
+    method, layer = object.__new__(vllm_weights.CodedMethod), torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.zeros(64, 64).bfloat16(), requires_grad=False)
     method._config, method._name = config, "a"
     method._parts = {"weight": notes([(layer.weight.data[:32], first), (layer.weight.data[32:], second)])}
@@ -263,8 +260,8 @@ def test_loaders_without_values():
 EXPERTS, HIDDEN, WIDTH, CHOICES = 6, 64, 32, 2
 
 
-class ExpertsMethod(_layers.IBPExpertsMethod):
-    __init__ = _layers.CodedMethod.__init__  # vLLM's class wants its configuration
+class ExpertsMethod(vllm_weights.IBPExpertsMethod):
+    __init__ = vllm_weights.CodedMethod.__init__  # vLLM's class wants its configuration
 
 
 def coded_table(weight, name, parts):
@@ -337,7 +334,7 @@ def test_experts_of_many_tokens(monkeypatch):
     """vLLM's kernel multiplies by decoded weights."""
     with kernels_on_the_cpu(monkeypatch) as calls:
         layer, method, weights = coded_experts()
-        monkeypatch.setattr("ibp.adapters.MOST_GROUPED", 7)
+        monkeypatch.setattr("ibp.nn._experts.MOST_GROUPED", 7)
         x, ids = torch.randn(4, HIDDEN).bfloat16(), torch.arange(8).view(4, 2) % EXPERTS
         topk_weights = torch.rand(ids.shape)
         got = method.apply(layer, x, topk_weights, ids, None, None)
@@ -375,5 +372,5 @@ def test_experts_that_stay_plain(backend, moe, balances, said):
         unquantized_backend=types.SimpleNamespace(name=backend, value=backend),
         moe=types.SimpleNamespace(**(MOE | moe), moe_parallel_config=parallel),
     )
-    why = _layers.why_plain_experts(plain)
+    why = vllm_weights.why_plain_experts(plain)
     assert why.startswith(said) and bool(why) == bool(said)

@@ -76,9 +76,9 @@ def test_weights_are_made_block_by_block(monkeypatch, num_sources):
     torch.manual_seed(3)
     expected = torch.empty(700, 128, dtype=torch.bfloat16).normal_()
     torch.manual_seed(3)
-    drawn, others = _embedding.new_rows(700, 128, torch.bfloat16), embedding(300, 128, torch.bfloat16)
-    given = [_embedding.given_rows(ibp.compress(others, **ON_CPU)), _embedding.given_rows(expected[:5])]
-    table = _embedding.table_of([drawn, *given][:num_sources], 128, torch.bfloat16, "cpu")
+    drawn, others = (700, 128), embedding(300, 128, torch.bfloat16)
+    given = [ibp.compress(others, **ON_CPU), expected[:5]]
+    table = _embedding.table_of([drawn, *given][:num_sources], torch.bfloat16, "cpu")
     wanted = [expected, others, expected[:5]][:num_sources]
     assert_same_bits(table.decompress(), torch.cat(wanted))
     assert table.scheme == "planes" and table.savings > 0.2

@@ -90,8 +90,9 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
 
 
 @register_quantizer(METHOD)
-class IbpQuantizer(CodingQuantizer, HfQuantizer):
-    """The quantizer whose methods transformers calls while it loads a model with an `IbpConfig`.
+class IbpQuantizer(CodingQuantizer, HfQuantizer, ConversionOps):
+    """The quantizer whose methods transformers calls while it loads a model with an `IbpConfig`. It is also the
+    conversion that transformers calls after its own conversions of a checkpoint's tensors.
 
     Attributes:
         report: which weights are coded, and why others stay plain. None until the model has been loaded.
@@ -150,15 +151,15 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         tied them."""
         return self._codes(param_name)
 
-    def get_quantize_ops(self) -> _Coding:
-        return _Coding(self)
+    def get_quantize_ops(self) -> IbpQuantizer:
+        return self
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Notes in a tensor of a coded checkpoint which parameter it will become, so that the tensor is read in the
         form that the parameter needs. Returns the dtype that transformers' own method returns. transformers calls this
         for each tensor before it reads the tensor."""
         if isinstance(param, _CodedEntry):
-            converter.quantization_operation = self.get_quantize_ops()
+            converter.quantization_operation = self
             if isinstance(converter, WeightRenaming) and self._loading is not None:
                 param.wanted = self._loading, converter.target_patterns[0]
         return super().get_new_dtype(converter, param, dtype)
@@ -175,15 +176,22 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         if not _SAYS_TARGETS:
             _loadings.update(dict.fromkeys(coded, self._loading))
 
-    def put(self, key: str, value: Any) -> Any:
-        """Codes a weight and puts the table into the modules that hold the weight. Returns None, or the weight if it
-        stays a plain parameter."""
+    def convert(
+        self, input_dict: dict[str, Any], *, missing_keys: set[str] | None = None, **options: Any
+    ) -> dict[str, torch.Tensor]:
+        """Codes weights, and puts their tables into the modules that hold the weights. Returns the other weights, which
+        transformers then loads as plain parameters."""
         assert self._loading is not None
-        held = self._loading.put(key, value)
-        if isinstance(held, torch.Tensor):
-            return held
-        setattr(held, _INITIALIZED, True)  # otherwise transformers would fill it with random numbers
-        return None
+        plain = {}
+        for key, value in input_dict.items():
+            held = self._loading.put(key, value[0] if isinstance(value, list) else value)
+            if isinstance(held, torch.Tensor):
+                plain[key] = held
+                continue
+            setattr(held, _INITIALIZED, True)  # otherwise transformers would fill it with random numbers
+            if missing_keys is not None:
+                missing_keys.discard(key)
+        return plain
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         assert self._loading is not None
@@ -217,26 +225,6 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
 def _device_of(place: str) -> torch.device:
     """Returns the device that an entry of a device map names. A GPU is named by its number."""
     return torch.device("cuda", int(place)) if place.isdigit() else torch.device(place)
-
-
-class _Coding(ConversionOps):
-    """The conversion that transformers calls after its own conversions of a checkpoint's tensors. It puts coded weights
-    into their modules as tables. It returns the other weights, which transformers then loads as plain parameters."""
-
-    def __init__(self, quantizer: IbpQuantizer) -> None:
-        self._quantizer = quantizer
-
-    def convert(
-        self, input_dict: dict[str, Any], *, missing_keys: set[str] | None = None, **options: Any
-    ) -> dict[str, torch.Tensor]:
-        plain = {}
-        for key, value in input_dict.items():
-            left = self._quantizer.put(key, value[0] if isinstance(value, list) else value)
-            if left is not None:
-                plain[key] = left
-            elif missing_keys is not None:
-                missing_keys.discard(key)
-        return plain
 
 
 # ---- files of coded weights ----
@@ -407,7 +395,7 @@ def save_coded(
         config = quantizer.quantization_config
     else:
         config = IbpConfig.of(model)
-    with _set(model.config, quantization_config=config.to_dict()), _no_weights():
+    with _saved_as(model.config, config.to_dict()):
         model.save_pretrained(directory, state_dict={})
     folder = Path(directory)
     for plain in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
@@ -439,23 +427,14 @@ def _in_file(model: PreTrainedModel) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _set(config: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes of a config, and restores them when the context ends."""
-    before = {name: getattr(config, name) for name in values if hasattr(config, name)}
-    for name, value in values.items():
-        setattr(config, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            setattr(config, name, before[name]) if name in before else delattr(config, name)
-
-
-@contextlib.contextmanager
-def _no_weights() -> Iterator[None]:
-    """Inside the context, `save_pretrained` writes everything except weights."""
-    token = _without_weights.set(True)
+def _saved_as(config: Any, fields: dict[str, Any]) -> Iterator[None]:
+    """Inside the context, `save_pretrained` writes the model's config with these fields of an `IbpConfig`, and writes
+    no weights."""
+    before = {name: value for name, value in vars(config).items() if name == "quantization_config"}
+    config.quantization_config, token = fields, _without_weights.set(True)
     try:
         yield
     finally:
         _without_weights.reset(token)
+        del config.quantization_config
+        vars(config).update(before)

@@ -27,7 +27,7 @@ import torch
 from ... import CompressedTensor
 from ...deltas import PlacedReceiver, ShardPlace
 from ..shared import check_engine
-from ._layers import CodedMethod, IncomingTensor, storage_of
+from .weights import CodedMethod, IncomingTensor, storage_of
 
 try:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # type: ignore
@@ -185,8 +185,11 @@ class ModelReceiver(PlacedReceiver):
     def __init__(self, model: torch.nn.Module, is_eager: bool = False) -> None:
         super().__init__()
         self._model: Any = model
-        self._coded: list[tuple[Any, Any]] = [
-            (layer, layer.quant_method) for layer in model.modules() if _is_coded(layer)
+        methods = ((layer, getattr(layer, "quant_method", None)) for layer in model.modules())
+        self._coded = [
+            (layer, method)
+            for layer, method in methods
+            if isinstance(method, CodedMethod) and method.tables and not method.is_tied
         ]
         if self._coded and not is_eager:
             raise NotImplementedError(
@@ -211,7 +214,7 @@ class ModelReceiver(PlacedReceiver):
                 self._model.load_weights(iter(weights.items()))
         by_storage = {storage_of(weight): table for tables in plain for weight, table in tables.items()}
         return {
-            name: [_place(name, weight.as_subclass(torch.Tensor), *copied, by_storage) for copied in copies[name].found]
+            name: [_place(name, weight, *copied, by_storage) for copied in copies[name].found]
             for name, weight in weights.items()
         }
 
@@ -227,11 +230,6 @@ class _Copies:
 
     def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         raise NotImplementedError("a weight loader changes values before it copies them, which no delta can do")
-
-
-def _is_coded(layer: Any) -> bool:
-    method = getattr(layer, "quant_method", None)
-    return isinstance(method, CodedMethod) and bool(method.tables) and not method.is_tied
 
 
 def _place(
