@@ -7,7 +7,8 @@ weight. Each of its parts (`BasePart`) says which elements a tensor, or the rows
 `apply_all` divides jobs into *batches* and undoes all of them if one fails. There are three classes of batches, with
 the same methods: `GpuBatch` for several jobs on a GPU, `HostBatch` for one job on the CPU, and `CopyBatch` for one job
 whose base has to be copied into one tensor, changed there, and written back. If a batch runs on a GPU, `begin` queues
-its work and `apply` waits for it; otherwise `apply` does the work. `take_back` undoes the changes.
+its work and `apply` waits for it; otherwise `apply` does the work. If a delta does not match its base or is damaged,
+`apply` raises the error for it, and leaves the bases of its batch as they were. `take_back` undoes the changes.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class BasePart(NamedTuple):
     The elements of a base form one sequence. They are the elements of some rows of a tensor. If several tensors are
     joined, the elements of each tensor follow those of the tensor before it.
 
-    memory: a tensor, viewed as integers, or rows of a table. It holds the part.
+    memory: a tensor, or rows of a table. It holds the part.
     size, strides, offset: the arguments with which `torch.as_strided` selects the part's elements from the sequence.
     """
 
@@ -95,21 +96,24 @@ class BasePart(NamedTuple):
     offset: int
 
     @classmethod
-    def at(cls, memory: Memory, first: int, shape: torch.Size, box: tuple[slice, ...]) -> BasePart:
-        """Returns the part for a box, which is a range of elements in each dimension of a tensor's rows.
+    def at(cls, memory: Memory, shape: torch.Size, box: tuple[slice, ...]) -> BasePart:
+        """Returns the part for a box, which is a range of elements in each dimension of a tensor's rows. The sequence
+        begins with these rows.
 
         Args:
             memory: holds the elements of the box.
-            first: the index in the sequence at which the rows begin.
             shape: the shape of the rows.
             box: a slice for each dimension of the rows.
         """
         strides = tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
         ranges = [range(length)[part] for length, part in zip(shape, box)]
-        offset = first + sum(each.start * stride for each, stride in zip(ranges, strides))
-        if isinstance(memory, torch.Tensor):
-            memory = bits_of(memory.detach())
+        offset = sum(each.start * stride for each, stride in zip(ranges, strides))
         return cls(memory, tuple(map(len, ranges)), strides, offset)
+
+    @classmethod
+    def whole(cls, memory: Memory) -> BasePart:
+        """Returns the part that has all elements of a sequence."""
+        return cls.at(memory, memory.shape, (slice(None),) * len(memory.shape))
 
     def of(self, elements: torch.Tensor) -> torch.Tensor:
         """Returns a view of the part's elements. elements: all elements of the base, 1-D."""
@@ -141,7 +145,7 @@ class SplitBase:
         ends = list(itertools.accumulate(math.prod(each.size) for each in parts))
         self._flats: list[torch.Tensor] | None = None
         if is_whole and ends[-1] == shape.numel() and all(map(_is_run, parts, [0, *ends])):
-            self._flats = [each.memory.view(-1) for each in dense if isinstance(each.memory, torch.Tensor)]
+            self._flats = [bits_of(each.memory).view(-1) for each in dense if isinstance(each.memory, torch.Tensor)]
 
     @property
     def device(self) -> torch.device:
@@ -173,9 +177,9 @@ class SplitBase:
         all elements of the base as integers."""
         if self._flats is not None:
             return bits.split([flat.numel() for flat in self._flats]), self._flats
-        memories = [each.memory for each in group]
+        memories = (each.memory for each in group)
         return [each.of(bits) for each in group], [
-            bits_of(memory.read()) if isinstance(memory, TableRows) else memory for memory in memories
+            bits_of(memory.read() if isinstance(memory, TableRows) else memory) for memory in memories
         ]
 
 
@@ -203,8 +207,7 @@ def memory_of(x: Version | TableRows | SplitBase) -> tuple[Any, ...]:
 
 def of_one_part(memory: Memory) -> SplitBase:
     """Returns a base that consists of one part, which is a whole tensor or rows of a table."""
-    part = BasePart.at(memory, 0, memory.shape, (slice(None),) * len(memory.shape))
-    return SplitBase([part], memory.shape, memory.dtype, True)
+    return SplitBase([BasePart.whole(memory)], memory.shape, memory.dtype, True)
 
 
 Base = torch.Tensor | SplitBase
@@ -243,26 +246,35 @@ def coding_key(delta: Delta) -> tuple[Hashable, ...] | None:
     return tuple(book.codec), book.words(torch.device("cpu")).numpy().tobytes()
 
 
+def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
+    """Raises the error for a delta that was not applied: DeltaMismatchError if the base does not have the fingerprint
+    that the delta names, else CorruptTableError."""
+    found = fingerprint(base if isinstance(base, torch.Tensor) else base.read())
+    if found != delta.base:
+        advice = "were new and base exchanged in ibp.deltas.make(new, base), or has the delta been applied before?"
+        raise DeltaMismatchError(
+            f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
+            + (f", and makes what is there: {advice}" if found == delta.result else "")
+        )
+    raise CorruptTableError(
+        f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
+    )
+
+
 class GpuBatch:
-    """Deltas that are applied in one call. Their bases are on the same GPU, and their codebooks are equal.
+    """Jobs that are done in one call. Their bases are contiguous tensors on the same GPU, and the codebooks of their
+    deltas are equal. The coded differences are copied to the GPU."""
 
-    Args:
-        indices: for each tensor, the number by which the caller identifies it.
-        deltas, bases: the delta and the base of each tensor. The coded differences are copied to the GPU.
-
-    Attributes:
-        indices: the argument.
-    """
-
-    def __init__(self, indices: Sequence[int], deltas: Sequence[Delta], bases: Sequence[torch.Tensor]) -> None:
-        self.indices = indices
-        self._device, book = bases[0].device, deltas[0].table.codebook
+    def __init__(self, jobs: Sequence[tuple[str, Delta, torch.Tensor]]) -> None:
+        self._jobs = jobs
+        _, first_delta, first_base = jobs[0]
+        self._device, book = first_base.device, first_delta.table.codebook
         assert isinstance(book, PlanesCodebook)
-        self._tables = [delta.to(self._device).table for delta in deltas]
-        firsts = first_rows([base.nbytes for base in bases], book.row_bytes)
+        self._tables = [delta.to(self._device).table for _, delta, _ in jobs]
+        firsts = first_rows([base.nbytes for _, _, base in jobs], book.row_bytes)
         self._num_rows = firsts[-1]
         fields = []
-        for delta, base, table, first in zip(deltas, bases, self._tables, firsts):
+        for (_, delta, base), table, first in zip(jobs, self._tables, firsts):
             num_bytes, overflow = base.nbytes, table.overflow
             of_size = mix(num_bytes)
             sums = (delta.base - of_size) % 2**64, (delta.result - of_size) % 2**64
@@ -271,7 +283,7 @@ class GpuBatch:
         near = torch.from_numpy(np.array(fields, np.uint64).view(np.int64))  # torch.tensor would take longer for a list
         self._tensors = staging.queued(near, self._device)
         self._coding = book.words(self._device), book.codec
-        self._state = torch.zeros(1 + 3 * len(bases), dtype=torch.int64, device=self._device)
+        self._state = torch.zeros(1 + 3 * len(jobs), dtype=torch.int64, device=self._device)
 
     def begin(self) -> None:
         """Queues kernels that apply all deltas. If any delta is damaged or does not match its base, they apply no
@@ -279,19 +291,26 @@ class GpuBatch:
         self._call(False)
         self._found = staging.Coming(self._state)
 
-    def apply(self) -> int | None:
-        """Waits for the work that `begin` queued. Returns None if the deltas have been applied. Otherwise no tensor has
-        changed, and the result is the index of a tensor whose delta does not match its base or is damaged."""
+    def apply(self) -> None:
+        """Waits for the work that `begin` queued. If no delta was applied, raises the error for one that does not match
+        its base or is damaged."""
+        refused = self.refused()
+        if refused is not None:
+            _refuse(*refused)
+
+    def refused(self) -> tuple[str, Delta, torch.Tensor] | None:
+        """Waits for the work that `begin` queued. Returns None if the deltas have been applied. Otherwise no base has
+        changed, and the result is a job whose delta does not match its base or is damaged."""
         verdict, *of_tensors = self._found.wait().tolist()
         if verdict == _APPLIED:
             return None
         wanted = self._tensors[:, 8:].tolist()
         found_of = [of_tensors[i : i + 3] for i in range(0, len(of_tensors), 3)]
-        for index, (base_sum, result_sum), found in zip(self.indices, wanted, found_of):
+        for job, (base_sum, result_sum), found in zip(self._jobs, wanted, found_of):
             is_other = found[0] != base_sum
             if is_other if verdict == _OTHER_BASE else found[2] or (found[0] + found[1] - result_sum) % 2**64:
-                return index
-        return self.indices[0]
+                return job
+        return self._jobs[0]
 
     def take_back(self) -> None:
         """Undoes the changes of `begin`, even if `begin` was interrupted. If the sums of all tensors are 0, the kernels
@@ -311,33 +330,26 @@ class GpuBatch:
 
 
 class HostBatch:
-    """Applies one job whose base is on the CPU and contiguous. The differences are added in the base's own memory.
+    """Does one job whose base is on the CPU and contiguous. The differences are added in the base's own memory."""
 
-    Attributes:
-        indices: a list of one number, the index of the job.
-    """
-
-    def __init__(self, index: int, delta: Delta, base: torch.Tensor) -> None:
-        self.indices = [index]
-        self._delta, self._base = delta, bytes_of(base)
+    def __init__(self, name: str, delta: Delta, base: torch.Tensor) -> None:
+        self._name, self._delta, self._base = name, delta, bytes_of(base)
         self._table = delta.to("cpu").table
         self._is_begun = False
 
     def begin(self) -> None:
         """Does nothing, because `apply` does all the work."""
 
-    def apply(self) -> int | None:
-        """Applies the delta and returns None. If the delta was made for another base, or is damaged, leaves the base
-        unchanged and returns the index of the job."""
+    def apply(self) -> None:
+        """Applies the delta. If it was made for another base, or is damaged, leaves the base unchanged and raises."""
         before = fingerprint(self._base)
-        if before != self._delta.base:
-            return self.indices[0]
-        self._is_begun = True
-        change, is_good = self._add(False)
-        if is_good and (before + change) % 2**64 == self._delta.result:
-            return None
-        self.take_back()
-        return self.indices[0]
+        if before == self._delta.base:
+            self._is_begun = True
+            change, is_good = self._add(False)
+            if is_good and (before + change) % 2**64 == self._delta.result:
+                return
+            self.take_back()
+        _refuse(self._name, self._delta, self._base)
 
     def take_back(self) -> None:
         """Undoes `apply`, even if it was interrupted. Does nothing if the base has not changed."""
@@ -355,16 +367,11 @@ class HostBatch:
 
 
 class CopyBatch:
-    """Applies one job whose base is split, or cannot be changed in its own memory. The elements are copied into one
-    tensor, changed there, and written back. This needs memory for all elements and for their differences.
+    """Does one job whose base is split, or cannot be changed in its own memory. The elements are copied into one
+    tensor, changed there, and written back. This needs memory for all elements and for their differences."""
 
-    Attributes:
-        indices: a list of one number, the index of the job.
-    """
-
-    def __init__(self, index: int, delta: Delta, base: SplitBase) -> None:
-        self.indices = [index]
-        self._delta, self._base = delta, base
+    def __init__(self, name: str, delta: Delta, base: SplitBase) -> None:
+        self._name, self._delta, self._base = name, delta, base
         self._batch: GpuBatch | None = None  # applies the delta to the copied elements on a GPU
         # Returns the fingerprint that the elements had before. It is set just before the elements are written.
         self._before: Callable[[], int] | None = None
@@ -377,27 +384,28 @@ class CopyBatch:
             return
         elements = self._base.read()
         if can_apply(self._delta, elements) and coding_key(self._delta) is not None:
-            batch = GpuBatch(self.indices, [self._delta], [elements])
+            batch = GpuBatch([(self._name, self._delta, elements)])
             batch.begin()
             self._batch = batch
             self._before = lambda: finished(batch.sum_before(), self._delta.table.original_bytes)
             self._write(elements)
 
-    def apply(self) -> int | None:
-        """Applies the delta and returns None. If the delta was made for another base, or is damaged, returns the index
-        of the job; the base then has its old values. A base that is not whole is not checked."""
+    def apply(self) -> None:
+        """Applies the delta. If it was made for another base, or is damaged, leaves the base as it was and raises. A
+        base that is not whole is not checked."""
         if self._batch is not None:
-            return self._batch.apply()
+            if self._batch.refused() is not None:
+                _refuse(self._name, self._delta, self._base)
+            return
         elements = self._base.read()
         before = fingerprint(elements)
         if self._base.is_whole and before != self._delta.base:
-            return self.indices[0]
+            _refuse(self._name, self._delta, self._base)
         integers_of(elements).add_(self._differences())
         if self._base.is_whole and fingerprint(elements) != self._delta.result:
-            return self.indices[0]
+            _refuse(self._name, self._delta, self._base)
         self._before = lambda: before
         self._write(elements)
-        return None
 
     def _write(self, elements: torch.Tensor) -> None:
         for group in self._base.groups:
@@ -448,9 +456,7 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
             begun.append(batch)
             batch.begin()
         for batch in begun:
-            wrong = batch.apply()
-            if wrong is not None:
-                _refuse(*jobs[wrong])
+            batch.apply()
         if whole:
             staging.copy_all([bits_of(base.detach()) for base, _ in whole], [bits_of(new) for _, new in whole])
     except BaseException:
@@ -470,11 +476,11 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
     copy of the base (`CopyBatch`)."""
     # The results of coding_key, by identity of the codebook and dtype, because deltas often share a codebook.
     keys: dict[tuple[Hashable, ...], tuple[Hashable, ...] | None] = {}
-    groups: dict[tuple[Hashable, ...], list[tuple[int, Delta, torch.Tensor]]] = {}
+    groups: dict[tuple[Hashable, ...], list[tuple[str, Delta, torch.Tensor]]] = {}
     others: list[Batch] = []
-    for index, (_, delta, base) in enumerate(jobs):
+    for name, delta, base in jobs:
         if isinstance(base, SplitBase):
-            others.append(CopyBatch(index, delta, base))
+            others.append(CopyBatch(name, delta, base))
             continue
         key = None
         if can_apply(delta, base):
@@ -483,29 +489,14 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
                 keys[book] = coding_key(delta)
             key = keys[book]
         if key is not None:
-            groups.setdefault((base.device, *key), []).append((index, delta, base))
+            groups.setdefault((base.device, *key), []).append((name, delta, base))
         elif base.device.type == "cpu" and base.is_contiguous() and base.numel() and delta.table.row_bytes % 8 == 0:
-            others.append(HostBatch(index, delta, base))
+            others.append(HostBatch(name, delta, base))
         else:
-            others.append(CopyBatch(index, delta, of_one_part(base)))
+            others.append(CopyBatch(name, delta, of_one_part(base)))
     for group in groups.values():
-        yield GpuBatch(*zip(*group))
+        yield GpuBatch(group)
     yield from others
-
-
-def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
-    """Raises the error for a delta that was not applied: DeltaMismatchError if the base does not have the fingerprint
-    that the delta names, else CorruptTableError."""
-    found = fingerprint(base if isinstance(base, torch.Tensor) else base.read())
-    if found != delta.base:
-        advice = "were new and base exchanged in ibp.deltas.make(new, base), or has the delta been applied before?"
-        raise DeltaMismatchError(
-            f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
-            + (f", and makes what is there: {advice}" if found == delta.result else "")
-        )
-    raise CorruptTableError(
-        f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
-    )
 
 
 def _check_base(name: str, delta: Delta, base: Any) -> None:

@@ -11,6 +11,7 @@ holds these rows.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -228,10 +229,9 @@ class Receiver:
             for region in regions
         ]
 
-    def _parts_here(self, rows: TensorRows, dtype: torch.dtype) -> list[tuple[Memory, tuple[slice, ...]]]:
-        """Returns (the memory in this process that holds a part of `rows`; a slice for each dimension of `rows`, which
-        together select this part) for each such part. Here these are all of the rows, under each name of their
-        tensor."""
+    def _parts_here(self, rows: TensorRows, dtype: torch.dtype) -> list[BasePart]:
+        """Returns the parts of `rows` that this process holds. Here each part has all of the rows, under one of the
+        names of their tensor."""
         found = []
         for name in rows.names:
             if name not in self._weights:
@@ -241,7 +241,7 @@ class Receiver:
                 raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {dtype}")
             if weight.shape != rows.full_shape:
                 raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(rows.full_shape)}")
-            found.append((rows_of(weight, rows.start, rows.end), (slice(None),) * len(rows.shape)))
+            found.append(BasePart.whole(rows_of(weight, rows.start, rows.end)))
         return found
 
     def _check_before(self, region: Region, base: Base) -> None:
@@ -302,31 +302,29 @@ def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> M
     return weight.detach()[first:last] if weight.dim() else weight.detach()
 
 
-def bases_of_rows(
-    places: Sequence[tuple[TensorRows, Sequence[tuple[Memory, tuple[slice, ...]]]]], dtype: torch.dtype
-) -> list[Base]:
+def bases_of_rows(places: Sequence[tuple[TensorRows, Sequence[BasePart]]], dtype: torch.dtype) -> list[Base]:
     """Returns the bases of one region.
 
     - If the region has rows of a single tensor, and each memory is a tensor that holds all of these rows, each memory
       is a separate base. So a tensor with several names has several bases.
-    - Otherwise there is one base (`SplitBase`), which consists of all memories.
+    - Otherwise there is one base (`SplitBase`), which consists of all parts.
     - If this process holds none of the rows, there is no base.
 
     Args:
-        places: (rows, parts) for each tensor of the region. `parts` has (memory, box) for each part of the rows that
-            this process holds. The box has a slice for each dimension; together they select the part from the rows.
-            Different boxes of a tensor must not overlap, unless one of them covers all rows.
+        places: for each tensor of the region, (its rows, the parts of these rows that this process holds). Different
+            parts of a tensor must not overlap, unless one of them has all rows.
         dtype: the dtype of the rows.
     """
     if len(places) == 1:
         rows, found = places[0]
-        if all(isinstance(memory, torch.Tensor) and memory.shape == rows.shape for memory, _ in found):
-            return [memory for memory, _ in found if isinstance(memory, torch.Tensor)]
+        memories = [part.memory for part in found if isinstance(part.memory, torch.Tensor)]
+        if len(memories) == len(found) and all(memory.shape == rows.shape for memory in memories):
+            return list(memories)
     parts, offset, num_missing = [], 0, 0
     for rows, found in places:
-        parts += [BasePart.at(memory, offset, rows.shape, box) for memory, box in found]
+        parts += [part._replace(offset=offset + part.offset) for part in found]
         offset += rows.shape.numel()
-        there = {tuple((each.start, each.stop) for each in box): memory.shape.numel() for memory, box in found}
+        there = {(part.offset, part.size): math.prod(part.size) for part in found}
         num_missing += max(0, rows.shape.numel() - sum(there.values()))
     shape = places[0][0].shape if len(places) == 1 else torch.Size((offset,))
     return [SplitBase(parts, shape, dtype, not num_missing)] if parts else []
@@ -363,17 +361,17 @@ class ShardPlace(NamedTuple):
     first_row: int
     box: tuple[tuple[int, int], ...]
 
-    def _within(self, rows: TensorRows) -> tuple[Memory, tuple[slice, ...]] | None:
-        """Returns (the memory in this place that holds a part of `rows`; a slice for each dimension of `rows`, which
-        together select this part), or None if this place holds no part of `rows`."""
+    def _within(self, rows: TensorRows) -> BasePart | None:
+        """Returns the part of `rows` that this place holds, or None if it holds none of them."""
         if not rows.shape:
-            return rows_of(self.memory, 0, 1), ()
+            return BasePart.at(rows_of(self.memory, 0, 1), rows.shape, ())
         (start, length), *others = self.box
         first, last = max(start, rows.start), min(start + length, rows.start + rows.shape[0])
         if first >= last:
             return None
         memory = rows_of(self.memory, self.first_row + first - start, self.first_row + last - start)
-        return memory, (slice(first - rows.start, last - rows.start), *(slice(at, at + size) for at, size in others))
+        box = slice(first - rows.start, last - rows.start), *(slice(at, at + size) for at, size in others)
+        return BasePart.at(memory, rows.shape, box)
 
 
 class PlacedReceiver(Receiver, ABC):
@@ -424,6 +422,6 @@ class PlacedReceiver(Receiver, ABC):
             self._places.update(self.places_of(asked))
         return super().bases_of(regions)
 
-    def _parts_here(self, rows: TensorRows, dtype: torch.dtype) -> list[tuple[Memory, tuple[slice, ...]]]:
+    def _parts_here(self, rows: TensorRows, dtype: torch.dtype) -> list[BasePart]:
         places = [place._within(rows) for name in rows.names for place in self._places[name]]
         return [place for place in places if place is not None]
