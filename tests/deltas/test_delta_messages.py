@@ -379,14 +379,14 @@ def test_weights_are_divided_once(monkeypatch):
     """Unless something changes that decides which tensors share a region: here the dtype of a tensor without
     elements."""
     weights = {"a": torch.randn(4), "empty": torch.empty(0, 8), "b": torch.randn(5)}
-    plan, divided, divide = _sending.RegionPlan((0, 1), 4096), [], _sending._divided
+    sender, divided, divide = Sender(piece_bytes=4 * 4096), [], _sending._divided
     monkeypatch.setattr(_sending, "_divided", lambda *args: divided.append(1) or divide(*args))
     for _ in range(3):
-        (region,) = plan.regions({name: tensor.view(tensor.shape) for name, tensor in weights.items()})
+        (region,) = sender._regions({name: tensor.view(tensor.shape) for name, tensor in weights.items()})
         assert region.values().numel() == 9
     assert len(divided) == 1
     weights["empty"] = weights["empty"].half()
-    assert sorted(str(region.dtype) for region in plan.regions(weights)) == ["torch.float16", "torch.float32"]
+    assert sorted(str(region.dtype) for region in sender._regions(weights)) == ["torch.float16", "torch.float32"]
     assert len(divided) == 2
 
 
