@@ -43,7 +43,7 @@ from ._coding import (
 )
 
 if TYPE_CHECKING:
-    from ._tensors import Delta
+    from ._delta import Delta
 
     Job = tuple[str, Delta, "Base"]  # name of the base for messages, delta, base
 

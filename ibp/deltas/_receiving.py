@@ -22,9 +22,8 @@ from .._rows.faults import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import Base, BasePart, Memory, SplitBase, TableRows, apart, apply_all, of_one_part
 from ._coding import DeltaMismatchError, check_source, fingerprint
-from ._making import make
+from ._delta import Delta, make
 from ._messages import Change, Named, PushHead, Region, TensorRows, named, opened, read_message
-from ._tensors import Delta
 
 _WANTED = "the weights are as they were, and are wanted whole unless what is missing still comes: push(..., full=True)"
 

@@ -23,7 +23,7 @@ from .._machine import memory as _memory
 from .._machine import staging
 from ._applying import memory_of
 from ._coding import Version, bits_of, check_source, fingerprint
-from ._making import begin_differences
+from ._delta import CheckpointDelta, Delta, begin_differences
 from ._messages import (
     Change,
     ChangeHead,
@@ -38,7 +38,6 @@ from ._messages import (
     pack,
     places_of,
 )
-from ._tensors import CheckpointDelta, Delta
 
 # Each message takes time of the host on both sides, however few bytes it has. So a message has the changes of many
 # weights.

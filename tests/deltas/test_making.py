@@ -11,7 +11,7 @@ from helpers import assert_same_bits
 from ibp._core import ROWS_PER_BASE
 from ibp.deltas import _coding
 from ibp.deltas._coding import ROW_BYTES, known_codebook
-from ibp.deltas._making import Making
+from ibp.deltas._delta import Making
 
 DEFAULT_ROW = ROW_BYTES  # the length of a row that takes no bytes
 
