@@ -12,7 +12,7 @@ piece is decoded. Each call takes these steps:
                                        GPUs if a codec is given, or if the  ranks that send, and sends it to all ranks
                                        kind is new or due to be checked
               _Transfer.call           the previous call in this direction  the sender learns a codec, and the receiver
-              (_point_to_point.py)                                          reads it in a note after a raw tensor
+              (_calls.py)                                                   reads it in a note after a raw tensor
     size      Collective.pieces,       nothing                              nobody: sizes of messages follow from the
               Messages                                                      codec and the sizes of tensors
     encode    CodedWork._start         nothing                              the sender: which messages lose rows
@@ -335,7 +335,7 @@ class OneTensor(Collective):
     def pieces(self, plan: Plan) -> list[ExchangePiece]:
         x, pieces = as_bytes(self.tensors[0]), []
         for span in spans_of(x.numel(), plan.num_pieces):
-            messages, data = plan.messages_of([span.payload], x.device), {0: x[span.bytes]}
+            messages, data = plan.messages_of([len(span)], x.device), {0: x[span.start : span.stop]}
             pieces.append(ExchangePiece(messages, data, {}) if self.is_sent else ExchangePiece(messages, {}, data))
         return pieces
 

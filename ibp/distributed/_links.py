@@ -1,6 +1,7 @@
 """Decides how calls are made. The first part measures how fast tensors travel between ranks and how fast they are
 coded, and decides whether coding pays. The second part has the state of a process group on one rank: the rate of its
-link, and the plan for each kind of call, which `Collective.plan` (`_exchange.py`) makes.
+link, and the plan for each kind of call. `Collective.plan` (`_exchange.py`) makes the plans of collectives; the
+receiver of a `send` learns the plan from a note.
 
 With level="auto", tensors are sent coded only if coding is expected to save time on the group's link. The rate of the
 link is measured once for each group, with a raw all-gather. All ranks decide from the same numbers: the time of the
@@ -216,6 +217,8 @@ def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
 # ---- plans and the state of a group --------------------------------------------------------------------------------
 
 LEVELS = ("auto", *CODED_LEVELS)
+NOTE_BYTES = 1 << 14  # Size of a note in bytes. If a codec does not fit in it, the note says that tensors travel raw.
+_LENGTH_BYTES = 8  # A note begins with the length of its content in bytes, an int64.
 _MOST_LAYOUTS = 64  # A plan keeps at most this many layouts of messages.
 # The ranks tell each other whether rows were lost after 8 calls of a kind, after 32 calls, and then after every 64th
 # call.
@@ -347,6 +350,45 @@ class Channel:
     plans: dict[Kind, Plan] = field(default_factory=dict)
     learners: dict[Kind, Learner[Codec]] = field(default_factory=dict)
     last: dist.Work | None = None
+
+
+def note_of(kind: Kind, codec: Codec | None) -> torch.Tensor:
+    """Returns a note, uint8 [NOTE_BYTES] on the CPU. The note has the length of its content, followed by the content:
+    the kind and the codec. If the content does not fit, the length is 0."""
+    content = wire.written((kind, codec))
+    note = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
+    if len(content) <= NOTE_BYTES - _LENGTH_BYTES:
+        note[:_LENGTH_BYTES].view(torch.int64).fill_(len(content))
+        note[_LENGTH_BYTES : _LENGTH_BYTES + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return note
+
+
+def codec_in(note: torch.Tensor, kind: Kind) -> Codec | None:
+    """Returns the codec in a note, or None if tensors travel raw.
+
+    Args:
+        kind: the kind of tensor that the receiver expects.
+
+    Raises:
+        ValueError: the bytes are not a note, or the sender's tensor is of another kind.
+    """
+    content = note.cpu()
+    length = int(content[:_LENGTH_BYTES].view(torch.int64))
+    if not 0 < length <= NOTE_BYTES - _LENGTH_BYTES:
+        return None
+    found = wire.read(content[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes())
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Kind):
+        raise ValueError("recv: what came behind the sender's tensor is no note that says how later ones travel")
+    sent, codec = found
+    if codec is not None and not isinstance(codec, Codec):
+        raise ValueError(f"recv: the sender's note has a {type(codec).__name__}; wanted a codec")
+    if sent != kind:
+        raise ValueError(f"recv: the sender's tensor is {_shown(sent)}; this one is {_shown(kind)}")
+    return codec
+
+
+def _shown(kind: Kind) -> str:
+    return f"{kind.numel} elements of {kind.dtype} on {kind.device}, level {kind.level!r}, name {kind.name!r}"
 
 
 class GroupState:
