@@ -1,8 +1,8 @@
 """Applies deltas: all deltas of a call, or, if an error occurs, none.
 
 A *job* is a delta and its *base*, the elements that it changes. A base is a tensor, or a `SplitBase`: elements that
-this process keeps in several tensors, in rows of tables (`TableRows`), or only partly, as it keeps the shard of a
-weight. Each of its parts (`BasePart`) says which elements a tensor, or the rows of a table, have.
+this process keeps in several tensors, in items of tables, or only partly, as it keeps the shard of a weight. Each of
+its parts (`BasePart`) says which elements a tensor, or the items of a table, have.
 
 `apply_all` divides jobs into *batches* and undoes all of them if one fails. There are three classes of batches, with
 the same methods: `GpuBatch` for several jobs on a GPU, `HostBatch` for one job on the CPU, and `CopyBatch` for one job
@@ -50,70 +50,69 @@ if TYPE_CHECKING:
 # ---- bases ----
 
 
-class TableRows(NamedTuple):
-    """Items `first` to `last` - 1 of a table, which can be read and replaced."""
-
-    table: CompressedTensor
-    first: int
-    last: int
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.last - self.first, *self.table.shape[1:]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.table.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.table.device
-
-    def read(self) -> torch.Tensor:
-        return decode_items(self.table, self.first, self.last, self.device, check=True)
-
-    def write(self, items: torch.Tensor) -> None:
-        """Replaces all items, or none if an error occurs. The new items are coded with the table's codebook."""
-        put_items(self.table, torch.arange(self.first, self.last, device="cpu"), items)
-
-
-Memory = torch.Tensor | TableRows
-
-
 class BasePart(NamedTuple):
     """A part of a base, and the memory that holds the part.
 
     The elements of a base form one sequence. They are the elements of some rows of a tensor. If several tensors are
     joined, the elements of each tensor follow those of the tensor before it.
 
-    memory: a tensor, or rows of a table. It holds the part.
+    memory: a tensor that holds the part, or a table.
+    first: the index of the first item of the table that has elements of the part; 0 if memory is a tensor.
     size, strides, offset: the arguments with which `torch.as_strided` selects the part's elements from the sequence.
     """
 
-    memory: Memory
+    memory: Version
+    first: int
     size: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
 
     @classmethod
-    def at(cls, memory: Memory, shape: torch.Size, box: tuple[slice, ...]) -> BasePart:
+    def whole(cls, memory: torch.Tensor) -> BasePart:
+        """Returns the part that has all elements of the sequence."""
+        return cls(memory, 0, tuple(memory.shape), _strides_of(memory.shape), 0)
+
+    @classmethod
+    def at(cls, weight: Version, first: int, shape: torch.Size, box: Sequence[slice] | None = None) -> BasePart:
         """Returns the part for a box, which is a range of elements in each dimension of a tensor's rows. The sequence
         begins with these rows.
 
         Args:
-            memory: holds the elements of the box.
+            weight: the tensor or table that holds the elements of the box. A weight of no dimensions is one item.
+            first: the index of the item of `weight` that has the first of these elements.
             shape: the shape of the rows.
-            box: a slice for each dimension of the rows.
+            box: a slice for each dimension of the rows. None: all elements of the rows.
         """
-        strides = tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
-        ranges = [range(length)[part] for length, part in zip(shape, box)]
+        ranges = [range(length)[part] for length, part in zip(shape, box or (slice(None),) * len(shape))]
+        size, strides = tuple(map(len, ranges)), _strides_of(shape)
         offset = sum(each.start * stride for each, stride in zip(ranges, strides))
-        return cls(memory, tuple(map(len, ranges)), strides, offset)
+        if isinstance(weight, torch.Tensor):
+            items = slice(first, first + (size[0] if size else 1))
+            weight, first = (weight.detach()[items] if weight.dim() else weight.detach()), 0
+        return cls(weight, first, size, strides, offset)
 
-    @classmethod
-    def whole(cls, memory: Memory) -> BasePart:
-        """Returns the part that has all elements of a sequence."""
-        return cls.at(memory, memory.shape, (slice(None),) * len(memory.shape))
+    @property
+    def items(self) -> tuple[int, int]:
+        """The index of the part's first item in a table, and of the item after the last one."""
+        return self.first, self.first + (self.size[0] if self.size else 1)
+
+    def alone(self) -> SplitBase:
+        """Returns a base that consists of this part."""
+        shape = torch.Size(self.size)
+        part = self._replace(strides=_strides_of(shape), offset=0)
+        return SplitBase([part], shape, self.memory.dtype, True)
+
+    def read(self) -> torch.Tensor:
+        """Returns the values of the part: the memory itself if it is a tensor. Items of a table are decompressed."""
+        if isinstance(self.memory, torch.Tensor):
+            return self.memory
+        return decode_items(self.memory, *self.items, self.memory.device, check=True).view(self.size)
+
+    def write_items(self, values: torch.Tensor) -> None:
+        """Replaces all of the part's items in a table, or none if an error occurs. The new items are coded with the
+        table's codebook."""
+        assert isinstance(self.memory, CompressedTensor)
+        put_items(self.memory, torch.arange(*self.items, device="cpu"), values)
 
     def of(self, elements: torch.Tensor) -> torch.Tensor:
         """Returns a view of the part's elements. elements: all elements of the base, 1-D."""
@@ -137,8 +136,9 @@ class SplitBase:
     def __init__(self, parts: Sequence[BasePart], shape: torch.Size, dtype: torch.dtype, is_whole: bool) -> None:
         self.parts, self.shape, self.dtype, self.is_whole = parts, shape, dtype, is_whole
         dense = [each for each in parts if isinstance(each.memory, torch.Tensor)]
-        self.groups = [[each] for each in parts if isinstance(each.memory, TableRows)] + ([dense] if dense else [])
-        self.key = tuple(memory_of(each.memory) for each in parts)
+        self.groups = [[each] for each in parts if isinstance(each.memory, CompressedTensor)]
+        self.groups += [dense] if dense else []
+        self.key = tuple((*memory_of(each.memory), *each.items) for each in parts)
         # The tensors that hold the elements, as 1-D views, if the base consists of contiguous tensors, one after the
         # other (for example, the experts of a layer). Then one call of `split` makes the corresponding views of the
         # elements. Otherwise None.
@@ -163,8 +163,8 @@ class SplitBase:
         """Writes the elements of a group to the memory of its parts: all of them, or none if an error occurs.
         elements: all elements of the base, 1-D."""
         first = group[0]
-        if isinstance(first.memory, TableRows):
-            first.memory.write(first.of(elements))
+        if isinstance(first.memory, CompressedTensor):
+            first.write_items(first.of(elements))
         else:
             parts, memories = self._copied(group, bits_of(elements))
             staging.copy_all(memories, parts)
@@ -172,42 +172,34 @@ class SplitBase:
     def _copied(
         self, group: Sequence[BasePart], bits: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Returns (for each part of a group, a view of its elements in `bits`; for each part, the values in its
-        memory, as integers). The values of a part in a tensor are a view of it; rows of tables are decompressed. bits:
-        all elements of the base as integers."""
+        """Returns (for each part of a group, a view of its elements in `bits`; for each part, its values as integers).
+        The values of a part in a tensor are a view of it. bits: all elements of the base as integers."""
         if self._flats is not None:
             return bits.split([flat.numel() for flat in self._flats]), self._flats
-        memories = (each.memory for each in group)
-        return [each.of(bits) for each in group], [
-            bits_of(memory.read() if isinstance(memory, TableRows) else memory) for memory in memories
-        ]
+        return [each.of(bits) for each in group], [bits_of(each.read()) for each in group]
 
 
 def _is_run(part: BasePart, first: int) -> bool:
     """Returns whether the memory of a part is a contiguous tensor, and the part has consecutive elements of the base,
     beginning at element `first`."""
-    count, is_run = 1, part.offset == first and isinstance(part.memory, torch.Tensor) and part.memory.is_contiguous()
-    for length, stride in zip(reversed(part.size), reversed(part.strides)):
-        is_run = is_run and (length == 1 or stride == count)
-        count *= length
-    return is_run
+    if part.offset != first or not isinstance(part.memory, torch.Tensor) or not part.memory.is_contiguous():
+        return False
+    wanted = _strides_of(torch.Size(part.size))
+    return all(length == 1 or here == there for length, here, there in zip(part.size, part.strides, wanted))
 
 
-def memory_of(x: Version | TableRows | SplitBase) -> tuple[Any, ...]:
+def memory_of(x: Version | SplitBase) -> tuple[Any, ...]:
     """Returns a key that identifies the elements of x in memory. Two arguments have equal keys if they consist of the
     same elements in the same memory."""
     if isinstance(x, SplitBase):
         return x.key
-    if isinstance(x, TableRows):
-        return id(x.table), x.first, x.last
     if isinstance(x, CompressedTensor) or x.numel() == 0:
         return (id(x),)
     return x.device, x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
-def of_one_part(memory: Memory) -> SplitBase:
-    """Returns a base that consists of one part, which is a whole tensor or rows of a table."""
-    return SplitBase([BasePart.whole(memory)], memory.shape, memory.dtype, True)
+def _strides_of(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
 
 
 Base = torch.Tensor | SplitBase
@@ -493,7 +485,7 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
         elif base.device.type == "cpu" and base.is_contiguous() and base.numel() and delta.table.row_bytes % 8 == 0:
             others.append(HostBatch(name, delta, base))
         else:
-            others.append(CopyBatch(name, delta, of_one_part(base)))
+            others.append(CopyBatch(name, delta, BasePart.whole(base).alone()))
     for group in groups.values():
         yield GpuBatch(group)
     yield from others

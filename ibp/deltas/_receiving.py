@@ -20,7 +20,7 @@ import torch
 
 from .._rows.faults import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
-from ._applying import Base, BasePart, Memory, SplitBase, TableRows, apart, apply_all, of_one_part
+from ._applying import Base, BasePart, SplitBase, apart, apply_all
 from ._coding import DeltaMismatchError, check_source, fingerprint
 from ._delta import Delta, make
 from ._messages import Change, Named, PushHead, Region, TensorRows, named, opened, read_message
@@ -185,12 +185,12 @@ class Receiver:
                 if isinstance(change, Delta):
                     jobs.append((_name(region), change, base))
                 elif change is not None:
-                    for memory, new in _written(base, change):
-                        if isinstance(memory, TableRows):
-                            delta = make(new, memory.read(), device=memory.device)
-                            jobs.append((_name(region), delta, of_one_part(memory)))
+                    for part, new in _written(base, change):
+                        if isinstance(part.memory, torch.Tensor):
+                            whole.append((part.memory, new))
                         else:
-                            whole.append((memory, new))
+                            delta = make(new, part.read(), device=part.memory.device)
+                            jobs.append((_name(region), delta, part.alone()))
         # If the call is interrupted, no fingerprint is known any more, and the next push computes the fingerprints that
         # it needs.
         self._known = {}
@@ -240,7 +240,7 @@ class Receiver:
                 raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {dtype}")
             if weight.shape != rows.full_shape:
                 raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(rows.full_shape)}")
-            found.append(BasePart.whole(rows_of(weight, rows.start, rows.end)))
+            found.append(BasePart.at(weight, rows.start, rows.shape))
         return found
 
     def _check_before(self, region: Region, base: Base) -> None:
@@ -293,14 +293,6 @@ def _check_result(region: Region, change: Change | None) -> None:
         )
 
 
-def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> Memory:
-    """Returns rows `first` to `last` - 1 of a weight, as memory that can be changed. If the weight has no dimensions,
-    returns the weight itself."""
-    if isinstance(weight, CompressedTensor):
-        return TableRows(weight, first, last)
-    return weight.detach()[first:last] if weight.dim() else weight.detach()
-
-
 def bases_of_rows(places: Sequence[tuple[TensorRows, Sequence[BasePart]]], dtype: torch.dtype) -> list[Base]:
     """Returns the bases of one region.
 
@@ -329,14 +321,13 @@ def bases_of_rows(places: Sequence[tuple[TensorRows, Sequence[BasePart]]], dtype
     return [SplitBase(parts, shape, dtype, not num_missing)] if parts else []
 
 
-def _written(base: Base, change: Change) -> list[tuple[Memory, torch.Tensor]]:
-    """For a base whose elements are sent whole, returns a list of (memory, the new values of this memory). Raises
+def _written(base: Base, change: Change) -> list[tuple[BasePart, torch.Tensor]]:
+    """For a base whose elements are sent whole, returns (part, its new values) for each of its parts. Raises
     CorruptTableError unless the change is a tensor with the shape and dtype of the base."""
     if not isinstance(change, torch.Tensor) or (change.shape, change.dtype) != (base.shape, base.dtype):
         raise CorruptTableError("the message holds something else than deltas and plain tensors of the weights' shapes")
-    if isinstance(base, torch.Tensor):
-        return [(base, change)]
-    return [(each.memory, each.of(change.view(-1))) for each in base.parts]
+    parts = [BasePart.whole(base)] if isinstance(base, torch.Tensor) else base.parts
+    return [(part, part.of(change.view(-1))) for part in parts]
 
 
 class ShardPlace(NamedTuple):
@@ -363,14 +354,13 @@ class ShardPlace(NamedTuple):
     def _within(self, rows: TensorRows) -> BasePart | None:
         """Returns the part of `rows` that this place holds, or None if it holds none of them."""
         if not rows.shape:
-            return BasePart.at(rows_of(self.memory, 0, 1), rows.shape, ())
+            return BasePart.at(self.memory, 0, rows.shape)
         (start, length), *others = self.box
         first, last = max(start, rows.start), min(start + length, rows.start + rows.shape[0])
         if first >= last:
             return None
-        memory = rows_of(self.memory, self.first_row + first - start, self.first_row + last - start)
         box = slice(first - rows.start, last - rows.start), *(slice(at, at + size) for at, size in others)
-        return BasePart.at(memory, rows.shape, box)
+        return BasePart.at(self.memory, self.first_row + first - start, rows.shape, box)
 
 
 class PlacedReceiver(Receiver, ABC):
