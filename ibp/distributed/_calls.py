@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from .._rows.learning import Learner
-from . import _links
 from ._exchange import Collective, ExchangePiece, OneTensor, Work, finished, movable, root_of
-from ._links import NOTE_BYTES, RAW, CallOptions, Channel, Load, Plan, codec_in, note_of, raw_all_gather
+from ._links import NOTE_BYTES, RAW, CallOptions, Channel, Load, Plan, codec_in, note_of, rates_of, raw_all_gather
 from ._messages import Codec, Messages, Status, as_bytes, sample_of, spans_of
 
 # In an all-to-all, ranks may send different numbers of bytes. The call is planned as if each rank sent 64 MiB.
@@ -729,8 +728,8 @@ class _Transfer(OneTensor):
         found = kind.learned(rows)
         if found is not None and kind.level == "auto":
             assert link is not None
-            rates = _links.rates_of(found, rows, self.tensors[0].device)
-            found = found if _links.pays(found, rates, link, self.load) else None
+            rates = rates_of(found, rows, self.tensors[0].device)
+            found = found if rates.pays(link, self.load) else None
         learner.take(found)
         return found
 

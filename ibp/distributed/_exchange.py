@@ -64,8 +64,7 @@ import torch.distributed as dist
 
 from .._common.group import RankGroup, all_taking_part, same_on_all
 from .._common.process import warn_once
-from . import _links
-from ._links import RAW, CallOptions, Load, Plan, state_of
+from ._links import RAW, CallOptions, Load, Plan, rates_of, raw_all_gather, state_of
 from ._messages import TURNS, Codec, MessageBuffer, Messages, Status, as_bytes, on, sample_of, spans_of
 
 if TYPE_CHECKING:
@@ -263,7 +262,7 @@ class Collective(ABC):
         numbers = torch.empty(members.size, dtype=torch.int64, device=members.device)
         with all_taking_part():
             sent = torch.tensor([mine], dtype=torch.int64, device=members.device)
-            _links.raw_all_gather(numbers, sent, group=members.process_group)
+            raw_all_gather(numbers, sent, group=members.process_group)
         if mine and numbers.tolist() == [mine] * members.size:
             return
 
@@ -296,13 +295,12 @@ class Collective(ABC):
                 found = kind.learned(rows) if is_due or kind.level == "auto" else learner.found
             if found is None or load.coded == 0:
                 return None, 0, 1
-            rates = _links.rates_of(found, rows, self.tensors[0].device)
+            rates = rates_of(found, rows, self.tensors[0].device)
             if link is None:
-                return found, _links.num_pieces(rates, load), 1
-            if not (kind.follows_link and _links.pays(found, rates, link, load)):
+                return found, rates.num_pieces(load), 1
+            if not (kind.follows_link and rates.pays(link, load)):
                 return found, 0, 1
-            least = _links.least_bytes(found, rates, link, _LEAST_BYTES, members.size - 1)
-            return found, _links.num_pieces(rates, load), least
+            return found, rates.num_pieces(load), rates.least_bytes(link, _LEAST_BYTES, members.size - 1)
 
         found, num_pieces, least = members.from_rank(0, kind.what, offer)
         if is_due:

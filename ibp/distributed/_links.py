@@ -67,22 +67,6 @@ class Link:
     gbps: float
 
 
-@dataclass(frozen=True)
-class Rates:
-    """The rates at which a codec encodes and decodes.
-
-    Attributes:
-        encode_gbps, decode_gbps: the rates of encoding and decoding in GB/s of original (uncoded) bytes, on all
-            multiprocessors of a GPU, or on a CPU.
-        hides: whether one message travels while another message is coded. It is False on a CPU, where the same cores
-            code and move bytes.
-    """
-
-    encode_gbps: float
-    decode_gbps: float
-    hides: bool = True
-
-
 class Load(NamedTuple):
     """The work of a call on one rank.
 
@@ -98,6 +82,74 @@ class Load(NamedTuple):
     moved: int
     decoded: int
     is_known_to_fit: bool = False
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a codec saves on a device, and how fast it is there.
+
+    Attributes:
+        savings: the fraction of a large tensor's bytes that coding saves (`Codec.savings`).
+        encode_gbps, decode_gbps: the rates of encoding and decoding in GB/s of original (uncoded) bytes, on all
+            multiprocessors of a GPU, or on a CPU.
+        hides: whether one message travels while another message is coded. It is False on a CPU, where the same cores
+            code and move bytes.
+    """
+
+    savings: float
+    encode_gbps: float
+    decode_gbps: float
+    hides: bool = True
+
+    def num_pieces(self, load: Load) -> int:
+        """Returns the number of pieces that makes a call fastest. Only the coding of the first piece and the decoding
+        of the last piece happen while nothing travels. So the longer coding takes, the more pieces are worth their
+        cost."""
+        most = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(self._coding_s(load) / _GAP_S))))
+        return min((1, 2, most), key=lambda count: self._exposed_s(load, count) + count * _GAP_S)
+
+    def gain(self, link: Link, load: Load) -> float:
+        """Returns the expected time of a raw call divided by the expected time of a coded call.
+
+        Returns 0 if the link is so fast that coding and decoding take longer than the time that they save on the link.
+        The coders and the link then compete for multiprocessors and memory, and this model does not cover that.
+        """
+        if link.gbps >= self.savings / (1 / self.encode_gbps + 1 / self.decode_gbps):
+            return 0.0
+        count = self.num_pieces(load)
+        moving_s = load.moved * (1 - self.savings) / link.gbps / 1e9
+        host_s = (_LATE_S if load.is_known_to_fit else _CALL_S) + count * _GAP_S
+        return load.moved / link.gbps / 1e9 / (moving_s + self._exposed_s(load, count) + host_s)
+
+    def pays(self, link: Link, load: Load) -> bool:
+        """Returns whether a coded call is expected to be at least _LEAST_GAIN times as fast as a raw call."""
+        return self.gain(link, load) >= _LEAST_GAIN
+
+    def least_bytes(self, link: Link, start: int, count: int) -> int:
+        """Returns the smallest size in bytes of a message of an all-to-all for which coding pays, among the sizes
+        start, 2 * start, 4 * start, ... If coding pays for none of these sizes below _MOST_LEAST_BYTES, returns the
+        first size that is at least _MOST_LEAST_BYTES.
+
+        Args:
+            count: the number of messages that a rank sends, which is also the number that it receives.
+        """
+        size = start
+        while size < _MOST_LEAST_BYTES and not self.pays(link, Load(size * count, size * count, size * count)):
+            size *= 2
+        return size
+
+    def _coding_s(self, load: Load) -> float:
+        """Returns the time in seconds that coding and decoding take."""
+        return load.coded / self.encode_gbps / 1e9 + load.decoded / self.decode_gbps / 1e9
+
+    def _exposed_s(self, load: Load, count: int) -> float:
+        """Returns the part of the time of coding and decoding, in seconds, during which nothing travels. If there are
+        several pieces and the device hides coding, this is the time to code the first piece and to decode the last
+        piece. Otherwise it is all of the time."""
+        if count == 1 or not self.hides:
+            return self._coding_s(load)
+        first, last = shares_of(count)
+        return load.coded * first / self.encode_gbps / 1e9 + load.decoded * last / self.decode_gbps / 1e9
 
 
 def measure(members: RankGroup) -> Link:
@@ -135,69 +187,14 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
     """
     if device.type == "cuda":
         known = coder_rates(codec.codebook, calibration.in_force(device))
-        return Rates(known.encode_gbps, known.decode_gbps)
+        return Rates(codec.savings, known.encode_gbps, known.decode_gbps)
     return _measured(codec, rows)
-
-
-def num_pieces(rates: Rates, load: Load) -> int:
-    """Returns the number of pieces that makes a call fastest. Only the coding of the first piece and the decoding of
-    the last piece happen while nothing travels. So the longer coding takes, the more pieces are worth their cost."""
-    most = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / _GAP_S))))
-    return min((1, 2, most), key=lambda count: _exposed_s(rates, load, count) + count * _GAP_S)
-
-
-def _exposed_s(rates: Rates, load: Load, count: int) -> float:
-    """Returns the part of the time of coding and decoding, in seconds, during which nothing travels. If there are
-    several pieces and the device hides coding (`Rates.hides`), this is the time to code the first piece and to decode
-    the last piece. Otherwise it is all of the time."""
-    if count == 1 or not rates.hides:
-        return _coding_s(rates, load)
-    shares = shares_of(count)
-    return load.coded * shares[0] / rates.encode_gbps / 1e9 + load.decoded * shares[-1] / rates.decode_gbps / 1e9
-
-
-def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
-    """Returns the expected time of a raw call divided by the expected time of a coded call.
-
-    Returns 0 if the link is so fast that coding and decoding take longer than the time that they save on the link.
-    The coders and the link then compete for multiprocessors and memory, and this model does not cover that.
-    """
-    if link.gbps >= codec.savings / (1 / rates.encode_gbps + 1 / rates.decode_gbps):
-        return 0.0
-    count = num_pieces(rates, load)
-    moving_s = load.moved * (1 - codec.savings) / link.gbps / 1e9
-    host_s = (_LATE_S if load.is_known_to_fit else _CALL_S) + count * _GAP_S
-    return load.moved / link.gbps / 1e9 / (moving_s + _exposed_s(rates, load, count) + host_s)
-
-
-def pays(codec: Codec, rates: Rates, link: Link, load: Load) -> bool:
-    """Returns whether a coded call is expected to be at least _LEAST_GAIN times as fast as a raw call."""
-    return gain(codec, rates, link, load) >= _LEAST_GAIN
-
-
-def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) -> int:
-    """Returns the smallest size in bytes of a message of an all-to-all for which coding pays, among the sizes start,
-    2 * start, 4 * start, ... If coding pays for none of these sizes below _MOST_LEAST_BYTES, returns the first size
-    that is at least _MOST_LEAST_BYTES.
-
-    Args:
-        count: the number of messages that a rank sends, which is also the number that it receives.
-    """
-    size = start
-    while size < _MOST_LEAST_BYTES and not pays(codec, rates, link, Load(size * count, size * count, size * count)):
-        size *= 2
-    return size
-
-
-def _coding_s(rates: Rates, load: Load) -> float:
-    """Returns the time in seconds that coding and decoding take."""
-    return load.coded / rates.encode_gbps / 1e9 + load.decoded / rates.decode_gbps / 1e9
 
 
 def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
     """Measures the rates of a codec on the CPU with `rows`, uint8 [n, 4096]. Returns rates of 1 GB/s if n is 0."""
     if not len(rows):
-        return Rates(1.0, 1.0)
+        return Rates(codec.savings, 1.0, 1.0)
     messages = Messages(codec, [rows.numel()], 0, rows.device)
     buffer, status = MessageBuffer(torch.empty(messages.num_bytes, dtype=torch.uint8, device="cpu")), messages.status()
     data = rows.reshape(-1)
@@ -211,7 +208,7 @@ def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
         times.append((coded - start, time.perf_counter() - coded))
     encode_s, decode_s = (min(of) for of in zip(*times))
     encode_gbps, decode_gbps = (rows.numel() / seconds / 1e9 for seconds in (encode_s, decode_s))
-    return Rates(encode_gbps / _CODING_AT_ONCE, decode_gbps / _CODING_AT_ONCE, hides=False)
+    return Rates(codec.savings, encode_gbps / _CODING_AT_ONCE, decode_gbps / _CODING_AT_ONCE, hides=False)
 
 
 # ---- plans and the state of a group --------------------------------------------------------------------------------
