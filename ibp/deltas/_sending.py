@@ -225,16 +225,13 @@ class Sender:
             return old
         if region.is_joined and self._is_pinned is None:
             return values
-        base = self._empty_like(values) if old is None else old
-        bits_of(base).copy_(bits_of(values))
-        return base
-
-    def _empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._is_pinned is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        if self._is_pinned:
-            return staging.pinned_like(tensor)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if old is None and self._is_pinned:
+            old = staging.pinned_like(values)
+        elif old is None:
+            device = values.device if self._is_pinned is None else torch.device("cpu")
+            old = torch.empty(values.shape, dtype=values.dtype, device=device)
+        bits_of(old).copy_(bits_of(values))
+        return old
 
 
 # ---- the division into regions ----
