@@ -254,24 +254,29 @@ def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
 
 
 class GpuBatch:
-    """Jobs that are done in one call. Their bases are contiguous tensors on the same GPU, and the codebooks of their
-    deltas are equal. The coded differences are copied to the GPU."""
+    """Jobs that are done in one call. The codebooks of their deltas are equal. The coded differences are copied to the
+    GPU.
 
-    def __init__(self, jobs: Sequence[tuple[str, Delta, torch.Tensor]]) -> None:
+    Args:
+        jobs: the jobs.
+        elements: the elements of each job's base, in contiguous tensors on the same GPU. The kernels change these
+            tensors. The batch does not keep them.
+    """
+
+    def __init__(self, jobs: Sequence[Job], elements: Sequence[torch.Tensor]) -> None:
         self._jobs = jobs
-        _, first_delta, first_base = jobs[0]
-        self._device, book = first_base.device, first_delta.table.codebook
+        self._device, book = elements[0].device, jobs[0][1].table.codebook
         assert isinstance(book, PlanesCodebook)
         self._tables = [delta.to(self._device).table for _, delta, _ in jobs]
-        firsts = first_rows([base.nbytes for _, _, base in jobs], book.row_bytes)
+        firsts = first_rows([tensor.nbytes for tensor in elements], book.row_bytes)
         self._num_rows = firsts[-1]
         fields = []
-        for (_, delta, base), table, first in zip(jobs, self._tables, firsts):
-            num_bytes, overflow = base.nbytes, table.overflow
+        for (_, delta, _), tensor, table, first in zip(jobs, elements, self._tables, firsts):
+            num_bytes, overflow = tensor.nbytes, table.overflow
             of_size = mix(num_bytes)
             sums = (delta.base - of_size) % 2**64, (delta.result - of_size) % 2**64
             addresses = table.lengths.data_ptr(), table.bases.data_ptr(), overflow.data_ptr()
-            fields.append((base.data_ptr(), 0, num_bytes, first, *addresses, overflow.numel(), *sums))
+            fields.append((tensor.data_ptr(), 0, num_bytes, first, *addresses, overflow.numel(), *sums))
         near = torch.from_numpy(np.array(fields, np.uint64).view(np.int64))  # torch.tensor would take longer for a list
         self._tensors = staging.queued(near, self._device)
         self._coding = book.words(self._device), book.codec
@@ -286,23 +291,16 @@ class GpuBatch:
     def apply(self) -> None:
         """Waits for the work that `begin` queued. If no delta was applied, raises the error for one that does not match
         its base or is damaged."""
-        refused = self.refused()
-        if refused is not None:
-            _refuse(*refused)
-
-    def refused(self) -> tuple[str, Delta, torch.Tensor] | None:
-        """Waits for the work that `begin` queued. Returns None if the deltas have been applied. Otherwise no base has
-        changed, and the result is a job whose delta does not match its base or is damaged."""
         verdict, *of_tensors = self._found.wait().tolist()
         if verdict == _APPLIED:
-            return None
+            return
         wanted = self._tensors[:, 8:].tolist()
         found_of = [of_tensors[i : i + 3] for i in range(0, len(of_tensors), 3)]
         for job, (base_sum, result_sum), found in zip(self._jobs, wanted, found_of):
             is_other = found[0] != base_sum
             if is_other if verdict == _OTHER_BASE else found[2] or (found[0] + found[1] - result_sum) % 2**64:
-                return job
-        return self._jobs[0]
+                _refuse(*job)
+        _refuse(*self._jobs[0])
 
     def take_back(self) -> None:
         """Undoes the changes of `begin`, even if `begin` was interrupted. If the sums of all tensors are 0, the kernels
@@ -376,7 +374,7 @@ class CopyBatch:
             return
         elements = self._base.read()
         if can_apply(self._delta, elements) and coding_key(self._delta) is not None:
-            batch = GpuBatch([(self._name, self._delta, elements)])
+            batch = GpuBatch([(self._name, self._delta, self._base)], [elements])
             batch.begin()
             self._batch = batch
             self._before = lambda: finished(batch.sum_before(), self._delta.table.original_bytes)
@@ -386,8 +384,7 @@ class CopyBatch:
         """Applies the delta. If it was made for another base, or is damaged, leaves the base as it was and raises. A
         base that is not whole is not checked."""
         if self._batch is not None:
-            if self._batch.refused() is not None:
-                _refuse(self._name, self._delta, self._base)
+            self._batch.apply()
             return
         elements = self._base.read()
         before = fingerprint(elements)
@@ -487,7 +484,7 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
         else:
             others.append(CopyBatch(name, delta, BasePart.whole(base).alone()))
     for group in groups.values():
-        yield GpuBatch(group)
+        yield GpuBatch(group, [base for _, _, base in group])
     yield from others
 
 

@@ -191,10 +191,12 @@ class Sender:
         if shards != self._shards:
             self._members = _divided(shards, tensors, max(1, self._piece_bytes // _REGIONS_OF_PIECE))
             self._shards = shards
-        return [
-            OwnRegion(text, [tensors[i] if rows is None else tensors[i][rows[0] : rows[1]] for _, i, rows in members])
-            for text, members in self._members
-        ]
+
+        def values_of(rows: TensorRows, index: int) -> torch.Tensor:
+            values, start = tensors[index], shards[index][0].start
+            return values if values.shape == rows.shape else values[rows.start - start : rows.end - start]
+
+        return [OwnRegion(text, [values_of(*member) for member in members]) for text, members in self._members]
 
     def _like(self, region: OwnRegion, kept: dict[bytes, torch.Tensor]) -> torch.Tensor | None:
         """Takes the copy of a region out of `kept`, so that its memory is freed as soon as a new copy replaces it.
@@ -280,9 +282,7 @@ class OwnRegion(NamedTuple):
 # not joined with others, because each sender could join them with different ones; a key that identifies the values in
 # memory, `memory_of`. A tensor without elements has no memory, so its name, dtype and device identify it).
 _Shard = tuple[TensorRows, bool, tuple[Any, ...]]
-# Rows of one tensor in a region: (the rows; the index of the tensor among the shards; (index of the first row, index of
-# the row after the last one) in the values of the shard, or None for all of its rows).
-_Member = tuple[TensorRows, int, tuple[int, int] | None]
+_Member = tuple[TensorRows, int]  # rows of one tensor in a region, and the index of the tensor among the shards
 
 
 def _divided(
@@ -309,32 +309,30 @@ def _divided(
     sizes: dict[tuple[Any, ...], int] = {}
     for memory in sorted(first, key=lambda memory: memory not in alone):
         index, tensor = first[memory], tensors[first[memory]]
-        shard, kind = shards[index][0], (tensor.dtype, tensor.device)
-        for rows, part in _cut(tensor, most_bytes):
-            start = shard.start + (rows[0] if rows is not None else 0)
-            found = TensorRows(tuple(names[memory]), shard.full_shape, start, part.shape), index, rows
-            if memory in alone or part.nbytes * _JOINED_SHARE > most_bytes:
-                regions.append([found])
+        shard, kind = shards[index][0]._replace(names=tuple(names[memory])), (tensor.dtype, tensor.device)
+        for rows in _cut(shard, tensor.nbytes, most_bytes):
+            num_bytes = rows.shape.numel() * tensor.itemsize
+            if memory in alone or num_bytes * _JOINED_SHARE > most_bytes:
+                regions.append([(rows, index)])
                 continue
-            if sizes.get(kind, 0) + part.nbytes > most_bytes:
+            if sizes.get(kind, 0) + num_bytes > most_bytes:
                 regions.append(small.pop(kind))
                 sizes[kind] = 0
-            small.setdefault(kind, []).append(found)
-            sizes[kind] = sizes.get(kind, 0) + part.nbytes
-    return [(json.dumps([rows for rows, *_ in each]).encode(), each) for each in (*regions, *small.values())]
+            small.setdefault(kind, []).append((rows, index))
+            sizes[kind] = sizes.get(kind, 0) + num_bytes
+    return [(json.dumps([rows for rows, _ in each]).encode(), each) for each in (*regions, *small.values())]
 
 
-def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[tuple[int, int] | None, torch.Tensor]]:
-    """Cuts a tensor into parts of at most most_bytes bytes, or of one row if a row is larger. Yields (the indices of
-    the part's first row and of the row after its last one, the part). If one part is the whole tensor, it yields None
-    in place of the indices."""
-    if tensor.nbytes <= most_bytes or tensor.dim() == 0:
-        yield None, tensor
+def _cut(rows: TensorRows, num_bytes: int, most_bytes: int) -> Iterator[TensorRows]:
+    """Cuts rows of a tensor, num_bytes bytes in total, into parts of at most most_bytes bytes, or of one row if a row
+    is larger."""
+    if num_bytes <= most_bytes or not rows.shape:
+        yield rows
         return
-    step = max(1, most_bytes * tensor.shape[0] // tensor.nbytes)
+    step = max(1, most_bytes * rows.shape[0] // num_bytes)
     step -= step % _ROW_STEP if step > _ROW_STEP else 0
-    for first in range(0, tensor.shape[0], step):
-        yield (first, first + step), tensor[first : first + step]
+    for start in range(rows.start, rows.end, step):
+        yield rows._replace(start=start, shape=torch.Size((min(step, rows.end - start), *rows.shape[1:])))
 
 
 def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[TensorRows, torch.Tensor] | None:
