@@ -4,9 +4,9 @@
     delta.apply_(base)                      # base is new, bit for bit
     ibp.save("delta.safetensors", delta)
 
-A delta is a value: coded differences, and the fingerprints of the versions before and after (`_tensors.py`).
-`_coding.py` computes fingerprints and says how differences are coded. `_making.py` makes deltas, and `_applying.py`
-applies them: to tensors on the CPU or on a GPU, and to weights that lie in several tensors or in tables.
+A delta is a value: coded differences, and the fingerprints of the versions before and after (`_delta.py`, which also
+makes deltas). `_coding.py` computes fingerprints and says how differences are coded. `_applying.py` applies deltas: to
+tensors on the CPU or on a GPU, and to weights that lie in several tensors or in tables.
 
 Weights of several processes are kept the same by pushes. A `Sender` (`_sending.py`) divides its weights into regions
 and makes messages of the deltas of regions; `_messages.py` says what a message holds; a `Receiver` (`_receiving.py`)
@@ -15,10 +15,9 @@ finds the memory of the regions in its process and applies the deltas there.
 
 from .._common.importing import published
 from ._coding import DeltaMismatchError, fingerprint
-from ._making import make
+from ._delta import CheckpointDelta, Delta, make
 from ._receiving import OutOfSyncError, PlacedReceiver, Receiver, ShardPlace
 from ._sending import Sender
-from ._tensors import CheckpointDelta, Delta
 
 __all__ = [
     "CheckpointDelta",

@@ -1,13 +1,14 @@
 """Applies deltas: all deltas of a call, or, if an error occurs, none.
 
 A *job* is a delta and its *base*, the elements that it changes. A base is a tensor, or a `SplitBase`: elements that
-this process keeps in several tensors, in rows of tables (`TableRows`), or only partly, as it keeps the shard of a
-weight. Each of its parts (`BasePart`) says which elements a tensor, or the rows of a table, have.
+this process keeps in several tensors, in items of tables, or only partly, as it keeps the shard of a weight. Each of
+its parts (`BasePart`) says which elements a tensor, or the items of a table, have.
 
 `apply_all` divides jobs into *batches* and undoes all of them if one fails. There are three classes of batches, with
 the same methods: `GpuBatch` for several jobs on a GPU, `HostBatch` for one job on the CPU, and `CopyBatch` for one job
 whose base has to be copied into one tensor, changed there, and written back. If a batch runs on a GPU, `begin` queues
-its work and `apply` waits for it; otherwise `apply` does the work. `take_back` undoes the changes.
+its work and `apply` waits for it; otherwise `apply` does the work. If a delta does not match its base or is damaged,
+`apply` raises the error for it, and leaves the bases of its batch as they were. `take_back` undoes the changes.
 """
 
 from __future__ import annotations
@@ -42,41 +43,11 @@ from ._coding import (
 )
 
 if TYPE_CHECKING:
-    from ._tensors import Delta
+    from ._delta import Delta
 
     Job = tuple[str, Delta, "Base"]  # name of the base for messages, delta, base
 
 # ---- bases ----
-
-
-class TableRows(NamedTuple):
-    """Items `first` to `last` - 1 of a table, which can be read and replaced."""
-
-    table: CompressedTensor
-    first: int
-    last: int
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.last - self.first, *self.table.shape[1:]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.table.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.table.device
-
-    def read(self) -> torch.Tensor:
-        return decode_items(self.table, self.first, self.last, self.device, check=True)
-
-    def write(self, items: torch.Tensor) -> None:
-        """Replaces all items, or none if an error occurs. The new items are coded with the table's codebook."""
-        put_items(self.table, torch.arange(self.first, self.last, device="cpu"), items)
-
-
-Memory = torch.Tensor | TableRows
 
 
 class BasePart(NamedTuple):
@@ -85,31 +56,63 @@ class BasePart(NamedTuple):
     The elements of a base form one sequence. They are the elements of some rows of a tensor. If several tensors are
     joined, the elements of each tensor follow those of the tensor before it.
 
-    memory: a tensor, viewed as integers, or rows of a table. It holds the part.
+    memory: a tensor that holds the part, or a table.
+    first: the index of the first item of the table that has elements of the part; 0 if memory is a tensor.
     size, strides, offset: the arguments with which `torch.as_strided` selects the part's elements from the sequence.
     """
 
-    memory: Memory
+    memory: Version
+    first: int
     size: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
 
     @classmethod
-    def at(cls, memory: Memory, first: int, shape: torch.Size, box: tuple[slice, ...]) -> BasePart:
-        """Returns the part for a box, which is a range of elements in each dimension of a tensor's rows.
+    def whole(cls, memory: torch.Tensor) -> BasePart:
+        """Returns the part that has all elements of the sequence."""
+        return cls(memory, 0, tuple(memory.shape), _strides_of(memory.shape), 0)
+
+    @classmethod
+    def at(cls, weight: Version, first: int, shape: torch.Size, box: Sequence[slice] | None = None) -> BasePart:
+        """Returns the part for a box, which is a range of elements in each dimension of a tensor's rows. The sequence
+        begins with these rows.
 
         Args:
-            memory: holds the elements of the box.
-            first: the index in the sequence at which the rows begin.
+            weight: the tensor or table that holds the elements of the box. A weight of no dimensions is one item.
+            first: the index of the item of `weight` that has the first of these elements.
             shape: the shape of the rows.
-            box: a slice for each dimension of the rows.
+            box: a slice for each dimension of the rows. None: all elements of the rows.
         """
-        strides = tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
-        ranges = [range(length)[part] for length, part in zip(shape, box)]
-        offset = first + sum(each.start * stride for each, stride in zip(ranges, strides))
-        if isinstance(memory, torch.Tensor):
-            memory = bits_of(memory.detach())
-        return cls(memory, tuple(map(len, ranges)), strides, offset)
+        ranges = [range(length)[part] for length, part in zip(shape, box or (slice(None),) * len(shape))]
+        size, strides = tuple(map(len, ranges)), _strides_of(shape)
+        offset = sum(each.start * stride for each, stride in zip(ranges, strides))
+        if isinstance(weight, torch.Tensor):
+            items = slice(first, first + (size[0] if size else 1))
+            weight, first = (weight.detach()[items] if weight.dim() else weight.detach()), 0
+        return cls(weight, first, size, strides, offset)
+
+    @property
+    def items(self) -> tuple[int, int]:
+        """The index of the part's first item in a table, and of the item after the last one."""
+        return self.first, self.first + (self.size[0] if self.size else 1)
+
+    def alone(self) -> SplitBase:
+        """Returns a base that consists of this part."""
+        shape = torch.Size(self.size)
+        part = self._replace(strides=_strides_of(shape), offset=0)
+        return SplitBase([part], shape, self.memory.dtype, True)
+
+    def read(self) -> torch.Tensor:
+        """Returns the values of the part: the memory itself if it is a tensor. Items of a table are decompressed."""
+        if isinstance(self.memory, torch.Tensor):
+            return self.memory
+        return decode_items(self.memory, *self.items, self.memory.device, check=True).view(self.size)
+
+    def write_items(self, values: torch.Tensor) -> None:
+        """Replaces all of the part's items in a table, or none if an error occurs. The new items are coded with the
+        table's codebook."""
+        assert isinstance(self.memory, CompressedTensor)
+        put_items(self.memory, torch.arange(*self.items, device="cpu"), values)
 
     def of(self, elements: torch.Tensor) -> torch.Tensor:
         """Returns a view of the part's elements. elements: all elements of the base, 1-D."""
@@ -133,15 +136,16 @@ class SplitBase:
     def __init__(self, parts: Sequence[BasePart], shape: torch.Size, dtype: torch.dtype, is_whole: bool) -> None:
         self.parts, self.shape, self.dtype, self.is_whole = parts, shape, dtype, is_whole
         dense = [each for each in parts if isinstance(each.memory, torch.Tensor)]
-        self.groups = [[each] for each in parts if isinstance(each.memory, TableRows)] + ([dense] if dense else [])
-        self.key = tuple(memory_of(each.memory) for each in parts)
+        self.groups = [[each] for each in parts if isinstance(each.memory, CompressedTensor)]
+        self.groups += [dense] if dense else []
+        self.key = tuple((*memory_of(each.memory), *each.items) for each in parts)
         # The tensors that hold the elements, as 1-D views, if the base consists of contiguous tensors, one after the
         # other (for example, the experts of a layer). Then one call of `split` makes the corresponding views of the
         # elements. Otherwise None.
         ends = list(itertools.accumulate(math.prod(each.size) for each in parts))
         self._flats: list[torch.Tensor] | None = None
         if is_whole and ends[-1] == shape.numel() and all(map(_is_run, parts, [0, *ends])):
-            self._flats = [each.memory.view(-1) for each in dense if isinstance(each.memory, torch.Tensor)]
+            self._flats = [bits_of(each.memory).view(-1) for each in dense if isinstance(each.memory, torch.Tensor)]
 
     @property
     def device(self) -> torch.device:
@@ -159,8 +163,8 @@ class SplitBase:
         """Writes the elements of a group to the memory of its parts: all of them, or none if an error occurs.
         elements: all elements of the base, 1-D."""
         first = group[0]
-        if isinstance(first.memory, TableRows):
-            first.memory.write(first.of(elements))
+        if isinstance(first.memory, CompressedTensor):
+            first.write_items(first.of(elements))
         else:
             parts, memories = self._copied(group, bits_of(elements))
             staging.copy_all(memories, parts)
@@ -168,43 +172,34 @@ class SplitBase:
     def _copied(
         self, group: Sequence[BasePart], bits: torch.Tensor
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Returns (for each part of a group, a view of its elements in `bits`; for each part, the values in its
-        memory, as integers). The values of a part in a tensor are a view of it; rows of tables are decompressed. bits:
-        all elements of the base as integers."""
+        """Returns (for each part of a group, a view of its elements in `bits`; for each part, its values as integers).
+        The values of a part in a tensor are a view of it. bits: all elements of the base as integers."""
         if self._flats is not None:
             return bits.split([flat.numel() for flat in self._flats]), self._flats
-        memories = [each.memory for each in group]
-        return [each.of(bits) for each in group], [
-            bits_of(memory.read()) if isinstance(memory, TableRows) else memory for memory in memories
-        ]
+        return [each.of(bits) for each in group], [bits_of(each.read()) for each in group]
 
 
 def _is_run(part: BasePart, first: int) -> bool:
     """Returns whether the memory of a part is a contiguous tensor, and the part has consecutive elements of the base,
     beginning at element `first`."""
-    count, is_run = 1, part.offset == first and isinstance(part.memory, torch.Tensor) and part.memory.is_contiguous()
-    for length, stride in zip(reversed(part.size), reversed(part.strides)):
-        is_run = is_run and (length == 1 or stride == count)
-        count *= length
-    return is_run
+    if part.offset != first or not isinstance(part.memory, torch.Tensor) or not part.memory.is_contiguous():
+        return False
+    wanted = _strides_of(torch.Size(part.size))
+    return all(length == 1 or here == there for length, here, there in zip(part.size, part.strides, wanted))
 
 
-def memory_of(x: Version | TableRows | SplitBase) -> tuple[Any, ...]:
+def memory_of(x: Version | SplitBase) -> tuple[Any, ...]:
     """Returns a key that identifies the elements of x in memory. Two arguments have equal keys if they consist of the
     same elements in the same memory."""
     if isinstance(x, SplitBase):
         return x.key
-    if isinstance(x, TableRows):
-        return id(x.table), x.first, x.last
     if isinstance(x, CompressedTensor) or x.numel() == 0:
         return (id(x),)
     return x.device, x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
-def of_one_part(memory: Memory) -> SplitBase:
-    """Returns a base that consists of one part, which is a whole tensor or rows of a table."""
-    part = BasePart.at(memory, 0, memory.shape, (slice(None),) * len(memory.shape))
-    return SplitBase([part], memory.shape, memory.dtype, True)
+def _strides_of(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(shape[dim + 1 :].numel() for dim in range(len(shape)))
 
 
 Base = torch.Tensor | SplitBase
@@ -243,35 +238,49 @@ def coding_key(delta: Delta) -> tuple[Hashable, ...] | None:
     return tuple(book.codec), book.words(torch.device("cpu")).numpy().tobytes()
 
 
+def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
+    """Raises the error for a delta that was not applied: DeltaMismatchError if the base does not have the fingerprint
+    that the delta names, else CorruptTableError."""
+    found = fingerprint(base if isinstance(base, torch.Tensor) else base.read())
+    if found != delta.base:
+        advice = "were new and base exchanged in ibp.deltas.make(new, base), or has the delta been applied before?"
+        raise DeltaMismatchError(
+            f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
+            + (f", and makes what is there: {advice}" if found == delta.result else "")
+        )
+    raise CorruptTableError(
+        f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
+    )
+
+
 class GpuBatch:
-    """Deltas that are applied in one call. Their bases are on the same GPU, and their codebooks are equal.
+    """Jobs that are done in one call. The codebooks of their deltas are equal. The coded differences are copied to the
+    GPU.
 
     Args:
-        indices: for each tensor, the number by which the caller identifies it.
-        deltas, bases: the delta and the base of each tensor. The coded differences are copied to the GPU.
-
-    Attributes:
-        indices: the argument.
+        jobs: the jobs.
+        elements: the elements of each job's base, in contiguous tensors on the same GPU. The kernels change these
+            tensors. The batch does not keep them.
     """
 
-    def __init__(self, indices: Sequence[int], deltas: Sequence[Delta], bases: Sequence[torch.Tensor]) -> None:
-        self.indices = indices
-        self._device, book = bases[0].device, deltas[0].table.codebook
+    def __init__(self, jobs: Sequence[Job], elements: Sequence[torch.Tensor]) -> None:
+        self._jobs = jobs
+        self._device, book = elements[0].device, jobs[0][1].table.codebook
         assert isinstance(book, PlanesCodebook)
-        self._tables = [delta.to(self._device).table for delta in deltas]
-        firsts = first_rows([base.nbytes for base in bases], book.row_bytes)
+        self._tables = [delta.to(self._device).table for _, delta, _ in jobs]
+        firsts = first_rows([tensor.nbytes for tensor in elements], book.row_bytes)
         self._num_rows = firsts[-1]
         fields = []
-        for delta, base, table, first in zip(deltas, bases, self._tables, firsts):
-            num_bytes, overflow = base.nbytes, table.overflow
+        for (_, delta, _), tensor, table, first in zip(jobs, elements, self._tables, firsts):
+            num_bytes, overflow = tensor.nbytes, table.overflow
             of_size = mix(num_bytes)
             sums = (delta.base - of_size) % 2**64, (delta.result - of_size) % 2**64
             addresses = table.lengths.data_ptr(), table.bases.data_ptr(), overflow.data_ptr()
-            fields.append((base.data_ptr(), 0, num_bytes, first, *addresses, overflow.numel(), *sums))
+            fields.append((tensor.data_ptr(), 0, num_bytes, first, *addresses, overflow.numel(), *sums))
         near = torch.from_numpy(np.array(fields, np.uint64).view(np.int64))  # torch.tensor would take longer for a list
         self._tensors = staging.queued(near, self._device)
         self._coding = book.words(self._device), book.codec
-        self._state = torch.zeros(1 + 3 * len(bases), dtype=torch.int64, device=self._device)
+        self._state = torch.zeros(1 + 3 * len(jobs), dtype=torch.int64, device=self._device)
 
     def begin(self) -> None:
         """Queues kernels that apply all deltas. If any delta is damaged or does not match its base, they apply no
@@ -279,19 +288,19 @@ class GpuBatch:
         self._call(False)
         self._found = staging.Coming(self._state)
 
-    def apply(self) -> int | None:
-        """Waits for the work that `begin` queued. Returns None if the deltas have been applied. Otherwise no tensor has
-        changed, and the result is the index of a tensor whose delta does not match its base or is damaged."""
+    def apply(self) -> None:
+        """Waits for the work that `begin` queued. If no delta was applied, raises the error for one that does not match
+        its base or is damaged."""
         verdict, *of_tensors = self._found.wait().tolist()
         if verdict == _APPLIED:
-            return None
+            return
         wanted = self._tensors[:, 8:].tolist()
         found_of = [of_tensors[i : i + 3] for i in range(0, len(of_tensors), 3)]
-        for index, (base_sum, result_sum), found in zip(self.indices, wanted, found_of):
+        for job, (base_sum, result_sum), found in zip(self._jobs, wanted, found_of):
             is_other = found[0] != base_sum
             if is_other if verdict == _OTHER_BASE else found[2] or (found[0] + found[1] - result_sum) % 2**64:
-                return index
-        return self.indices[0]
+                _refuse(*job)
+        _refuse(*self._jobs[0])
 
     def take_back(self) -> None:
         """Undoes the changes of `begin`, even if `begin` was interrupted. If the sums of all tensors are 0, the kernels
@@ -311,33 +320,26 @@ class GpuBatch:
 
 
 class HostBatch:
-    """Applies one job whose base is on the CPU and contiguous. The differences are added in the base's own memory.
+    """Does one job whose base is on the CPU and contiguous. The differences are added in the base's own memory."""
 
-    Attributes:
-        indices: a list of one number, the index of the job.
-    """
-
-    def __init__(self, index: int, delta: Delta, base: torch.Tensor) -> None:
-        self.indices = [index]
-        self._delta, self._base = delta, bytes_of(base)
+    def __init__(self, name: str, delta: Delta, base: torch.Tensor) -> None:
+        self._name, self._delta, self._base = name, delta, bytes_of(base)
         self._table = delta.to("cpu").table
         self._is_begun = False
 
     def begin(self) -> None:
         """Does nothing, because `apply` does all the work."""
 
-    def apply(self) -> int | None:
-        """Applies the delta and returns None. If the delta was made for another base, or is damaged, leaves the base
-        unchanged and returns the index of the job."""
+    def apply(self) -> None:
+        """Applies the delta. If it was made for another base, or is damaged, leaves the base unchanged and raises."""
         before = fingerprint(self._base)
-        if before != self._delta.base:
-            return self.indices[0]
-        self._is_begun = True
-        change, is_good = self._add(False)
-        if is_good and (before + change) % 2**64 == self._delta.result:
-            return None
-        self.take_back()
-        return self.indices[0]
+        if before == self._delta.base:
+            self._is_begun = True
+            change, is_good = self._add(False)
+            if is_good and (before + change) % 2**64 == self._delta.result:
+                return
+            self.take_back()
+        _refuse(self._name, self._delta, self._base)
 
     def take_back(self) -> None:
         """Undoes `apply`, even if it was interrupted. Does nothing if the base has not changed."""
@@ -355,16 +357,11 @@ class HostBatch:
 
 
 class CopyBatch:
-    """Applies one job whose base is split, or cannot be changed in its own memory. The elements are copied into one
-    tensor, changed there, and written back. This needs memory for all elements and for their differences.
+    """Does one job whose base is split, or cannot be changed in its own memory. The elements are copied into one
+    tensor, changed there, and written back. This needs memory for all elements and for their differences."""
 
-    Attributes:
-        indices: a list of one number, the index of the job.
-    """
-
-    def __init__(self, index: int, delta: Delta, base: SplitBase) -> None:
-        self.indices = [index]
-        self._delta, self._base = delta, base
+    def __init__(self, name: str, delta: Delta, base: SplitBase) -> None:
+        self._name, self._delta, self._base = name, delta, base
         self._batch: GpuBatch | None = None  # applies the delta to the copied elements on a GPU
         # Returns the fingerprint that the elements had before. It is set just before the elements are written.
         self._before: Callable[[], int] | None = None
@@ -377,27 +374,27 @@ class CopyBatch:
             return
         elements = self._base.read()
         if can_apply(self._delta, elements) and coding_key(self._delta) is not None:
-            batch = GpuBatch(self.indices, [self._delta], [elements])
+            batch = GpuBatch([(self._name, self._delta, self._base)], [elements])
             batch.begin()
             self._batch = batch
             self._before = lambda: finished(batch.sum_before(), self._delta.table.original_bytes)
             self._write(elements)
 
-    def apply(self) -> int | None:
-        """Applies the delta and returns None. If the delta was made for another base, or is damaged, returns the index
-        of the job; the base then has its old values. A base that is not whole is not checked."""
+    def apply(self) -> None:
+        """Applies the delta. If it was made for another base, or is damaged, leaves the base as it was and raises. A
+        base that is not whole is not checked."""
         if self._batch is not None:
-            return self._batch.apply()
+            self._batch.apply()
+            return
         elements = self._base.read()
         before = fingerprint(elements)
         if self._base.is_whole and before != self._delta.base:
-            return self.indices[0]
+            _refuse(self._name, self._delta, self._base)
         integers_of(elements).add_(self._differences())
         if self._base.is_whole and fingerprint(elements) != self._delta.result:
-            return self.indices[0]
+            _refuse(self._name, self._delta, self._base)
         self._before = lambda: before
         self._write(elements)
-        return None
 
     def _write(self, elements: torch.Tensor) -> None:
         for group in self._base.groups:
@@ -448,9 +445,7 @@ def apply_all(jobs: Sequence[Job], whole: Sequence[tuple[torch.Tensor, torch.Ten
             begun.append(batch)
             batch.begin()
         for batch in begun:
-            wrong = batch.apply()
-            if wrong is not None:
-                _refuse(*jobs[wrong])
+            batch.apply()
         if whole:
             staging.copy_all([bits_of(base.detach()) for base, _ in whole], [bits_of(new) for _, new in whole])
     except BaseException:
@@ -470,11 +465,11 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
     copy of the base (`CopyBatch`)."""
     # The results of coding_key, by identity of the codebook and dtype, because deltas often share a codebook.
     keys: dict[tuple[Hashable, ...], tuple[Hashable, ...] | None] = {}
-    groups: dict[tuple[Hashable, ...], list[tuple[int, Delta, torch.Tensor]]] = {}
+    groups: dict[tuple[Hashable, ...], list[tuple[str, Delta, torch.Tensor]]] = {}
     others: list[Batch] = []
-    for index, (_, delta, base) in enumerate(jobs):
+    for name, delta, base in jobs:
         if isinstance(base, SplitBase):
-            others.append(CopyBatch(index, delta, base))
+            others.append(CopyBatch(name, delta, base))
             continue
         key = None
         if can_apply(delta, base):
@@ -483,29 +478,14 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
                 keys[book] = coding_key(delta)
             key = keys[book]
         if key is not None:
-            groups.setdefault((base.device, *key), []).append((index, delta, base))
+            groups.setdefault((base.device, *key), []).append((name, delta, base))
         elif base.device.type == "cpu" and base.is_contiguous() and base.numel() and delta.table.row_bytes % 8 == 0:
-            others.append(HostBatch(index, delta, base))
+            others.append(HostBatch(name, delta, base))
         else:
-            others.append(CopyBatch(index, delta, of_one_part(base)))
+            others.append(CopyBatch(name, delta, BasePart.whole(base).alone()))
     for group in groups.values():
-        yield GpuBatch(*zip(*group))
+        yield GpuBatch(group, [base for _, _, base in group])
     yield from others
-
-
-def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
-    """Raises the error for a delta that was not applied: DeltaMismatchError if the base does not have the fingerprint
-    that the delta names, else CorruptTableError."""
-    found = fingerprint(base if isinstance(base, torch.Tensor) else base.read())
-    if found != delta.base:
-        advice = "were new and base exchanged in ibp.deltas.make(new, base), or has the delta been applied before?"
-        raise DeltaMismatchError(
-            f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
-            + (f", and makes what is there: {advice}" if found == delta.result else "")
-        )
-    raise CorruptTableError(
-        f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
-    )
 
 
 def _check_base(name: str, delta: Delta, base: Any) -> None:

@@ -32,7 +32,7 @@ from .._rows.faults import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
 from . import _coding
 from ._coding import Version, fingerprint, mix
-from ._tensors import Delta
+from ._delta import Delta
 
 Change = Delta | Version
 

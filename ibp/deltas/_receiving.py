@@ -11,6 +11,7 @@ holds these rows.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -19,11 +20,10 @@ import torch
 
 from .._rows.faults import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
-from ._applying import Base, BasePart, Memory, SplitBase, TableRows, apart, apply_all, of_one_part
+from ._applying import Base, BasePart, SplitBase, apart, apply_all
 from ._coding import DeltaMismatchError, check_source, fingerprint
-from ._making import make
+from ._delta import Delta, make
 from ._messages import Change, Named, PushHead, Region, TensorRows, named, opened, read_message
-from ._tensors import Delta
 
 _WANTED = "the weights are as they were, and are wanted whole unless what is missing still comes: push(..., full=True)"
 
@@ -185,12 +185,12 @@ class Receiver:
                 if isinstance(change, Delta):
                     jobs.append((_name(region), change, base))
                 elif change is not None:
-                    for memory, new in _written(base, change):
-                        if isinstance(memory, TableRows):
-                            delta = make(new, memory.read(), device=memory.device)
-                            jobs.append((_name(region), delta, of_one_part(memory)))
+                    for part, new in _written(base, change):
+                        if isinstance(part.memory, torch.Tensor):
+                            whole.append((part.memory, new))
                         else:
-                            whole.append((memory, new))
+                            delta = make(new, part.read(), device=part.memory.device)
+                            jobs.append((_name(region), delta, part.alone()))
         # If the call is interrupted, no fingerprint is known any more, and the next push computes the fingerprints that
         # it needs.
         self._known = {}
@@ -228,10 +228,9 @@ class Receiver:
             for region in regions
         ]
 
-    def _parts_here(self, rows: TensorRows, dtype: torch.dtype) -> list[tuple[Memory, tuple[slice, ...]]]:
-        """Returns (the memory in this process that holds a part of `rows`; a slice for each dimension of `rows`, which
-        together select this part) for each such part. Here these are all of the rows, under each name of their
-        tensor."""
+    def _parts_here(self, rows: TensorRows, dtype: torch.dtype) -> list[BasePart]:
+        """Returns the parts of `rows` that this process holds. Here each part has all of the rows, under one of the
+        names of their tensor."""
         found = []
         for name in rows.names:
             if name not in self._weights:
@@ -241,7 +240,7 @@ class Receiver:
                 raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {dtype}")
             if weight.shape != rows.full_shape:
                 raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(rows.full_shape)}")
-            found.append((rows_of(weight, rows.start, rows.end), (slice(None),) * len(rows.shape)))
+            found.append(BasePart.at(weight, rows.start, rows.shape))
         return found
 
     def _check_before(self, region: Region, base: Base) -> None:
@@ -294,52 +293,41 @@ def _check_result(region: Region, change: Change | None) -> None:
         )
 
 
-def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> Memory:
-    """Returns rows `first` to `last` - 1 of a weight, as memory that can be changed. If the weight has no dimensions,
-    returns the weight itself."""
-    if isinstance(weight, CompressedTensor):
-        return TableRows(weight, first, last)
-    return weight.detach()[first:last] if weight.dim() else weight.detach()
-
-
-def bases_of_rows(
-    places: Sequence[tuple[TensorRows, Sequence[tuple[Memory, tuple[slice, ...]]]]], dtype: torch.dtype
-) -> list[Base]:
+def bases_of_rows(places: Sequence[tuple[TensorRows, Sequence[BasePart]]], dtype: torch.dtype) -> list[Base]:
     """Returns the bases of one region.
 
     - If the region has rows of a single tensor, and each memory is a tensor that holds all of these rows, each memory
       is a separate base. So a tensor with several names has several bases.
-    - Otherwise there is one base (`SplitBase`), which consists of all memories.
+    - Otherwise there is one base (`SplitBase`), which consists of all parts.
     - If this process holds none of the rows, there is no base.
 
     Args:
-        places: (rows, parts) for each tensor of the region. `parts` has (memory, box) for each part of the rows that
-            this process holds. The box has a slice for each dimension; together they select the part from the rows.
-            Different boxes of a tensor must not overlap, unless one of them covers all rows.
+        places: for each tensor of the region, (its rows, the parts of these rows that this process holds). Different
+            parts of a tensor must not overlap, unless one of them has all rows.
         dtype: the dtype of the rows.
     """
     if len(places) == 1:
         rows, found = places[0]
-        if all(isinstance(memory, torch.Tensor) and memory.shape == rows.shape for memory, _ in found):
-            return [memory for memory, _ in found if isinstance(memory, torch.Tensor)]
+        memories = [part.memory for part in found if isinstance(part.memory, torch.Tensor)]
+        if len(memories) == len(found) and all(memory.shape == rows.shape for memory in memories):
+            return list(memories)
     parts, offset, num_missing = [], 0, 0
     for rows, found in places:
-        parts += [BasePart.at(memory, offset, rows.shape, box) for memory, box in found]
+        parts += [part._replace(offset=offset + part.offset) for part in found]
         offset += rows.shape.numel()
-        there = {tuple((each.start, each.stop) for each in box): memory.shape.numel() for memory, box in found}
+        there = {(part.offset, part.size): math.prod(part.size) for part in found}
         num_missing += max(0, rows.shape.numel() - sum(there.values()))
     shape = places[0][0].shape if len(places) == 1 else torch.Size((offset,))
     return [SplitBase(parts, shape, dtype, not num_missing)] if parts else []
 
 
-def _written(base: Base, change: Change) -> list[tuple[Memory, torch.Tensor]]:
-    """For a base whose elements are sent whole, returns a list of (memory, the new values of this memory). Raises
+def _written(base: Base, change: Change) -> list[tuple[BasePart, torch.Tensor]]:
+    """For a base whose elements are sent whole, returns (part, its new values) for each of its parts. Raises
     CorruptTableError unless the change is a tensor with the shape and dtype of the base."""
     if not isinstance(change, torch.Tensor) or (change.shape, change.dtype) != (base.shape, base.dtype):
         raise CorruptTableError("the message holds something else than deltas and plain tensors of the weights' shapes")
-    if isinstance(base, torch.Tensor):
-        return [(base, change)]
-    return [(each.memory, each.of(change.view(-1))) for each in base.parts]
+    parts = [BasePart.whole(base)] if isinstance(base, torch.Tensor) else base.parts
+    return [(part, part.of(change.view(-1))) for part in parts]
 
 
 class ShardPlace(NamedTuple):
@@ -363,17 +351,16 @@ class ShardPlace(NamedTuple):
     first_row: int
     box: tuple[tuple[int, int], ...]
 
-    def _within(self, rows: TensorRows) -> tuple[Memory, tuple[slice, ...]] | None:
-        """Returns (the memory in this place that holds a part of `rows`; a slice for each dimension of `rows`, which
-        together select this part), or None if this place holds no part of `rows`."""
+    def _within(self, rows: TensorRows) -> BasePart | None:
+        """Returns the part of `rows` that this place holds, or None if it holds none of them."""
         if not rows.shape:
-            return rows_of(self.memory, 0, 1), ()
+            return BasePart.at(self.memory, 0, rows.shape)
         (start, length), *others = self.box
         first, last = max(start, rows.start), min(start + length, rows.start + rows.shape[0])
         if first >= last:
             return None
-        memory = rows_of(self.memory, self.first_row + first - start, self.first_row + last - start)
-        return memory, (slice(first - rows.start, last - rows.start), *(slice(at, at + size) for at, size in others))
+        box = slice(first - rows.start, last - rows.start), *(slice(at, at + size) for at, size in others)
+        return BasePart.at(self.memory, self.first_row + first - start, rows.shape, box)
 
 
 class PlacedReceiver(Receiver, ABC):
@@ -424,6 +411,6 @@ class PlacedReceiver(Receiver, ABC):
             self._places.update(self.places_of(asked))
         return super().bases_of(regions)
 
-    def _parts_here(self, rows: TensorRows, dtype: torch.dtype) -> list[tuple[Memory, tuple[slice, ...]]]:
+    def _parts_here(self, rows: TensorRows, dtype: torch.dtype) -> list[BasePart]:
         places = [place._within(rows) for name in rows.names for place in self._places[name]]
         return [place for place in places if place is not None]

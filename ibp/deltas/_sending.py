@@ -1,9 +1,9 @@
 """Sends deltas to other processes: `ibp.deltas.Sender` makes the messages that keep an engine's weights equal to those
 of a trainer, and `ibp.distributed.broadcast_delta` sends one delta over torch.distributed.
 
-A sender divides its weights into regions (`RegionPlan`), and keeps a copy of each region. A push goes through the
-regions in pieces: it compares a piece with its copies, makes one message of the changes, and updates the copies, while
-a GPU measures the next piece.
+A sender divides its weights into regions, and keeps a copy of each region. A push goes through the regions in pieces:
+it compares a piece with its copies, makes one message of the changes, and updates the copies, while a GPU measures the
+next piece.
 """
 
 from __future__ import annotations
@@ -17,17 +17,27 @@ import torch
 import torch.distributed as dist
 
 from .._common import group as _group
-from .._common import wire
 from .._common.arguments import whole_number
 from .._common.sequences import cut, one_ahead
 from .._machine import memory as _memory
 from .._machine import staging
-from . import _messages
 from ._applying import memory_of
 from ._coding import Version, bits_of, check_source, fingerprint
-from ._making import begin_differences
-from ._messages import Change, Named, PushHead, Region, TensorRows, head_of, message_of, named
-from ._tensors import CheckpointDelta, Delta
+from ._delta import CheckpointDelta, Delta, begin_differences
+from ._messages import (
+    Change,
+    ChangeHead,
+    Named,
+    PushHead,
+    Region,
+    TensorRows,
+    head_of,
+    message_of,
+    named,
+    opened,
+    pack,
+    places_of,
+)
 
 # Each message takes time of the host on both sides, however few bytes it has. So a message has the changes of many
 # weights.
@@ -101,11 +111,14 @@ class Sender:
         self._is_pinned = None if memory == "device" else bool(_memory.pins(memory))
         self._device = None if device is None else _memory.canonical(device)
         self._id = uuid.uuid4().hex
-        self._plan = RegionPlan(self._part, max(1, self._piece_bytes // _REGIONS_OF_PIECE))
         self._kept: dict[bytes, torch.Tensor] = {}  # the copy of each region, by OwnRegion.rows
+        # How weights are divided into regions takes several microseconds for each tensor, so the division is kept for
+        # the next push, which mostly has the same weights.
+        self._shards: list[_Shard] = []  # the weights that are divided
+        self._members: list[tuple[bytes, list[_Member]]] = []  # for each region, the JSON of its rows, and its members
         self.version = 0
         if weights is not None:
-            regions = self._plan.regions(weights)
+            regions = self._regions(weights)
             self._kept = {region.rows: self._copy(region, region.values(), None, None) for region in regions}
 
     def push(self, weights: Named, *, full: bool = False) -> list[torch.Tensor]:
@@ -128,7 +141,7 @@ class Sender:
             TypeError: a weight is not a tensor that can be compressed.
             ValueError: a DTensor is sharded over more ranks than there are senders.
         """
-        regions = self._plan.regions(weights)
+        regions = self._regions(weights)
         kept, self._kept = self._kept, {}  # if the call is interrupted, the next push sends all weights
         base = None if full or not kept else self.version  # `_like` takes copies out of kept, so this comes first
         pieces = cut(regions, lambda region: region.nbytes, self._piece_bytes)
@@ -156,6 +169,34 @@ class Sender:
         self._kept = made
         self.version += 1
         return messages
+
+    def _regions(self, weights: Named) -> list[OwnRegion]:
+        """Returns the regions that this process sends. Tied tensors are sent once.
+
+        A DTensor is not gathered if it is replicated, or sharded by rows along one dimension of its mesh. All other
+        DTensors are gathered, and then this is a collective call. Raises TypeError and ValueError as `push` does."""
+        shards: list[_Shard] = []
+        tensors: list[torch.Tensor] = []
+        for name, tensor in named(weights).items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
+            shard = _shard_of(name, tensor.detach(), self._part)
+            if shard is not None:
+                rows, values = shard
+                check_source(values, name)
+                is_alone = self._part[1] > 1 and values.shape == tensor.shape
+                memory = memory_of(values) if values.numel() else (name, values.dtype, values.device)
+                shards.append((rows, is_alone, memory))
+                tensors.append(values)
+        if shards != self._shards:
+            self._members = _divided(shards, tensors, max(1, self._piece_bytes // _REGIONS_OF_PIECE))
+            self._shards = shards
+
+        def values_of(rows: TensorRows, index: int) -> torch.Tensor:
+            values, start = tensors[index], shards[index][0].start
+            return values if values.shape == rows.shape else values[rows.start - start : rows.end - start]
+
+        return [OwnRegion(text, [values_of(*member) for member in members]) for text, members in self._members]
 
     def _like(self, region: OwnRegion, kept: dict[bytes, torch.Tensor]) -> torch.Tensor | None:
         """Takes the copy of a region out of `kept`, so that its memory is freed as soon as a new copy replaces it.
@@ -186,16 +227,13 @@ class Sender:
             return old
         if region.is_joined and self._is_pinned is None:
             return values
-        base = self._empty_like(values) if old is None else old
-        bits_of(base).copy_(bits_of(values))
-        return base
-
-    def _empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._is_pinned is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        if self._is_pinned:
-            return staging.pinned_like(tensor)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if old is None and self._is_pinned:
+            old = staging.pinned_like(values)
+        elif old is None:
+            device = values.device if self._is_pinned is None else torch.device("cpu")
+            old = torch.empty(values.shape, dtype=values.dtype, device=device)
+        bits_of(old).copy_(bits_of(values))
+        return old
 
 
 # ---- the division into regions ----
@@ -240,123 +278,68 @@ class OwnRegion(NamedTuple):
         return torch.cat([bits_of(tensor).reshape(-1) for tensor in self.tensors]).view(self.dtype)
 
 
-class _HeldShard(NamedTuple):
-    """Describes the rows of a tensor that this process sends.
-
-    name, full_shape, start: the name of the tensor, its complete shape, and the index of the first row.
-    is_alone: whether other senders may send the same rows. Such rows are not joined with others, because each sender
-        could join them with different ones.
-    memory: identifies the values in memory (`memory_of`). A tensor without elements has no memory, so its name, dtype
-        and device identify it.
-    """
-
-    name: str
-    full_shape: torch.Size
-    start: int
-    is_alone: bool
-    memory: tuple[Any, ...]
-
-
-# Rows of one tensor in a region: (the rows; the index of the tensor among the shards; (index of the first row, index of
-# the row after the last one) in the values of the shard, or None for all of its rows).
-_Member = tuple[TensorRows, int, tuple[int, int] | None]
-
-
-class RegionPlan:
-    """Divides the weights that a process sends into regions. The division depends only on names, shapes and places in
-    memory. It takes several microseconds for each tensor, so it is kept for the next push, which mostly has the same
-    weights.
-
-    Args:
-        part: as in `PushHead`.
-        most_bytes: a region has at most this many bytes; the exception is a region of one row that is larger.
-    """
-
-    def __init__(self, part: tuple[int, int], most_bytes: int) -> None:
-        self._part, self._most_bytes = part, most_bytes
-        self._shards: list[_HeldShard] = []
-        self._regions: list[tuple[bytes, list[_Member]]] = []  # the JSON of the rows, and the members
-
-    def regions(self, weights: Named) -> list[OwnRegion]:
-        """Returns the regions that this process sends. Tied tensors are sent once.
-
-        A DTensor is not gathered if it is replicated, or sharded by rows along one dimension of its mesh. All other
-        DTensors are gathered, and then this is a collective call.
-
-        Raises:
-            TypeError: a weight is not a tensor that can be compressed.
-            ValueError: a DTensor is sharded over more ranks than there are senders.
-        """
-        shards: list[_HeldShard] = []
-        tensors: list[torch.Tensor] = []
-        for name, tensor in named(weights).items():
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
-            shard = _shard_of(name, tensor.detach(), self._part)
-            if shard is not None:
-                full_shape, start, values = shard
-                check_source(values, name)
-                is_alone = self._part[1] > 1 and values.shape == tensor.shape
-                memory = memory_of(values) if values.numel() else (name, values.dtype, values.device)
-                shards.append(_HeldShard(name, full_shape, start, is_alone, memory))
-                tensors.append(values)
-        if shards != self._shards:
-            self._regions = _divided(shards, tensors, self._most_bytes)
-            self._shards = shards
-        return [
-            OwnRegion(text, [tensors[i] if rows is None else tensors[i][rows[0] : rows[1]] for _, i, rows in members])
-            for text, members in self._regions
-        ]
+# The rows of a tensor that this process sends: (the rows; whether other senders may send the same rows, which are then
+# not joined with others, because each sender could join them with different ones; a key that identifies the values in
+# memory, `memory_of`. A tensor without elements has no memory, so its name, dtype and device identify it).
+_Shard = tuple[TensorRows, bool, tuple[Any, ...]]
+_Member = tuple[TensorRows, int]  # rows of one tensor in a region, and the index of the tensor among the shards
 
 
 def _divided(
-    shards: Sequence[_HeldShard], tensors: Sequence[torch.Tensor], most_bytes: int
+    shards: Sequence[_Shard], tensors: Sequence[torch.Tensor], most_bytes: int
 ) -> list[tuple[bytes, list[_Member]]]:
-    """Returns the regions of `RegionPlan`. tensors: the values of each shard."""
+    """Divides the weights that a process sends into regions. The division depends only on names, shapes and places in
+    memory.
+
+    Args:
+        tensors: the values of each shard.
+        most_bytes: a region has at most this many bytes; the exception is a region of one row that is larger.
+
+    Returns:
+        For each region, (the JSON of its rows, its members).
+    """
     names: dict[tuple[Any, ...], list[str]] = {}  # the names of the tensors in a place in memory
     first: dict[tuple[Any, ...], int] = {}  # the index of the first of these tensors
-    for index, shard in enumerate(shards):
-        names.setdefault(shard.memory, []).append(shard.name)
-        first.setdefault(shard.memory, index)
-    alone = {shard.memory for shard in shards if shard.is_alone}
+    for index, (shard, _, memory) in enumerate(shards):
+        names.setdefault(memory, []).extend(shard.names)
+        first.setdefault(memory, index)
+    alone = {memory for _, is_alone, memory in shards if is_alone}
     regions: list[list[_Member]] = []
     small: dict[tuple[Any, ...], list[_Member]] = {}  # the members of the joined region that is not full yet
     sizes: dict[tuple[Any, ...], int] = {}
     for memory in sorted(first, key=lambda memory: memory not in alone):
         index, tensor = first[memory], tensors[first[memory]]
-        kind = tensor.dtype, tensor.device
-        for rows, part in _cut(tensor, most_bytes):
-            start = shards[index].start + (rows[0] if rows is not None else 0)
-            found = TensorRows(tuple(names[memory]), shards[index].full_shape, start, part.shape), index, rows
-            if memory in alone or part.nbytes * _JOINED_SHARE > most_bytes:
-                regions.append([found])
+        shard, kind = shards[index][0]._replace(names=tuple(names[memory])), (tensor.dtype, tensor.device)
+        for rows in _cut(shard, tensor.nbytes, most_bytes):
+            num_bytes = rows.shape.numel() * tensor.itemsize
+            if memory in alone or num_bytes * _JOINED_SHARE > most_bytes:
+                regions.append([(rows, index)])
                 continue
-            if sizes.get(kind, 0) + part.nbytes > most_bytes:
+            if sizes.get(kind, 0) + num_bytes > most_bytes:
                 regions.append(small.pop(kind))
                 sizes[kind] = 0
-            small.setdefault(kind, []).append(found)
-            sizes[kind] = sizes.get(kind, 0) + part.nbytes
-    return [(json.dumps([rows for rows, *_ in each]).encode(), each) for each in (*regions, *small.values())]
+            small.setdefault(kind, []).append((rows, index))
+            sizes[kind] = sizes.get(kind, 0) + num_bytes
+    return [(json.dumps([rows for rows, _ in each]).encode(), each) for each in (*regions, *small.values())]
 
 
-def _cut(tensor: torch.Tensor, most_bytes: int) -> Iterator[tuple[tuple[int, int] | None, torch.Tensor]]:
-    """Cuts a tensor into parts of at most most_bytes bytes, or of one row if a row is larger. Yields (the indices of
-    the part's first row and of the row after its last one, the part). If one part is the whole tensor, it yields None
-    in place of the indices."""
-    if tensor.nbytes <= most_bytes or tensor.dim() == 0:
-        yield None, tensor
+def _cut(rows: TensorRows, num_bytes: int, most_bytes: int) -> Iterator[TensorRows]:
+    """Cuts rows of a tensor, num_bytes bytes in total, into parts of at most most_bytes bytes, or of one row if a row
+    is larger."""
+    if num_bytes <= most_bytes or not rows.shape:
+        yield rows
         return
-    step = max(1, most_bytes * tensor.shape[0] // tensor.nbytes)
+    step = max(1, most_bytes * rows.shape[0] // num_bytes)
     step -= step % _ROW_STEP if step > _ROW_STEP else 0
-    for first in range(0, tensor.shape[0], step):
-        yield (first, first + step), tensor[first : first + step]
+    for start in range(rows.start, rows.end, step):
+        yield rows._replace(start=start, shape=torch.Size((min(step, rows.end - start), *rows.shape[1:])))
 
 
-def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[torch.Size, int, torch.Tensor] | None:
-    """Returns (shape of the complete tensor, index of the first row that this process sends, the rows that it sends).
-    Returns None if only other ranks send rows of the tensor."""
+def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[TensorRows, torch.Tensor] | None:
+    """Returns (the rows of a tensor that this process sends, their values). Returns None if only other ranks send rows
+    of the tensor."""
     if not hasattr(tensor, "device_mesh"):
-        return tensor.shape, 0, tensor
+        return TensorRows((name,), tensor.shape, 0, tensor.shape), tensor
     from torch.distributed.tensor import DTensor, Shard
 
     assert isinstance(tensor, DTensor)
@@ -372,13 +355,13 @@ def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[t
     by_rows = [placement for placement in tensor.placements if type(placement) is Shard and placement.dim == 0]
     if len(split) > 1 or len(by_rows) < len(split):
         whole = tensor.full_tensor()
-        return None if any(at) else (whole.shape, 0, whole)
+        return None if any(at) else (TensorRows((name,), whole.shape, 0, whole.shape), whole)
     local, start = tensor.to_local(), 0
     if split:
         num_rows = tensor.shape[0]
         start = min(-(-num_rows // mesh.size(split[0])) * at[split[0]], num_rows)  # as torch.chunk cuts
     is_sent = not any(at[dim] for dim in range(mesh.ndim) if dim not in split) and (local.numel() or not start)
-    return (tensor.shape, start, local) if is_sent else None
+    return (TensorRows((name,), tensor.shape, start, local.shape), local) if is_sent else None
 
 
 # ---- broadcasts ----
@@ -386,17 +369,6 @@ def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[t
 # Largest size of one broadcast in bytes. A larger delta takes several broadcasts, because gloo counts bytes in a 32-bit
 # int.
 _MOST_BYTES = 1 << 30
-
-
-@wire.sent
-class _Offer(NamedTuple):
-    """What rank src sends to the other ranks before the coded bytes. names: the names of the changed tensors; None if
-    the delta is a `Delta`, that is, of a single tensor. removed: the names of the tensors that are removed. heads: a
-    head for each changed tensor."""
-
-    names: tuple[str, ...] | None
-    removed: tuple[str, ...]
-    heads: list[_messages.ChangeHead]
 
 
 def broadcast_delta(
@@ -438,30 +410,33 @@ def broadcast_delta(
     members = _group.RankGroup(group)
     target = None if device is None else _memory.canonical(device)
 
-    def offer() -> _Offer:
+    def offer() -> tuple[tuple[str, ...] | None, tuple[str, ...], list[ChangeHead]]:
+        """Returns what rank src sends to the other ranks before the coded bytes: (the names of the changed tensors, or
+        None if the delta is a `Delta`, that is, of a single tensor; the names of the tensors that are removed; a head
+        for each changed tensor)."""
         if not isinstance(delta, (Delta, CheckpointDelta)):
             raise TypeError(
                 f"delta is a {type(delta).__name__}; wanted an ibp.deltas.Delta or an ibp.deltas.CheckpointDelta"
             )
-        heads = [_messages.head_of(change) for change in _changes_of(delta)]
-        return _Offer(None, (), heads) if isinstance(delta, Delta) else _Offer(tuple(delta), delta.removed, heads)
+        heads = [head_of(change) for change in _changes_of(delta)]
+        return (None, (), heads) if isinstance(delta, Delta) else (tuple(delta), delta.removed, heads)
 
-    offered = members.from_rank(src, "broadcast_delta", offer)
-    places, num_bytes = _messages.places_of(offered.heads)
+    names, removed, heads = members.from_rank(src, "broadcast_delta", offer)
+    places, num_bytes = places_of(heads)
     data = torch.empty(num_bytes, dtype=torch.uint8, device=members.device)
     if members.rank == src and delta is not None:
-        _messages.pack(_changes_of(delta), places, data)
+        pack(_changes_of(delta), places, data)
         _exchange(members, src, data)
         return delta if target is None else delta.to(target)
     _exchange(members, src, data)
     data = data if target is None else data.to(target)
-    changes = _messages.opened(offered.heads, data)
-    if offered.names is None:
+    changes = opened(heads, data)
+    if names is None:
         assert isinstance(changes[0], Delta)
         return changes[0]
     # New tensors are cloned, because torch.save would otherwise save the memory of the whole message with each of them.
     own = (change.clone() if isinstance(change, torch.Tensor) else change for change in changes)
-    return CheckpointDelta(dict(zip(offered.names, own)), offered.removed)
+    return CheckpointDelta(dict(zip(names, own)), removed)
 
 
 def _changes_of(delta: Delta | CheckpointDelta) -> list[Delta | Version]:

@@ -15,11 +15,10 @@ ibp.distributed.measure_link       measures how fast a group's all-gathers are
 from .._common.importing import published
 from .._machine.segments import SharedHandle
 from ..deltas._sending import broadcast_delta
-from ._calls import all_gather_into_tensor, all_gather_single, all_to_all_single, broadcast, gather, scatter
+from ._calls import all_gather_into_tensor, all_gather_single, all_to_all_single, broadcast, gather, recv, scatter, send
 from ._fsdp import compress_all_gather
 from ._links import Link, measure_link
 from ._messages import Codec
-from ._point_to_point import recv, send
 from ._tables import ShardedTable, open_shared, share_table
 
 __all__ = [

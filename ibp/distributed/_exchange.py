@@ -12,7 +12,7 @@ piece is decoded. Each call takes these steps:
                                        GPUs if a codec is given, or if the  ranks that send, and sends it to all ranks
                                        kind is new or due to be checked
               _Transfer.call           the previous call in this direction  the sender learns a codec, and the receiver
-              (_point_to_point.py)                                          reads it in a note after a raw tensor
+              (_calls.py)                                                   reads it in a note after a raw tensor
     size      Collective.pieces,       nothing                              nobody: sizes of messages follow from the
               Messages                                                      codec and the sizes of tensors
     encode    CodedWork._start         nothing                              the sender: which messages lose rows
@@ -64,8 +64,7 @@ import torch.distributed as dist
 
 from .._common.group import RankGroup, all_taking_part, same_on_all
 from .._common.process import warn_once
-from . import _links
-from ._links import RAW, CallOptions, Load, Plan, state_of
+from ._links import RAW, CallOptions, Load, Plan, rates_of, raw_all_gather, state_of
 from ._messages import TURNS, Codec, MessageBuffer, Messages, Status, as_bytes, on, sample_of, spans_of
 
 if TYPE_CHECKING:
@@ -263,7 +262,7 @@ class Collective(ABC):
         numbers = torch.empty(members.size, dtype=torch.int64, device=members.device)
         with all_taking_part():
             sent = torch.tensor([mine], dtype=torch.int64, device=members.device)
-            _links.raw_all_gather(numbers, sent, group=members.process_group)
+            raw_all_gather(numbers, sent, group=members.process_group)
         if mine and numbers.tolist() == [mine] * members.size:
             return
 
@@ -296,13 +295,12 @@ class Collective(ABC):
                 found = kind.learned(rows) if is_due or kind.level == "auto" else learner.found
             if found is None or load.coded == 0:
                 return None, 0, 1
-            rates = _links.rates_of(found, rows, self.tensors[0].device)
+            rates = rates_of(found, rows, self.tensors[0].device)
             if link is None:
-                return found, _links.num_pieces(rates, load), 1
-            if not (kind.follows_link and _links.pays(found, rates, link, load)):
+                return found, rates.num_pieces(load), 1
+            if not (kind.follows_link and rates.pays(link, load)):
                 return found, 0, 1
-            least = _links.least_bytes(found, rates, link, _LEAST_BYTES, members.size - 1)
-            return found, _links.num_pieces(rates, load), least
+            return found, rates.num_pieces(load), rates.least_bytes(link, _LEAST_BYTES, members.size - 1)
 
         found, num_pieces, least = members.from_rank(0, kind.what, offer)
         if is_due:
@@ -335,7 +333,7 @@ class OneTensor(Collective):
     def pieces(self, plan: Plan) -> list[ExchangePiece]:
         x, pieces = as_bytes(self.tensors[0]), []
         for span in spans_of(x.numel(), plan.num_pieces):
-            messages, data = plan.messages_of([span.payload], x.device), {0: x[span.bytes]}
+            messages, data = plan.messages_of([len(span)], x.device), {0: x[span.start : span.stop]}
             pieces.append(ExchangePiece(messages, data, {}) if self.is_sent else ExchangePiece(messages, {}, data))
         return pieces
 

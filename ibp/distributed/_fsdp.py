@@ -202,9 +202,9 @@ class Shards:
             return
         x = as_bytes(torch.cat(inputs) if len(inputs) > 1 else inputs[0])
         for k, span in enumerate(spans_of(x.numel(), self.plan.num_pieces)):
-            messages = self.plan.messages_of([span.payload] * self.state.size, x.device)
+            messages = self.plan.messages_of([len(span)] * self.state.size, x.device)
             buffer = buffers.take(k, messages.num_bytes)
-            messages.code(buffer, self.state.rank, x[span.bytes], status, 0)
+            messages.code(buffer, self.state.rank, x[span.start : span.stop], status, 0)
 
     def decide(self, is_lost: bool) -> None:
         """Decides how all-gathers travel until the next forward pass.

@@ -1,6 +1,7 @@
 """Decides how calls are made. The first part measures how fast tensors travel between ranks and how fast they are
 coded, and decides whether coding pays. The second part has the state of a process group on one rank: the rate of its
-link, and the plan for each kind of call, which `Collective.plan` (`_exchange.py`) makes.
+link, and the plan for each kind of call. `Collective.plan` (`_exchange.py`) makes the plans of collectives; the
+receiver of a `send` learns the plan from a note.
 
 With level="auto", tensors are sent coded only if coding is expected to save time on the group's link. The rate of the
 link is measured once for each group, with a raw all-gather. All ranks decide from the same numbers: the time of the
@@ -66,22 +67,6 @@ class Link:
     gbps: float
 
 
-@dataclass(frozen=True)
-class Rates:
-    """The rates at which a codec encodes and decodes.
-
-    Attributes:
-        encode_gbps, decode_gbps: the rates of encoding and decoding in GB/s of original (uncoded) bytes, on all
-            multiprocessors of a GPU, or on a CPU.
-        hides: whether one message travels while another message is coded. It is False on a CPU, where the same cores
-            code and move bytes.
-    """
-
-    encode_gbps: float
-    decode_gbps: float
-    hides: bool = True
-
-
 class Load(NamedTuple):
     """The work of a call on one rank.
 
@@ -97,6 +82,74 @@ class Load(NamedTuple):
     moved: int
     decoded: int
     is_known_to_fit: bool = False
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a codec saves on a device, and how fast it is there.
+
+    Attributes:
+        savings: the fraction of a large tensor's bytes that coding saves (`Codec.savings`).
+        encode_gbps, decode_gbps: the rates of encoding and decoding in GB/s of original (uncoded) bytes, on all
+            multiprocessors of a GPU, or on a CPU.
+        hides: whether one message travels while another message is coded. It is False on a CPU, where the same cores
+            code and move bytes.
+    """
+
+    savings: float
+    encode_gbps: float
+    decode_gbps: float
+    hides: bool = True
+
+    def num_pieces(self, load: Load) -> int:
+        """Returns the number of pieces that makes a call fastest. Only the coding of the first piece and the decoding
+        of the last piece happen while nothing travels. So the longer coding takes, the more pieces are worth their
+        cost."""
+        most = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(self._coding_s(load) / _GAP_S))))
+        return min((1, 2, most), key=lambda count: self._exposed_s(load, count) + count * _GAP_S)
+
+    def gain(self, link: Link, load: Load) -> float:
+        """Returns the expected time of a raw call divided by the expected time of a coded call.
+
+        Returns 0 if the link is so fast that coding and decoding take longer than the time that they save on the link.
+        The coders and the link then compete for multiprocessors and memory, and this model does not cover that.
+        """
+        if link.gbps >= self.savings / (1 / self.encode_gbps + 1 / self.decode_gbps):
+            return 0.0
+        count = self.num_pieces(load)
+        moving_s = load.moved * (1 - self.savings) / link.gbps / 1e9
+        host_s = (_LATE_S if load.is_known_to_fit else _CALL_S) + count * _GAP_S
+        return load.moved / link.gbps / 1e9 / (moving_s + self._exposed_s(load, count) + host_s)
+
+    def pays(self, link: Link, load: Load) -> bool:
+        """Returns whether a coded call is expected to be at least _LEAST_GAIN times as fast as a raw call."""
+        return self.gain(link, load) >= _LEAST_GAIN
+
+    def least_bytes(self, link: Link, start: int, count: int) -> int:
+        """Returns the smallest size in bytes of a message of an all-to-all for which coding pays, among the sizes
+        start, 2 * start, 4 * start, ... If coding pays for none of these sizes below _MOST_LEAST_BYTES, returns the
+        first size that is at least _MOST_LEAST_BYTES.
+
+        Args:
+            count: the number of messages that a rank sends, which is also the number that it receives.
+        """
+        size = start
+        while size < _MOST_LEAST_BYTES and not self.pays(link, Load(size * count, size * count, size * count)):
+            size *= 2
+        return size
+
+    def _coding_s(self, load: Load) -> float:
+        """Returns the time in seconds that coding and decoding take."""
+        return load.coded / self.encode_gbps / 1e9 + load.decoded / self.decode_gbps / 1e9
+
+    def _exposed_s(self, load: Load, count: int) -> float:
+        """Returns the part of the time of coding and decoding, in seconds, during which nothing travels. If there are
+        several pieces and the device hides coding, this is the time to code the first piece and to decode the last
+        piece. Otherwise it is all of the time."""
+        if count == 1 or not self.hides:
+            return self._coding_s(load)
+        first, last = shares_of(count)
+        return load.coded * first / self.encode_gbps / 1e9 + load.decoded * last / self.decode_gbps / 1e9
 
 
 def measure(members: RankGroup) -> Link:
@@ -134,69 +187,14 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
     """
     if device.type == "cuda":
         known = coder_rates(codec.codebook, calibration.in_force(device))
-        return Rates(known.encode_gbps, known.decode_gbps)
+        return Rates(codec.savings, known.encode_gbps, known.decode_gbps)
     return _measured(codec, rows)
-
-
-def num_pieces(rates: Rates, load: Load) -> int:
-    """Returns the number of pieces that makes a call fastest. Only the coding of the first piece and the decoding of
-    the last piece happen while nothing travels. So the longer coding takes, the more pieces are worth their cost."""
-    most = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / _GAP_S))))
-    return min((1, 2, most), key=lambda count: _exposed_s(rates, load, count) + count * _GAP_S)
-
-
-def _exposed_s(rates: Rates, load: Load, count: int) -> float:
-    """Returns the part of the time of coding and decoding, in seconds, during which nothing travels. If there are
-    several pieces and the device hides coding (`Rates.hides`), this is the time to code the first piece and to decode
-    the last piece. Otherwise it is all of the time."""
-    if count == 1 or not rates.hides:
-        return _coding_s(rates, load)
-    shares = shares_of(count)
-    return load.coded * shares[0] / rates.encode_gbps / 1e9 + load.decoded * shares[-1] / rates.decode_gbps / 1e9
-
-
-def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
-    """Returns the expected time of a raw call divided by the expected time of a coded call.
-
-    Returns 0 if the link is so fast that coding and decoding take longer than the time that they save on the link.
-    The coders and the link then compete for multiprocessors and memory, and this model does not cover that.
-    """
-    if link.gbps >= codec.savings / (1 / rates.encode_gbps + 1 / rates.decode_gbps):
-        return 0.0
-    count = num_pieces(rates, load)
-    moving_s = load.moved * (1 - codec.savings) / link.gbps / 1e9
-    host_s = (_LATE_S if load.is_known_to_fit else _CALL_S) + count * _GAP_S
-    return load.moved / link.gbps / 1e9 / (moving_s + _exposed_s(rates, load, count) + host_s)
-
-
-def pays(codec: Codec, rates: Rates, link: Link, load: Load) -> bool:
-    """Returns whether a coded call is expected to be at least _LEAST_GAIN times as fast as a raw call."""
-    return gain(codec, rates, link, load) >= _LEAST_GAIN
-
-
-def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) -> int:
-    """Returns the smallest size in bytes of a message of an all-to-all for which coding pays, among the sizes start,
-    2 * start, 4 * start, ... If coding pays for none of these sizes below _MOST_LEAST_BYTES, returns the first size
-    that is at least _MOST_LEAST_BYTES.
-
-    Args:
-        count: the number of messages that a rank sends, which is also the number that it receives.
-    """
-    size = start
-    while size < _MOST_LEAST_BYTES and not pays(codec, rates, link, Load(size * count, size * count, size * count)):
-        size *= 2
-    return size
-
-
-def _coding_s(rates: Rates, load: Load) -> float:
-    """Returns the time in seconds that coding and decoding take."""
-    return load.coded / rates.encode_gbps / 1e9 + load.decoded / rates.decode_gbps / 1e9
 
 
 def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
     """Measures the rates of a codec on the CPU with `rows`, uint8 [n, 4096]. Returns rates of 1 GB/s if n is 0."""
     if not len(rows):
-        return Rates(1.0, 1.0)
+        return Rates(codec.savings, 1.0, 1.0)
     messages = Messages(codec, [rows.numel()], 0, rows.device)
     buffer, status = MessageBuffer(torch.empty(messages.num_bytes, dtype=torch.uint8, device="cpu")), messages.status()
     data = rows.reshape(-1)
@@ -210,12 +208,14 @@ def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
         times.append((coded - start, time.perf_counter() - coded))
     encode_s, decode_s = (min(of) for of in zip(*times))
     encode_gbps, decode_gbps = (rows.numel() / seconds / 1e9 for seconds in (encode_s, decode_s))
-    return Rates(encode_gbps / _CODING_AT_ONCE, decode_gbps / _CODING_AT_ONCE, hides=False)
+    return Rates(codec.savings, encode_gbps / _CODING_AT_ONCE, decode_gbps / _CODING_AT_ONCE, hides=False)
 
 
 # ---- plans and the state of a group --------------------------------------------------------------------------------
 
 LEVELS = ("auto", *CODED_LEVELS)
+NOTE_BYTES = 1 << 14  # Size of a note in bytes. If a codec does not fit in it, the note says that tensors travel raw.
+_LENGTH_BYTES = 8  # A note begins with the length of its content in bytes, an int64.
 _MOST_LAYOUTS = 64  # A plan keeps at most this many layouts of messages.
 # The ranks tell each other whether rows were lost after 8 calls of a kind, after 32 calls, and then after every 64th
 # call.
@@ -347,6 +347,45 @@ class Channel:
     plans: dict[Kind, Plan] = field(default_factory=dict)
     learners: dict[Kind, Learner[Codec]] = field(default_factory=dict)
     last: dist.Work | None = None
+
+
+def note_of(kind: Kind, codec: Codec | None) -> torch.Tensor:
+    """Returns a note, uint8 [NOTE_BYTES] on the CPU. The note has the length of its content, followed by the content:
+    the kind and the codec. If the content does not fit, the length is 0."""
+    content = wire.written((kind, codec))
+    note = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
+    if len(content) <= NOTE_BYTES - _LENGTH_BYTES:
+        note[:_LENGTH_BYTES].view(torch.int64).fill_(len(content))
+        note[_LENGTH_BYTES : _LENGTH_BYTES + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return note
+
+
+def codec_in(note: torch.Tensor, kind: Kind) -> Codec | None:
+    """Returns the codec in a note, or None if tensors travel raw.
+
+    Args:
+        kind: the kind of tensor that the receiver expects.
+
+    Raises:
+        ValueError: the bytes are not a note, or the sender's tensor is of another kind.
+    """
+    content = note.cpu()
+    length = int(content[:_LENGTH_BYTES].view(torch.int64))
+    if not 0 < length <= NOTE_BYTES - _LENGTH_BYTES:
+        return None
+    found = wire.read(content[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes())
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Kind):
+        raise ValueError("recv: what came behind the sender's tensor is no note that says how later ones travel")
+    sent, codec = found
+    if codec is not None and not isinstance(codec, Codec):
+        raise ValueError(f"recv: the sender's note has a {type(codec).__name__}; wanted a codec")
+    if sent != kind:
+        raise ValueError(f"recv: the sender's tensor is {_shown(sent)}; this one is {_shown(kind)}")
+    return codec
+
+
+def _shown(kind: Kind) -> str:
+    return f"{kind.numel} elements of {kind.dtype} on {kind.device}, level {kind.level!r}, name {kind.name!r}"
 
 
 class GroupState:

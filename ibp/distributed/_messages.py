@@ -492,8 +492,8 @@ class Messages:
 
 # ---- spans ---------------------------------------------------------------------------------------------------------
 
-# A span is the bytes of a tensor that one piece of a call carries. If a tensor has three or more spans, the first and
-# the last span each have 1 / _EDGE of the size of each other span.
+# A span is the range of a tensor's bytes that one piece of a call carries. If a tensor has three or more spans, the
+# first and the last span each have 1 / _EDGE of the size of each other span.
 _EDGE = 8
 # If a tensor has two spans, the first has 1 / _FIRST_OF_TWO of the rows. The first span is the smaller one, because the
 # link is idle while this span is coded. The link is also idle while the last span is decoded, but decoding is faster
@@ -501,22 +501,10 @@ _EDGE = 8
 _FIRST_OF_TWO = 4
 
 
-class MessageSpan(NamedTuple):
-    """The bytes of a tensor that belong to one piece of a call.
-
-    Attributes:
-        bytes: the range of the tensor's bytes.
-        payload: the number of bytes for which the span's message has room. It is larger than the size of the range if
-            the tensor ends inside the span.
-    """
-
-    bytes: slice
-    payload: int
-
-
 @functools.lru_cache(maxsize=256)
-def spans_of(num_bytes: int, count: int) -> tuple[MessageSpan, ...]:
-    """Divides a tensor into at most `count` spans of whole rows.
+def spans_of(num_bytes: int, count: int) -> tuple[range, ...]:
+    """Divides a tensor of num_bytes bytes into at most `count` spans of whole rows. The length of a span is the number
+    of bytes for which its message has room; the tensor can end inside the last span.
 
     If there are three or more spans, the first and the last each have an eighth of the size of each other span. If
     there are two spans, the first has a quarter of the tensor. These spans are small because nothing travels while the
@@ -532,12 +520,8 @@ def spans_of(num_bytes: int, count: int) -> tuple[MessageSpan, ...]:
         sizes = [first, max(1, rows - first)]
     else:
         sizes = [max(1, rows)]
-    spans, start = [], 0
-    for payload in (size * ROW_BYTES for size in sizes):
-        if start < num_bytes:
-            spans.append(MessageSpan(slice(start, min(start + payload, num_bytes)), payload))
-        start += payload
-    return tuple(spans)
+    starts = itertools.accumulate((size * ROW_BYTES for size in sizes), initial=0)
+    return tuple(range(start, end) for start, end in itertools.pairwise(starts) if start < num_bytes)
 
 
 def shares_of(count: int) -> tuple[float, float]:

@@ -4,10 +4,11 @@ torch.multiprocessing sends tables."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from multiprocessing.reduction import DupFd, ForkingPickler
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,9 +91,18 @@ class ShardedTable(OfThisProcess, TensorManners):
 
     def __init__(self, local_table: CompressedTensor, group: dist.ProcessGroup | None = None) -> None:
         self._group = members = RankGroup(group)
-        shards = members.together("ShardedTable", lambda: _Shard.of(local_table))
-        same_on_all("ShardedTable", [shard.described() for shard in shards])
-        found = [(rank, shard.codebook) for rank, shard in enumerate(shards) if shard.codebook is not None]
+
+        def describe() -> tuple[dict[str, Any], int, AnyCodebook | None]:
+            """Returns (the properties that must be the same for all shards, by their names in error messages; the
+            number of this shard's items; its codebook)."""
+            if not isinstance(local_table, CompressedTensor):
+                raise TypeError(f"local_table is a {type(local_table).__name__}; wanted an ibp.CompressedTensor")
+            _check_whole_rows(local_table.geometry)
+            return _of_all_shards(local_table, local_table.row_bytes), len(local_table), local_table.codebook
+
+        shards = members.together("ShardedTable", describe)
+        same_on_all("ShardedTable", [same for same, _, _ in shards])
+        found = [(rank, codebook) for rank, (_, _, codebook) in enumerate(shards) if codebook is not None]
         for rank, codebook in found:
             if codebook != found[0][1]:
                 raise ValueError(
@@ -101,10 +111,8 @@ class ShardedTable(OfThisProcess, TensorManners):
                 )
         self._codebook = found[0][1] if found else None
         self.local_table = local_table
-        self.starts = [0]
-        for shard in shards:
-            self.starts.append(self.starts[-1] + shard.num_items)
-        self.shape = torch.Size((self.starts[-1], *shards[0].item_shape))
+        self.starts = list(itertools.accumulate((num_items for _, num_items, _ in shards), initial=0))
+        self.shape = torch.Size((self.starts[-1], *local_table.shape[1:]))
         self._starts = torch.tensor(self.starts, dtype=torch.int64, device=members.device)
         self._own_codebook = local_table.codebook
         self.rows_per_item = local_table.geometry.item_bytes // local_table.row_bytes
@@ -156,8 +164,7 @@ class ShardedTable(OfThisProcess, TensorManners):
             geometry = _rows.Geometry.of(x, row_bytes)
             _check_whole_rows(geometry)
             _rows.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
-            same = {"shape of items": list(x.shape[1:]), "dtype": x.dtype, "row_bytes": geometry.row_bytes, **options}
-            return same, x.shape[0], usual(device, x)
+            return _of_all_shards(x, geometry.row_bytes) | options, x.shape[0], usual(device, x)
 
         described = members.together("from_local", describe)
         same_on_all("from_local", [same for same, _, _ in described])
@@ -460,29 +467,10 @@ class ShardedTable(OfThisProcess, TensorManners):
         return chosen.to(device), _rows.bytes_of(data)
 
 
-@wire.sent
-class _Shard(NamedTuple):
-    """The description of a shard, which its rank sends to the other ranks."""
-
-    num_items: int
-    item_shape: tuple[int, ...]
-    dtype: torch.dtype
-    row_bytes: int
-    codebook: AnyCodebook | None
-
-    @classmethod
-    def of(cls, table: Any) -> _Shard:
-        """Returns the description of a table. Raises TypeError if `table` is not a table, and ValueError if its items
-        are not whole rows."""
-        if not isinstance(table, CompressedTensor):
-            raise TypeError(f"local_table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
-        _check_whole_rows(table.geometry)
-        return cls(len(table), tuple(table.shape[1:]), table.dtype, table.row_bytes, table.codebook)
-
-    def described(self) -> dict[str, Any]:
-        """Returns the properties that must be the same for all shards, by the names that they have in error
-        messages."""
-        return {"shape of items": list(self.item_shape), "dtype": self.dtype, "row_bytes": self.row_bytes}
+def _of_all_shards(x: torch.Tensor | CompressedTensor, row_bytes: int) -> dict[str, Any]:
+    """Returns the properties that must be the same for all shards, by the names that they have in error messages. x: a
+    shard, or the tensor of which it is made."""
+    return {"shape of items": list(x.shape[1:]), "dtype": x.dtype, "row_bytes": row_bytes}
 
 
 def _check_whole_rows(geometry: _rows.Geometry) -> None:

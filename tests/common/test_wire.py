@@ -15,7 +15,7 @@ from helpers import assert_same_bits, embedding, spiky_rows
 from ibp._common import wire
 from ibp._common.group import RankGroup
 from ibp.deltas._messages import ChangeHead, Region
-from ibp.distributed import _links, _point_to_point
+from ibp.distributed import _links
 from ranks import Ranks
 
 KIND = _links.Kind("send", 1 << 20, torch.bfloat16, "cpu", "default", "grads", None)
@@ -165,13 +165,13 @@ def test_a_pickle_in_a_handle(bomb):
 def test_a_pickle_in_a_note(bomb):
     """That says how tensors travel which one rank sends another."""
     content, has_run = bomb
-    note = _point_to_point._note(KIND, None)
-    assert _point_to_point._read(note, KIND) is None
+    note = _links.note_of(KIND, None)
+    assert _links.codec_in(note, KIND) is None
     for wrong in (content, wire.written(5), wire.written((1, None)), wire.written((KIND, KIND))):
         note[:8].view(torch.int64).fill_(len(wrong))
         note[8 : 8 + len(wrong)] = torch.frombuffer(bytearray(wrong), dtype=torch.uint8)
         with pytest.raises(ValueError, match="no message of ibp's|no note|wanted a codec"):
-            _point_to_point._read(note, KIND)
+            _links.codec_in(note, KIND)
     assert not has_run()
 
 

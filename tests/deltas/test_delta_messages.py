@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 import ibp
 from helpers import assert_same_bits
 from ibp.deltas import OutOfSyncError, Receiver, Sender, _applying, _sending
-from ibp.deltas._applying import TableRows
+from ibp.deltas._applying import BasePart
 from ibp.deltas._messages import ChangeHead, PushHead, Region
 from ranks import Ranks
 from test_delta import bits, changed, optimizer_step
@@ -379,14 +379,14 @@ def test_weights_are_divided_once(monkeypatch):
     """Unless something changes that decides which tensors share a region: here the dtype of a tensor without
     elements."""
     weights = {"a": torch.randn(4), "empty": torch.empty(0, 8), "b": torch.randn(5)}
-    plan, divided, divide = _sending.RegionPlan((0, 1), 4096), [], _sending._divided
+    sender, divided, divide = Sender(piece_bytes=4 * 4096), [], _sending._divided
     monkeypatch.setattr(_sending, "_divided", lambda *args: divided.append(1) or divide(*args))
     for _ in range(3):
-        (region,) = plan.regions({name: tensor.view(tensor.shape) for name, tensor in weights.items()})
+        (region,) = sender._regions({name: tensor.view(tensor.shape) for name, tensor in weights.items()})
         assert region.values().numel() == 9
     assert len(divided) == 1
     weights["empty"] = weights["empty"].half()
-    assert sorted(str(region.dtype) for region in plan.regions(weights)) == ["torch.float16", "torch.float32"]
+    assert sorted(str(region.dtype) for region in sender._regions(weights)) == ["torch.float16", "torch.float32"]
     assert len(divided) == 2
 
 
@@ -546,6 +546,14 @@ def test_tables():
     assert slots == {name: table.slots.data_ptr() for name, table in tables.items()}
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_table_without_dimensions(full):
+    old, new = {"a": torch.tensor(3.0)}, {"a": torch.tensor(4.0)}
+    tables = {"a": ibp.compress(old["a"], device="cpu")}
+    assert applied(Receiver(tables), Sender(old).push(new, full=full))
+    assert_tables_hold(tables, new)
+
+
 def test_a_delta_of_other_rows_leaves_all_tables():
     new, base = matrices()
     tables = coded(base | {"c": new["c"]})
@@ -558,7 +566,7 @@ def test_a_delta_of_other_rows_leaves_all_tables():
 @pytest.mark.parametrize("after", [False, True])
 def test_a_crash_amid_tables(number, after, monkeypatch):
     new, base = matrices()
-    tables, calls, write = coded(base), [], TableRows.write
+    tables, calls, write = coded(base), [], BasePart.write_items
     receiver, messages = Receiver(tables), Sender(base, piece_bytes=9000).push(new)
 
     def interrupted(self, items):
@@ -569,7 +577,7 @@ def test_a_crash_amid_tables(number, after, monkeypatch):
             raise KeyboardInterrupt
         write(self, items)
 
-    monkeypatch.setattr(TableRows, "write", interrupted)
+    monkeypatch.setattr(BasePart, "write_items", interrupted)
     with pytest.raises(KeyboardInterrupt):
         applied(receiver, messages)
     assert_tables_hold(tables, base)

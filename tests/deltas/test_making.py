@@ -10,8 +10,9 @@ import ibp
 from helpers import assert_same_bits
 from ibp._core import ROWS_PER_BASE
 from ibp.deltas import _coding
+from ibp.deltas._applying import GpuBatch
 from ibp.deltas._coding import ROW_BYTES, known_codebook
-from ibp.deltas._making import Making
+from ibp.deltas._delta import Making
 
 DEFAULT_ROW = ROW_BYTES  # the length of a row that takes no bytes
 
@@ -80,3 +81,32 @@ def test_many_tensors(monkeypatch, dtype, updates_bases):
             assert_same_bits(delta.apply(old), newer)
             for name in ("lengths", "bases", "overflow"):
                 assert torch.equal(getattr(delta.table, name), getattr(wanted.table, name)), name
+
+
+@pytest.mark.parametrize(
+    ("verdict", "match"), [(0, None), (1, "^b has fingerprint"), (2, "^b would not become the tensor")]
+)
+def test_the_delta_that_kernels_refuse(monkeypatch, verdict, match):
+    """The kernels apply no delta, and their sums say which one is to blame."""
+    jobs = []
+    for name in "abc":
+        old = torch.randn(100, 64)
+        new = old.clone()
+        new[3] += 1
+        jobs.append((name, ibp.deltas.make(new, old, device="cpu"), old + 1 if (name, verdict) == ("b", 1) else old))
+
+    def apply_deltas(structs, num_rows, words, codec, takes_back, state):
+        for number, (of_base, of_result) in enumerate(structs[:, 8:]):
+            is_wrong = int(number == 1 and verdict > 0)
+            found = of_base + (is_wrong if verdict == 1 else 0), of_result - of_base, is_wrong
+            state[1 + 3 * number : 4 + 3 * number] = torch.tensor([int(entry) for entry in found])
+        state[0] = verdict
+
+    monkeypatch.setattr(torch.ops.ibp, "apply_deltas", SimpleNamespace(default=apply_deltas), raising=False)
+    batch = GpuBatch(jobs, [base for _, _, base in jobs])
+    batch.begin()
+    if match is None:
+        batch.apply()
+        return
+    with pytest.raises(ibp.deltas.DeltaMismatchError if verdict == 1 else ibp.CorruptTableError, match=match):
+        batch.apply()
