@@ -233,6 +233,35 @@ def test_a_config_joins_parts_or_decodes_them(caplog):
     assert_same_bits(layer.weight.data, torch.cat(plain))
 
 
+def test_a_layer_that_stays_plain_is_loaded_anew():
+    """The first time, parts of tables are noted until all have come; the second time, loaders copy them."""
+    config = types.SimpleNamespace(table_of=lambda *args: None)  # keeps weights plain
+    made = lambda layer, *sizes, **options: layer.register_parameter("weight", loaded_weight())  # noqa: E731
+    plain = types.SimpleNamespace(create_weights=made, process_weights_after_loading=lambda layer: None)
+    method, layer = Plain(config, "a", plain), torch.nn.Module()
+    method.create_weights(layer)
+    for _ in range(2):
+        (first, second), values = matrices(0.02, 200.0)
+        for rows, tensor in ((slice(32), first), (slice(32, 64), second)):
+            layer.weight.weight_loader(layer.weight, rows, tensor)
+        method.process_weights_after_loading(layer)
+        assert_same_bits(layer.weight.data, torch.cat(values))
+
+
+class Plain(vllm_weights.CodedMethod):
+    uses_meta_device = False
+
+    def _coded(self, layer):
+        return self._tables_of(layer)
+
+
+def loaded_weight():
+    """A parameter with a loader, as vLLM's are."""
+    weight = torch.nn.Parameter(torch.zeros(64, 64).bfloat16(), requires_grad=False)
+    weight.weight_loader = lambda weight, rows, tensor: weight.data[rows].copy_(tensor)
+    return weight
+
+
 def test_the_loader(tmp_path):
     """Tables come as they are coded, and all else as plain tensors."""
     plain = {"a.weight": torch.randn(64, 64).mul(0.02).bfloat16(), "a.bias": torch.randn(64)}

@@ -384,11 +384,25 @@ class CodedMethod:
         self._made_by = sizes, options
         with torch.device("meta") if self.uses_meta_device else contextlib.nullcontext():
             self._plain.create_weights(layer, *sizes, **options)
-        for name, parts in self._parts.items():
+        for name in self.names:
             weight = getattr(layer, name)
-            weight.weight_loader = _noting(parts, weight.weight_loader)
+            weight.weight_loader = self._noting(name, weight.weight_loader)
         if self.uses_meta_device:
             initialize_online_processing(layer)
+
+    def _noting(self, name: str, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the loader of a weight. Until the weights have been processed, parts of tables that the loader would
+        copy to the weight are added to the weight's list in `_parts` instead; afterwards, the loader copies them."""
+
+        @functools.wraps(load)
+        def note(*args: Any, **options: Any) -> Any:
+            token = noted.set(self._parts.get(name))
+            try:
+                return load(*args, **options)
+            finally:
+                noted.reset(token)
+
+        return note
 
     @contextlib.contextmanager
     def as_plain(self, layer: Any) -> Iterator[dict[torch.Tensor, ibp.CompressedTensor]]:
@@ -445,21 +459,6 @@ class CodedMethod:
                 return {}
             tables[name] = table
         return tables
-
-
-def _noting(parts: list[Part], load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a weight's loader. Parts of tables that the loader would copy to the weight are added to `parts`
-    instead."""
-
-    @functools.wraps(load)
-    def note(*args: Any, **options: Any) -> Any:
-        token = noted.set(parts)
-        try:
-            return load(*args, **options)
-        finally:
-            noted.reset(token)
-
-    return note
 
 
 # ---- linear layers, embeddings and heads ----
