@@ -36,6 +36,9 @@ from ._messages import Codec, MessageBuffer, MessageBuffers, Messages, learned, 
 _MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # Number of bytes that each rank sends in a call that is timed.
 # A measurement times _REPEATS repeats and takes the fastest. Each repeat makes _IN_A_ROW calls one after the other.
 _REPEATS, _IN_A_ROW = 3, 4
+# Coding does not pay on a link that is faster than this share of the rate at which coding and decoding take as long as
+# they save on the link. The coders and the link compete for multiprocessors and memory before this rate is reached.
+_CROWDED_SHARE = 0.75
 _LEAST_GAIN = 1.1  # Tensors travel coded if this is expected to be at least this many times as fast as raw.
 # Time in seconds that a coded call takes to begin and to end, in addition to the time of torch's call.
 _CALL_S = 40e-6
@@ -111,10 +114,10 @@ class Rates:
     def gain(self, link: Link, load: Load) -> float:
         """Returns the expected time of a raw call divided by the expected time of a coded call.
 
-        Returns 0 if the link is so fast that coding and decoding take longer than the time that they save on the link.
-        The coders and the link then compete for multiprocessors and memory, and this model does not cover that.
+        Returns 0 if the link is so fast that coding and decoding take about as long as the time that they save on the
+        link. The coders and the link then compete for multiprocessors and memory, and this model does not cover that.
         """
-        if link.gbps >= self.savings / (1 / self.encode_gbps + 1 / self.decode_gbps):
+        if link.gbps >= _CROWDED_SHARE * self.savings / (1 / self.encode_gbps + 1 / self.decode_gbps):
             return 0.0
         count = self.num_pieces(load)
         moving_s = load.moved * (1 - self.savings) / link.gbps / 1e9

@@ -729,6 +729,9 @@ def test_when_coding_pays():
     assert rates.pays(Link(25.0), large)
     assert not rates.pays(Link(25.0), small)
     assert not rates.pays(Link(250.0), large)  # the coders are not so fast
+    break_even = savings / (1 / 700.0 + 1 / 1900.0)
+    assert rates.pays(Link(0.7 * break_even), large)
+    assert not rates.pays(Link(0.8 * break_even), large)  # coders and link compete before
     assert rates.num_pieces(small) == 1 and 3 <= rates.num_pieces(large) <= 16
     assert rates.num_pieces(_links.Load(1 << 27, 1 << 27, 1 << 27)) == 2
     known = _links.Load(1 << 24, 1 << 24, 1 << 24, True)  # the host has other work between such calls
