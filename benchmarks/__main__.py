@@ -73,6 +73,7 @@ MODELS = {
 }
 # These scripts take long, or need packages or GPUs that few machines have.
 OTHERS = {
+    "compress --inplace": 240,
     "paths": 200,
     "llm --qwen": 120,
     "llm --loading": 60,
