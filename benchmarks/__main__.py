@@ -96,6 +96,7 @@ OTHERS = {
     "gnn_cache": 100,
     "kv_request": 60,
     "kv_request --workers": 90,
+    "kv_request --opt": 150,
     "weights": 140,
     "flexgen_opt": 150,
     "collectives": 90,

@@ -25,6 +25,7 @@ from benchmarks import (
     entries,
     harness,
     inputs,
+    kv_request,
     more_clusters,
     ndzip,
     papers,
@@ -579,8 +580,12 @@ class PapersLibrary:
     def compress_inplace(self, rows, mask, bitval, ids):
         return torch.zeros(-(-len(rows) // 32), dtype=torch.int32)
 
+    def preprocess(self, rows, threshold):
+        assert threshold == kv_request.THRESHOLD and len(rows) == kv_request.QUICK.prompt
+        return rows[0], rows[0]
+
     def decompress_fetch(self, rows, mask, bitval, bitmask, device, length, ids, blocks, threads, way, out):
-        assert length == rows.shape[1] // 2
+        assert length in (None, rows.shape[1] // 2) and len(bitmask) == -(-len(rows) // 32)
         return torch.index_select(rows, 0, ids, out=out)
 
 
@@ -592,6 +597,26 @@ def test_the_papers_code_beside_ours(tmp_path, monkeypatch):
     assert [row["arm"] for row in rows] == 2 * arms and {row["reference"] for row in rows} == {"b2f7100"}
     assert [row["case"] for row in rows[::3]] == ["synthetic 50%", "synthetic 90%"]
     assert {row["savings"] for row in rows[2::3]} == {"0.5000"}
+
+
+def test_a_request_of_opt_by_the_papers_code(tmp_path, monkeypatch, capsys):
+    """Its arms stand between raw rows and ours; rows of other runs stay; wrong rows are found, and no clone is said."""
+    monkeypatch.delenv("IBP_REFERENCE", raising=False)
+    monkeypatch.setenv("IBP_REFERENCE_COMMIT", "b2f7100")
+    monkeypatch.setattr(reference, "built", lambda repository: PapersLibrary())
+    argv = ["--opt", "--repository", str(tmp_path)]
+    rows = run_quickly("kv_request", tmp_path, *argv)
+    arms = [kv_request.CPU, kv_request.RAW, kv_request.THEIRS_RAW, kv_request.THEIRS, kv_request.IBP]
+    assert [row["arm"] for row in rows] == arms and {row["case"].split(",")[0] for row in rows} == {"OPT-6.7B"}
+    assert [row["reference"] for row in rows] == ["", "", "b2f7100", "b2f7100", ""]
+    assert [row["savings"] for row in rows[2:4]] == ["0.0000", "0.5000"]
+    assert {kv_request.option_of(row) for row in rows} == {"opt"}
+    fetch = kv_request.TheirPools.fetch
+    monkeypatch.setattr(kv_request.TheirPools, "fetch", lambda pools, number, outs: fetch(pools, number, outs.flip(0)))
+    with pytest.raises(AssertionError):
+        run_quickly("kv_request", tmp_path, *argv)
+    run_quickly("kv_request", tmp_path, "--opt")
+    assert "no clone is named by --repository or IBP_REFERENCE" in capsys.readouterr().out
 
 
 def test_the_papers_code_is_looked_for(tmp_path, monkeypatch):
@@ -823,15 +848,17 @@ def test_rows_by_sms_and_threads_are_those_of_their_csvs(tmp_path):
     swept = [f"{arm} by {n} {of},{ms},1,{n}" for arm, of, some in (
         ("cpu index + copy", "threads", ((1, 9), (2, 5))), ("ibp", "SMs", ((8, 1.5), (132, 1.25))),
     ) for n, ms in some]  # fmt: skip
-    write("kv_request", "arm,step_ms,request_s,workers", *request, *swept)
+    of_opt = [f'"OPT-13B, 40 layers",{row}' for row in ("cpu index + copy,4,20,", "raw by kernel,3,10,", "ibp,3,9,")]
+    write("kv_request", "case,arm,step_ms,request_s,workers", *(f",{row}" for row in (*request, *swept)), *of_opt)
     results = reading.Results(tmp_path)
-    assert "a request, learning included: 50 %, 0 %" in reproduction.cache_rows(results)
+    shown = reproduction.cache_rows(results)
+    assert "a request, learning included: 50 %, 0 %" in shown and "OPT-13B, learning included: 55 %, 10 %" in shown
     assert list(reproduction.workers_of_requests(results)) == [
         "in a request, ms of a token and layer, cpu index + copy: 9.00/5.00 by 1/2 threads",
         "in a request, ms of a token and layer, ibp: 1.50/1.25 by 8/132 SMs",
     ]
     tables = [table for table in claims.TABLES if table.csv == "kv_request"]
-    assert [len(table.rows(results)) for table in tables] == [3, 4]
+    assert [len(table.rows(results)) for table in tables] == [6, 4]
     write(
         "throttle",
         "case,arm,sms,what,gpus,step_ms,out_gbps",
