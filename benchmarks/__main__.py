@@ -94,6 +94,7 @@ OTHERS = {
     "throttle --together": 150,
     "gnn": 180,
     "gnn_cache": 100,
+    "gnn_pyg": 240,
     "kv_request": 60,
     "kv_request --workers": 90,
     "kv_request --opt": 150,

@@ -708,6 +708,21 @@ TABLES = (
         },
     ),
     Table(
+        "",
+        "gnn_pyg",
+        "Training to an accuracy with a loader of PyTorch Geometric: how many batches and seconds that took, "
+        "milliseconds of a batch, and the largest relative difference of a loss from the loader's alone",
+        {
+            "features": rows_name,
+            "arm": cell("arm"),
+            "accuracy": cell("accuracy", percent),
+            "batches": cell("batches"),
+            "seconds": cell("accuracy_s", fine_number),
+            "ms of a batch": cell("batch_ms", fine_number),
+            "losses": cell("loss_difference"),
+        },
+    ),
+    Table(
         "A cache of rows",
         "row_cache",
         "Rows that a cache holds, its map included",

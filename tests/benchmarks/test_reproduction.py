@@ -884,6 +884,15 @@ def test_a_table_in_place_is_reckoned_until_it_is_measured(tmp_path):
     assert [len(table.rows(results)) for table in claims.TABLES if table.csv == "compress"] == [3, 3]
 
 
+def test_an_arm_of_pygs_loader_that_ran_out_of_time_has_no_ratio(tmp_path):
+    rows = ('"cora, batch 8",loader,', '"cora, batch 8",PrefetchLoader,12', '"cora, batch 8",raw rows,3')
+    columns, results = "case,arm,accuracy_s", reading.Results(tmp_path)
+    assert list(reproduction.loaded_by_pyg(results)) == []
+    writer(tmp_path)("gnn_pyg", columns, *rows, '"cora, batch 8",ibp,2')
+    (line,) = reproduction.loaded_by_pyg(reading.Results(tmp_path))
+    assert line.endswith("cora, batch 8: PrefetchLoader 6.00, raw rows 1.50")
+
+
 def test_waits_of_a_batch_are_of_one_clock(tmp_path):
     """Older rows, whose times alone are of another clock, say so."""
     write = writer(tmp_path)
