@@ -193,6 +193,27 @@ def test_a_table_comes_in_pieces(two_sets, tmp_path, monkeypatch):
         transfers.measure_pieces(case, "coded", ByteCoder())
 
 
+def test_rows_alone_say_where_auto_is_slower(two_sets, tmp_path, monkeypatch):
+    """Rows of 128 B come with --rows alone, and rows of other arms stay beside them."""
+    monkeypatch.setattr(transfers, "all_sets", lambda data, more=None: iter([("keys", two_sets[0])]))
+    full = run_quickly("transfers", tmp_path)
+    rows = run_quickly("transfers", tmp_path, "--rows")
+    assert [row["arm"] for row in full] == [transfers.RAW_COPY, transfers.RAW_ROWS, *transfers.SCHEMES[1:]]
+    assert rows[0] == full[0] and {row["case"] for row in rows[1:]} == {"keys", *transfers.SHORT_NAMES}
+    assert len(rows) == 1 + 4 * (1 + len(inputs.NORMAL)) and {row["row_bytes"] for row in rows[5:]} == {"128"}
+    again = run_quickly("transfers", tmp_path)
+    assert again[:-5] == rows[5:] and {row["case"] for row in again[-5:]} == {"keys"}
+
+    def said(gain, spread):
+        names = {"case": "keys", "dtype": "float32"}
+        raw = names | {"arm": transfers.RAW_ROWS, "gain": "1.000", "spread": "0.010"}
+        auto = names | {"arm": "auto", "gain": gain, "spread": spread, "chosen": "ibp"}
+        return [*transfers.slower_than_raw([raw, auto])]
+
+    assert said("0.902", "0.02") == ["keys float32: auto, which chose ibp, 0.90 times as fast as raw rows, wanted 1"]
+    assert said("0.902", "0.24") == said("0.995", "0.001") == []
+
+
 def test_sets_of_transfers(monkeypatch, tmp_path):
     """Keys and values in FP16 are those that a model computed, and never BF16 ones."""
     weights, rows = torch.zeros(9, 64, dtype=torch.bfloat16), torch.ones(10, 32)
