@@ -58,7 +58,7 @@ OF_CPU = (0, 3, 6)  # The CPU is measured on these indices of SETS.
 # --inplace: sizes in GB, columns of FP16, distinct bytes, bytes of a block that is checked, and bytes beside the table.
 INPLACE_GB, QUICK_INPLACE_GB, INPLACE_COLUMNS = 174.0, 0.02, 768
 DISTINCT_BYTES, QUICK_DISTINCT_BYTES = 1 << 30, inputs.MIB
-BLOCK_BYTES, QUICK_BLOCK_BYTES, BESIDE_BYTES, CHECK_S = 128 * inputs.MIB, inputs.MIB // 4, 8e9, 10.0
+BLOCK_BYTES, QUICK_BLOCK_BYTES, BESIDE_BYTES, CHECK_S = 128 * inputs.MIB, inputs.MIB // 4, 8e9, 5.0
 IN_PLACE, FILLING, PINNING = "in place, ", "in place, filling", "in place, pinning"
 COUNTED = IN_PLACE + "all rows counted"
 

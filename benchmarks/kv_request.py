@@ -463,17 +463,16 @@ def measure_sms(request, arm, pools):
             measure(request, f"{arm} by {sms} SMs", pools, sms)
 
 
-def measure_theirs(request, repository, samples):
-    """Measures fetches by the paper's library. repository: a clone of it."""
-    library, commit = reference.built(repository), reference.commit_of(repository)
+def measure_theirs(request, library, commit, samples):
+    """Measures fetches by the paper's library. commit: that of the clone that it was built from."""
     for arm, some in ((THEIRS_RAW, None), (THEIRS, samples)):
         with request.run.cell(f"{request.shape.name}, {arm}"):
             measure(request, arm, TheirPools(request.run, request.shape, library, some), commit=commit)
 
 
-def measure_shape(run, shape, by_workers, repository=None):
-    """Measures the arms of one shape. by_workers: whether by threads and SMs. repository: a clone of the paper's code
-    whose arms are measured, too, or None."""
+def measure_shape(run, shape, by_workers, library=None, commit=""):
+    """Measures the arms of one shape. by_workers: whether by threads and SMs. library: the paper's, built from this
+    commit, if its arms are measured, too."""
     by_sms = measure_sms if by_workers else measure
     request = Request(run, shape)
     pools = CpuPools(run, shape)
@@ -484,8 +483,8 @@ def measure_shape(run, shape, by_workers, repository=None):
     samples = request.samples(pools)
     del pools
     by_sms(request, RAW, RawPools(run, shape))
-    if repository:
-        measure_theirs(request, repository, samples)
+    if library:
+        measure_theirs(request, library, commit, samples)
     coded = CodedPools(run, shape, samples)
     by_sms(request, IBP, coded)
     for kv in (kv for pair in coded.rows for kv in pair):
@@ -513,12 +512,16 @@ def main(argv=None):
     run = harness.Run("kv_request", args, COLUMNS, keep=lambda row: option_of(row) != option)
     small = run.quick or not run.on_gpu
     shapes = (QUICK_OPTS if small else OPTS) if options.opt else (QUICK if small else Shape(),)
-    repository = Path(options.repository).resolve() if options.opt and options.repository else None
-    if options.opt and not repository:
+    theirs = ()
+    if options.opt and options.repository:
+        repository = Path(options.repository).resolve()
+        with run.cell(THEIRS):
+            theirs = reference.built(repository), reference.commit_of(repository)
+    elif options.opt:
         print("the paper's code: no clone is named by --repository or IBP_REFERENCE, left out")
     for shape in shapes:
         with run.cell(shape.name or "a request"):
-            measure_shape(run, shape, options.workers, repository)
+            measure_shape(run, shape, options.workers, *theirs)
         gc.collect()
         if run.on_gpu:
             torch.cuda.empty_cache()

@@ -638,6 +638,10 @@ def test_a_request_of_opt_by_the_papers_code(tmp_path, monkeypatch, capsys):
         run_quickly("kv_request", tmp_path, *argv)
     run_quickly("kv_request", tmp_path, "--opt")
     assert "no clone is named by --repository or IBP_REFERENCE" in capsys.readouterr().out
+    monkeypatch.undo()  # The folder is no clone: the run says so, and measures the other arms.
+    assert kv_request.main(["--device", "cpu", "--quick", "--out", str(tmp_path), *argv]) == 1
+    assert "wanted a clone of the paper's code" in capsys.readouterr().out
+    assert [row["arm"] for row in lines_of(tmp_path / "kv_request.csv")] == [arms[0], arms[1], arms[4]]
 
 
 def test_the_papers_code_is_looked_for(tmp_path, monkeypatch):
