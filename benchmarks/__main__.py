@@ -74,6 +74,7 @@ MODELS = {
 # These scripts take long, or need packages or GPUs that few machines have.
 OTHERS = {
     "compress --inplace": 240,
+    "compress --inplace --count": 240,
     "transfers --rows": 60,
     "paths": 200,
     "llm --qwen": 120,

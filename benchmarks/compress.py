@@ -1,6 +1,6 @@
 """How long does a whole call of `ibp.compress` take, including the choice of scheme and codebook?
 
-    python -m benchmarks.compress [--inplace [GB]] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.compress [--inplace [GB] [--count]] [--out DIR] [--device cpu] [--quick]
 
 Tensors have 64 elements to 4 GiB; at 128 MiB there are values of every kind. Arms: `on the GPU`; `pinned`, from pinned
 host memory to a pinned table with the GPU; `pageable`, the same without pinned memory; `on the CPU`; and `copy_`, a
@@ -8,16 +8,18 @@ copy of the same bytes in the same memory. Whole calls are timed with the wall c
 checked by a round trip.
 
 --inplace measures only `compress(inplace=True)` of a table in host memory, of 174 GB (10^9 bytes) if no size is given,
-which is the largest table of Invariant Bit Packing. The rows of other runs stay. Rows are those of FP16 N(0, 0.02) with
-768 columns; 1 GiB of them is distinct and repeated by all cores, in huge pages if the system gives them. Arms: `in
-place, pageable`; `pinning`, of the same memory at its address; `in place, pinned`; and `in place, all rows counted`,
-from pinned memory by a codebook as the paper learns it, from all rows with the best of all thresholds for all chunks of
-4 bytes. `learn_ms` is the part of its `ms` that learning takes; a pageable table of this size cannot be counted by a
-GPU, because it does not fit the GPU's memory. The table is filled anew before each of these arms. Each is called once.
+which is the largest table of Invariant Bit Packing. Rows are those of FP16 N(0, 0.02) with 768 columns; 1 GiB of them
+is distinct and repeated by all cores, in huge pages if the system gives them. Arms: `in place, pageable`; `pinning`, of
+the same memory at its address; and `in place, pinned`. With --count the codebook is learned as the paper learns it,
+from all rows, with the best of all thresholds for all chunks of 4 bytes: of a pageable table by the CPU, because the
+table does not fit the GPU's memory, and of a pinned one by the GPU, where the rows are. `learn_ms` is the part of the
+arm's `ms` that this takes. The table is filled anew before each arm, and each arm is called once. Rows of other runs
+stay.
+
 `checked_rows` is how many rows were decoded and compared afterwards, blocks from all over the table, for at most
 CHECK_S seconds an arm. `host_gb` is the most host memory that the process had until the end of the arm, the table and
-all that CUDA maps included, and `device_gb` the most that torch's allocator handed out during the call. It needs host
-memory for the table and 8 GB. A run of 174 GB is expected to take at most 200 s on a machine of two H200, filling
+all that CUDA maps included, and `device_gb` the most that torch's allocator handed out during the call. A run needs
+host memory for the table and 8 GB. A run of 174 GB is expected to take at most 200 s on a machine of two H200, filling
 included.
 """
 
@@ -60,7 +62,7 @@ INPLACE_GB, QUICK_INPLACE_GB, INPLACE_COLUMNS = 174.0, 0.02, 768
 DISTINCT_BYTES, QUICK_DISTINCT_BYTES = 1 << 30, inputs.MIB
 BLOCK_BYTES, QUICK_BLOCK_BYTES, BESIDE_BYTES, CHECK_S = 128 * inputs.MIB, inputs.MIB // 4, 8e9, 5.0
 IN_PLACE, FILLING, PINNING = "in place, ", "in place, filling", "in place, pinning"
-COUNTED = IN_PLACE + "all rows counted"
+COUNTED = ", all rows counted"
 
 SMALL_MS, SMALL_BYTES = 1.0, 4096  # A tensor of fewer bytes should take at most this many milliseconds.
 # Targets: milliseconds for 128 MiB and GB/s for 4 GiB on the GPU, GB/s from pinned memory, and GB/s of one core.
@@ -223,11 +225,6 @@ class InPlace:
             f"{arm}: {seconds:.1f} s, {len(self.x) / seconds:,.0f} rows/s, {host_gb:.1f} GB of host memory", flush=True
         )
 
-    def pin(self):
-        """Pins the table at its address, until the object is gone."""
-        self.pinned, seconds = self.timed(lambda: memory.pin_in_place(self.x.view(-1).view(torch.uint8)))
-        self.record(PINNING, seconds)
-
     def check(self, table, arm):
         """Compares blocks of rows from all over the table until CHECK_S seconds are over. Returns the number of rows
         that were compared."""
@@ -243,7 +240,7 @@ class InPlace:
                 break
         return checked
 
-    def measure(self, arm, learn=lambda: None, **arguments):
+    def measure(self, arm, learn, **arguments):
         """Measures a call. learn: returns a codebook, or None if the call learns one."""
         with self.run.cell(f"{self.case}, {arm}"):
             if self.run.on_gpu:
@@ -263,46 +260,56 @@ class InPlace:
             )
 
     def learn_from_all(self):
-        """Returns a codebook as the paper's code learns it: from all rows, where they are."""
-        x = memory.device_view(self.x, torch.device("cuda", torch.cuda.current_device())) if self.run.on_gpu else self.x
-        return ibp.codecs.analyze(x, sample=1.0, chunk_bytes=inputs.CHUNK_BYTES, paper=True)
+        """Returns a codebook as the paper's code learns it: from all rows, by the GPU if they are pinned."""
+        device = memory.canonical(self.run.device)
+        x = memory.seen_from(device, self.x) if self.x.is_pinned() else self.x
+        return ibp.codecs.analyze(x, sample=1.0, chunk_bytes=inputs.CHUNK_BYTES, paper=True, device=x.device)
 
-
-def run_in_place(run, gb):
-    """Measures compression in place, first in pageable memory, then in the same memory, pinned."""
-    held, wanted = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), gb * 1e9 + BESIDE_BYTES
-    if wanted > held:
-        sys.exit(f"{gb:g} GB in place need {wanted / 1e9:.0f} GB of memory, and this machine has {held / 1e9:.0f}: "
-                 "name fewer after --inplace")  # fmt: skip
-    table = InPlace(run, gb)
-    _, seconds = table.timed(table.fill)
-    table.record(FILLING, seconds)
-    table.measure(IN_PLACE + PAGEABLE, memory="host")
-    with run.cell(f"{table.case}, pinned"):
-        if run.on_gpu:
-            table.pin()
-            table.fill()
-            table.measure(IN_PLACE + PINNED)
-        table.fill()
-        table.measure(COUNTED, table.learn_from_all)
+    def compare(self, counts):
+        """Measures compression in pageable memory, then in the same memory, pinned. counts: whether codebooks are
+        learned from all rows."""
+        learn, suffix = (self.learn_from_all, COUNTED) if counts else (lambda: None, "")
+        _, seconds = self.timed(self.fill)
+        self.record(FILLING + suffix, seconds)
+        self.measure(IN_PLACE + PAGEABLE + suffix, learn, memory="host")
+        if self.run.on_gpu:
+            with self.run.cell(f"{self.case}, pinned"):
+                self.pinned, seconds = self.timed(lambda: memory.pin_in_place(self.x.view(-1).view(torch.uint8)))
+                self.record(PINNING + suffix, seconds)
+                self.fill()
+                self.measure(IN_PLACE + PINNED + suffix, learn)
 
 
 def parsed(argv):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--inplace", type=float, nargs="?", const=0.0, metavar="GB")
+    own.add_argument("--count", action="store_true")
     options, others = own.parse_known_args(argv)
     return options, harness.parse_args(others, __doc__)
 
 
+def run_in_place(run, gb, counts):
+    held, wanted = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), gb * 1e9 + BESIDE_BYTES
+    if wanted > held:
+        sys.exit(f"{gb:g} GB in place need {wanted / 1e9:.0f} GB of memory, and this machine has {held / 1e9:.0f}: "
+                 "name fewer after --inplace")  # fmt: skip
+    InPlace(run, gb).compare(counts)
+
+
+def option_of(arm):
+    """Returns the options with which an arm of the CSV is measured."""
+    return ("inplace", arm.endswith(COUNTED)) if arm.startswith(IN_PLACE) else ("", False)
+
+
 def main(argv=None):
     options, args = parsed(argv)
-    is_in_place = options.inplace is not None
-    run = harness.Run("compress", args, COLUMNS, keep=lambda row: row["arm"].startswith(IN_PLACE) != is_in_place)
+    option = ("", False) if options.inplace is None else ("inplace", options.count)
+    run = harness.Run("compress", args, COLUMNS, keep=lambda row: option_of(row["arm"]) != option)
     torch.manual_seed(0)
     print(f"the CPU: {torch.get_num_threads()} threads")
-    if is_in_place:
+    if options.inplace is not None:
         small = run.quick or not run.on_gpu
-        run_in_place(run, options.inplace or (QUICK_INPLACE_GB if small else INPLACE_GB))
+        run_in_place(run, options.inplace or (QUICK_INPLACE_GB if small else INPLACE_GB), options.count)
     else:
         run_small(run)
         run_sets(run, args.data)

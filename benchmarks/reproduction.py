@@ -521,7 +521,7 @@ def compress_times(results):
     ]
     if in_place := [row for row in results.rows("compress") if row.get("checked_rows")]:
         times = (f"{row['arm'].removeprefix('in place, ')} {row['ms'] / 1000:.1f} s" for row in in_place)
-        return listed([*parts, f"{in_place[0]['case'].rpartition(', ')[2]} in place: {', '.join(times)}"])
+        return listed([*parts, f"{in_place[0]['case'].rpartition(', ')[2]} in place: {'; '.join(times)}"])
     reckoned = (f"{where} {174 / largest[where]['gbps']:.1f} s" for where in ("pinned", "pageable"))
     return listed([*parts, f"174 GB reckoned, by a sample of the rows: {', '.join(reckoned)}"])
 

@@ -901,10 +901,10 @@ def test_a_table_in_place_is_reckoned_until_it_is_measured(tmp_path):
             (("on the GPU", 4, 270), ("pinned", 35, 29), ("pageable", 116, 8.7))]  # fmt: skip
     write("compress", columns, *rows)
     assert "174 GB reckoned" in reproduction.compress_times(reading.Results(tmp_path)).split("<br>")[-1]
-    in_place = ('filling",9,1,4000,2,,', 'pageable",9,1,18000,2,,9', 'all rows counted",9,1,30000,2,21000,9')
+    in_place = ('filling",9,1,4000,2,,', 'pageable",9,1,18000,2,,9', 'pinned, all rows counted",9,1,30000,2,21000,9')
     write("compress", columns, *rows, *(f'"normal, 174 GB","in place, {row}' for row in in_place))
     results = reading.Results(tmp_path)
-    measured = "174 GB in place: pageable 18.0 s, all rows counted 30.0 s"
+    measured = "174 GB in place: pageable 18.0 s; pinned, all rows counted 30.0 s"
     assert reproduction.compress_times(results).split("<br>")[-1] == measured
     assert [len(table.rows(results)) for table in claims.TABLES if table.csv == "compress"] == [3, 3]
 
