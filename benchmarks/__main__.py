@@ -73,6 +73,9 @@ MODELS = {
 }
 # These scripts take long, or need packages or GPUs that few machines have.
 OTHERS = {
+    "compress --inplace": 240,
+    "compress --inplace --count": 240,
+    "transfers --rows": 60,
     "paths": 200,
     "llm --qwen": 120,
     "llm --loading": 60,
@@ -93,8 +96,10 @@ OTHERS = {
     "throttle --together": 150,
     "gnn": 180,
     "gnn_cache": 100,
+    "gnn_pyg": 240,
     "kv_request": 60,
     "kv_request --workers": 90,
+    "kv_request --opt": 150,
     "weights": 140,
     "flexgen_opt": 150,
     "collectives": 90,

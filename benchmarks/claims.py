@@ -17,7 +17,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from . import activations, charts, codec, dcp, gnn_cache, harness, papers, ratio, reproduction, spill, throttle
+from . import (
+    activations,
+    charts,
+    codec,
+    compress,
+    dcp,
+    gnn_cache,
+    harness,
+    papers,
+    ratio,
+    reproduction,
+    spill,
+    throttle,
+)
 from .reading import (
     NORMAL,
     NVCOMP,
@@ -374,7 +387,24 @@ TABLES = (
         f"Calls of `ibp.compress`, the choice of the codebook included: milliseconds, and {GBPS}, {MISSED}",
         ROWS,
         lambda row: f"{fine_number(row['ms'])}: {judged(row)}",
-        lambda row: not row["arm"].startswith("copy_"),
+        lambda row: not row["arm"].startswith(("copy_", compress.IN_PLACE)),
+    ),
+    Table(
+        "",
+        "compress",
+        "A table in host memory compressed in place: seconds of the call, learning included, seconds of learning where "
+        "it was timed, and how many rows were compared afterwards",
+        {
+            "table": cell("case"),
+            "arm": lambda row: row["arm"].removeprefix(compress.IN_PLACE),
+            "seconds": lambda row: fine_number(row["ms"] / 1000),
+            "learning": lambda row: fine_number(row["learn_ms"] / 1000) if row["learn_ms"] else "",
+            "million rows a second": lambda row: fine_number(row["rows"] / row["ms"] / 1000),
+            "GB/s": cell("gbps", number),
+            "host memory, GB": cell("host_gb", number),
+            "rows compared": cell("checked_rows", real(0)),
+        },
+        where=lambda row: row["arm"].startswith(compress.IN_PLACE),
     ),
     Table(
         "",
@@ -676,6 +706,21 @@ TABLES = (
             "hits": cell("hit_rate", percent),
             "seconds of an epoch": cell("epoch_s", fine_number),
             "ms of a fetch": cell("fetch_ms", fine_number),
+        },
+    ),
+    Table(
+        "",
+        "gnn_pyg",
+        "Training to an accuracy with a loader of PyTorch Geometric: how many batches and seconds that took, "
+        "milliseconds of a batch, and the largest relative difference of a loss from the loader's alone",
+        {
+            "features": rows_name,
+            "arm": cell("arm"),
+            "accuracy": cell("accuracy", percent),
+            "batches": cell("batches"),
+            "seconds": cell("accuracy_s", fine_number),
+            "ms of a batch": cell("batch_ms", fine_number),
+            "losses": cell("loss_difference"),
         },
     ),
     Table(

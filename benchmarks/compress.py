@@ -1,22 +1,42 @@
 """How long does a whole call of `ibp.compress` take, including the choice of scheme and codebook?
 
-    python -m benchmarks.compress [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.compress [--inplace [GB] [--count]] [--out DIR] [--device cpu] [--quick]
 
 Tensors have 64 elements to 4 GiB; at 128 MiB there are values of every kind. Arms: `on the GPU`; `pinned`, from pinned
 host memory to a pinned table with the GPU; `pageable`, the same without pinned memory; `on the CPU`; and `copy_`, a
 copy of the same bytes in the same memory. Whole calls are timed with the wall clock; `ms` is the time of one. Each is
 checked by a round trip.
+
+--inplace measures only `compress(inplace=True)` of a table in host memory, of 174 GB (10^9 bytes) if no size is given,
+which is the largest table of Invariant Bit Packing. Rows are those of FP16 N(0, 0.02) with 768 columns; 1 GiB of them
+is distinct and repeated by all cores, in huge pages if the system gives them. Arms: `in place, pageable`; `pinning`, of
+the same memory at its address; and `in place, pinned`. With --count the codebook is learned as the paper learns it,
+from all rows, with the best of all thresholds for all chunks of 4 bytes: of a pageable table by the CPU, because the
+table does not fit the GPU's memory, and of a pinned one by the GPU, where the rows are. `learn_ms` is the part of the
+arm's `ms` that this takes. The table is filled anew before each arm, and each arm is called once. Rows of other runs
+stay.
+
+`checked_rows` is how many rows were decoded and compared afterwards, blocks from all over the table, for at most
+CHECK_S seconds an arm. `host_gb` is the most host memory that the process had until the end of the arm, the table and
+all that CUDA maps included, and `device_gb` the most that torch's allocator handed out during the call. A run needs
+host memory for the table and 8 GB. A run of 174 GB is expected to take at most 200 s on a machine of two H200, filling
+included.
 """
 
+import argparse
+import os
+import resource
 import sys
+import time
 
 import torch
 
 import ibp
+from ibp._machine import memory
 
 from . import families, harness, ideal, inputs
 
-COLUMNS = ("ms", *harness.TARGET_COLUMNS)
+COLUMNS = ("ms", *harness.TARGET_COLUMNS, "learn_ms", "checked_rows", "host_gb", "device_gb")
 MANY_BYTES, LARGE_BYTES, HOST_BYTES = 128 * inputs.MIB, 4096 * inputs.MIB, 1024 * inputs.MIB
 QUICK_BYTES = inputs.MIB // 4
 GPU, PINNED, PAGEABLE, CPU, COPY = "on the GPU", "pinned", "pageable", "on the CPU", "copy_"
@@ -37,6 +57,13 @@ SETS = (
 REAL = ("LLM keys", "pubmed", "citeseer")
 OF_CPU = (0, 3, 6)  # The CPU is measured on these indices of SETS.
 
+# --inplace: sizes in GB, columns of FP16, distinct bytes, bytes of a block that is checked, and bytes beside the table.
+INPLACE_GB, QUICK_INPLACE_GB, INPLACE_COLUMNS = 174.0, 0.02, 768
+DISTINCT_BYTES, QUICK_DISTINCT_BYTES = 1 << 30, inputs.MIB
+BLOCK_BYTES, QUICK_BLOCK_BYTES, BESIDE_BYTES, CHECK_S = 128 * inputs.MIB, inputs.MIB // 4, 8e9, 5.0
+IN_PLACE, FILLING, PINNING = "in place, ", "in place, filling", "in place, pinning"
+COUNTED = ", all rows counted"
+
 SMALL_MS, SMALL_BYTES = 1.0, 4096  # A tensor of fewer bytes should take at most this many milliseconds.
 # Targets: milliseconds for 128 MiB and GB/s for 4 GiB on the GPU, GB/s from pinned memory, and GB/s of one core.
 MANY_MS, LARGE_GBPS, PINNED_GBPS, CORE_GBPS = 5.0, 300.0, 30.0, 1.0
@@ -55,7 +82,7 @@ def target(arm, num_bytes, threads):
     return CORE_GBPS * threads if arm == CPU and num_bytes >= inputs.MIB else None
 
 
-def record(run, case, arm, x, seconds, savings, ideal_gbps):
+def record(run, case, arm, x, seconds, savings, ideal_gbps, **extra):
     num_bytes = x.numel() * x.dtype.itemsize
     gbps = num_bytes * 1e-9 / seconds
     run.add(
@@ -70,6 +97,7 @@ def record(run, case, arm, x, seconds, savings, ideal_gbps):
         sms=None if arm == GPU else 0,
         ms=harness.four_digits(1e3 * seconds),
         **harness.judged(gbps, target(arm, num_bytes, torch.get_num_threads())),
+        **extra,
     )
 
 
@@ -159,14 +187,133 @@ def run_large(run):
         measure_host(run, *table(run, SETS[0], HOST_BYTES))
 
 
+class InPlace:
+    """A table in pageable host memory that is compressed in place by one arm after the other.
+
+    Attributes:
+        x: the table, FP16 [rows, INPLACE_COLUMNS]. Row number i is source[i % len(source)].
+        source: the distinct rows, in host memory and on the device.
+    """
+
+    def __init__(self, run, gb):
+        self.run, self.case = run, f"normal 0.02, {gb:g} GB"
+        row_bytes = INPLACE_COLUMNS * FP16.itemsize
+        self.block_rows = (QUICK_BLOCK_BYTES if run.quick else BLOCK_BYTES) // row_bytes
+        distinct = (QUICK_DISTINCT_BYTES if run.quick else DISTINCT_BYTES) // row_bytes // self.block_rows
+        made = (families.weights(self.block_rows, INPLACE_COLUMNS, run.device).to(FP16) for _ in range(distinct))
+        self.near = torch.cat([*made])
+        self.source = self.near.cpu()
+        self.x = memory.empty_tensor((int(gb * 1e9) // row_bytes, INPLACE_COLUMNS), FP16)
+
+    def timed(self, call):
+        """Returns (the call's result, seconds)."""
+        self.run.sync()
+        began = time.perf_counter()
+        result = call()
+        self.run.sync()
+        return result, time.perf_counter() - began
+
+    def fill(self):
+        for part in self.x.split(len(self.source)):
+            part.copy_(self.source[: len(part)])
+
+    def record(self, arm, seconds, savings=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, **extra):
+        host_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024e-9
+        extra["host_gb"] = harness.four_digits(host_gb)
+        record(self.run, self.case, arm, self.x, seconds, savings, ideal_gbps, **extra)
+        print(
+            f"{arm}: {seconds:.1f} s, {len(self.x) / seconds:,.0f} rows/s, {host_gb:.1f} GB of host memory", flush=True
+        )
+
+    def check(self, table, arm):
+        """Compares blocks of rows from all over the table until CHECK_S seconds are over. Returns the number of rows
+        that were compared."""
+        starts = range(0, len(self.x), self.block_rows)
+        began, checked = time.perf_counter(), 0
+        for block in torch.randperm(len(starts)).tolist():
+            first = starts[block]
+            ids, place = torch.arange(first, min(first + self.block_rows, len(self.x))), first % len(self.source)
+            got = ibp.index_select(table, ids, device=self.run.device)
+            harness.check_bits(got, self.near[place : place + len(ids)], f"{self.case}, {arm}, rows from {first:,}")
+            checked += len(ids)
+            if time.perf_counter() - began > CHECK_S:
+                break
+        return checked
+
+    def measure(self, arm, learn, **arguments):
+        """Measures a call. learn: returns a codebook, or None if the call learns one."""
+        with self.run.cell(f"{self.case}, {arm}"):
+            if self.run.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            codebook, learn_s = self.timed(learn)
+            table, seconds = self.timed(lambda: ibp.compress(self.x, inplace=True, codebook=codebook, **arguments))
+            device_gb = torch.cuda.max_memory_allocated() * 1e-9 if self.run.on_gpu else None
+            if table.scheme == "raw" or table.slots.data_ptr() != self.x.data_ptr():
+                raise AssertionError(f"{self.case}, {arm}: wanted coded rows in the memory of x, got {table}")
+            self.record(
+                arm,
+                learn_s + seconds,
+                table.savings,
+                learn_ms="" if codebook is None else harness.four_digits(1e3 * learn_s),
+                checked_rows=self.check(table, arm),
+                device_gb="" if device_gb is None else harness.four_digits(device_gb),
+            )
+
+    def learn_from_all(self):
+        """Returns a codebook as the paper's code learns it: from all rows, by the GPU if they are pinned."""
+        device = memory.canonical(self.run.device)
+        x = memory.seen_from(device, self.x) if self.x.is_pinned() else self.x
+        return ibp.codecs.analyze(x, sample=1.0, chunk_bytes=inputs.CHUNK_BYTES, paper=True, device=x.device)
+
+    def compare(self, counts):
+        """Measures compression in pageable memory, then in the same memory, pinned. counts: whether codebooks are
+        learned from all rows."""
+        learn, suffix = (self.learn_from_all, COUNTED) if counts else (lambda: None, "")
+        _, seconds = self.timed(self.fill)
+        self.record(FILLING + suffix, seconds)
+        self.measure(IN_PLACE + PAGEABLE + suffix, learn, memory="host")
+        if self.run.on_gpu:
+            with self.run.cell(f"{self.case}, pinned"):
+                self.pinned, seconds = self.timed(lambda: memory.pin_in_place(self.x.view(-1).view(torch.uint8)))
+                self.record(PINNING + suffix, seconds)
+                self.fill()
+                self.measure(IN_PLACE + PINNED + suffix, learn)
+
+
+def parsed(argv):
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--inplace", type=float, nargs="?", const=0.0, metavar="GB")
+    own.add_argument("--count", action="store_true")
+    options, others = own.parse_known_args(argv)
+    return options, harness.parse_args(others, __doc__)
+
+
+def run_in_place(run, gb, counts):
+    held, wanted = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), gb * 1e9 + BESIDE_BYTES
+    if wanted > held:
+        sys.exit(f"{gb:g} GB in place need {wanted / 1e9:.0f} GB of memory, and this machine has {held / 1e9:.0f}: "
+                 "name fewer after --inplace")  # fmt: skip
+    InPlace(run, gb).compare(counts)
+
+
+def option_of(arm):
+    """Returns the options with which an arm of the CSV is measured."""
+    return ("inplace", arm.endswith(COUNTED)) if arm.startswith(IN_PLACE) else ("", False)
+
+
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
-    run = harness.Run("compress", args, COLUMNS)
+    options, args = parsed(argv)
+    option = ("", False) if options.inplace is None else ("inplace", options.count)
+    run = harness.Run("compress", args, COLUMNS, keep=lambda row: option_of(row["arm"]) != option)
     torch.manual_seed(0)
     print(f"the CPU: {torch.get_num_threads()} threads")
-    run_small(run)
-    run_sets(run, args.data)
-    run_large(run)
+    if options.inplace is not None:
+        small = run.quick or not run.on_gpu
+        run_in_place(run, options.inplace or (QUICK_INPLACE_GB if small else INPLACE_GB), options.count)
+    else:
+        run_small(run)
+        run_sets(run, args.data)
+        run_large(run)
     return run.finish(harness.missed(run.rows))
 
 

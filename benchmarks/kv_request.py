@@ -1,7 +1,7 @@
 """How long does a request take whose keys and values are in host memory, if every head reads a tenth of them (the
 paper's figure 12)?
 
-    python -m benchmarks.kv_request [--workers] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.kv_request [--workers | --opt [--repository DIR]] [--out DIR] [--device cpu] [--quick]
 
 The request is the paper's: a prompt of 1,920 tokens and 128 new tokens, batch 20, FP16, with layers of OPT-6.7B's
 shape, which have random weights and are on the GPU. A few layers and tokens are measured; `request_s` is computed for
@@ -19,14 +19,26 @@ arm give outputs that differ in some bits.
 14), which is expected to take about a minute on an H200. The rows of the other run stay. Without the option, all
 threads of torch and FETCH_SMS SMs fetch.
 
+--opt measures the same request of five shapes of OPT, four of which the authors measure in their fork of InfiniGen
+(github.com/AKKamath/InfiniGen-IBP, flex_opt.py and kv_selection_controller.py, read at 529e2e3). The fork is Python
+alone; its fetches are calls of the paper's library, of which DIR, or IBP_REFERENCE, is a clone: see reference.py, which
+builds it. Two arms make these calls at the places where the fork makes them. `raw by the paper's code` fetches raw rows
+by its kernel (--ibp=transfer there). `the paper's code` (--ibp=compress) learns masks from the first rows of the prompt
+with threshold 0.8, compresses rows on the GPU before they go to host memory, and fetches them; learning is in its
+prefill_ms. Both get an output that exists, and take all SMs. `reference` is the commit of the clone. Without a clone
+the other arms are measured. Rows of other runs stay. It is expected to take two minutes on an H200.
+
 After the common columns, the CSV has for a layer prefill_ms (including storing the rows), learn_ms (its two codebooks),
 fetch_ms (the rows of one token alone) and step_ms (of one token, including storing its rows). `workers` is the number
 of threads or SMs in rows of --workers, and empty in others. `gbps` is the rate of fetch_ms.
 """
 
 import argparse
+import gc
+import os
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -34,9 +46,9 @@ import torch.nn.functional as F
 
 import ibp
 
-from . import copy_threads, families, harness, ideal
+from . import copy_threads, families, harness, ideal, reference
 
-COLUMNS = ("prefill_ms", "learn_ms", "fetch_ms", "step_ms", "request_s", "workers")
+COLUMNS = ("prefill_ms", "learn_ms", "fetch_ms", "step_ms", "request_s", "workers", "reference")
 DTYPE, DEVIATION = torch.float16, 0.02  # The weights have this standard deviation.
 # The share of the tokens that a head reads, and the share of the elements with which it chooses them.
 SHARE, PARTIAL = 0.1, 0.3
@@ -44,6 +56,8 @@ SAMPLE_TOKENS = 256  # Codebooks are learned from this many tokens of the prompt
 FETCH_SMS = families.FEW_SMS  # With 8 SMs rows keep their rate (kv_rows.csv), and the others are free for layers.
 WARM_STEPS = 2
 CPU, RAW, IBP = "cpu index + copy", "raw by kernel", "ibp"
+THEIRS, THEIRS_RAW = reference.THEIRS, f"raw by {reference.THEIRS}"
+THRESHOLD = 0.8  # The fork gives it to `preprocess`.
 
 
 class Shape(NamedTuple):
@@ -58,6 +72,12 @@ class Shape(NamedTuple):
     ffn: int = 16_384
     measured_layers: int = 4
     measured_steps: int = 8
+    name: str = ""
+
+    @property
+    def case(self):
+        request = f"batch {self.batch}, {self.prompt:,} + {self.new} tokens"
+        return ", ".join([self.name] * bool(self.name) + [f"{self.layers} layers of {self.width}", request])
 
     @property
     def width(self):
@@ -75,6 +95,15 @@ class Shape(NamedTuple):
 
 
 QUICK = Shape(2, 40, 4, 3, 2, 64, 256, 3, 2)
+OPT = "OPT-"  # The names of the shapes of --opt begin with this text.
+OPTS = (
+    Shape(name=f"{OPT}1.3B", layers=24, heads=32, dim=64, ffn=8192),
+    Shape(name=f"{OPT}2.7B", layers=32, heads=32, dim=80, ffn=10_240),
+    Shape(name=f"{OPT}6.7B"),
+    Shape(name=f"{OPT}13B", layers=40, heads=40, ffn=20_480),
+    Shape(name=f"{OPT}30B", layers=48, heads=56, ffn=28_672),
+)
+QUICK_OPTS = (QUICK._replace(name=f"{OPT}6.7B", batch=16),)
 
 
 class Layer:
@@ -130,9 +159,11 @@ class RawPools:
 
     on_host = False  # If this is set, the host waits while rows come.
     max_sms = FETCH_SMS
+    savings = 0.0
 
     def __init__(self, run, shape):
-        self.shape, self.heads = shape, torch.arange(shape.heads, device=run.device).unsqueeze(1)
+        self.run, self.shape = run, shape
+        self.heads = torch.arange(shape.heads, device=run.device).unsqueeze(1)
         size = (shape.places * shape.heads, shape.dim)
         self.pools = [
             [torch.empty(size, dtype=DTYPE, pin_memory=run.on_gpu) for _ in range(2)]
@@ -185,6 +216,59 @@ class CpuPools(RawPools):
             out.view(-1, self.shape.dim).copy_(buffer, non_blocking=True)
         if self.asked:
             self.copied[number % 2].record()
+
+
+class TheirPools(RawPools):
+    """Keys and values that the paper's library fetches, as the fork of InfiniGen calls it. samples: keys and values of
+    each layer, from which `savings` is computed, if rows are to be compressed. None: they stay raw."""
+
+    max_sms = None
+
+    def __init__(self, run, shape, library, samples=None):
+        super().__init__(run, shape)
+        self.library, self.samples = library, samples
+        words = self.words(torch.zeros(shape.dim, dtype=DTYPE, device=run.device))[0]
+        flags = torch.zeros(-(-shape.places * shape.heads // 32), dtype=torch.int32, device=run.device)
+        # For keys and values of each layer: mask and bitval, and a bit for each row that says whether it is compressed.
+        self.masks = [[(words, words)] * 2 for _ in self.pools]
+        self.flags = [[flags.clone(), flags.clone()] for _ in self.pools]
+
+    def words(self, rows):
+        """Returns the same memory as rows of words of 8 bytes, which the fork gives to the library."""
+        return rows.view(-1, self.shape.dim).view(torch.int64)
+
+    def learned(self, words):
+        """Returns mask and bitval. The fork looks at as many rows as the prompt has tokens."""
+        return self.library.preprocess(words[: self.shape.prompt], THRESHOLD)
+
+    def store(self, number, rows, first):
+        if self.samples is not None:
+            rows = [self.coded(number, i, some.clone(), first) for i, some in enumerate(rows)]
+        super().store(number, rows, first)
+
+    def coded(self, number, i, rows, first):
+        """Compresses rows in place and returns them. i: 0 for keys, 1 for values."""
+        words, start = self.words(rows), first * self.shape.heads // 32
+        if first == 0:
+            self.masks[number][i] = self.learned(words)
+        flags = self.library.compress_inplace(words, *self.masks[number][i], None)
+        self.flags[number][i][start : start + len(flags)] = flags
+        return rows
+
+    def fetch(self, number, outs):
+        for pool, masks, flags, out in zip(self.pools[number], self.masks[number], self.flags[number], outs):
+            # None stands for the length of coded rows, the grid and the kernel, which the fork does not name either.
+            places = self.ids, None, None, None, self.words(out)
+            self.library.decompress_fetch(self.words(pool), *masks, flags, out.device, None, *places)
+
+    @property
+    def savings(self):
+        if self.samples is None:
+            return 0.0
+        every = [self.words(some) for some in self.samples[0]]
+        sizes = [self.library.get_compress_size(words, *self.learned(words), None, None) for words in every]
+        self.run.sync()
+        return 1 - sum(size.sum().item() for size in sizes) / sum(words.nbytes for words in every)
 
 
 class CodedPools:
@@ -330,8 +414,9 @@ class Request:
         ]
 
 
-def measure(request, arm, pools, workers=None):
-    """Measures an arm. workers: the number of threads or SMs, if it is not that of the other arms."""
+def measure(request, arm, pools, workers=None, commit=""):
+    """Measures an arm. workers: the number of threads or SMs, if it is not that of the other arms. commit: that of the
+    paper's library, if it fetches."""
     run, shape, is_coded = request.run, request.shape, isinstance(pools, CodedPools)
     request.prefill(pools)
     prefill_s = request.prefill(pools)
@@ -339,22 +424,22 @@ def measure(request, arm, pools, workers=None):
     step_s = request.steps(pools)
     request.check(pools, arm)
     fetch_s = run.seconds([lambda: pools.fetch(0, request.outs[0])], wall=pools.on_host)
-    savings = pools.savings if is_coded else 0.0
-    link_gbps = ideal.LINK_COPY_GBPS if pools.on_host else ideal.LINK_KERNEL_GBPS / (1 - savings)
+    link_gbps = ideal.LINK_COPY_GBPS if pools.on_host else ideal.LINK_KERNEL_GBPS / (1 - pools.savings)
     milliseconds = {"prefill": prefill_s, "learn": learn_s, "fetch": fetch_s, "step": step_s}
     run.add(
-        case=f"{shape.layers} layers of {shape.width}, batch {shape.batch}, {shape.prompt:,} + {shape.new} tokens",
+        case=shape.case,
         arm=arm,
         rows=2 * shape.batch * shape.heads * shape.count,
         row_bytes=shape.dim * DTYPE.itemsize,
         dtype=DTYPE,
-        savings=savings,
+        savings=pools.savings,
         gbps=request.outs[0].nbytes * 1e-9 / fetch_s,
         ideal_gbps=link_gbps,
         sms=0 if pools.on_host else pools.max_sms,
         **{f"{name}_ms": harness.four_digits(1e3 * seconds) for name, seconds in milliseconds.items()},
         request_s=harness.four_digits(shape.layers * (prefill_s + learn_s + (shape.new - 1) * step_s)),
         workers=workers or "",
+        reference=commit,
     )
 
 
@@ -378,30 +463,68 @@ def measure_sms(request, arm, pools):
             measure(request, f"{arm} by {sms} SMs", pools, sms)
 
 
+def measure_theirs(request, library, commit, samples):
+    """Measures fetches by the paper's library. commit: that of the clone that it was built from."""
+    for arm, some in ((THEIRS_RAW, None), (THEIRS, samples)):
+        with request.run.cell(f"{request.shape.name}, {arm}"):
+            measure(request, arm, TheirPools(request.run, request.shape, library, some), commit=commit)
+
+
+def measure_shape(run, shape, by_workers, library=None, commit=""):
+    """Measures the arms of one shape. by_workers: whether by threads and SMs. library: the paper's, built from this
+    commit, if its arms are measured, too."""
+    by_sms = measure_sms if by_workers else measure
+    request = Request(run, shape)
+    pools = CpuPools(run, shape)
+    if by_workers:
+        measure_threads(request, pools)
+    else:
+        measure(request, CPU, pools)
+    samples = request.samples(pools)
+    del pools
+    by_sms(request, RAW, RawPools(run, shape))
+    if library:
+        measure_theirs(request, library, commit, samples)
+    coded = CodedPools(run, shape, samples)
+    by_sms(request, IBP, coded)
+    for kv in (kv for pair in coded.rows for kv in pair):
+        kv.check()
+
+
 def parsed(argv):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--workers", action="store_true")
+    own.add_argument("--opt", action="store_true")
+    own.add_argument("--repository", type=Path, default=os.environ.get("IBP_REFERENCE"))
     options, others = own.parse_known_args(argv)
     return options, harness.parse_args(others, __doc__)
+
+
+def option_of(row):
+    """Returns the option with which a row of the CSV is measured."""
+    return "opt" if row["case"].startswith(OPT) else "workers" if row.get("workers") else ""
 
 
 @torch.inference_mode()
 def main(argv=None):
     options, args = parsed(argv)
-    by_sms = measure_sms if options.workers else measure
-    by_cpu = measure_threads if options.workers else lambda request, pools: measure(request, CPU, pools)
-    run = harness.Run("kv_request", args, COLUMNS, keep=lambda row: bool(row.get("workers")) != options.workers)
-    with run.cell("a request"):
-        request = Request(run, QUICK if run.quick or not run.on_gpu else Shape())
-        pools = CpuPools(run, request.shape)
-        by_cpu(request, pools)
-        samples = request.samples(pools)
-        del pools
-        by_sms(request, RAW, RawPools(run, request.shape))
-        coded = CodedPools(run, request.shape, samples)
-        by_sms(request, IBP, coded)
-        for kv in (kv for pair in coded.rows for kv in pair):
-            kv.check()
+    option = "opt" if options.opt else "workers" if options.workers else ""
+    run = harness.Run("kv_request", args, COLUMNS, keep=lambda row: option_of(row) != option)
+    small = run.quick or not run.on_gpu
+    shapes = (QUICK_OPTS if small else OPTS) if options.opt else (QUICK if small else Shape(),)
+    theirs = ()
+    if options.opt and options.repository:
+        repository = Path(options.repository).resolve()
+        with run.cell(THEIRS):
+            theirs = reference.built(repository), reference.commit_of(repository)
+    elif options.opt:
+        print("the paper's code: no clone is named by --repository or IBP_REFERENCE, left out")
+    for shape in shapes:
+        with run.cell(shape.name or "a request"):
+            measure_shape(run, shape, options.workers, *theirs)
+        gc.collect()
+        if run.on_gpu:
+            torch.cuda.empty_cache()
     return run.finish()
 
 

@@ -151,7 +151,21 @@ def graph_gains(results):
             own = [gain for gain in found if gain.case.startswith("dense") == is_dense]
             texts.append(f"{arm} {span([of.raw_epoch for of in own])}, {span([of.epoch for of in own])}")
         parts.append(f"{kind_of_features}: {'; '.join(texts)}")
-    return listed([*parts, *masked_epochs(results), sampled_by_dgl(results), cached_epochs(results)])
+    others = (*masked_epochs(results), sampled_by_dgl(results), cached_epochs(results), *loaded_by_pyg(results))
+    return listed([*parts, *others])
+
+
+def loaded_by_pyg(results):
+    """Yields how many times longer training to an accuracy takes with PyG's loader, with rows that torch's kernel reads
+    from pinned memory, and with raw rows, than with ibp, by set."""
+    for case, arms in by_arm(results.rows("gnn_pyg")).items():
+        seconds = {arm: row["accuracy_s"] for arm, row in arms.items()}
+        if seconds.get("ibp"):
+            names = [
+                name for name in ("PrefetchLoader", "index_select of mapped rows", "raw rows") if seconds.get(name)
+            ]
+            ratios = ", ".join(f"{name} {seconds[name] / seconds['ibp']:.2f}" for name in names)
+            yield f"PyG's loader, to an accuracy, times as long as with ibp, {case}: {ratios}"
 
 
 def masked_epochs(results):
@@ -288,13 +302,20 @@ def flexgen_runs(results):
 def cache_rows(results):
     """Returns the time that ibp saves on rows of chosen tokens and on whole requests."""
     rows = by_arm(reading.whole(results.rows("kv_rows"))).items()
-    requests = by_arm(results.rows("kv_request", workers=None), lambda row: "a request, learning included").items()
+    rows_of_requests = results.rows("kv_request", workers=None)
+    requests = by_arm(rows_of_requests, lambda row: f"{request_name(row)}, learning included").items()
     return "less time than the CPU's gather, than raw rows by kernel:<br>" + listed(
         f"{case}: {percent(less_time(arms, 'cpu index + copy', column), 0)}, "
         f"{percent(less_time(arms, 'raw by kernel', column), 0)}"
         for found, column in ((rows, "us"), (requests, "request_s"))
         for case, arms in found
     )
+
+
+def request_name(row):
+    """Returns the model of a row of kv_request.csv, or "a request" for the shape that has no name."""
+    name = row.get("case", "").split(", ")[0]
+    return name if name.startswith("OPT-") else "a request"
 
 
 def less_time(arms, other, column):
@@ -488,8 +509,8 @@ def cached_rows(results):
 
 
 def compress_times(results):
-    """Returns the times for the largest tensors by place, and computes the time for the paper's largest one. The
-    codebook is learned from a sample."""
+    """Returns the times for the largest tensors by place, and those for the paper's largest one in place. If these were
+    not measured, computes them, for a codebook that is learned from a sample."""
     largest = {
         where: max(results.rows("compress", arm=arm), key=lambda row: row["rows"] * row["row_bytes"])
         for arm, where in (("on the GPU", "in device memory"), ("pinned", "pinned"), ("pageable", "pageable"))
@@ -498,6 +519,9 @@ def compress_times(results):
         f"{row['rows'] * row['row_bytes'] / 2**30:.0f} GiB {where}: {row['ms']:.1f} ms"
         for where, row in largest.items()
     ]
+    if in_place := [row for row in results.rows("compress") if row.get("checked_rows")]:
+        times = (f"{row['arm'].removeprefix('in place, ')} {row['ms'] / 1000:.1f} s" for row in in_place)
+        return listed([*parts, f"{in_place[0]['case'].rpartition(', ')[2]} in place: {'; '.join(times)}"])
     reckoned = (f"{where} {174 / largest[where]['gbps']:.1f} s" for where in ("pinned", "pageable"))
     return listed([*parts, f"174 GB reckoned, by a sample of the rows: {', '.join(reckoned)}"])
 
@@ -548,8 +572,8 @@ def cache_row_headlines(results):
     cases = by_arm(reading.whole(results.rows("kv_rows"))).values()
     most = max(less_time(arms, "cpu index + copy", "us") for arms in cases)
     yield "less than the CPU's gather, rows, most", most, 0.37
-    for arms in by_arm(results.rows("kv_request", workers=None)).values():
-        yield "a request", less_time(arms, "cpu index + copy", "request_s"), 0.27
+    for name, arms in by_arm(results.rows("kv_request", workers=None), request_name).items():
+        yield name, less_time(arms, "cpu index + copy", "request_s"), 0.27
 
 
 def chunks_of_8_bytes(results):
@@ -632,6 +656,7 @@ IBP = (
         "gnn.py",
         "56 % faster than DGL, 74 % than Legion on average",
         graph_gains,
+        ("gnn_pyg.py",),
     ),
     Row(
         "Figure 9",
@@ -660,7 +685,7 @@ IBP = (
     ),
     Row(
         "Figure 12",
-        "InfiniGen, which is not run, with the KV-cache in the CPU's memory; 10 % of random rows",
+        "fetches of InfiniGen, which is not run itself, with the KV-cache in the CPU's memory; 10 % of random rows",
         "kv_rows.py",
         "up to 37 % less time for KV transfers, 2 % by compression; 27 % for requests; FP16",
         cache_rows,

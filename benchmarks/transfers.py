@@ -1,7 +1,7 @@
 """How fast do rows of each kind come to the GPU with each codec, and how long does compressing take (the paper's tables
 1 to 3)?
 
-    python -m benchmarks.transfers [--ndzip] [--more DIR] [--data DIR] [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.transfers [--ndzip | --rows] [--more DIR] [--data DIR] [--out DIR] [--device cpu] [--quick]
 
 Real sets, with their rows repeated, are in pinned host memory. --more names a directory with the larger files from
 which data/make.py cuts those of data/. It gives dense rows of FP32 (kokoro_voices.npz and word2vec_1000x300.npz), and
@@ -17,6 +17,10 @@ pieces of chunks of 64 KiB, each of which is decoded while the next ones are cop
 speed-up over raw rows in the same way. `encode_ms` is the time for compressing the whole table in device memory, for
 ibp including the choice of a codebook. --ndzip measures only the whole table with ndzip (ndzip.py) and raw; other rows
 of the CSV stay, and its rows stay in runs without the option.
+
+--rows measures only the arms of rows, in under a minute, and also normal values in rows of 128 B, the shortest for
+which a codebook may pay. Other rows of the CSV stay. Where `auto` is slower than raw rows by more than the spread of
+both, the run says so: `auto` is to choose raw rows there.
 """
 
 import argparse
@@ -39,6 +43,9 @@ MORE_SETS = {"kokoro": torch.float32, "word2vec": torch.float32, "K-cache": torc
 LONG_ROW_BYTES = 512
 LENGTHENED = ("LLM weights", "embedding")  # These sets are also measured in rows of LONG_ROW_BYTES.
 RAW_ROWS, RAW_COPY = "raw rows", "raw copy_"
+SCHEMES = ("raw", "ibp", "planes", "auto")
+SHORT_ROW_BYTES = 128
+SHORT_NAMES = tuple(f"{name}, {SHORT_ROW_BYTES} B" for name, _, _ in inputs.NORMAL)
 BY_ROW, PIPELINED = ", row by row", ", pipelined"
 ROUNDS = 3
 
@@ -54,6 +61,13 @@ def all_sets(data, more=None):
     for found in sets.real_sets(more) if more else ():
         if MORE_SETS.get(found.name) == found.dtype:
             yield found.name, found.tensors[0]
+
+
+def short_sets():
+    """Yields (name, rows) of normal values in rows of SHORT_ROW_BYTES."""
+    for name, (_, dtype, deviation) in zip(SHORT_NAMES, inputs.NORMAL):
+        columns = SHORT_ROW_BYTES // dtype.itemsize
+        yield name, inputs.normal_rows(QUICK_TABLE_BYTES, dtype, deviation, "cpu", columns=columns)
 
 
 class Case:
@@ -212,16 +226,27 @@ def measure_nvcomps(case):
             gc.collect()
 
 
+def slower_than_raw(rows):
+    """Yields lines that say where `auto` is slower than raw rows by more than the spread of both."""
+    for (case, dtype), arms in reading.by_arm(rows, lambda row: (row["case"], row["dtype"])).items():
+        if {RAW_ROWS, "auto"} <= arms.keys():
+            gain, spread = float(arms["auto"]["gain"]), max(float(arms[arm]["spread"]) for arm in (RAW_ROWS, "auto"))
+            if gain < 1 - spread:
+                chosen = arms["auto"]["chosen"]
+                yield f"{case} {dtype}: auto, which chose {chosen}, {gain:.2f} times as fast as raw rows, wanted 1"
+
+
 def parsed(argv):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--more", type=Path)
     own.add_argument("--ndzip", action="store_true")
+    own.add_argument("--rows", action="store_true")
     options, others = own.parse_known_args(argv)
     return options, harness.parse_args(others, __doc__)
 
 
 def measure_codecs(case):
-    measure_rows(case, ("raw", "ibp", "planes", "auto"))
+    measure_rows(case, SCHEMES)
     if ratio.nvcomp and case.run.on_gpu:
         with case.run.cell(f"{case.name}, nvCOMP"):
             measure_nvcomps(case)
@@ -232,23 +257,30 @@ def main(argv=None):
     if options.ndzip and not ndzip.repository():
         print("IBP_NDZIP names no clone of ndzip")
         return 2
-    remeasured = (ratio.NDZIP, RAW_COPY)
-    run = harness.Run(
-        "transfers",
-        args,
-        COLUMNS,
-        keep=lambda row: row["arm"] not in remeasured if options.ndzip else row["arm"] == ratio.NDZIP,
-    )
+    found, short = [*all_sets(args.data, options.more)], [*short_sets()] if options.rows else []
+    measured = {name for name, _ in (*found, *short)}
+
+    def is_kept(row):
+        if options.rows:
+            return row["arm"] not in (RAW_ROWS, *SCHEMES) or row["case"] not in measured
+        return row["case"] in SHORT_NAMES or (
+            row["arm"] not in (ratio.NDZIP, RAW_COPY) if options.ndzip else row["arm"] == ratio.NDZIP
+        )
+
+    run = harness.Run("transfers", args, COLUMNS, keep=is_kept)
     ratio.say_what_is_left_out(run.on_gpu)
-    for name, rows in all_sets(args.data, options.more):
+    for name, rows in (*found, *short):
         with run.cell(name):
             case = Case(run, name, rows)
+            if options.rows:
+                measure_rows(case, SCHEMES)
+                continue
             measure_copy(case)
             if options.ndzip:
                 measure_coder(case, ratio.NDZIP, ndzip.GpuCoder(case.num_bytes, run.device))
             else:
                 measure_codecs(case)
-    return run.finish()
+    return run.finish(slower_than_raw(run.rows))
 
 
 if __name__ == "__main__":

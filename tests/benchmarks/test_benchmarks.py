@@ -681,6 +681,29 @@ def test_every_nth_case_alone(small, tmp_path):
     assert list(dict.fromkeys(case.split(", ")[-1] for case in cases)) == [f"{rows:,} rows" for rows in wanted]
 
 
+def test_a_table_is_compressed_in_place(monkeypatch, tmp_path):
+    """Every row is compared, rows of other runs stay, and a row that comes back with other bits is found."""
+    same = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    argv = ["--inplace", "0.003", *same]
+    run = harness.Run("compress", harness.parse_args(same), compress.COLUMNS)
+    compress.record(run, "another", compress.CPU, torch.zeros(4, 8), 1.0, 0.0, 1.0)
+    for options in ([], ["--count"], []):
+        assert compress.main([*argv, *options]) == 0
+    other, *rows = reading.read(tmp_path / "compress.csv")
+    plain = [compress.FILLING, compress.IN_PLACE + compress.PAGEABLE]
+    assert other["case"] == "another" and {row["case"] for row in rows} == {"normal 0.02, 0.003 GB"}
+    assert [row["arm"] for row in rows] == [*(arm + compress.COUNTED for arm in plain), *plain]
+    assert all(row["host_gb"] > 0.003 for row in rows)
+    for row in rows[1::2]:
+        assert row["checked_rows"] == row["rows"] == 3_000_000 // row["row_bytes"] and row["savings"] > 0
+    assert 0 < rows[1]["learn_ms"] < rows[1]["ms"] and rows[3]["learn_ms"] is None
+    select = compress.ibp.index_select
+    monkeypatch.setattr(compress.ibp, "index_select", lambda *args, **given: select(*args, **given).roll(1, 0))
+    assert compress.main(argv) == 1
+    with pytest.raises(SystemExit, match="1e\\+09 GB in place need 1000000008 GB of memory, and this machine has "):
+        compress.main(["--inplace", "1e9", *same])
+
+
 def path_rows(monkeypatch, tmp_path, times):
     """Runs one case of paths.py whose arms take times, {arm: [seconds of each measurement]}. Returns its rows."""
     args = harness.parse_args(["--device", "cpu", "--quick", "--out", str(tmp_path)])

@@ -1,9 +1,11 @@
 """benchmarks/gnn.py and gnn_parallel.py: graphs, batches and rows; the scripts on the CPU; what they ask for."""
 
 import csv
+import importlib
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -271,3 +273,58 @@ def test_the_script_on_a_gpu(cuda, tmp_path):
 def test_the_parallel_script_on_a_gpu(cuda, tmp_path):
     assert gnn_parallel.main(["--device", "cuda", "--quick", "--out", str(tmp_path)]) == 0
     assert lines_of(tmp_path / "gnn_parallel.csv")[0]["arm"] == "ibp, 1 GPU"
+
+
+# ---- training to an accuracy with a loader of PyG --------------------------------------------------------------------
+
+
+@pytest.fixture
+def gnn_pyg():
+    pytest.importorskip("torch_geometric")
+    return importlib.import_module("benchmarks.gnn_pyg")
+
+
+def test_pygs_batches_hold_neighbours(gnn_pyg):
+    """Seeds come first, then the nodes of each hop, none twice, and every node has the neighbours of its edges."""
+    graph = gnn.Graph(500, 5_000, CPU)
+    inputs_of = types.SimpleNamespace(node=torch.arange(100, 120), input_id=torch.arange(20))
+    for sampler in [gnn_pyg.Neighbors(graph)] * 2:  # The second batch finds places that the first one left.
+        found = sampler.sample_from_nodes(inputs_of)
+        assert torch.equal(found.node[:20], inputs_of.node) and len(found.node.unique()) == len(found.node)
+        assert sum(found.num_sampled_nodes) == len(found.node) and sum(found.num_sampled_edges) == len(found.row)
+        expanded = 20 + found.num_sampled_nodes[1]
+        assert found.num_sampled_edges == [20 * gnn.FAN_OUTS[0], expanded * gnn.FAN_OUTS[1]]
+        for row, col in zip(found.node[found.row].tolist(), found.node[found.col].tolist()):
+            assert row in graph.neighbors[graph.starts[col] : graph.starts[col + 1]]
+        edges = torch.stack([found.row, found.col])
+        counts = {"num_sampled_nodes": found.num_sampled_nodes, "num_sampled_edges": found.num_sampled_edges}
+        (own, outer), (seeds, inner) = gnn_pyg.hops_of(types.SimpleNamespace(edge_index=edges, **counts))
+        assert torch.equal(own, torch.arange(expanded)) and torch.equal(seeds, torch.arange(20))
+        assert torch.equal(torch.cat([inner.view(-1), outer.view(-1)]), found.row)
+
+
+def test_arms_of_pygs_loader_have_the_same_losses(gnn_pyg, tmp_path, monkeypatch):
+    """All arms learn the labels with losses of the same bits; wrong rows are found."""
+    monkeypatch.setattr(gnn_pyg, "QUICK_CASES", (gnn.Case("dense 16", 2_000, (64,), torch.float32, 16),))
+    monkeypatch.setattr(gnn_pyg, "QUICK_BATCHES", 25)
+    monkeypatch.setattr(gnn_pyg, "ACCURACY", 0.3)
+    monkeypatch.setattr(gnn, "FAN_OUTS", (3, 2))
+    argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert gnn_pyg.main(argv) == 0
+    rows = lines_of(tmp_path / "gnn_pyg.csv")
+    assert [row["arm"] for row in rows] == [
+        *(gnn_pyg.LOADER, gnn_pyg.PREFETCH, gnn_pyg.MAPPED, gnn_pyg.RAW, gnn_pyg.IBP)
+    ]
+    assert {float(row["loss_difference"]) for row in rows} == {0} and len({row["accuracy"] for row in rows}) == 1
+    assert {row["batches"] for row in rows} <= {"5", "10", "15", "20", "25"}
+    assert all(float(row["accuracy"]) >= 0.3 and float(row["accuracy_s"]) > 0 for row in rows)
+    assert gnn_pyg.difference(torch.tensor([2.0, 1.0, 5.0]), torch.tensor([1.6, 1.0])) == pytest.approx(0.25)
+    fetch = gnn_pyg.pyg.FetchFeatures.forward
+
+    def wrong(self, batch):
+        batch = fetch(self, batch)
+        batch.x = batch.x.roll(1, 0)
+        return batch
+
+    monkeypatch.setattr(gnn_pyg.pyg.FetchFeatures, "forward", wrong)
+    assert gnn_pyg.main(argv) == 1 and len(lines_of(tmp_path / "gnn_pyg.csv")) == 3

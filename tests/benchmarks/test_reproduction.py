@@ -25,6 +25,7 @@ from benchmarks import (
     entries,
     harness,
     inputs,
+    kv_request,
     more_clusters,
     ndzip,
     papers,
@@ -190,6 +191,27 @@ def test_a_table_comes_in_pieces(two_sets, tmp_path, monkeypatch):
     monkeypatch.setattr(ByteCoder, "decode", lambda self, coded, out: torch.sub(coded[1:], 2, out=out))
     with pytest.raises(AssertionError, match="keys, coded: bits differ"):
         transfers.measure_pieces(case, "coded", ByteCoder())
+
+
+def test_rows_alone_say_where_auto_is_slower(two_sets, tmp_path, monkeypatch):
+    """Rows of 128 B come with --rows alone, and rows of other arms stay beside them."""
+    monkeypatch.setattr(transfers, "all_sets", lambda data, more=None: iter([("keys", two_sets[0])]))
+    full = run_quickly("transfers", tmp_path)
+    rows = run_quickly("transfers", tmp_path, "--rows")
+    assert [row["arm"] for row in full] == [transfers.RAW_COPY, transfers.RAW_ROWS, *transfers.SCHEMES[1:]]
+    assert rows[0] == full[0] and {row["case"] for row in rows[1:]} == {"keys", *transfers.SHORT_NAMES}
+    assert len(rows) == 1 + 4 * (1 + len(inputs.NORMAL)) and {row["row_bytes"] for row in rows[5:]} == {"128"}
+    again = run_quickly("transfers", tmp_path)
+    assert again[:-5] == rows[5:] and {row["case"] for row in again[-5:]} == {"keys"}
+
+    def said(gain, spread):
+        names = {"case": "keys", "dtype": "float32"}
+        raw = names | {"arm": transfers.RAW_ROWS, "gain": "1.000", "spread": "0.010"}
+        auto = names | {"arm": "auto", "gain": gain, "spread": spread, "chosen": "ibp"}
+        return [*transfers.slower_than_raw([raw, auto])]
+
+    assert said("0.902", "0.02") == ["keys float32: auto, which chose ibp, 0.90 times as fast as raw rows, wanted 1"]
+    assert said("0.902", "0.24") == said("0.995", "0.001") == []
 
 
 def test_sets_of_transfers(monkeypatch, tmp_path):
@@ -579,8 +601,12 @@ class PapersLibrary:
     def compress_inplace(self, rows, mask, bitval, ids):
         return torch.zeros(-(-len(rows) // 32), dtype=torch.int32)
 
+    def preprocess(self, rows, threshold):
+        assert threshold == kv_request.THRESHOLD and len(rows) == kv_request.QUICK.prompt
+        return rows[0], rows[0]
+
     def decompress_fetch(self, rows, mask, bitval, bitmask, device, length, ids, blocks, threads, way, out):
-        assert length == rows.shape[1] // 2
+        assert length in (None, rows.shape[1] // 2) and len(bitmask) == -(-len(rows) // 32)
         return torch.index_select(rows, 0, ids, out=out)
 
 
@@ -592,6 +618,30 @@ def test_the_papers_code_beside_ours(tmp_path, monkeypatch):
     assert [row["arm"] for row in rows] == 2 * arms and {row["reference"] for row in rows} == {"b2f7100"}
     assert [row["case"] for row in rows[::3]] == ["synthetic 50%", "synthetic 90%"]
     assert {row["savings"] for row in rows[2::3]} == {"0.5000"}
+
+
+def test_a_request_of_opt_by_the_papers_code(tmp_path, monkeypatch, capsys):
+    """Its arms stand between raw rows and ours; rows of other runs stay; wrong rows are found, and no clone is said."""
+    monkeypatch.delenv("IBP_REFERENCE", raising=False)
+    monkeypatch.setenv("IBP_REFERENCE_COMMIT", "b2f7100")
+    monkeypatch.setattr(reference, "built", lambda repository: PapersLibrary())
+    argv = ["--opt", "--repository", str(tmp_path)]
+    rows = run_quickly("kv_request", tmp_path, *argv)
+    arms = [kv_request.CPU, kv_request.RAW, kv_request.THEIRS_RAW, kv_request.THEIRS, kv_request.IBP]
+    assert [row["arm"] for row in rows] == arms and {row["case"].split(",")[0] for row in rows} == {"OPT-6.7B"}
+    assert [row["reference"] for row in rows] == ["", "", "b2f7100", "b2f7100", ""]
+    assert [row["savings"] for row in rows[2:4]] == ["0.0000", "0.5000"]
+    assert {kv_request.option_of(row) for row in rows} == {"opt"}
+    fetch = kv_request.TheirPools.fetch
+    monkeypatch.setattr(kv_request.TheirPools, "fetch", lambda pools, number, outs: fetch(pools, number, outs.flip(0)))
+    with pytest.raises(AssertionError):
+        run_quickly("kv_request", tmp_path, *argv)
+    run_quickly("kv_request", tmp_path, "--opt")
+    assert "no clone is named by --repository or IBP_REFERENCE" in capsys.readouterr().out
+    monkeypatch.undo()  # The folder is no clone: the run says so, and measures the other arms.
+    assert kv_request.main(["--device", "cpu", "--quick", "--out", str(tmp_path), *argv]) == 1
+    assert "wanted a clone of the paper's code" in capsys.readouterr().out
+    assert [row["arm"] for row in lines_of(tmp_path / "kv_request.csv")] == [arms[0], arms[1], arms[4]]
 
 
 def test_the_papers_code_is_looked_for(tmp_path, monkeypatch):
@@ -823,15 +873,17 @@ def test_rows_by_sms_and_threads_are_those_of_their_csvs(tmp_path):
     swept = [f"{arm} by {n} {of},{ms},1,{n}" for arm, of, some in (
         ("cpu index + copy", "threads", ((1, 9), (2, 5))), ("ibp", "SMs", ((8, 1.5), (132, 1.25))),
     ) for n, ms in some]  # fmt: skip
-    write("kv_request", "arm,step_ms,request_s,workers", *request, *swept)
+    of_opt = [f'"OPT-13B, 40 layers",{row}' for row in ("cpu index + copy,4,20,", "raw by kernel,3,10,", "ibp,3,9,")]
+    write("kv_request", "case,arm,step_ms,request_s,workers", *(f",{row}" for row in (*request, *swept)), *of_opt)
     results = reading.Results(tmp_path)
-    assert "a request, learning included: 50 %, 0 %" in reproduction.cache_rows(results)
+    shown = reproduction.cache_rows(results)
+    assert "a request, learning included: 50 %, 0 %" in shown and "OPT-13B, learning included: 55 %, 10 %" in shown
     assert list(reproduction.workers_of_requests(results)) == [
         "in a request, ms of a token and layer, cpu index + copy: 9.00/5.00 by 1/2 threads",
         "in a request, ms of a token and layer, ibp: 1.50/1.25 by 8/132 SMs",
     ]
     tables = [table for table in claims.TABLES if table.csv == "kv_request"]
-    assert [len(table.rows(results)) for table in tables] == [3, 4]
+    assert [len(table.rows(results)) for table in tables] == [6, 4]
     write(
         "throttle",
         "case,arm,sms,what,gpus,step_ms,out_gbps",
@@ -841,6 +893,29 @@ def test_rows_by_sms_and_threads_are_those_of_their_csvs(tmp_path):
     assert list(reproduction.throttled_steps(reading.Results(tmp_path))) == [
         "VGG16 by 8/64 SMs: 0.50/0.80 times the rate by all, 25.0/50.0 GB/s to the host"
     ]
+
+
+def test_a_table_in_place_is_reckoned_until_it_is_measured(tmp_path):
+    write, columns = writer(tmp_path), "case,arm,rows,row_bytes,ms,gbps,learn_ms,checked_rows"
+    rows = [f"large,{arm},1073741824,1,{ms},{gbps},," for arm, ms, gbps in
+            (("on the GPU", 4, 270), ("pinned", 35, 29), ("pageable", 116, 8.7))]  # fmt: skip
+    write("compress", columns, *rows)
+    assert "174 GB reckoned" in reproduction.compress_times(reading.Results(tmp_path)).split("<br>")[-1]
+    in_place = ('filling",9,1,4000,2,,', 'pageable",9,1,18000,2,,9', 'pinned, all rows counted",9,1,30000,2,21000,9')
+    write("compress", columns, *rows, *(f'"normal, 174 GB","in place, {row}' for row in in_place))
+    results = reading.Results(tmp_path)
+    measured = "174 GB in place: pageable 18.0 s; pinned, all rows counted 30.0 s"
+    assert reproduction.compress_times(results).split("<br>")[-1] == measured
+    assert [len(table.rows(results)) for table in claims.TABLES if table.csv == "compress"] == [3, 3]
+
+
+def test_an_arm_of_pygs_loader_that_ran_out_of_time_has_no_ratio(tmp_path):
+    rows = ('"cora, batch 8",loader,', '"cora, batch 8",PrefetchLoader,12', '"cora, batch 8",raw rows,3')
+    columns, results = "case,arm,accuracy_s", reading.Results(tmp_path)
+    assert list(reproduction.loaded_by_pyg(results)) == []
+    writer(tmp_path)("gnn_pyg", columns, *rows, '"cora, batch 8",ibp,2')
+    (line,) = reproduction.loaded_by_pyg(reading.Results(tmp_path))
+    assert line.endswith("cora, batch 8: PrefetchLoader 6.00, raw rows 1.50")
 
 
 def test_waits_of_a_batch_are_of_one_clock(tmp_path):
