@@ -38,8 +38,8 @@ from . import _core, adapters, cache, calibration, checkpoints, codecs, deltas, 
 from ._activations import ActivationOffload, ActivationStats, offload_activations
 from ._cli.config import show_config
 from ._common import ops
-from ._common.importing import after_import as _after_import
-from ._common.importing import published as _published
+from ._common.process import after_import as _after_import
+from ._common.process import published as _published
 from ._fetch.bags import embedding_bag
 from ._fetch.gather import Prefetch, index_select
 from ._fetch.linear import linear

@@ -30,10 +30,9 @@ from typing import Any, TypeVar
 import torch
 
 from ._common.arguments import whole_number
-from ._common.importing import published
+from ._common.manners import Saves, Statistics, shown_memory
 from ._common.models import NotTheModel, check_model, guard_conversions
-from ._common.process import Closing, ForkLock, OfThisProcess
-from ._common.statistics import Saves, Statistics, shown_memory
+from ._common.process import Closing, ForkLock, OfThisProcess, published
 from ._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, matrix_of
 from ._machine import memory
 from ._offload.weights import release, rest, wake

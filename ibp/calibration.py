@@ -20,7 +20,7 @@ import torch
 from . import _core
 from ._common import ops
 from ._common.arguments import number
-from ._common.importing import published
+from ._common.process import published
 from ._fetch import host_gather
 from ._fetch.gather import index_select
 from ._fetch.streaming import decompress

@@ -20,8 +20,7 @@ import torch
 
 from . import _core
 from ._common.arguments import number
-from ._common.importing import published
-from ._common.process import tqdm
+from ._common.process import published, tqdm
 from ._fetch.streaming import decompress
 from ._machine import memory
 from ._machine.staging import to_device

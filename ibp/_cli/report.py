@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ibp._common.process import tqdm
-from ibp._common.statistics import Saves
 from ibp._core import ROWS_PER_BASE
 from ibp._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header
 from ibp._files import open as open_file
@@ -32,6 +30,8 @@ from ibp.checkpoints._source import Source, SourceTensor, loaded_tensor
 from ibp.codecs._whole import WholeTensor
 from ibp.deltas import Delta
 
+from .._common.manners import Saves
+from .._common.process import tqdm
 from .splitting import bit_entropy, count_rows, element_bytes, rounded, scaled, split_table
 
 SAMPLE_BYTES = 1 << 20  # Size in bytes of the sample of a tensor that is decoded and counted.

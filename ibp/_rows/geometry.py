@@ -18,10 +18,10 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._common.manners import TensorManners
 from .._common.process import tqdm
 from .._common.sequences import rounded_up
 from .._machine import staging
-from .manners import TensorManners
 
 _Given = TypeVar("_Given")
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 
 from .. import _core
+from .._common.manners import Saves, TensorManners
 from .._common.modes import outside_of_modes
-from .._common.statistics import Saves
 from .._machine import calibration, memory
 from .._machine.calibration import Calibration
 from .._machine.segments import PART_DTYPES, FileRows, Segment
@@ -27,7 +27,6 @@ from .codebook import AnyCodebook, coding_of
 from .faults import Faults, FaultWords, refuse_capture
 from .geometry import DTYPES, Geometry, check_slot_bytes
 from .learning import SCHEMES
-from .manners import TensorManners
 from .plan import GatherPlan, plan_of
 from .room import Room
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from .._common import wire
-from .._common.statistics import shown_memory
+from .._common.manners import CodedManners, Movable, shown_memory
 from .._fetch import gather, linear, streaming
 from .._fetch.bags import embedding_bag
 from .._machine import memory
@@ -27,7 +27,6 @@ from .._machine.staging import to_device
 from .._rows.codebook import AnyCodebook
 from .._rows.geometry import check_tensor, given_tensor
 from .._rows.learning import Options, Request
-from .._rows.manners import CodedManners, Movable
 from .._rows.table import TENSORS, Table, handle_on, spills
 from . import changes, coding
 

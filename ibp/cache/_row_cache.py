@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._common.arguments import whole_number
+from .._common.manners import Statistics, TensorManners
 from .._common.modes import outside_of_graphs
 from .._common.process import OfThisProcess
-from .._common.statistics import Statistics
 from .._fetch import gather
 from .._fetch.calls import (
     ID_DTYPES,
@@ -33,7 +33,6 @@ from .._fetch.gather import raise_for
 from .._machine import memory
 from .._rows.faults import ENTRIES, new_record
 from .._rows.geometry import rows_of
-from .._rows.manners import TensorManners
 from .._rows.table import Handle, handle_on
 from .._tables.changes import changed_items, check_can_change
 from .._tables.coded_rows import CodedRows

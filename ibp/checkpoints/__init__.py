@@ -24,7 +24,7 @@ tensor gets (`Codebooks`), and writes one file: it codes blocks on the CPU or a 
 before it here.
 """
 
-from .._common.importing import published
+from .._common.process import published
 from .._files import coded_name
 from ._converting import compress, decompress, estimate
 from ._inputs import open_source as open

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .._common.arguments import whole_number
+from .._common.manners import Movable
 from .._machine import memory
-from .._rows.manners import Movable
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import apart, apply_all
 from ._coding import Version

@@ -14,8 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing  # noqa: F401 - This import enables multiprocessing to send tensors.
 
 from .._common import wire
-from .._common.group import RankGroup, check_one_machine, machine, same_on_all
+from .._common.manners import TensorManners
 from .._common.process import OfThisProcess
+from .._common.wire import RankGroup, check_one_machine, machine, same_on_all
 from .._fetch.calls import Ids, check_out, check_range, list_of_ids, sms_of, target_of, worker_of
 from .._machine import memory as _memory
 from .._machine.memory import check_memory, usual
@@ -24,7 +25,6 @@ from .._rows import geometry as _rows
 from .._rows.codebook import AnyCodebook, coding_of, surveyed
 from .._rows.faults import CorruptTableError, new_record
 from .._rows.learning import Options, Request, checked, learn
-from .._rows.manners import TensorManners
 from .._rows.table import OF_SELECTIONS, TENSORS, Handle, Parts, handle_on, spills
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING

@@ -30,7 +30,7 @@ The classes differ in what a caller names, and in how coded bytes are kept:
   the `PageCodec`.
 """
 
-from .._common.importing import published
+from .._common.process import published
 from ._blocks import BlockStore
 from ._keyed import KeyedPages
 from ._packed import PackedPages, PageCodec, pack, packed_bytes, unpack

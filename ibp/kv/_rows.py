@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from .._common.arguments import whole_number
+from .._common.manners import Statistics
 from .._common.process import OfThisProcess
-from .._common.statistics import Statistics
 from .._fetch.calls import Ids, check_range, checked_ids, sms_of
 from .._machine import memory as _memory
 from .._rows.codebook import AnyCodebook

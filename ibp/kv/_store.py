@@ -13,8 +13,8 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._common.manners import Statistics
 from .._common.process import ForkLock, OfThisProcess
-from .._common.statistics import Statistics
 from .._fetch.calls import check_range, list_of_ids, sms_of
 from .._machine import memory as _memory
 from .._machine.memory import is_capturing
