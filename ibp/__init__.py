@@ -108,7 +108,6 @@ _published(__name__)
 # Pickles of earlier commits name modules that have since been merged into others. pickle finds them under these names.
 for _former, _present in (
     ("_schemes.estimation", "_rows.estimation"),
-    ("_rows.handle", "_rows.table"),
     ("nn._neighbours", "nn._tables"),
     ("nn._stacks", "nn._experts"),
 ):

@@ -19,9 +19,9 @@ from ibp._files import open as open_file
 from ibp._rows.clusters import ClusteredCodebook
 from ibp._rows.codebook import AnyCodebook
 from ibp._rows.geometry import Geometry
+from ibp._rows.handle import spread_bytes
 from ibp._rows.learning import Options
-from ibp._rows.plan import spread_bytes
-from ibp._tables.changes import decoded_bytes
+from ibp._rows.table import decoded_bytes
 from ibp._tables.compressed_tensor import CompressedTensor, compress_rows
 from ibp.checkpoints._coding import Codebooks
 from ibp.checkpoints._inputs import local_path, open_source

@@ -19,6 +19,7 @@ from ibp._rows.codebook import AnyCodebook
 from ibp._rows.geometry import Geometry, default_length, stored_sizes
 from ibp._rows.masks import Codebook
 from ibp._rows.planes import PlanesCodebook
+from ibp._rows.table import has_own_bases
 from ibp._tables.compressed_tensor import CompressedTensor
 
 _MOST_ENTRIES = 16  # Largest number of entries of a codebook that a report lists.
@@ -348,7 +349,7 @@ def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
         return table.slots.cpu().numpy()[numbers * table.slot_bytes]
     bases = table.bases.cpu().numpy()  # This also waits for a GPU that writes to overflow elsewhere.
     overflow = table.overflow.cpu().numpy()
-    if table._has_own_bases:
+    if has_own_bases(table):
         return overflow[bases[numbers]]
     of_group = numbers[:, None] // ROWS_PER_BASE * ROWS_PER_BASE + np.arange(ROWS_PER_BASE)
     lengths = torch.from_numpy(_lengths(table, np.minimum(of_group, table.num_rows - 1)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -87,10 +87,15 @@ class Faults:
 
     Args:
         words: the messages for each kind of work.
+
+    Attributes:
+        names: values for the placeholders of the messages that `FaultWords` does not fill. The owner keeps them up to
+            date.
     """
 
     def __init__(self, *words: FaultWords) -> None:
         self._words = words
+        self.names: dict[str, Any] = {}
         self._noted: dict[torch.device, np.ndarray] = {}  # All records of a device, int64 [number of kinds, ENTRIES].
         # For each device, one tensor for each of its records, over the memory of `_noted`, in which the device notes
         # faults.
@@ -137,9 +142,17 @@ class Faults:
                 noted[:] = 0
                 yield words, record
 
-    def raise_pending(self, device: torch.device, **names: object) -> None:
-        """Raises the first fault that work on a device has noted, if any, and clears its record. names: as for
-        `FaultWords.raise_for`."""
+    def raise_pending(self, device: torch.device) -> None:
+        """Raises the first fault that work on a device has noted, if any, and clears its record."""
         if any(map(_STATUS, self._noted.get(device, ()))):
             for words, record in self.taken(device):
-                words.raise_for(record, device, **names)
+                words.raise_for(record, device, **self.names)
+
+    def raise_when_done(self, device: torch.device) -> None:
+        """Waits for the current stream of a GPU, and raises the first fault that work on this GPU has noted, if any."""
+        torch.cuda.current_stream(device).synchronize()
+        self.raise_pending(device)
+
+    def raise_for(self, record: torch.Tensor, kind: int = 0) -> None:
+        """Raises the fault in the record of a single call, if the record holds one. kind: as for `on`."""
+        self._words[kind].raise_for(record, **self.names)

@@ -415,6 +415,13 @@ def check_bytes(
         raise ValueError(f"{name} begins at an address that is no multiple of {alignment}")
 
 
+def memory_order(x: torch.Tensor) -> tuple[int, ...]:
+    """Returns the dimensions of x from the largest stride to the smallest, so that `x.permute(order)` is contiguous if
+    x is dense. If x has gaps in memory or overlaps itself, returns the dimensions in their original order."""
+    order = tuple(sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim)))
+    return order if x.permute(order).is_contiguous() else tuple(range(x.dim()))
+
+
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
     """Returns the tensor's bytes, uint8 [num_bytes], as a view if the tensor is contiguous, and otherwise as a copy."""
     x = x.detach().resolve_conj().resolve_neg()

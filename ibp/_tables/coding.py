@@ -23,8 +23,9 @@ from .._rows import geometry as _geometry
 from .._rows.codebook import AnyCodebook, measure, surveyed
 from .._rows.faults import FaultWords, new_record
 from .._rows.geometry import Survey
+from .._rows.handle import Handle, Parts
 from .._rows.learning import Options, Request, checked, learn
-from .._rows.table import AnyTable, Handle, Parts, Table, pin_if_possible, spills
+from .._rows.table import AnyTable, Table, pin_if_possible, spills
 
 # If the caller names no device, the CPU encodes tensors in host memory of at most this size in bytes, because copying
 # them to a GPU would take longer.

@@ -27,7 +27,7 @@ from .._machine.staging import to_device
 from .._rows.codebook import AnyCodebook
 from .._rows.geometry import check_tensor, given_tensor
 from .._rows.learning import Options, Request
-from .._rows.table import TENSORS, Table, handle_on, spills
+from .._rows.table import TENSORS, Table, check_can_change, copied_overflow, handle_on, move, spills, tensors_of
 from . import changes, coding
 
 # Size in bytes of the blocks that iteration decodes. A block has many rows, but takes little memory.
@@ -167,7 +167,7 @@ class CompressedTensor(Movable, CodedManners, Table):
     def clone(self) -> CompressedTensor:
         """Returns a copy of the table on the same device. The copy is not pinned, and it shares the codebook. If the
         overflow is on another GPU, so is that of the copy."""
-        kept = functools.partial(changes.copied_overflow, self) if spills(self) else None
+        kept = functools.partial(copied_overflow, self) if spills(self) else None
         return self._with(torch.clone, change_overflow=kept)
 
     def share_memory_(self, *, numa: memory.Numa = None) -> CompressedTensor:
@@ -199,9 +199,9 @@ class CompressedTensor(Movable, CodedManners, Table):
                 f"a table whose overflow is in {self._far_memory} and whose slots are on a GPU cannot be shared: share "
                 "its cpu(), or send it by pickle"
             )
-        segment, copies = Segment.of(self._tensors(), node)
+        segment, copies = Segment.of(tensors_of(self), node)
         segment.pin = self._is_pinned
-        self._move(copies, segment)
+        move(self, copies, segment)
         return self
 
     def is_shared(self) -> bool:
@@ -256,7 +256,7 @@ class CompressedTensor(Movable, CodedManners, Table):
             shape, dtype: the shape and dtype of the new table. None: those of this table.
             change_overflow: called with the overflow instead of `change`. None: `change` is called.
         """
-        held = self._tensors()
+        held = tensors_of(self)
         moved: dict[str, Any] = {name: change(tensor) for name, tensor in held.items() if name != "overflow"}
         moved["overflow"] = (change_overflow or change)(held["overflow"])
         kept = {name: getattr(self, name) for name in ("scheme", "row_bytes", "slot_bytes", "codebook")}
@@ -264,7 +264,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         # If both tables use the same memory, the new table must also keep the owner and the pinning of this memory.
         if any(moved[name].numel() and moved[name].data_ptr() == held[name].data_ptr() for name in TENSORS):
             made._owner, made._pinned_range = self._owner, self._pinned_range
-            made._move({}, self._segment)
+            move(made, {}, self._segment)
             made._is_aliased = self._is_aliased = True
             made._is_live, made._is_refused = self._is_live, self._is_refused
         return made
@@ -303,7 +303,7 @@ class CompressedTensor(Movable, CodedManners, Table):
             TypeError, ValueError: ids or rows do not fit the table.
             RuntimeError: the table is shared with other processes.
         """
-        changes.update(self, ids, rows)
+        changes.put_items(self, *changes.changed_items(self, ids, rows))
         return self
 
     def append(self, rows: torch.Tensor) -> CompressedTensor:
@@ -349,7 +349,7 @@ class CompressedTensor(Movable, CodedManners, Table):
             TypeError, ValueError: as for `ibp.compress`.
             RuntimeError: the table is shared with other processes.
         """
-        changes.check_can_change(self)
+        check_can_change(self)
         options = Options(
             scheme, codebook=codebook, sample=sample, clusters=clusters, slot_bytes=slot_bytes, device=device
         )

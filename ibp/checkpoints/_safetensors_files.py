@@ -50,7 +50,7 @@ from .._files import (
     written_to,
 )
 from .._files import open as open_file
-from .._tables.changes import decoded_bytes
+from .._rows.table import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ._source import Pieces, Source, SourceFormatError, SourceTensor, loaded_tensor

@@ -134,9 +134,6 @@ class WholeTensor(Movable, CodedManners, Saves):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {"blocks": self.blocks, "offsets": self.offsets}
-
     # ---- moving ----
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> WholeTensor:

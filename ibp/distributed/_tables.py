@@ -17,15 +17,16 @@ from .._common import wire
 from .._common.manners import TensorManners
 from .._common.process import OfThisProcess
 from .._common.wire import RankGroup, check_one_machine, machine, same_on_all
-from .._fetch.calls import Ids, check_out, check_range, list_of_ids, sms_of, target_of, worker_of
+from .._fetch.calls import Ids, check_out, check_range, list_of_ids, sms_of, target_of
 from .._machine import memory as _memory
 from .._machine.memory import check_memory, usual
 from .._machine.segments import Segment, SharedHandle
 from .._rows import geometry as _rows
 from .._rows.codebook import AnyCodebook, coding_of, surveyed
 from .._rows.faults import CorruptTableError, new_record
+from .._rows.handle import Handle, Parts
 from .._rows.learning import Options, Request, checked, learn
-from .._rows.table import OF_SELECTIONS, TENSORS, Handle, Parts, handle_on, spills
+from .._rows.table import OF_SELECTIONS, TENSORS, faults_of, handle_on, move, spills, worker_of
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
@@ -242,7 +243,7 @@ class ShardedTable(OfThisProcess, TensorManners):
                 check_out(out, (ids.numel(), *self.shape[1:]), self.dtype)
             sms = sms_of(max_sms)
             if target.type == "cuda":
-                self.local_table._raise_pending(target)
+                faults_of(self.local_table).raise_pending(target)
             check_range(ids, len(self))
             # The distinct ids in ascending order, and the position among them of each item of the result.
             unique, places = torch.unique(ids, return_inverse=True)
@@ -367,10 +368,10 @@ class ShardedTable(OfThisProcess, TensorManners):
             else:
                 parts = Parts(nothing, rows, lengths, self._places(lengths)[:-1], words, codec, 0, *sizes)
             on_gpu = target.type == "cuda"
-            fault = table._faults.on(target, OF_SELECTIONS) if on_gpu else new_record(target)
+            fault = faults_of(table).on(target, OF_SELECTIONS) if on_gpu else new_record(target)
             torch.ops.ibp.gather_items.default(Handle(parts).table, places.to(target), sms, result, fault, None)
             if not on_gpu:
-                table._raise_fault(fault, of_selections=True)
+                faults_of(table).raise_for(fault, OF_SELECTIONS)
         return out.copy_(result.view(out.shape)) if out is not None and not direct else result
 
     def _answers(self, ids: torch.Tensor, counts: list[int]) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
@@ -428,7 +429,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         fault = new_record(worker)
         handle, no_map = handle_on(table, worker), ends[:0]
         torch.ops.ibp.fill_slab.default(handle.table, rows, ends[:-1], 0, _ANY_WAYS, copied, no_map, fault)
-        table._raise_fault(fault)
+        handle.faults.raise_for(fault)
         near, sizes = copied.to(device), [end - start for start, end in zip(bounds, bounds[1:])]
         sent = lengths.view(torch.uint8).to(device).split((2 * ends_of_parts.diff()).tolist())
         return list(zip(sent, near.split(sizes)))
@@ -662,7 +663,7 @@ def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTens
     segment.pin = segment.pin or pin
     tensors = segment.tensors(held)
     table.__setstate__({**state, **tensors})
-    table._move(tensors, segment)
+    move(table, tensors, segment)
     return table
 
 

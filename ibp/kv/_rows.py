@@ -205,7 +205,7 @@ class KVRows(OfThisProcess):
             raise ValueError(f"rows are on {rows.device}, strides {rows.stride()}; wanted whole rows on {self.device}")
         row_ids = self._rows(chosen.unsqueeze(1)).view(-1)
         sms = sms_of(max_sms)
-        place.handle.encode(rows.detach(), place._counts, place.fault, row_ids=row_ids, max_sms=sms)
+        place.handle.encode(rows.detach(), place.tally, place.fault, row_ids=row_ids, max_sms=sms)
         if self.caches:
             self.caches[layer].invalidate(row_ids)
 

@@ -25,9 +25,9 @@ from .._fetch.streaming import STREAM_SMS
 from .._machine import memory as _memory
 from .._rows import geometry as _rows
 from .._rows.codebook import AnyCodebook, check_codebook, surveyed
+from .._rows.handle import Handle, Parts
 from .._rows.learning import CLEARLY_LESS, Learner, learned_from
 from .._rows.planes import PlanesCodebook
-from .._rows.table import Handle, Parts
 from .._tables.coded_rows import CodedRows
 
 # ---- rows ----
@@ -144,7 +144,7 @@ def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedItems:
     num_rows = num_items * item_bytes // codebook.row_bytes
     room = rounded_up(codebook.row_bytes, _SECTOR)  # size in bytes of a raw row in overflow
     rows = CodedRows(codebook, num_rows, slot_bytes=0, overflow_bytes=num_rows * room, device=items.device)
-    rows.handle.encode(items, rows._counts, rows.fault)
+    rows.handle.encode(items, rows.tally, rows.fault)
     return CodedItems(codebook, rows.overflow, rows.lengths, rows.bases, rows.counters, num_items)
 
 
