@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -17,12 +16,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .._common import wire
 from .._common.manners import CodedManners, Movable, shown_memory
 from .._fetch import gather, linear, streaming
 from .._fetch.bags import embedding_bag
 from .._machine import memory
-from .._machine.segments import Segment, SharedHandle
+from .._machine.segments import Segment, SharedHandle, shared
 from .._machine.staging import to_device
 from .._rows.codebook import AnyCodebook
 from .._rows.geometry import check_tensor, given_tensor
@@ -227,13 +225,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         self.share_memory_()
         state = self.__getstate__()
         tensors = {name: state.pop(name) for name in TENSORS}
-        fields = wire.written(state)
-        segment = self._segment
-        if not isinstance(segment, Segment):
-            loans = wire.written({name: wire.lent(tensor) for name, tensor in tensors.items()})
-            return SharedHandle(os.getpid(), 0, 0, "", False, fields, loans)
-        sizes = wire.written({name: tensor.numel() for name, tensor in tensors.items()})
-        return SharedHandle(os.getpid(), segment.num_bytes, segment.file, segment.name, segment.pin, fields, sizes)
+        return shared(state, tensors, self._segment if isinstance(self._segment, Segment) else None)
 
     def __copy__(self) -> CompressedTensor:
         return self._with(lambda tensor: tensor)

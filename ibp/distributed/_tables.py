@@ -20,7 +20,7 @@ from .._common.wire import RankGroup, check_one_machine, machine, same_on_all
 from .._fetch.calls import Ids, check_out, check_range, list_of_ids, sms_of, target_of
 from .._machine import memory as _memory
 from .._machine.memory import check_memory, usual
-from .._machine.segments import Segment, SharedHandle
+from .._machine.segments import SharedHandle, open_handle, read_state
 from .._rows import geometry as _rows
 from .._rows.codebook import AnyCodebook, coding_of, surveyed
 from .._rows.faults import CorruptTableError, new_record
@@ -641,45 +641,23 @@ def open_shared(handle: SharedHandle, *, memory: str | None = None) -> Compresse
     if not isinstance(handle, SharedHandle):
         raise TypeError(f"handle is a {type(handle).__name__}; wanted what table.share() returns")
     check_memory(memory, among=("pinned", "host"))
-    return _opened(handle, None, handle._pin if memory is None else memory == "pinned")
+    return _opened(handle, pin=None if memory is None else memory == "pinned")
 
 
-def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTensor:
-    """Opens the table of a handle.
-
-    Args:
-        file: the descriptor of the file that is the shared memory. None: the file is opened through the process that
-            shares the memory.
-        pin: whether GPUs read rows directly from the memory.
-    """
-    state, held = _read(handle._fields), _read(handle._tensors)
-    if held.keys() != set(TENSORS):
-        raise ValueError(f"handle has {sorted(held, key=str)}; wanted {sorted(TENSORS)}, as table.share() gives it")
+def _opened(handle: SharedHandle, file: int | None = None, pin: bool | None = None) -> CompressedTensor:
+    """Opens the table of a handle. The arguments are those of `segments.open_handle`."""
+    state, tensors, segment = open_handle(handle, file, pin)
     table = CompressedTensor.__new__(CompressedTensor)
-    if handle.num_bytes == 0:
-        table.__setstate__({**state, **{name: wire.opened(how) for name, how in held.items()}})
-        return table
-    segment = Segment.opened(handle, file)
-    segment.pin = segment.pin or pin
-    tensors = segment.tensors(held)
     table.__setstate__({**state, **tensors})
-    move(table, tensors, segment)
+    if segment is not None:
+        move(table, tensors, segment)
     return table
-
-
-def _read(content: bytes) -> dict[str, Any]:
-    """Decodes the bytes in a handle. Returns the dictionary that they hold. Raises ValueError if they do not hold a
-    dictionary."""
-    found = wire.read(content)
-    if not isinstance(found, dict):
-        raise ValueError(f"handle has a {type(found).__name__}; wanted what table.share() returns")
-    return found
 
 
 def _placed(content: bytes, device: str) -> CompressedTensor:
     """Returns the table whose state `content` holds, with the overflow in host memory and all other tensors on
     `device`."""
-    state = _read(content)
+    state = read_state(content)
     state.update({name: state[name].to(device) for name in TENSORS if name != "overflow"})
     table = CompressedTensor.__new__(CompressedTensor)
     table.__setstate__(state)
@@ -688,7 +666,7 @@ def _placed(content: bytes, device: str) -> CompressedTensor:
 
 def _received(handle: SharedHandle, file: Any) -> CompressedTensor:
     """Opens a table that multiprocessing has sent to this process. file: a `DupFd`, or None."""
-    return _opened(handle, file.detach() if file is not None else None, handle._pin)
+    return _opened(handle, file.detach() if file is not None else None)
 
 
 def _reduced(table: CompressedTensor) -> Any:
