@@ -48,7 +48,7 @@ from ._files import ChecksumError, File, FileFormatError, TensorInfo, load, open
 from ._machine.memory import release_pinned
 from ._offload import Offloaded, OffloadStats, offload
 from ._rows.estimation import Estimate, estimate
-from ._rows.faults import CorruptTableError
+from ._rows.handle import CorruptTableError
 from ._tables.coded_rows import Buffers, CodedRows, RowCounts, encode_into
 from ._tables.compressed_tensor import CompressedTensor
 from .cache import RowCache

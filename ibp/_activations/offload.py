@@ -27,7 +27,7 @@ from .._fetch.calls import sms_of
 from .._machine import calibration
 from .._machine import memory as _memory
 from .._rows.codebook import coder_rates
-from .._rows.faults import Faults, FaultWords
+from .._rows.handle import Faults, FaultWords
 from .._rows.learning import Learner
 from . import coding
 from .coding import IndexOrigin, SpanView

@@ -19,7 +19,6 @@ from ibp._files import open as open_file
 from ibp._rows.clusters import ClusteredCodebook
 from ibp._rows.codebook import AnyCodebook
 from ibp._rows.geometry import Geometry
-from ibp._rows.handle import spread_bytes
 from ibp._rows.learning import Options
 from ibp._rows.table import decoded_bytes
 from ibp._tables.compressed_tensor import CompressedTensor, compress_rows
@@ -32,6 +31,7 @@ from ibp.deltas import Delta
 
 from .._common.manners import Saves
 from .._common.process import tqdm
+from .._rows.handle import spread_bytes
 from .splitting import bit_entropy, count_rows, element_bytes, rounded, scaled, split_table
 
 SAMPLE_BYTES = 1 << 20  # Size in bytes of the sample of a tensor that is decoded and counted.

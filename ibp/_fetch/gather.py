@@ -23,8 +23,7 @@ from .._common.modes import outside_of_graphs
 from .._common.process import OfThisProcess
 from .._machine import calibration, memory
 from .._machine.memory import is_capturing
-from .._rows.faults import ENTRIES, new_record
-from .._rows.handle import LEAST_STAGED_BYTES, Handle, looks_sorted, stages
+from .._rows.handle import ENTRIES, LEAST_STAGED_BYTES, Handle, looks_sorted, new_record, stages
 from .._rows.table import Table, faults_of, handle_on, worker_of
 from . import host_gather
 from .calls import (

@@ -20,9 +20,8 @@ from .._machine import calibration, memory
 from .._machine.calibration import FEW_SMS
 from .._machine.memory import is_capturing
 from .._rows.codebook import coder_rates
-from .._rows.faults import ENTRIES, new_record
 from .._rows.geometry import bytes_of
-from .._rows.handle import Handle, spread_bytes
+from .._rows.handle import ENTRIES, Handle, new_record, spread_bytes
 from .._rows.table import Table, faults_of, handle_on, worker_of
 from .calls import IN_ORDER, Decodable, check_out, check_path, check_table, sms_of, target_of
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from .._fetch.streaming import STREAM_SMS, TensorStream, decode_items
-from .._rows.faults import CorruptTableError, new_record
-from .._rows.handle import spread_bytes
+from .._rows.handle import CorruptTableError, new_record, spread_bytes
 from .._rows.table import faults_of, handle_on, serves
 from .plan import Group
 from .weights import Weight

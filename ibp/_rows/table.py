@@ -24,10 +24,9 @@ from .._common.sequences import rounded_up
 from .._machine import calibration, memory
 from .._machine.segments import PART_DTYPES, FileRows, Segment
 from .codebook import AnyCodebook, coding_of
-from .faults import Faults, FaultWords, new_record, refuse_capture
 from .forms import Room, room_of
 from .geometry import DTYPES, Geometry, check_slot_bytes
-from .handle import GatherPlan, Handle, Parts, plan_of
+from .handle import Faults, FaultWords, GatherPlan, Handle, Parts, new_record, plan_of, refuse_capture
 from .learning import SCHEMES
 
 AnyTable = TypeVar("AnyTable", bound="Table")

@@ -10,10 +10,9 @@ import torch
 from .. import _core
 from .._fetch.calls import Ids, check_range, list_of_ids
 from .._machine import memory
-from .._rows.faults import new_record
 from .._rows.forms import Room
 from .._rows.geometry import Geometry, bytes_of, rows_of
-from .._rows.handle import Handle
+from .._rows.handle import Handle, new_record
 from .._rows.table import Table, check_can_change, decoded_bytes, encode_rows, faults_of, handle_on, make_room
 
 _SECTOR = _core.SECTOR_BYTES

@@ -14,9 +14,8 @@ from .._fetch.calls import sms_of
 from .._machine import memory as _memory
 from .._rows import forms
 from .._rows.codebook import AnyCodebook, check_codebook
-from .._rows.faults import FaultWords, new_record
 from .._rows.geometry import check_bytes, default_length, layout_of, memory_order
-from .._rows.handle import Handle, Parts
+from .._rows.handle import FaultWords, Handle, Parts, new_record
 from .._rows.planes import signed
 from .._rows.table import keep_handle
 from .compressed_tensor import CompressedTensor

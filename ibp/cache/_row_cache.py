@@ -31,9 +31,8 @@ from .._fetch.calls import (
 )
 from .._fetch.gather import raise_for
 from .._machine import memory
-from .._rows.faults import ENTRIES, new_record
 from .._rows.geometry import rows_of
-from .._rows.handle import Handle
+from .._rows.handle import ENTRIES, Handle, new_record
 from .._rows.table import check_can_change, faults_of, handle_on
 from .._tables.changes import changed_items
 from .._tables.coded_rows import CodedRows, live_table

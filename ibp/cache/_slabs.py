@@ -33,9 +33,8 @@ from .._fetch.calls import Ids, check_range, checked_ids
 from .._machine import memory
 from .._machine.memory import is_capturing
 from .._rows.codebook import AnyCodebook, coding_of
-from .._rows.faults import FaultWords, new_record
 from .._rows.geometry import bytes_of, default_length, rows_of, stored_sizes
-from .._rows.handle import Handle, Parts
+from .._rows.handle import FaultWords, Handle, Parts, new_record
 from .._rows.planes import signed
 from .._rows.table import Table, handle_on
 from .._tables import changes

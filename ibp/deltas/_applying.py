@@ -22,8 +22,8 @@ import torch
 
 from .._fetch.streaming import decode_items, decompress
 from .._machine import staging
-from .._rows.faults import CorruptTableError, new_record
 from .._rows.geometry import bytes_of
+from .._rows.handle import CorruptTableError, new_record
 from .._rows.planes import PlanesCodebook
 from .._rows.table import handle_on, has_own_bases
 from .._tables.changes import put_items

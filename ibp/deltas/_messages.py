@@ -28,7 +28,7 @@ from .._common import wire
 from .._common.sequences import rounded_up
 from .._machine import staging
 from .._rows import forms
-from .._rows.faults import CorruptTableError
+from .._rows.handle import CorruptTableError
 from .._rows.table import tensors_of
 from .._tables.compressed_tensor import CompressedTensor
 from . import _coding

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._rows.faults import CorruptTableError
+from .._rows.handle import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import Base, BasePart, Memory, SplitBase, TableRows, apart, apply_all, of_one_part
 from ._coding import DeltaMismatchError, check_source, fingerprint

@@ -22,7 +22,7 @@ from .._common.arguments import whole_number
 from .._common.process import OfThisProcess
 from .._common.sequences import rounded_up
 from .._core import SECTOR_BYTES
-from .._rows.faults import CorruptTableError
+from .._rows.handle import CorruptTableError
 from .._rows.learning import check_scheme
 from ._paged import PagedTensors
 from ._store import KVStore, Transfer

@@ -15,7 +15,7 @@ import torch
 from .._common.arguments import whole_number
 from .._common.process import ForkLock, OfThisProcess
 from .._machine.memory import usual
-from .._rows.faults import CorruptTableError
+from .._rows.handle import CorruptTableError
 from .._rows.learning import check_scheme
 from ._store import KVStore, KVStoreStats
 

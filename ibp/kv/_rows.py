@@ -13,7 +13,7 @@ from .._common.process import OfThisProcess
 from .._fetch.calls import Ids, check_range, checked_ids, sms_of
 from .._machine import memory as _memory
 from .._rows.codebook import AnyCodebook
-from .._rows.faults import Faults, FaultWords
+from .._rows.handle import Faults, FaultWords
 from .._tables.coded_rows import CodedRows
 from ..cache import RowCache
 from . import _paged

@@ -312,7 +312,7 @@ class TokenSpan:
             ids: int64: for each item of `out`, the number, within this span, of the item that is decoded to it. None:
                 all items of the span, in order.
             sms: number of multiprocessors that decode. 0: all. None: enough to keep up with the link.
-            fault: the record in which faults are noted (`ibp._rows.faults`).
+            fault: the record in which faults are noted (`ibp._rows.handle`).
         """
         sms = self._streaming_sms if sms is None else sms
         item_bytes, row_bytes = self.form.item_bytes, self.form.row_bytes

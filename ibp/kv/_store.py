@@ -19,9 +19,8 @@ from .._fetch.calls import check_range, list_of_ids, sms_of
 from .._machine import memory as _memory
 from .._machine.memory import is_capturing
 from .._rows.codebook import AnyCodebook
-from .._rows.faults import Faults, FaultWords
 from .._rows.geometry import stored_sizes
-from .._rows.handle import Handle
+from .._rows.handle import Faults, FaultWords, Handle
 from .._tables.coded_rows import Buffers, CodedRows
 from . import _paged
 from ._paged import PagedTensors, Pages, blocks_on, check_different, check_paged, numbers_on, pages_of, plan_pages

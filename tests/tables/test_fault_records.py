@@ -1,10 +1,10 @@
-"""What operations note and the exceptions that it becomes: `_rows.faults`."""
+"""What operations note and the exceptions that it becomes: `_rows.handle`."""
 
 import pytest
 import torch
 
 import ibp
-from ibp._rows.faults import Faults, FaultWords, new_record
+from ibp._rows.handle import Faults, FaultWords, new_record
 
 CPU = torch.device("cpu")
 WORDS = FaultWords(
