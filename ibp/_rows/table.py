@@ -72,7 +72,7 @@ class Table(TensorManners, Saves):
     version = 0
     _is_live = False  # Rows may be encoded into the table's memory at any time (see `CodedRows.table`).
     _is_aliased: bool = False  # Another table may have the same memory.
-    _is_refused: bool = False  # True if the library tried to pin the table unasked, and the system refused.
+    _is_refused: bool = False  # See `is_refused`.
     _stored_bytes: int | None
     _link_bytes: int | None
     _is_pinned: bool
@@ -450,6 +450,11 @@ def spills(table: Table) -> bool:
 def is_live(table: Table) -> bool:
     """Returns whether rows may be encoded into the table's memory at any time (see `CodedRows.table`)."""
     return table._is_live
+
+
+def is_refused(table: Table) -> bool:
+    """Returns whether the library has tried to pin the table unasked, and the system has refused."""
+    return table._is_refused
 
 
 def faults_of(table: Table) -> Faults:

@@ -143,12 +143,12 @@ class CompressedTensor(Movable, CodedManners, Table):
         if target == self.device:
             return self.clone() if copy else self
         if non_blocking and self._is_pinned:
-            return self._with(lambda tensor: tensor.to(target, non_blocking=True))
+            return with_tensors(self, lambda tensor: tensor.to(target, non_blocking=True))
         if self.spills_to_host:
-            return self._with(lambda tensor: tensor.to(target), change_overflow=torch.clone)
+            return with_tensors(self, lambda tensor: tensor.to(target), change_overflow=torch.clone)
         if spills(self):  # Without copy=True, the result on the GPU of the overflow would have the same overflow.
-            return self._with(lambda tensor: tensor.to(target, copy=True))
-        return self._with(lambda tensor: to_device(tensor, target))
+            return with_tensors(self, lambda tensor: tensor.to(target, copy=True))
+        return with_tensors(self, lambda tensor: to_device(tensor, target))
 
     def half(self) -> CompressedTensor:
         return self.to(torch.float16)
@@ -166,7 +166,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         """Returns a copy of the table on the same device. The copy is not pinned, and it shares the codebook. If the
         overflow is on another GPU, so is that of the copy."""
         kept = functools.partial(copied_overflow, self) if spills(self) else None
-        return self._with(torch.clone, change_overflow=kept)
+        return with_tensors(self, torch.clone, change_overflow=kept)
 
     def share_memory_(self, *, numa: memory.Numa = None) -> CompressedTensor:
         """Moves a table from host memory to shared memory, which other processes can map: child processes that are
@@ -228,38 +228,11 @@ class CompressedTensor(Movable, CodedManners, Table):
         return shared(state, tensors, self._segment if isinstance(self._segment, Segment) else None)
 
     def __copy__(self) -> CompressedTensor:
-        return self._with(lambda tensor: tensor)
+        return with_tensors(self, lambda tensor: tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedTensor:
         memo[id(self)] = copied = self.clone()
         return copied
-
-    def _with(
-        self,
-        change: Callable[[torch.Tensor], torch.Tensor],
-        shape: torch.Size | None = None,
-        dtype: torch.dtype | None = None,
-        change_overflow: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> CompressedTensor:
-        """Returns a new table whose tensors are the results of `change` on the tensors of this table.
-
-        Args:
-            change: called with each tensor of the table; returns the tensor of the new table.
-            shape, dtype: the shape and dtype of the new table. None: those of this table.
-            change_overflow: called with the overflow instead of `change`. None: `change` is called.
-        """
-        held = tensors_of(self)
-        moved: dict[str, Any] = {name: change(tensor) for name, tensor in held.items() if name != "overflow"}
-        moved["overflow"] = (change_overflow or change)(held["overflow"])
-        kept = {name: getattr(self, name) for name in ("scheme", "row_bytes", "slot_bytes", "codebook")}
-        made = type(self)(shape=self.shape if shape is None else shape, dtype=dtype or self.dtype, **kept, **moved)
-        # If both tables use the same memory, the new table must also keep the owner and the pinning of this memory.
-        if any(moved[name].numel() and moved[name].data_ptr() == held[name].data_ptr() for name in TENSORS):
-            made._owner, made._pinned_range = self._owner, self._pinned_range
-            move(made, {}, self._segment)
-            made._is_aliased = self._is_aliased = True
-            made._is_live, made._is_refused = self._is_live, self._is_refused
-        return made
 
     # ---- rows that change ----
 
@@ -541,6 +514,34 @@ class CompressedTensor(Movable, CodedManners, Table):
 
 
 torch.serialization.add_safe_globals([CompressedTensor])
+
+
+def with_tensors(
+    table: CompressedTensor,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    shape: torch.Size | None = None,
+    dtype: torch.dtype | None = None,
+    change_overflow: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> CompressedTensor:
+    """Returns a new table whose tensors are the results of `change` on the tensors of a table.
+
+    Args:
+        change: called with each tensor of the table; returns the tensor of the new table.
+        shape, dtype: the shape and dtype of the new table. None: those of the table.
+        change_overflow: called with the overflow instead of `change`. None: `change` is called.
+    """
+    held = tensors_of(table)
+    moved: dict[str, Any] = {name: change(tensor) for name, tensor in held.items() if name != "overflow"}
+    moved["overflow"] = (change_overflow or change)(held["overflow"])
+    kept = {name: getattr(table, name) for name in ("scheme", "row_bytes", "slot_bytes", "codebook")}
+    made = type(table)(shape=table.shape if shape is None else shape, dtype=dtype or table.dtype, **kept, **moved)
+    # If both tables use the same memory, the new table must also keep the owner and the pinning of this memory.
+    if any(moved[name].numel() and moved[name].data_ptr() == held[name].data_ptr() for name in TENSORS):
+        made._owner, made._pinned_range = table._owner, table._pinned_range
+        move(made, {}, table._segment)
+        made._is_aliased = table._is_aliased = True
+        made._is_live, made._is_refused = table._is_live, table._is_refused
+    return made
 
 
 def compress_rows(x: torch.Tensor | np.ndarray, **options: Any) -> CompressedTensor:

@@ -33,7 +33,7 @@ from .._fetch.gather import raise_for
 from .._machine import memory
 from .._rows.geometry import rows_of
 from .._rows.handle import ENTRIES, Handle, new_record
-from .._rows.table import check_can_change, faults_of, handle_on
+from .._rows.table import check_can_change, faults_of, handle_on, is_refused
 from .._tables.changes import changed_items
 from .._tables.coded_rows import CodedRows, live_table
 from .._tables.compressed_tensor import CompressedTensor
@@ -695,7 +695,7 @@ def _checked_devices(
     is_bound = isinstance(table, CodedRows) or home.type == "cuda"
     if any(is_bound and device != home for device in found):
         raise ValueError(f"the table is on {home}; wanted the cache there")
-    if found[0].type == "cuda" and home.type == "cpu" and not view.is_pinned() and not view._is_refused:
+    if found[0].type == "cuda" and home.type == "cpu" and not view.is_pinned() and not is_refused(view):
         raise ValueError("the table is in memory that is not pinned, which GPUs do not read: call its pin_memory()")
     return found
 
