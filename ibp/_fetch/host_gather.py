@@ -20,8 +20,8 @@ from .._common.process import ForkLock
 from .._machine import memory as _memory
 from .._machine.staging import Ring
 from .._rows.codebook import coding_of
-from .._rows.handle import Handle, Parts, new_record, spread_bytes
-from .._rows.table import OF_SELECTIONS, Table, faults_of, handle_on
+from .._rows.handle import OF_SELECTIONS, Handle, Parts, new_record, spread_bytes
+from .._rows.table import Table, faults_of, handle_on
 
 # Size in bytes of one chunk, which holds the rows and the index of a selection. The copy engine reaches its full rate
 # with copies of 4 MiB or more.

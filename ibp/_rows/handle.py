@@ -87,6 +87,18 @@ class FaultWords(NamedTuple):
         raise kind(words.format(position=position, value=value, status=status, device=noted_on, **names))
 
 
+# The messages for tables. Work that reads a selection of a table's items, which the CPU has gathered
+# (_fetch/host_gather.py), knows the positions of the items in the list of ids, but not the ids. Its faults need other
+# messages, and a record of their own: the one with the index OF_SELECTIONS.
+_OF_TABLES = FaultWords(
+    "{status}: item or row {value} at position {position}",
+    out_of_range="ids[{position}] is {value}; wanted 0 to {last}",
+    invalid="offsets[{position}] is {value}; wanted the number of an id, not less than the one before",
+)
+WORDS_OF_TABLES = _OF_TABLES, _OF_TABLES._replace(damaged="{status}: the item of ids[{position}]")
+OF_SELECTIONS = 1
+
+
 def refuse_capture(device: torch.device) -> None:
     """Raises RuntimeError if a CUDA graph is being captured on a device."""
     if memory.is_capturing(device):

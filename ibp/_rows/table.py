@@ -26,20 +26,10 @@ from .._machine.segments import PART_DTYPES, FileRows, Segment
 from .codebook import AnyCodebook, coding_of
 from .forms import Room, room_of
 from .geometry import DTYPES, Geometry, check_slot_bytes
-from .handle import Faults, FaultWords, GatherPlan, Handle, Parts, new_record, plan_of, refuse_capture
+from .handle import WORDS_OF_TABLES, Faults, GatherPlan, Handle, Parts, new_record, plan_of, refuse_capture
 from .learning import SCHEMES
 
 AnyTable = TypeVar("AnyTable", bound="Table")
-# Index of the fault record (see `Faults.on`) for work that reads a selection of a table's items, which the CPU has
-# gathered (_fetch/host_gather.py). Such work knows the positions of the items in the list of ids, but not the ids, so
-# its faults need other messages.
-OF_SELECTIONS = 1
-_WORDS = FaultWords(
-    "{status}: item or row {value} at position {position}",
-    out_of_range="ids[{position}] is {value}; wanted 0 to {last}",
-    invalid="offsets[{position}] is {value}; wanted the number of an id, not less than the one before",
-)
-_WORDS_OF_SELECTIONS = _WORDS._replace(damaged="{status}: the item of ids[{position}]")
 _CPU = torch.device("cpu")
 _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
 
@@ -136,7 +126,7 @@ class Table(TensorManners, Saves):
             bases=torch.empty(0, dtype=torch.int64, device=home) if bases is None else bases.to(home),
             codebook=codebook,
             geometry=geometry,
-            _faults=Faults(_WORDS, _WORDS_OF_SELECTIONS),
+            _faults=Faults(*WORDS_OF_TABLES),
             _handles={},
             _owner=None,
             _pinned_range=None,
@@ -160,18 +150,16 @@ class Table(TensorManners, Saves):
     @property
     def lengths(self) -> torch.Tensor:
         """Lengths of the coded rows, uint16 [num_rows] (FORMAT.md section 2)."""
-        return self._settled("lengths")
+        if self._room is not None:
+            self._room.settle()
+        return vars(self)["lengths"]
 
     @property
     def bases(self) -> torch.Tensor:
         """Offsets in the overflow at which parts of rows lie, int64 (FORMAT.md section 2)."""
-        return self._settled("bases")
-
-    def _settled(self, name: str) -> torch.Tensor:
-        """Waits until GPUs have finished changing the table. Then returns the tensor with this name."""
         if self._room is not None:
             self._room.settle()
-        return vars(self)[name]
+        return vars(self)["bases"]
 
     @property
     def device(self) -> torch.device:

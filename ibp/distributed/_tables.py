@@ -23,9 +23,9 @@ from .._machine.memory import check_memory, usual
 from .._machine.segments import SharedHandle, open_handle, read_state
 from .._rows import geometry as _rows
 from .._rows.codebook import AnyCodebook, coding_of, surveyed
-from .._rows.handle import CorruptTableError, Handle, Parts, new_record
+from .._rows.handle import OF_SELECTIONS, CorruptTableError, Handle, Parts, new_record
 from .._rows.learning import Options, Request, checked, learn
-from .._rows.table import OF_SELECTIONS, TENSORS, faults_of, handle_on, move, spills, worker_of
+from .._rows.table import TENSORS, faults_of, handle_on, move, spills, worker_of
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
