@@ -22,8 +22,8 @@ from functools import partial
 import torch
 
 import ibp
+from ibp._rows.handle import Handle, Parts
 from ibp._rows.planes import relearn
-from ibp._rows.table import Handle, Parts
 from ibp.codecs._codec import CODECS, Coder, stream_number
 
 from . import harness, ideal, inputs, sets

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import ibp
-from ibp._rows.table import Handle, Parts
+from ibp._rows.handle import Handle, Parts
 
 from . import harness, inputs, rans, sets
 

@@ -16,7 +16,7 @@ import torch
 
 import ibp
 from ibp import calibration
-from ibp._rows.table import Handle, Parts
+from ibp._rows.handle import Handle, Parts
 
 from . import codec, families, harness, ideal, inputs, small_calls
 

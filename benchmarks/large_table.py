@@ -16,7 +16,7 @@ import torch
 import ibp
 from ibp._fetch import host_gather
 from ibp._machine import calibration, memory
-from ibp._rows import plan
+from ibp._rows import handle as plan
 
 from . import harness, ideal, inputs
 

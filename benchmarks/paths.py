@@ -23,7 +23,7 @@ import torch
 
 import ibp
 from ibp._machine import memory
-from ibp._rows.plan import spread_bytes
+from ibp._rows.handle import spread_bytes
 
 from . import families, harness, ideal, inputs
 from .large_table import tiled

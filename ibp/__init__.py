@@ -38,8 +38,8 @@ from . import _core, adapters, cache, calibration, checkpoints, codecs, deltas, 
 from ._activations import ActivationOffload, ActivationStats, offload_activations
 from ._cli.doctor import show_config
 from ._common import ops
-from ._common.importing import after_import as _after_import
-from ._common.importing import published as _published
+from ._common.process import after_import as _after_import
+from ._common.process import published as _published
 from ._fetch.bags import embedding_bag
 from ._fetch.gather import Prefetch, index_select
 from ._fetch.linear import linear
@@ -48,7 +48,7 @@ from ._files import ChecksumError, File, FileFormatError, TensorInfo, load, open
 from ._machine.memory import release_pinned
 from ._offload import Offloaded, OffloadStats, offload
 from ._rows.estimation import Estimate, estimate
-from ._rows.faults import CorruptTableError
+from ._rows.handle import CorruptTableError
 from ._tables.coded_rows import Buffers, CodedRows, RowCounts, encode_into
 from ._tables.compressed_tensor import CompressedTensor
 from .cache import RowCache
@@ -108,7 +108,6 @@ _published(__name__)
 # Pickles of earlier commits name modules that have since been merged into others. pickle finds them under these names.
 for _former, _present in (
     ("_schemes.estimation", "_rows.estimation"),
-    ("_rows.handle", "_rows.table"),
     ("nn._neighbours", "nn._tables"),
     ("nn._stacks", "nn._experts"),
 ):

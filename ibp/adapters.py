@@ -29,10 +29,9 @@ from typing import Any
 
 import torch
 
-from ._common.importing import published
+from ._common.manners import Saves, Statistics, shown_memory
 from ._common.models import NotTheModel, check_model, guard_conversions
-from ._common.process import Closing, ForkLock, OfThisProcess
-from ._common.statistics import Saves, Statistics, shown_memory
+from ._common.process import Closing, ForkLock, OfThisProcess, published
 from ._machine import memory
 from ._offload.weights import release, rest, wake
 from ._rows.geometry import bytes_of

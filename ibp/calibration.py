@@ -20,7 +20,7 @@ import torch
 from . import _core
 from ._common import ops
 from ._common.arguments import number
-from ._common.importing import published
+from ._common.process import published
 from ._fetch import host_gather
 from ._fetch.gather import index_select
 from ._fetch.streaming import decompress
@@ -39,8 +39,8 @@ from ._machine.calibration import (
 )
 from ._rows.codebook import AnyCodebook, work_of
 from ._rows.geometry import Geometry
+from ._rows.handle import spread_bytes
 from ._rows.masks import Codebook
-from ._rows.plan import spread_bytes
 from ._rows.planes import PlanesCodebook
 from ._tables.coded_rows import CodedRows, encode_into
 from ._tables.compressed_tensor import CompressedTensor, compress_rows

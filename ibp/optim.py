@@ -25,9 +25,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ._common.group import RankGroup
-from ._common.importing import published
 from ._common.modes import outside_of_graphs
+from ._common.process import published
+from ._common.wire import RankGroup
 from ._tables.changes import put_items
 from ._tables.compressed_tensor import CompressedTensor, compress_rows
 from .nn._embedding import RowGradient, RowsModule, summed

@@ -20,8 +20,7 @@ import torch
 
 from . import _core
 from ._common.arguments import number
-from ._common.importing import published
-from ._common.process import tqdm
+from ._common.process import published, tqdm
 from ._fetch.streaming import decompress
 from ._machine import memory
 from ._machine.staging import to_device
@@ -30,7 +29,7 @@ from ._rows.codebook import AnyCodebook, surveyed
 from ._rows.geometry import Survey
 from ._rows.learning import Options, Request, checked
 from ._tables.coding import Coding, coded_in_slots, placed, warn_of_gradient
-from ._tables.compressed_tensor import CompressedTensor
+from ._tables.compressed_tensor import CompressedTensor, with_tensors
 
 __all__ = ["Profile", "TensorProfile", "place", "profile"]
 
@@ -499,7 +498,7 @@ def _moved(
     def moved(overflow: torch.Tensor) -> torch.Tensor:
         return memory.copied_overflow(memory.empty_overflow(overflow.numel(), home, device), overflow, device)
 
-    return table._with(lambda tensor: to_device(tensor, device), change_overflow=moved)
+    return with_tensors(table, lambda tensor: to_device(tensor, device), change_overflow=moved)
 
 
 __dir__ = published(__name__)

@@ -21,13 +21,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._common.arguments import whole_number
+from .._common.manners import Statistics
 from .._common.process import ForkLock, OfThisProcess
-from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
 from .._machine import calibration
 from .._machine import memory as _memory
 from .._rows.codebook import coder_rates
-from .._rows.faults import Faults, FaultWords
+from .._rows.handle import Faults, FaultWords
 from .._rows.learning import Learner
 from . import coding
 from .coding import IndexOrigin, SpanView

@@ -16,7 +16,7 @@ import torch
 
 from .._machine.memory import Pool
 from .._rows import forms
-from .._rows.faults import Faults
+from .._rows.handle import Faults
 from . import coding
 from .coding import UnchangedTensor
 

@@ -20,19 +20,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from ibp._common.manners import Saves
 from ibp._common.process import tqdm
-from ibp._common.statistics import Saves
 from ibp._core import ROWS_PER_BASE
 from ibp._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header
 from ibp._files import open as open_file
 from ibp._rows.clusters import ClusteredCodebook
 from ibp._rows.codebook import AnyCodebook
 from ibp._rows.geometry import Geometry, default_length, stored_sizes
+from ibp._rows.handle import spread_bytes
 from ibp._rows.learning import Options
 from ibp._rows.masks import Codebook
-from ibp._rows.plan import spread_bytes
 from ibp._rows.planes import PlanesCodebook
-from ibp._tables.changes import decoded_bytes
+from ibp._rows.table import decoded_bytes, has_own_bases
 from ibp._tables.compressed_tensor import CompressedTensor, compress_rows
 from ibp.checkpoints._coding import Codebooks
 from ibp.checkpoints._inputs import local_path, open_source
@@ -686,7 +686,7 @@ def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
         return table.slots.cpu().numpy()[numbers * table.slot_bytes]
     bases = table.bases.cpu().numpy()  # This also waits for a GPU that writes to overflow elsewhere.
     overflow = table.overflow.cpu().numpy()
-    if table._has_own_bases:
+    if has_own_bases(table):
         return overflow[bases[numbers]]
     of_group = numbers[:, None] // ROWS_PER_BASE * ROWS_PER_BASE + np.arange(ROWS_PER_BASE)
     lengths = torch.from_numpy(_lengths(table, np.minimum(of_group, table.num_rows - 1)))

@@ -2,15 +2,15 @@
 folder.
 
 For arguments and results: `arguments.py` checks numbers, and the patterns by which callers choose tensors.
-`sequences.py` rounds sizes up, cuts sequences into parts, and works ahead of the caller on threads. `statistics.py` has
-the base classes of objects that say what coding saves (`Saves`) and that count (`Statistics`).
+`sequences.py` rounds sizes up, cuts sequences into parts, and works ahead of the caller on threads. `manners.py` has
+the base classes of objects that stand for tensors (`TensorManners`), say what coding saves (`Saves`) or count
+(`Statistics`).
 
-For processes and files: `process.py` has locks and progress bars that survive a fork, warnings that are given once, and
-the base classes of objects that hold resources (`Closing`, `OfThisProcess`). `whole_files.py` writes files that appear
-only when they are complete (`NewFile`). `wire.py` converts values to bytes for other processes, and `group.py` sends
-them by collective calls (`RankGroup`).
+For processes and files: `process.py` has what a process has once, or what survives a fork: locks, progress bars,
+warnings, the public names of packages, work that waits for an import, and the base classes of objects that hold
+resources (`Closing`, `OfThisProcess`). `whole_files.py` writes files that appear only when they are complete
+(`NewFile`). `wire.py` passes values to other processes, as bytes and by collective calls (`RankGroup`).
 
 For torch: `ops.py` declares the operations `torch.ops.ibp`. `modes.py` decides what the library does inside of torch's
-modes, transforms and tracers. `models.py` helps functions that change a model in place. `importing.py` publishes the
-names of packages, and delays work until another package is imported.
+modes, transforms and tracers. `models.py` helps functions that change a model in place.
 """

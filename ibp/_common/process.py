@@ -1,9 +1,11 @@
-"""Defines base classes of objects that hold resources, and locks and progress bars that survive a fork.
+"""Has what there is once in a process, or must survive a fork.
 
 `OfThisProcess` is the base of classes whose objects belong to one process, and `Closing` the base of classes whose
 `close()` undoes a change. `warn_once` issues each warning once per process. `ForkLock` is the class of locks of objects
 that both the parent and the child use after a fork, and `tqdm` makes progress bars whose lock is not shared with other
-processes.
+processes. `published` makes the public names of a package appear to be defined in the package itself and not in its
+modules, and `after_import` delays work until a module of another package is imported, so that `import ibp` does not
+have to import it.
 
 A child process has only the thread that forked it. A lock that another thread held at the fork would stay held in the
 child for good. A new lock would not help, because the data that the lock guards may be half changed: the child could
@@ -16,13 +18,18 @@ for the forking thread. After that time it forks anyway, and a lock that is stil
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import threading
 import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 import tqdm as _tqdm
@@ -203,3 +210,54 @@ Bar = _Bar | _Hidden
 def tqdm(iterable: Iterable[Any] | None = None, *, disable: bool = False, **options: Any) -> Bar:
     """Returns a progress bar. The arguments are those of tqdm's class `tqdm`."""
     return _Hidden(iterable) if disable else _Bar(iterable, **options)
+
+
+# ---- modules ----
+
+
+def published(package: str) -> Callable[[], list[str]]:
+    """Sets `__module__` of all classes in a package's `__all__` to the name of the package, for pickle and for readers.
+    Returns a function to use as the package's `__dir__`, which lists the names of `__all__`."""
+    module = vars(sys.modules[package])
+    for name in module["__all__"]:
+        if isinstance(value := module.get(name), type):
+            value.__module__ = package
+    return lambda: module["__all__"]
+
+
+def after_import(name: str, work: Callable[[], object]) -> None:
+    """Calls work() once the module with the given name is imported: now if it is imported already, otherwise right
+    after its import, when the module's code has run."""
+    if name in sys.modules:
+        work()
+        return
+    is_asking = False
+
+    def find_spec(asked: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Lets the other finders of sys.meta_path find the module, and makes its loader call work()."""
+        nonlocal is_asking
+        if asked != name or is_asking:
+            return None
+        is_asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            is_asking = False
+        if spec is not None and spec.loader is not None:
+            watch(spec.loader)
+        return spec
+
+    def watch(loader: Loader) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            # The loader may also load other modules: all modules of an archive share a loader.
+            if module.__name__ == name and finder in sys.meta_path:
+                sys.meta_path.remove(finder)
+                work()
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .._rows.table import Handle, Table, handle_on
-from .calls import CachedRows, Rows, check_out, check_range, checked_ids, list_of_ids, sms_of, target_of, worker_of
+from .._rows.handle import Handle
+from .._rows.planes import PlanesCodebook
+from .._rows.table import Table, faults_of, handle_on, worker_of
+from .calls import CachedRows, Rows, check_out, check_range, checked_ids, list_of_ids, sms_of, target_of
 
 MODES = ("sum", "mean", "max")  # The operation receives the position of the mode in this tuple.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _KINDS = _DTYPES[:3]  # The dtypes that the kernel sums. The position of a dtype is its ibp_float_kind.
-_PLANES = 2  # The first number of the argument `codec` for scheme "planes" (csrc/bindings/torch_tables.h).
 _MOST_ROW_BYTES = 8192  # The kernel sums rows of at most this many bytes.
 # Coded rows of at most 128 bytes in device memory are gathered and then reduced by torch's function, because this is
 # faster for bags of several rows. With rows of 128 bytes in bags of 10 and of 50 rows, the kernel sums 167 and 177 GB/s
@@ -241,8 +242,9 @@ def _sums_rows_of(table: Table) -> bool:
         return False
     if table.codebook is None:
         return True
+    # The first number of a codec is that of the scheme; see `PlanesCodebook` for the others.
     codec = table.codebook.codec
-    return codec[0] == _PLANES and codec[2] in (2, 4) and not codec[6]
+    return codec[0] == PlanesCodebook.number and codec[2] in (2, 4) and not codec[6]
 
 
 def _sum_bags(
@@ -256,9 +258,10 @@ def _sum_bags(
     if out is None or not out.is_contiguous():
         result = torch.empty((bags.num_bags, table.shape[1]), dtype=table.dtype, device=device)
     assert result is not None
-    is_compiling, fault = torch.compiler.is_compiling(), table._faults.on(device)
+    is_compiling, faults = torch.compiler.is_compiling(), faults_of(table)
+    fault = faults.on(device)
     if not is_compiling:
-        table._raise_pending(device)
+        faults.raise_pending(device)
     with _found(source, bags.ids) as (handle, entries, slabs):
         torch.ops.ibp.sum_bags.default(
             handle.table,
@@ -275,7 +278,7 @@ def _sum_bags(
             fault,
         )
     if check and not is_compiling:
-        table._raise_when_done(device)
+        faults.raise_when_done(device)
     return result if out is None or out is result else out.copy_(result)
 
 

@@ -2,8 +2,7 @@
 
 `index_select`, `decompress` and `embedding_bag` accept not only tables, but any object that implements the required
 protocol. The first part of the file defines these protocols. The second part checks arguments such as `out` and
-`max_sms`, and chooses the device that decodes and the device of the result. The third part checks ids, and converts
-them to tensors of integers.
+`max_sms`, and finds the device of the result. The third part checks ids, and converts them to tensors of integers.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import torch
 
 from .._common.modes import cannot_map
 from .._machine import memory
-from .._rows.table import Handle, Table
+from .._rows.handle import Handle
+from .._rows.table import Table
 
-CPU = torch.device("cpu")
 # Dtypes of tensors that can be conjugated or negated views: complex dtypes, and the dtypes of their imaginary parts.
 _VIEWED = {torch.complex32, torch.complex64, torch.complex128, torch.float16, torch.float32, torch.float64}
 # The orders in which `take` fetches items on a GPU (enum Way of csrc/bindings/torch_take_ops.cpp). IN_ORDER is the
@@ -164,15 +163,6 @@ def target_of(device: torch.device | str | int | None, out: torch.Tensor | None,
     if memory.canonical(device) != out.device:
         raise ValueError(f"device is {device}, but out is on {out.device}")
     return out.device
-
-
-def worker_of(table: Table, target: torch.device) -> torch.device:
-    """Returns the device that decodes by default: the target if it can read the table's memory, and otherwise the
-    device of that memory. The exception is path "cpu" of `index_select`: the CPU gathers the rows, and the target
-    decodes them even if it cannot read the table's memory."""
-    if table._is_pinned and (target.type == "cpu" or table._serves(target)):
-        return target
-    return table.slots.device if table.slots.is_cuda else CPU
 
 
 def sms_of(max_sms: int | None) -> int:

@@ -23,9 +23,8 @@ from .._common.modes import outside_of_graphs
 from .._common.process import OfThisProcess
 from .._machine import calibration, memory
 from .._machine.memory import is_capturing
-from .._rows import plan
-from .._rows.faults import ENTRIES, new_record
-from .._rows.table import Handle, Table, handle_on
+from .._rows.handle import ENTRIES, LEAST_STAGED_BYTES, Handle, looks_sorted, new_record, stages
+from .._rows.table import Table, faults_of, handle_on, worker_of
 from . import host_gather
 from .calls import (
     BUCKETED,
@@ -45,7 +44,6 @@ from .calls import (
     sms_of,
     target_of,
     tensor_of,
-    worker_of,
 )
 from .streaming import decode_items, decompress
 
@@ -199,11 +197,11 @@ def select(
         if not ids.is_cuda and not is_compiling:
             way = _way_from_cpu(table, handle, ids, target, worker, path, from_end)
             if way is None:
-                return _select_by_cpu(table, ids, target, out, check, sms, from_end)
+                return _select_by_cpu(table, handle, ids, target, out, check, sms, from_end)
         ids = ids.to(worker)
     notes = {"notes": True} if is_compiling else {}
     if not is_compiling and (handle.noted[0] or handle.noted[ENTRIES]):
-        table._raise_pending(worker)
+        handle.faults.raise_pending(worker)
     try:
         if from_end:
             result = _take(handle.table, ids, handle.like, sms, way, from_end, **notes)
@@ -217,7 +215,7 @@ def select(
             raise_for(table, ids, handle, from_end)
         raise refusal(error) from None
     if check and worker.type == "cuda" and not is_compiling:
-        table._raise_when_done(worker)
+        handle.faults.raise_when_done(worker)
     if out is not None and result is not out:
         return out.copy_(result.view(out.shape))
     return result if worker == target else result.to(target)
@@ -267,16 +265,16 @@ def _way_from_cpu(
         check_range(ids, table.geometry.num_items, -from_end)
     if path is not None:
         return PATHS[path]
-    are_many = ids.shape[0] * table.geometry.item_bytes >= plan.LEAST_STAGED_BYTES
+    are_many = ids.shape[0] * table.geometry.item_bytes >= LEAST_STAGED_BYTES
     if are_many and target.type == "cuda" and _is_staged(table, handle, ids, target, worker):
         return None
-    is_bucketed = ids.shape[0] >= handle.plan.least_from_cpu and not plan.looks_sorted(ids)
+    is_bucketed = ids.shape[0] >= handle.plan.least_from_cpu and not looks_sorted(ids)
     return BUCKETED if is_bucketed else IN_ORDER
 
 
 def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
     """Returns whether the CPU should gather the items of these CPU ids for a GPU: it must be able to, and if the GPU
-    could fetch the items itself, gathering must be expected to be faster (see `plan.stages`)."""
+    could fetch the items itself, gathering must be expected to be faster (see `stages`)."""
     if table.slots.is_cuda:
         return False
     if worker.type == "cuda":
@@ -285,7 +283,7 @@ def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.de
         asked = ids.shape[0] >> rest << rest, torch.get_num_threads()
         if asked not in handle.staged:
             assert handle.machine is not None
-            handle.staged[asked] = plan.stages(table, asked[0], handle.machine)
+            handle.staged[asked] = stages(table, asked[0], handle.machine)
         if not handle.staged[asked]:
             return False
     can_gather = host_gather.rows_at_once(table) > 0 and not is_capturing(target)
@@ -294,6 +292,7 @@ def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.de
 
 def _select_by_cpu(
     table: Table,
+    handle: Handle,
     ids: torch.Tensor,
     target: torch.device,
     out: torch.Tensor | None,
@@ -304,7 +303,7 @@ def _select_by_cpu(
     """Computes `select` for CPU ids that are in range: the CPU gathers the rows, and the target GPU decodes them."""
     if from_end:
         ids = _from_start(ids, from_end)
-    table._raise_pending(target)
+    handle.faults.raise_pending(target)
     ids = ids.contiguous()
     is_direct = out is not None and out.is_contiguous()
     shape = ids.shape[0], *table.geometry.item_shape
@@ -313,7 +312,7 @@ def _select_by_cpu(
     if ids.shape[0]:
         host_gather.fetch(table, ids, target, sms, result)
     if check:
-        table._raise_when_done(target)
+        handle.faults.raise_when_done(target)
     return result if out is None or is_direct else out.copy_(result.view(out.shape))
 
 
@@ -336,7 +335,7 @@ def raise_for(table: Table, ids: torch.Tensor, handle: Handle, from_end: int = 0
     shape = ids.shape[0], *table.geometry.item_shape
     result, fault = torch.empty(shape, dtype=table.dtype, device="cpu"), new_record()
     torch.ops.ibp.gather_items.default(handle.table, ids.contiguous(), 0, result, fault, **near)
-    table._raise_fault(fault)
+    handle.faults.raise_for(fault)
 
 
 # ---- items of several tables ----
@@ -386,7 +385,7 @@ def _select_of_many(
     if check and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
         for table in tables:
-            table._raise_pending(device)
+            faults_of(table).raise_pending(device)
     return result
 
 
@@ -429,12 +428,14 @@ def _take_of_many(
         order: for each of these ids, the position of its item in out.
     """
     used = [number for number in range(len(tables)) if starts[number] < starts[number + 1]]
-    for number in used:
-        tables[number]._raise_pending(out.device)
-    handles = [handle_on(tables[number], out.device).table for number in used]
+    handles = [handle_on(tables[number], out.device) for number in used]
+    for handle in handles:
+        handle.faults.raise_pending(out.device)
     bounds = [*(starts[number] for number in used), starts[-1]]
     try:
-        torch.ops.ibp.take_many.default(handles, ids, order.to(torch.int32), bounds, sms, out)
+        torch.ops.ibp.take_many.default(
+            [handle.table for handle in handles], ids, order.to(torch.int32), bounds, sms, out
+        )
     except RuntimeError:
         for number in used:  # A table has a bad id or row. `select` raises the error for it.
             some = slice(starts[number], starts[number + 1])

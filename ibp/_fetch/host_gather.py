@@ -20,9 +20,8 @@ from .._common.process import ForkLock
 from .._machine import memory as _memory
 from .._machine.staging import Ring
 from .._rows.codebook import coding_of
-from .._rows.faults import new_record
-from .._rows.plan import spread_bytes
-from .._rows.table import OF_SELECTIONS, Handle, Parts, Table, handle_on
+from .._rows.handle import OF_SELECTIONS, Handle, Parts, new_record, spread_bytes
+from .._rows.table import Table, faults_of, handle_on
 
 # Size in bytes of one chunk, which holds the rows and the index of a selection. The copy engine reaches its full rate
 # with copies of 4 MiB or more.
@@ -77,9 +76,9 @@ def select(
         IndexError, CorruptTableError: an id or a row is bad. Positions in error messages count from ids[0].
     """
     bases, lengths, rows = parts
-    taken, fault = torch.empty(2, dtype=torch.int64, device="cpu"), new_record()
-    torch.ops.ibp.select_rows.default(handle_on(table, _CPU).table, ids, first, lengths, bases, rows, taken, fault)
-    table._raise_fault(fault)
+    taken, fault, handle = torch.empty(2, dtype=torch.int64, device="cpu"), new_record(), handle_on(table, _CPU)
+    torch.ops.ibp.select_rows.default(handle.table, ids, first, lengths, bases, rows, taken, fault)
+    handle.faults.raise_for(fault)
     return taken.tolist()
 
 
@@ -176,16 +175,16 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
     if not _gathers_slots(table):
         _fetch_selections(table, ids, device, max_sms, out)
         return
-    handle_on(table, _CPU)  # Waits for a GPU that has changed the slots.
-    (stager, lock), handle, fault = _stager_of(device), handle_on(table, device), table._faults.on(device)
-    slots = table._settled("slots")  # The threads must not read slots that a GPU is still changing.
+    handle_on(table, _CPU)  # Waits for a GPU that has changed the slots: the threads must not read them before.
+    (stager, lock), handle = _stager_of(device), handle_on(table, device)
+    fault = handle.faults.on(device)
     with lock:
-        torch.ops.ibp.stage_items.default(handle.table, slots, ids, stager.address, max_sms, out, fault)
+        torch.ops.ibp.stage_items.default(handle.table, table.slots, ids, stager.address, max_sms, out, fault)
 
 
 def _fetch_selections(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:
     (ring, lock), current = _ring_of(device), torch.cuda.current_stream(device)
-    fault = table._faults.on(device, OF_SELECTIONS)
+    fault = faults_of(table).on(device, OF_SELECTIONS)
     num_rows = min(rows_at_once(table), ids.numel() * (table.geometry.item_bytes // table.row_bytes))
     order = torch.arange(ids.numel(), dtype=torch.int32, device=device)
     first = 0

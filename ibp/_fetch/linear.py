@@ -23,8 +23,8 @@ from .._common.modes import outside_of_modes
 from .._common.process import warn_once
 from .._machine.memory import is_capturing
 from .._rows.planes import PlanesCodebook
-from .._rows.table import Table, handle_on
-from .calls import Decodable, check_out, check_table, refusal, worker_of
+from .._rows.table import Table, handle_on, is_live, worker_of
+from .calls import Decodable, check_out, check_table, refusal
 from .streaming import decode_items, decompress
 
 # Largest number of vectors that the kernel multiplies. With more vectors, it is faster to decode the weights first
@@ -155,7 +155,7 @@ def _state(table: Table) -> tuple:
 
 def takes(table: Table) -> bool:
     """Returns whether the kernel (ibp_cuda_linear in ibp_linear.h) can multiply by a table's rows."""
-    if table.dtype != torch.bfloat16 or table._is_live or table.geometry.item_bytes != table.row_bytes:
+    if table.dtype != torch.bfloat16 or is_live(table) or table.geometry.item_bytes != table.row_bytes:
         return False
     num_rows, columns = table.shape
     if num_rows < _LEAST_ROWS or columns % COLUMN_UNIT or table.slot_bytes < coded_row_bytes(columns):

@@ -20,11 +20,10 @@ from .._machine import calibration, memory
 from .._machine.calibration import FEW_SMS
 from .._machine.memory import is_capturing
 from .._rows.codebook import coder_rates
-from .._rows.faults import ENTRIES, new_record
 from .._rows.geometry import bytes_of
-from .._rows.plan import spread_bytes
-from .._rows.table import Handle, Table, handle_on
-from .calls import IN_ORDER, Decodable, check_out, check_path, check_table, sms_of, target_of, worker_of
+from .._rows.handle import ENTRIES, Handle, new_record, spread_bytes
+from .._rows.table import Table, faults_of, handle_on, worker_of
+from .calls import IN_ORDER, Decodable, check_out, check_path, check_table, sms_of, target_of
 
 # Least number of SMs that decode a stream of tables. On one H200, 32 SMs keep up with the link for every dtype (FP8
 # needs 32, BF16 needs 8). If the computations of a model take as long as its weights take to arrive, decoding makes the
@@ -194,7 +193,7 @@ def decode_items(
         if end > start:
             _refuse(path, table, crosses, target)
     if not is_compiling and (handle.noted[0] or handle.noted[ENTRIES]):
-        table._raise_pending(worker)
+        handle.faults.raise_pending(worker)
     if crosses and _copies(worker, _stored_bytes(table, end - start), sms, path):
         stream = TensorStream(worker, 1)
         try:
@@ -204,7 +203,7 @@ def decode_items(
     else:
         result = _decode(table, handle, shape, start, end, target, worker, out, sms, None)
     if check and worker.type == "cuda":
-        table._raise_when_done(worker)
+        handle.faults.raise_when_done(worker)
     return result
 
 
@@ -244,7 +243,7 @@ def _decode(
     else:
         _decode_bytes(handle.table, start, end, sms, result, fault)
     if on_cpu and not is_compiling:
-        table._raise_fault(fault)
+        handle.faults.raise_for(fault)
     if out is not None and result is not out:
         return out.copy_(result.view(out.shape))
     return result if worker == target else result.to(target)
@@ -328,9 +327,9 @@ def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path:
             if job.table.original_bytes:
                 _refuse(path, job.table, job.crosses, job.target)
     for job in jobs:  # These calls may wait, so they come before the streams begin and do not delay them.
+        handle = handle_on(job.table, job.worker)
         if not torch.compiler.is_compiling():
-            job.table._raise_pending(job.worker)
-        handle_on(job.table, job.worker)
+            handle.faults.raise_pending(job.worker)
     crossing: dict[torch.device, list[_DecodeJob]] = {}
     for job in jobs:
         if job.crosses:
@@ -351,7 +350,7 @@ def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path:
             stream.close()
     for job in jobs:
         if check and job.worker.type == "cuda":
-            job.table._raise_when_done(job.worker)
+            faults_of(job.table).raise_when_done(job.worker)
     return [done[number] for number in range(len(jobs))]
 
 

@@ -24,7 +24,8 @@ from .._machine import memory as _memory
 from .._machine.segments import FileRows, segment_of
 from .._machine.staging import to_device
 from .._rows.codebook import AnyCodebook
-from .._rows.faults import CorruptTableError
+from .._rows.handle import CorruptTableError
+from .._rows.table import lie_in_file, move, tensors_of
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
@@ -217,7 +218,7 @@ class File(Mapping[str, Value], Closing):
                 holder = self._holders[name]
                 return holder.tensor(name, holder.mapped)
             table, fields = read_table(self._owners[name], name, self._holders, mapped_parts(pages))
-        table._lie_in_file(None if pages is None else FileRows(pages, pin=self._pins))
+        lie_in_file(table, None if pages is None else FileRows(pages, pin=self._pins))
         if self._share and self._pins and not can_pin(self._owners[name]):
             self._share_between_processes(name, table)
         if self._memory == "pinned":
@@ -229,12 +230,12 @@ class File(Mapping[str, Value], Closing):
         does not allow it, the table stays where it is, and a warning says so."""
         identities = {file.identity for file, _ in self._parts(name)}
         try:
-            segment, copies = segment_of(f"{sorted(identities)} {name}", table._tensors())
+            segment, copies = segment_of(f"{sorted(identities)} {name}", tensors_of(table))
         except (RuntimeError, OSError) as error:
             warnings.warn(f"{name!r} is not shared between processes: {error}", RuntimeWarning, stacklevel=5)
             return
         segment.pin = True
-        table._move(copies, segment)
+        move(table, copies, segment)
 
     def _load(self, name: str, device: torch.device, pin: bool | None) -> Value:
         """Reads the value with a name into new memory (see `load`). pin: whether to pin that memory. None: it is pinned

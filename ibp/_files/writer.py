@@ -28,6 +28,7 @@ from .._machine import staging
 from .._rows.clusters import with_clusters
 from .._rows.codebook import AnyCodebook
 from .._rows.geometry import KEPT_DTYPES, bytes_of, check_tensor, given_tensor
+from .._rows.table import has_own_bases, tensors_of
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ..deltas import CheckpointDelta, Delta
@@ -220,7 +221,12 @@ def _stored(value: Value) -> int:
     if isinstance(value, torch.Tensor):
         return value.nbytes
     table = value.table if isinstance(value, Delta) else value
-    return sum(tensor.nbytes for tensor in table._tensors().values())
+    return sum(tensor.nbytes for tensor in _parts_of(table).values())
+
+
+def _parts_of(table: CompressedTensor | WholeTensor) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a table, or of a tensor that a general codec has coded, by the names of their parts."""
+    return {"blocks": table.blocks, "offsets": table.offsets} if isinstance(table, WholeTensor) else tensors_of(table)
 
 
 # ---- one file ----
@@ -574,13 +580,13 @@ def write_table(
             row_bytes=table.row_bytes,
             slot_bytes=table.slot_bytes,
             codebook=None if table.codebook is None else writer.codebook(table.codebook),
-            rows_per_base=1 if table._has_own_bases else _core.ROWS_PER_BASE,
+            rows_per_base=1 if has_own_bases(table) else _core.ROWS_PER_BASE,
             content=content,
             base=base,
             result=result,
         )
     writer.table(name, fields)
-    for part, tensor in table._tensors().items():
+    for part, tensor in _parts_of(table).items():
         with writer.part(f"{name}:{part}", fields.parts[part]) as write:
             _write_tensor(write, tensor)
 

@@ -1,5 +1,6 @@
 """Makes memory for tables that several processes map: `Segment`, the shared memory of a table, and `FileRows`, the rows
-of a table in a mapped file. `segment_of` finds or makes the one copy of a table that all processes of a user share.
+of a table in a mapped file. `shared` describes a table for other processes by a `SharedHandle`, and `open_handle` opens
+it there. `segment_of` finds or makes the one copy of a table that all processes of a user share.
 
 Shared memory is an anonymous file (memfd_create). The system frees it when the last process that has it open ends, even
 if that process crashes, so nothing is left to clean up. A process opens the memory as /proc/<pid>/fd/<number>, where
@@ -20,6 +21,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -223,6 +225,58 @@ def _checked(file: int, handle: SharedHandle) -> int:
     except BaseException:
         os.close(file)
         raise
+
+
+# ---- tables in handles ----
+
+
+def shared(state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], segment: Segment | None) -> SharedHandle:
+    """Returns a handle of a table, which `open_handle` opens in another process.
+
+    Args:
+        state: the state of the table without its tensors.
+        tensors: the tensors of the table, by name.
+        segment: the shared memory that holds the tensors. None: they are on a GPU.
+    """
+    fields = wire.written(state)
+    if segment is None:
+        loans = wire.written({name: wire.lent(tensor) for name, tensor in tensors.items()})
+        return SharedHandle(os.getpid(), 0, 0, "", False, fields, loans)
+    sizes = wire.written({name: tensor.numel() for name, tensor in tensors.items()})
+    return SharedHandle(os.getpid(), segment.num_bytes, segment.file, segment.name, segment.pin, fields, sizes)
+
+
+def open_handle(
+    handle: SharedHandle, file: int | None = None, pin: bool | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], Segment | None]:
+    """Opens the memory of a table that another process shares. Returns the arguments of `shared`.
+
+    Args:
+        file: the descriptor of the file that is the shared memory. None: the file is opened through the process that
+            shares the memory.
+        pin: whether GPUs read rows directly from the memory. None: as in the process that shares it.
+
+    Raises:
+        RuntimeError: the memory cannot be opened.
+        ValueError: the handle's bytes were not made by `shared`.
+    """
+    state, held = read_state(handle._fields), read_state(handle._tensors)
+    if held.keys() != set(PART_DTYPES):
+        raise ValueError(f"handle has {sorted(held, key=str)}; wanted {sorted(PART_DTYPES)}, as table.share() gives it")
+    if handle.num_bytes == 0:
+        return state, {name: wire.opened(how) for name, how in held.items()}, None
+    segment = Segment.opened(handle, file)
+    segment.pin = segment.pin or (handle._pin if pin is None else pin)
+    return state, segment.tensors(held), segment
+
+
+def read_state(content: bytes) -> dict[str, Any]:
+    """Decodes the bytes in a handle. Returns the dictionary that they hold. Raises ValueError if they do not hold a
+    dictionary."""
+    found = wire.read(content)
+    if not isinstance(found, dict):
+        raise ValueError(f"handle has a {type(found).__name__}; wanted what table.share() returns")
+    return found
 
 
 # ---- one copy of a table for all processes of a user ----

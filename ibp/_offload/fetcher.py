@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .._fetch.streaming import STREAM_SMS, TensorStream, decode_items
-from .._rows.faults import CorruptTableError
-from .._rows.plan import spread_bytes
+from .._rows.handle import CorruptTableError, spread_bytes
+from .._rows.table import faults_of, serves
 from .plan import Group
 from .weights import Weight
 
@@ -297,7 +297,7 @@ class CudaWeightFetcher(WeightFetcher):
         try:
             for weight in place.group.weights:
                 if weight.table is not None:
-                    weight.table._raise_pending(self.device)
+                    faults_of(weight.table).raise_pending(self.device)
         except CorruptTableError:
             if not place.uses:
                 self.drop(place)  # its memory does not hold the weights, so the next use fetches them again
@@ -334,7 +334,7 @@ class CudaWeightFetcher(WeightFetcher):
             for other in (*over, place):
                 for event in other.done.values():
                     self._stream.wait_event(event)
-            if all(weight.table is None or weight.table._serves(self.device) for weight in place.group.weights):
+            if all(weight.table is None or serves(weight.table, self.device) for weight in place.group.weights):
                 self._stream_to(place)
             else:
                 self._decode(place)
@@ -350,7 +350,7 @@ class CudaWeightFetcher(WeightFetcher):
             place.sms = sms
             place.prepared = [
                 self._from_host.prepare(
-                    weight.table, 0, weight.num_bytes, self.device, sms, part, weight.table._faults.on(self.device)
+                    weight.table, 0, weight.num_bytes, self.device, sms, part, faults_of(weight.table).on(self.device)
                 )
                 for weight, part in zip(place.group.weights, place.data)
                 if weight.table is not None

@@ -22,10 +22,11 @@ from .._common.models import SavedTensor
 from .._common.modes import outside_of_graphs, outside_of_modes
 from .._common.process import tqdm
 from .._files import open as open_file
+from .._rows.geometry import memory_order
 from .._rows.learning import ROW_BYTES
-from .._rows.table import handle_on, pin_if_possible
+from .._rows.table import handle_on, pin_if_possible, serves
 from .._tables.compressed_tensor import CompressedTensor
-from .._tables.weights import WeightCompressor, memory_order
+from .._tables.weights import WeightCompressor
 from ..nn._parameters import by_rows
 
 if TYPE_CHECKING:
@@ -435,7 +436,7 @@ class Weight:
         if self.table is not None:
             if self.unit == "expert":
                 self.table = by_rows(self.table)
-            if self.device.type == "cpu" or self.table._serves(self.device):
+            if self.device.type == "cpu" or serves(self.table, self.device):
                 handle_on(self.table, self.device)  # copies the index to the device now instead of at the first use
 
     def _fits(self, table: CompressedTensor, scheme: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import _core
-from .._common.statistics import share_saved
+from .._common.manners import share_saved
 from .._machine import calibration
 from . import geometry as _geometry
 from .codebook import AnyCodebook

@@ -18,10 +18,10 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._common.manners import TensorManners
 from .._common.process import tqdm
 from .._common.sequences import rounded_up
 from .._machine import staging
-from .manners import TensorManners
 
 _Given = TypeVar("_Given")
 
@@ -413,6 +413,13 @@ def check_bytes(
         raise ValueError(f"{name} has {given.numel()} bytes; wanted {least_bytes} or more")
     if given.data_ptr() % alignment:
         raise ValueError(f"{name} begins at an address that is no multiple of {alignment}")
+
+
+def memory_order(x: torch.Tensor) -> tuple[int, ...]:
+    """Returns the dimensions of x from the largest stride to the smallest, so that `x.permute(order)` is contiguous if
+    x is dense. If x has gaps in memory or overlaps itself, returns the dimensions in their original order."""
+    order = tuple(sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim)))
+    return order if x.permute(order).is_contiguous() else tuple(range(x.dim()))
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:

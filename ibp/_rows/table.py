@@ -1,9 +1,9 @@
-"""Keeps the state of tables, and describes tables to the operations that read and write them.
+"""Keeps the state of tables, and the calls by which other folders use and change them.
 
-A `Handle` describes the memory of a table as one device reads it. A `Table` holds the table's tensors, the values that
-are derived from them, its handles for the devices that use it, and the faults that operations on it have noted.
-`handle_on` returns the handle for a device. The last part of the file checks the fields of tables, which may come from
-a file, a pickle or a caller.
+A `Table` holds the table's tensors, the values that are derived from them, a `Handle` for each device that uses it, and
+the faults that operations on it have noted. The functions after it are for the other folders of the library:
+`handle_on` returns the handle for a device, and `make_room` and `encode_rows` change rows. The last part of the file
+checks the fields of tables, which may come from a file, a pickle or a caller.
 
 `_fetch/` fetches the rows of a `Table`. The class `CompressedTensor` in `_tables/compressed_tensor.py` adds the methods
 that users call, such as `index_select` and `decompress`.
@@ -12,114 +12,24 @@ that users call, such as `index_select` and `decompress`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from .. import _core
+from .._common.manners import Saves, TensorManners
 from .._common.modes import outside_of_modes
-from .._common.statistics import Saves
+from .._common.sequences import rounded_up
 from .._machine import calibration, memory
-from .._machine.calibration import Calibration
 from .._machine.segments import PART_DTYPES, FileRows, Segment
 from .codebook import AnyCodebook, coding_of
-from .faults import Faults, FaultWords, refuse_capture
+from .forms import Room, room_of
 from .geometry import DTYPES, Geometry, check_slot_bytes
+from .handle import WORDS_OF_TABLES, Faults, GatherPlan, Handle, Parts, new_record, plan_of, refuse_capture
 from .learning import SCHEMES
-from .manners import TensorManners
-from .plan import GatherPlan, plan_of
-from .room import Room
-
-
-class Parts(NamedTuple):
-    """The memory of a table as one device reads it: the arguments of torch.ops.ibp.describe_table
-    (csrc/bindings/torch_ops.cpp).
-
-    Attributes:
-        codebook, codec: the words and the codec of the codebook (see `AnyCodebook`).
-        overflow_start: the offset in bytes at which `overflow` begins in the overflow of the whole table. It is 0
-            unless the parts belong to only some of the table's rows.
-        rooms, used: needed only if rows are to be encoded into the memory (see `room.Index`).
-        fault, plan: the fault record and the plan that the operation `take` uses on a GPU.
-    """
-
-    slots: torch.Tensor
-    overflow: torch.Tensor
-    lengths: torch.Tensor
-    bases: torch.Tensor
-    codebook: torch.Tensor
-    codec: list[int]
-    slot_bytes: int
-    overflow_start: int
-    num_items: int
-    item_bytes: int
-    rooms: torch.Tensor | None = None
-    used: torch.Tensor | None = None
-    fault: torch.Tensor | None = None
-    plan: Sequence[int] = ()
-
-
-class Handle:
-    """The description of a table for the operations on one device. It is checked and made once, and used by all later
-    operations. This saves time, because describing a table takes about as long as calling an operation.
-
-    Attributes:
-        parts: the table's memory.
-        table: the tensor that operations take as their argument `table`. It keeps the table's memory alive.
-
-    Raises:
-        RuntimeError: parts are inconsistent.
-    """
-
-    # Only handles that `handle_on` returns have the following attributes. Calls of `take` use them.
-    like: torch.Tensor  # An empty tensor [0, *item_shape] with the table's dtype.
-    plan: GatherPlan
-    machine: Calibration | None  # The calibration that the plan is for; None if the table is in the device's memory.
-    noted: memoryview  # The words of the table's fault records for the device (see `Faults.words`).
-    staged: dict[tuple[int, int], bool]  # (number of ids, number of threads) -> whether the CPU gathers the rows.
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.table = torch.ops.ibp.describe_table.default(*parts)
-        self.table.parts = parts
-
-    def __reduce__(self) -> tuple[type[Handle], tuple[Parts]]:
-        """Copies and pickles only the parts, so that a copy makes its own description of its own parts."""
-        return Handle, (self.parts,)
-
-    def encode(
-        self,
-        x: torch.Tensor,
-        counts: torch.Tensor | None = None,
-        fault: torch.Tensor | None = None,
-        *,
-        buffers: torch.Tensor | None = None,
-        row_ids: torch.Tensor | None = None,
-        first_row: int = 0,
-        max_sms: int = 0,
-        is_new: bool = False,
-    ) -> None:
-        """Encodes the rows of x, or of buffers with the layout of x, into the table's memory.
-
-        For the arguments counts, fault and is_new, see the operation encode_into in csrc/bindings/torch_ops.cpp. For
-        all others, see `_tables.coded_rows.encode_into`.
-        """
-        given = (buffers, row_ids, first_row, max_sms, counts, fault, is_new)
-        torch.ops.ibp.encode_into.default(self.table, x, *given)
-
 
 AnyTable = TypeVar("AnyTable", bound="Table")
-# Index of the fault record (see `Faults.on`) for work that reads a selection of a table's items, which the CPU has
-# gathered (_fetch/host_gather.py). Such work knows the positions of the items in the list of ids, but not the ids, so
-# its faults need other messages.
-OF_SELECTIONS = 1
-_WORDS = FaultWords(
-    "{status}: item or row {value} at position {position}",
-    out_of_range="ids[{position}] is {value}; wanted 0 to {last}",
-    invalid="offsets[{position}] is {value}; wanted the number of an id, not less than the one before",
-)
-_WORDS_OF_SELECTIONS = _WORDS._replace(damaged="{status}: the item of ids[{position}]")
 _CPU = torch.device("cpu")
 _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
 
@@ -141,7 +51,8 @@ class Table(TensorManners, Saves):
     overflow: torch.Tensor
     codebook: AnyCodebook | None
     geometry: Geometry
-    _faults: Faults
+    _faults: Faults  # The faults that operations on the table have noted.
+    _handles: dict[torch.device, Handle]  # The handles of the devices that use the table (see `handle_on`).
     _room: Room | None = None  # The memory of a table whose rows have been changed; None if they never were.
     # (state of the rows when `ibp.linear` listed their escapes, list of the escapes); see _fetch/linear.py.
     _escapes: tuple | None = None
@@ -149,13 +60,12 @@ class Table(TensorManners, Saves):
     # Number of times that rows were changed in place. Code that keeps copies of rows compares this number to detect
     # stale copies.
     version = 0
-    _is_live: bool = False  # Rows may be encoded into the table's memory at any time (see `CodedRows.table`).
+    _is_live = False  # Rows may be encoded into the table's memory at any time (see `CodedRows.table`).
     _is_aliased: bool = False  # Another table may have the same memory.
-    _is_refused: bool = False  # True if the library tried to pin the table unasked, and the system refused.
+    _is_refused: bool = False  # See `is_refused`.
     _stored_bytes: int | None
     _link_bytes: int | None
     _is_pinned: bool
-    _handles: dict[torch.device, Handle]
     _owner: torch.Tensor | None  # The tensor whose memory holds the slots, if the table was made in place.
     _pinned_range: object
     # The memory that holds the rows, if it is shared with other processes or is a mapped file.
@@ -216,7 +126,7 @@ class Table(TensorManners, Saves):
             bases=torch.empty(0, dtype=torch.int64, device=home) if bases is None else bases.to(home),
             codebook=codebook,
             geometry=geometry,
-            _faults=Faults(_WORDS, _WORDS_OF_SELECTIONS),
+            _faults=Faults(*WORDS_OF_TABLES),
             _handles={},
             _owner=None,
             _pinned_range=None,
@@ -240,18 +150,16 @@ class Table(TensorManners, Saves):
     @property
     def lengths(self) -> torch.Tensor:
         """Lengths of the coded rows, uint16 [num_rows] (FORMAT.md section 2)."""
-        return self._settled("lengths")
+        if self._room is not None:
+            self._room.settle()
+        return vars(self)["lengths"]
 
     @property
     def bases(self) -> torch.Tensor:
         """Offsets in the overflow at which parts of rows lie, int64 (FORMAT.md section 2)."""
-        return self._settled("bases")
-
-    def _settled(self, name: str) -> torch.Tensor:
-        """Waits until GPUs have finished changing the table. Then returns the tensor with this name."""
         if self._room is not None:
             self._room.settle()
-        return vars(self)[name]
+        return vars(self)["bases"]
 
     @property
     def device(self) -> torch.device:
@@ -334,16 +242,11 @@ class Table(TensorManners, Saves):
         return self.overflow.numel() if self.spills_to_host else 0
 
     @property
-    def _has_own_bases(self) -> bool:
-        """Whether every row has its own base, as in tables whose rows have been changed (FORMAT.md section 2)."""
-        return 1 < self.num_rows == vars(self)["bases"].numel()
-
-    @property
     def link_bytes(self) -> int:
         """Number of bytes that a GPU reads over the link to fetch every row once. It reads whole sectors of 32
         bytes."""
         if self._link_bytes is None:
-            bases = self.bases.cpu() if self._has_own_bases else None
+            bases = self.bases.cpu() if has_own_bases(self) else None
             self._link_bytes = self.geometry.link_bytes(self.lengths.cpu(), self.slot_bytes, bases)
         return self._link_bytes
 
@@ -377,24 +280,9 @@ class Table(TensorManners, Saves):
         elif self._owner is not None:
             self._pinned_range = memory.pin_in_place(self.slots)
         else:
-            self._move({name: memory.to_pinned(getattr(self, name), node) for name in ("slots", "overflow")})
+            move(self, {name: memory.to_pinned(getattr(self, name), node) for name in ("slots", "overflow")})
         self._refresh()
         return self
-
-    def _serves(self, device: torch.device) -> bool:
-        """Returns whether a GPU can fetch the rows directly from host memory. Shared memory that is not yet pinned in
-        this process is first pinned, if the system allows it."""
-        segment = self._segment
-        if not self._is_pinned or segment is None or torch.compiler.is_compiling() or segment.is_pinned:
-            return self._is_pinned
-        try:
-            with torch.cuda.device(device):
-                self._pin_segment()
-        except memory.PinningError as error:
-            memory.warn_of_pageable(error)
-            segment.pin, self._is_refused = False, True
-            self._refresh()
-        return self._is_pinned
 
     def _pin_segment(self, node: int = -1) -> None:
         """Pins shared memory, or the memory of a mapped file, at its present address. If the system refuses to pin a
@@ -409,35 +297,16 @@ class Table(TensorManners, Saves):
                 raise
             pinned = {name: memory.to_pinned(getattr(self, name), node) for name in ("slots", "overflow")}
             memory.warn_of_copy(error)
-            self._move(pinned)
+            move(self, pinned)
 
-    def _lie_in_file(self, rows: FileRows | None) -> None:
-        """Records that the table's memory is a mapped file, which must not be written to. The first change of rows then
-        copies all rows to memory that belongs to the table alone.
-
-        Args:
-            rows: the part of the file that can be pinned. None: the file cannot be pinned.
-        """
-        self._is_aliased = True
-        self._move({}, rows)
-
-    def _move(self, tensors: dict[str, torch.Tensor], segment: Segment | FileRows | None = None) -> None:
-        """Replaces tensors of the table by copies of the same bytes in other memory. segment: the memory that holds the
-        copies, if this memory is shared or is a mapped file."""
-        vars(self).update(tensors, _segment=segment, _room=None)
+    def _set_fields(self, **fields: Any) -> None:
+        """Replaces fields of the table, and drops all handles before that. If the call is interrupted, the next use of
+        the table makes new handles."""
+        self._handles.clear()
+        vars(self).update(fields)
         self._refresh()
 
     # ---- changing ----
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the table by name. The overflow is cut after the bytes that have been allocated to
-        rows."""
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        if self._room is not None:
-            tensors["overflow"] = self.overflow[: int(self._room.index.used)]
-        if spills(self):  # Another device is about to copy overflow that the GPU may still be writing.
-            torch.cuda.current_stream(self.device).synchronize()
-        return tensors
 
     def _set_room(self, room: Room, geometry: Geometry | None = None) -> Room:
         """Makes the table use the memory of a room and, if a geometry is given, this geometry. All fields change in one
@@ -453,8 +322,7 @@ class Table(TensorManners, Saves):
         slots = room.slots[: geometry.slots_size(self.slot_bytes)]
         moved = slots.data_ptr() != self.slots.data_ptr()
         index = room.index.first(geometry.num_rows)
-        self._handles.clear()
-        vars(self).update(
+        self._set_fields(
             _room=room,
             _segment=None,
             geometry=geometry,
@@ -467,27 +335,13 @@ class Table(TensorManners, Saves):
             lengths=index.lengths,
             bases=index.bases,
         )
-        self._refresh()
         return room
-
-    def _forget_handles(self, changing: torch.device) -> None:
-        """Drops all values that are derived from the rows, and all handles except the handle for the device `changing`.
-        Call it before this device changes rows."""
-        vars(self).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
-        for device in [device for device in self._handles if device != changing]:
-            del self._handles[device]
-
-    def _note_change(self) -> None:
-        """Increments `version` after a change of rows in place."""
-        vars(self)["version"] = self.version + 1
 
     def _become(self, other: Table) -> None:
         """Replaces all fields and the memory of this table with those of `other`, another table of the same tensor, in
         one step. No other code may hold the other table."""
-        self._handles.clear()
-        fields = {name: vars(other)[name] for name in _FIELDS}
-        vars(self).update(
-            fields,
+        self._set_fields(
+            **{name: vars(other)[name] for name in _FIELDS},
             geometry=other.geometry,
             _room=None,
             _escapes=None,
@@ -497,20 +351,11 @@ class Table(TensorManners, Saves):
             _pinned_range=None,
             _is_aliased=False,
         )
-        self._refresh()
-
-    def _become_plain(self, data: torch.Tensor) -> None:
-        """Replaces the table's memory by slots that hold whole raw rows. data: the bytes of the table's tensor."""
-        none = torch.empty(0, dtype=torch.int64, device=self.device)
-        slots = memory.empty(data.numel(), self.device, self._is_pinned).copy_(data)
-        self._handles.clear()
-        vars(self).update(slots=slots, overflow=slots[:0], bases=none, slot_bytes=self.row_bytes, _segment=None)
-        self._refresh()
 
     # ---- pickling ----
 
     def __getstate__(self) -> dict[str, Any]:
-        tensors = self._tensors()
+        tensors = tensors_of(self)
         if spills(self) and not self.spills_to_host:  # Whoever reads the state may have no other GPU.
             tensors["overflow"] = tensors["overflow"].cpu()
         return {
@@ -540,6 +385,7 @@ class Table(TensorManners, Saves):
     def _refresh(self) -> None:
         """Drops all values that are derived from the tensors, and determines again whether the tensors are pinned."""
         self._handles.clear()
+        self._faults.names["last"] = self.geometry.num_items - 1
         slots, overflow, is_pinned = self.slots, self.overflow, False
         if self._segment is not None:
             is_pinned = self._segment.pin and torch.cuda.is_available()
@@ -548,21 +394,6 @@ class Table(TensorManners, Saves):
         elif not slots.is_cuda and torch.cuda.is_initialized():
             is_pinned = all(not part.numel() or part.is_pinned() for part in (slots, overflow))
         vars(self).update(_stored_bytes=None, _link_bytes=None, _is_pinned=is_pinned)
-
-    def _keep_handle(self, device: torch.device, parts: Parts) -> Handle:
-        """Makes the table's handle for a device, stores it in the table and returns it. parts: the table's memory as
-        the device reads it."""
-        # The fault record is allocated here, so that compiled code and captured graphs find it.
-        fault, plan, machine = self._faults.on(device), GatherPlan(), None
-        if device.type == "cuda":
-            rates = calibration.in_force(device)
-            plan = plan_of(self, rates, device)
-            machine = None if device == self.device else rates
-        handle = Handle(parts._replace(fault=fault, plan=plan[:3]))
-        handle.like = torch.empty((0, *self.geometry.item_shape), dtype=self.dtype, device=device)
-        handle.plan, handle.machine, handle.noted, handle.staged = plan, machine, self._faults.words(device), {}
-        self._handles[device] = handle
-        return handle
 
     def _parts(self, device: torch.device, geometry: Geometry) -> Parts:
         """Returns the table's memory as a device reads it. Handles are made from the result. If the table has a `Room`,
@@ -581,8 +412,6 @@ class Table(TensorManners, Saves):
         lengths, bases, rooms, used = self._room.index_on(device).first(geometry.num_rows)
         return Parts(slots, overflow, lengths, bases, words, codec, *sizes, rooms, used)
 
-    # ---- faults ----
-
     def check(self) -> None:
         """Waits for all GPUs that have used this table. Raises the first fault that work on these GPUs, or compiled
         code, has noted, if any.
@@ -594,27 +423,60 @@ class Table(TensorManners, Saves):
         for device in self._faults.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            self._raise_pending(device)
+            self._faults.raise_pending(device)
 
-    def _raise_pending(self, device: torch.device) -> None:
-        """Raises the fault that earlier calls have noted on a device, if any."""
-        self._faults.raise_pending(device, last=self.geometry.num_items - 1)
 
-    def _raise_when_done(self, device: torch.device) -> None:
-        """Waits for the current stream of a GPU, and raises the fault that calls have noted on this GPU, if any."""
-        torch.cuda.current_stream(device).synchronize()
-        self._faults.raise_pending(device, last=self.geometry.num_items - 1)
-
-    def _raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
-        """Raises the fault in the record of a single call, if the record holds one. of_selections: whether the call
-        read a selection of items."""
-        (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.geometry.num_items - 1)
+# ---- what other folders ask of a table ----
 
 
 def spills(table: Table) -> bool:
     """Returns whether the slots of a table are on a GPU and its overflow is in other memory: in pinned host memory, or
     on another GPU. `ibp.spill.place` makes such tables."""
     return table.slots.device != table.overflow.device
+
+
+def is_live(table: Table) -> bool:
+    """Returns whether rows may be encoded into the table's memory at any time (see `CodedRows.table`)."""
+    return table._is_live
+
+
+def is_refused(table: Table) -> bool:
+    """Returns whether the library has tried to pin the table unasked, and the system has refused."""
+    return table._is_refused
+
+
+def faults_of(table: Table) -> Faults:
+    """Returns the faults that operations on the table have noted. A `Handle` has them, too."""
+    return table._faults
+
+
+def has_own_bases(table: Table) -> bool:
+    """Returns whether every row has its own base, as in tables whose rows have been changed (FORMAT.md section 2)."""
+    return 1 < table.num_rows == vars(table)["bases"].numel()
+
+
+def tensors_of(table: Table) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a table by name. The overflow is cut after the bytes that have been allocated to rows."""
+    tensors = {name: getattr(table, name) for name in TENSORS}
+    if table._room is not None:
+        tensors["overflow"] = table.overflow[: int(table._room.index.used)]
+    if spills(table):  # Another device is about to copy overflow that the GPU may still be writing.
+        torch.cuda.current_stream(table.device).synchronize()
+    return tensors
+
+
+def move(table: Table, tensors: dict[str, torch.Tensor], segment: Segment | FileRows | None = None) -> None:
+    """Replaces tensors of a table by copies of the same bytes in other memory. segment: the memory that holds the
+    copies, if this memory is shared or is a mapped file."""
+    table._set_fields(**tensors, _segment=segment, _room=None)
+
+
+def lie_in_file(table: Table, rows: FileRows | None) -> None:
+    """Records that the table's memory is a mapped file, which must not be written to. The first change of rows then
+    copies all rows to memory that belongs to the table alone. rows: the part of the file that can be pinned. None: the
+    file cannot be pinned."""
+    table._is_aliased = True
+    move(table, {}, rows)
 
 
 def pin_if_possible(table: Table) -> None:
@@ -624,6 +486,31 @@ def pin_if_possible(table: Table) -> None:
     except memory.PinningError as error:
         memory.warn_of_pageable(error)
         table._is_refused = True
+
+
+def serves(table: Table, device: torch.device) -> bool:
+    """Returns whether a GPU can fetch the rows directly from host memory. Shared memory that is not yet pinned in this
+    process is first pinned, if the system allows it."""
+    segment = table._segment
+    if not table._is_pinned or segment is None or torch.compiler.is_compiling() or segment.is_pinned:
+        return table._is_pinned
+    try:
+        with torch.cuda.device(device):
+            table._pin_segment()
+    except memory.PinningError as error:
+        memory.warn_of_pageable(error)
+        segment.pin, table._is_refused = False, True
+        table._refresh()
+    return table._is_pinned
+
+
+def worker_of(table: Table, target: torch.device) -> torch.device:
+    """Returns the device that decodes by default: the target if it can read the table's memory, and otherwise the
+    device of that memory. The exception is path "cpu" of `index_select`: the CPU gathers the rows, and the target
+    decodes them even if it cannot read the table's memory."""
+    if table._is_pinned and (target.type == "cpu" or serves(table, target)):
+        return target
+    return table.slots.device if table.slots.is_cuda else _CPU
 
 
 def handle_on(table: Table, device: torch.device) -> Handle:
@@ -640,7 +527,118 @@ def handle_on(table: Table, device: torch.device) -> Handle:
         with torch.cuda.device(device):
             table._pin_segment()
     with outside_of_modes():
-        return table._keep_handle(device, table._parts(device, table.geometry))
+        return keep_handle(table, device, table._parts(device, table.geometry))
+
+
+def keep_handle(table: Table, device: torch.device, parts: Parts) -> Handle:
+    """Makes the table's handle for a device, stores it in the table and returns it. parts: the table's memory as the
+    device reads it."""
+    # The fault record is allocated here, so that compiled code and captured graphs find it.
+    fault, plan, machine = table._faults.on(device), GatherPlan(), None
+    if device.type == "cuda":
+        rates = calibration.in_force(device)
+        plan = plan_of(table, rates, device)
+        machine = None if device == table.device else rates
+    handle = Handle(parts._replace(fault=fault, plan=plan[:3]))
+    handle.like = torch.empty((0, *table.geometry.item_shape), dtype=table.dtype, device=device)
+    handle.plan, handle.machine, handle.staged = plan, machine, {}
+    handle.faults, handle.noted = table._faults, table._faults.words(device)
+    table._handles[device] = handle
+    return handle
+
+
+def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> torch.Tensor:
+    """Decodes a byte range of the table's tensor on a device. Returns uint8 [end - start]."""
+    out = torch.empty(end - start, dtype=torch.uint8, device=worker)
+    fault = new_record(worker)
+    torch.ops.ibp.decode_bytes.default(handle_on(table, worker).table, start, end, 0, out, fault)
+    table._faults.raise_for(fault)
+    return out
+
+
+# ---- rows that change ----
+
+
+def check_can_change(table: Table) -> None:
+    """Raises RuntimeError if rows of the table must not change, because it is shared with other processes."""
+    if isinstance(table._segment, Segment):
+        raise RuntimeError("the table is shared with other processes, which would read its old index: clone() it first")
+
+
+def _memory_of(table: Table) -> Callable[[int], torch.Tensor]:
+    """Returns a function that allocates a given number of bytes in the kind of memory that holds the table's slots."""
+    return lambda num_bytes: memory.empty(num_bytes, table.device, table._is_pinned)
+
+
+def _overflow_memory_of(table: Table) -> Callable[[int], torch.Tensor]:
+    """Returns a function that allocates a given number of bytes in the kind of memory that holds the table's
+    overflow."""
+    home = table.overflow.device
+    if spills(table):
+        return lambda num_bytes: memory.empty_overflow(num_bytes, home, table.device)
+    return lambda num_bytes: memory.empty(num_bytes, home, table._is_pinned)
+
+
+def copied_overflow(table: Table, overflow: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a table's overflow in the kind of memory that holds it."""
+    return memory.copied_overflow(_overflow_memory_of(table)(overflow.numel()), overflow, table.device)
+
+
+def make_room(table: Table, num_rows: int = 0) -> Room:
+    """Prepares a table for changes of its rows. Returns its `Room`, which the first call makes. If another table uses
+    the same memory, the memory is copied first. num_rows: the number of rows for which the room must have capacity."""
+    if table._room is None or table._is_aliased:
+        if table.scheme == "raw" and table.slot_bytes < table.row_bytes:  # From now on, slots hold whole rows.
+            data = decoded_bytes(table, 0, table.original_bytes, table.device)
+            slots = _memory_of(table)(data.numel()).copy_(data)
+            none = torch.empty(0, dtype=torch.int64, device=table.device)
+            table._set_fields(slots=slots, overflow=slots[:0], bases=none, slot_bytes=table.row_bytes, _segment=None)
+        slots, overflow = table.slots, table.overflow
+        if table._is_aliased:  # Another table has the same memory and must keep its rows.
+            slots = _memory_of(table)(slots.numel()).copy_(slots)
+            overflow = copied_overflow(table, overflow)
+        table._set_room(room_of(table.geometry, table.slot_bytes, slots, overflow, table.lengths, table.bases))
+    assert table._room is not None
+    return table._set_room(table._room.with_rows(num_rows, table.slot_bytes, _memory_of(table)))
+
+
+def encode_rows(
+    table: Table,
+    data: torch.Tensor,
+    worker: torch.device,
+    *,
+    row_ids: torch.Tensor | None = None,
+    first_row: int = 0,
+    geometry: Geometry | None = None,
+) -> None:
+    """Encodes rows into the room of a table, which `make_room` has made. If the overflow may be too small for the rows,
+    it is enlarged first. The row numbers have been checked. Therefore the operation needs no fault record.
+
+    Args:
+        data: the new rows, contiguous, on the worker.
+        worker: the device that encodes the rows.
+        row_ids: the numbers of the rows that are replaced, all different. None: first_row and the numbers after it.
+        geometry: the geometry of the table after rows are appended. None: rows are replaced, and `version` grows.
+    """
+    room, row_bytes = table._room, table.row_bytes
+    assert room is not None
+    if data.numel():
+        most_bytes = -(-data.nbytes // row_bytes) * rounded_up(row_bytes - table.slot_bytes, _core.SECTOR_BYTES)
+        room = table._set_room(room.with_overflow(most_bytes, _overflow_memory_of(table)))
+        handle = handle_on(table, worker) if geometry is None else Handle(table._parts(worker, geometry))
+        index = room.begin_change(worker)
+        # What is derived from the rows, and the handles of other devices, are out of date from now on.
+        vars(table).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
+        for device in [device for device in table._handles if device != worker]:
+            del table._handles[device]
+        room.most_used += most_bytes
+        handle.encode(data, row_ids=row_ids, first_row=first_row)
+        if worker.type == "cpu":
+            room.most_used = int(index.used)
+    if geometry is None:
+        vars(table)["version"] = table.version + 1
+    else:
+        table._set_room(room, geometry)
 
 
 # ---- checks ----

@@ -14,13 +14,12 @@ from .._fetch.calls import sms_of
 from .._machine import memory as _memory
 from .._rows import forms
 from .._rows.codebook import AnyCodebook, check_codebook
-from .._rows.faults import FaultWords, new_record
-from .._rows.geometry import check_bytes, default_length, layout_of
+from .._rows.geometry import check_bytes, default_length, layout_of, memory_order
+from .._rows.handle import FaultWords, Handle, Parts, new_record
 from .._rows.planes import signed
-from .._rows.table import Handle, Parts
+from .._rows.table import keep_handle
 from .compressed_tensor import CompressedTensor
 
-_NO_BASE = -1  # The base of a row without a part in overflow.
 _CPU = torch.device("cpu")
 _OUT_OF_RANGE = "row_ids[{position}] is {value}; the place has {num_rows} rows"
 _CODING = FaultWords("row_ids has {value} more than once", RuntimeError, _OUT_OF_RANGE)
@@ -84,7 +83,7 @@ class CodedRows(OfThisProcess):
             allocated to rows; number of rows that spilled; number of rows that were lost; the fault record of
             `encode_into` (4 entries); an entry that `encode_into` does not write. If rows were lost, the first entry
             may be more than the size of overflow.
-        used, fault: views of the first entry, and of the fault record, in `counters`.
+        used, tally, fault: views of the first entry, of the next two, and of the fault record, in `counters`.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
@@ -196,7 +195,7 @@ class CodedRows(OfThisProcess):
         self.rooms, self.lengths = rooms.view(torch.uint16), lengths.view(torch.uint16)
         self.bases = bases.view(torch.int64)
         self.counters = head.view(torch.int64)
-        self.used, self._counts, self.fault, _ = forms.head_of(self.counters)
+        self.used, self.tally, self.fault, _ = forms.head_of(self.counters)
         words, self.codebook = codebook.words(self.device), codebook
         slots, overflow = (_memory.seen_from(self.device, part) for part in (self.slots, self.overflow))
         rows = (self.slot_bytes, 0, self.num_rows, self.row_bytes)
@@ -206,14 +205,14 @@ class CodedRows(OfThisProcess):
     def clear(self) -> None:
         """Removes all rows. Afterwards all rows read as default rows, and the whole overflow is free."""
         self.lengths.view(torch.int16).fill_(signed(default_length(self.row_bytes), 16))
-        self.bases.fill_(_NO_BASE)
+        self.bases.fill_(forms.NO_BASE)
         self.rooms.view(torch.int16).zero_()
         self.counters.zero_()
 
     def counts(self) -> RowCounts:
         """Waits for the work on the current stream. Returns the number of rows that spilled, the number of rows that
         were lost, and the size in bytes of the used overflow."""
-        spilled, lost = self._counts.tolist()
+        spilled, lost = self.tally.tolist()
         return RowCounts(spilled, lost, min(int(self.used), self.overflow.numel()))
 
     def check(self) -> None:
@@ -276,12 +275,13 @@ class CodedRows(OfThisProcess):
         table._is_live = True
         return table
 
-    def _live_table(self) -> CompressedTensor:
-        """Returns a table over the memory of the rows. The table also shows rows that are encoded later, even if
-        `memory` is "pinned"."""
-        table = self.table()
-        table._keep_handle(self.device, self.handle.parts)
-        return table
+
+def live_table(rows: CodedRows) -> CompressedTensor:
+    """Returns a table over the memory of coded rows. The table also shows rows that are encoded later, even if
+    `memory` is "pinned"."""
+    table = rows.table()
+    keep_handle(table, rows.device, rows.handle.parts)
+    return table
 
 
 def _form_of(
@@ -422,14 +422,11 @@ def encode_into(
     else:
         buffers = x if isinstance(x, Buffers) else Buffers(x)
         layout, addresses = buffers.layout, buffers.addresses
-    counts, fault, sms = place._counts, place.fault, sms_of(max_sms)
+    counts, fault, sms = place.tally, place.fault, sms_of(max_sms)
     place.handle.encode(layout, counts, fault, buffers=addresses, row_ids=row_ids, first_row=first_row, max_sms=sms)
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
     """If x is dense with permuted dimensions, returns a view of x whose dimensions are in the order of memory.
-    Otherwise returns x itself."""
-    if x.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(x):
-        return x
-    strides = x.stride()
-    return x.permute(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
+    Otherwise returns x, or a view that equals it."""
+    return x if x.is_contiguous() else x.permute(memory_order(x))

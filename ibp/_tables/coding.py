@@ -21,10 +21,10 @@ from .._fetch.streaming import decompress
 from .._machine import memory, staging
 from .._rows import geometry as _geometry
 from .._rows.codebook import AnyCodebook, measure, surveyed
-from .._rows.faults import FaultWords, new_record
 from .._rows.geometry import Survey
+from .._rows.handle import FaultWords, Handle, Parts, new_record
 from .._rows.learning import Options, Request, checked, learn
-from .._rows.table import AnyTable, Handle, Parts, Table, pin_if_possible, spills
+from .._rows.table import AnyTable, Table, pin_if_possible, spills
 
 # If the caller names no device, the CPU encodes tensors in host memory of at most this size in bytes, because copying
 # them to a GPU would take longer.

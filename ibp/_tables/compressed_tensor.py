@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -17,18 +16,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .._common import wire
-from .._common.statistics import shown_memory
+from .._common.manners import CodedManners, Movable, shown_memory
 from .._fetch import gather, linear, streaming
 from .._fetch.bags import embedding_bag
 from .._machine import memory
-from .._machine.segments import Segment, SharedHandle
+from .._machine.segments import Segment, SharedHandle, shared
 from .._machine.staging import to_device
 from .._rows.codebook import AnyCodebook
 from .._rows.geometry import check_tensor, given_tensor
 from .._rows.learning import Options, Request
-from .._rows.manners import CodedManners, Movable
-from .._rows.table import TENSORS, Table, handle_on, spills
+from .._rows.table import TENSORS, Table, check_can_change, copied_overflow, handle_on, move, spills, tensors_of
 from . import changes, coding
 
 # Size in bytes of the blocks that iteration decodes. A block has many rows, but takes little memory.
@@ -146,12 +143,12 @@ class CompressedTensor(Movable, CodedManners, Table):
         if target == self.device:
             return self.clone() if copy else self
         if non_blocking and self._is_pinned:
-            return self._with(lambda tensor: tensor.to(target, non_blocking=True))
+            return with_tensors(self, lambda tensor: tensor.to(target, non_blocking=True))
         if self.spills_to_host:
-            return self._with(lambda tensor: tensor.to(target), change_overflow=torch.clone)
+            return with_tensors(self, lambda tensor: tensor.to(target), change_overflow=torch.clone)
         if spills(self):  # Without copy=True, the result on the GPU of the overflow would have the same overflow.
-            return self._with(lambda tensor: tensor.to(target, copy=True))
-        return self._with(lambda tensor: to_device(tensor, target))
+            return with_tensors(self, lambda tensor: tensor.to(target, copy=True))
+        return with_tensors(self, lambda tensor: to_device(tensor, target))
 
     def half(self) -> CompressedTensor:
         return self.to(torch.float16)
@@ -168,8 +165,8 @@ class CompressedTensor(Movable, CodedManners, Table):
     def clone(self) -> CompressedTensor:
         """Returns a copy of the table on the same device. The copy is not pinned, and it shares the codebook. If the
         overflow is on another GPU, so is that of the copy."""
-        kept = functools.partial(changes.copied_overflow, self) if spills(self) else None
-        return self._with(torch.clone, change_overflow=kept)
+        kept = functools.partial(copied_overflow, self) if spills(self) else None
+        return with_tensors(self, torch.clone, change_overflow=kept)
 
     def share_memory_(self, *, numa: memory.Numa = None) -> CompressedTensor:
         """Moves a table from host memory to shared memory, which other processes can map: child processes that are
@@ -200,9 +197,9 @@ class CompressedTensor(Movable, CodedManners, Table):
                 f"a table whose overflow is in {self._far_memory} and whose slots are on a GPU cannot be shared: share "
                 "its cpu(), or send it by pickle"
             )
-        segment, copies = Segment.of(self._tensors(), node)
+        segment, copies = Segment.of(tensors_of(self), node)
         segment.pin = self._is_pinned
-        self._move(copies, segment)
+        move(self, copies, segment)
         return self
 
     def is_shared(self) -> bool:
@@ -228,47 +225,14 @@ class CompressedTensor(Movable, CodedManners, Table):
         self.share_memory_()
         state = self.__getstate__()
         tensors = {name: state.pop(name) for name in TENSORS}
-        fields = wire.written(state)
-        segment = self._segment
-        if not isinstance(segment, Segment):
-            loans = wire.written({name: wire.lent(tensor) for name, tensor in tensors.items()})
-            return SharedHandle(os.getpid(), 0, 0, "", False, fields, loans)
-        sizes = wire.written({name: tensor.numel() for name, tensor in tensors.items()})
-        return SharedHandle(os.getpid(), segment.num_bytes, segment.file, segment.name, segment.pin, fields, sizes)
+        return shared(state, tensors, self._segment if isinstance(self._segment, Segment) else None)
 
     def __copy__(self) -> CompressedTensor:
-        return self._with(lambda tensor: tensor)
+        return with_tensors(self, lambda tensor: tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedTensor:
         memo[id(self)] = copied = self.clone()
         return copied
-
-    def _with(
-        self,
-        change: Callable[[torch.Tensor], torch.Tensor],
-        shape: torch.Size | None = None,
-        dtype: torch.dtype | None = None,
-        change_overflow: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> CompressedTensor:
-        """Returns a new table whose tensors are the results of `change` on the tensors of this table.
-
-        Args:
-            change: called with each tensor of the table; returns the tensor of the new table.
-            shape, dtype: the shape and dtype of the new table. None: those of this table.
-            change_overflow: called with the overflow instead of `change`. None: `change` is called.
-        """
-        held = self._tensors()
-        moved: dict[str, Any] = {name: change(tensor) for name, tensor in held.items() if name != "overflow"}
-        moved["overflow"] = (change_overflow or change)(held["overflow"])
-        kept = {name: getattr(self, name) for name in ("scheme", "row_bytes", "slot_bytes", "codebook")}
-        made = type(self)(shape=self.shape if shape is None else shape, dtype=dtype or self.dtype, **kept, **moved)
-        # If both tables use the same memory, the new table must also keep the owner and the pinning of this memory.
-        if any(moved[name].numel() and moved[name].data_ptr() == held[name].data_ptr() for name in TENSORS):
-            made._owner, made._pinned_range = self._owner, self._pinned_range
-            made._move({}, self._segment)
-            made._is_aliased = self._is_aliased = True
-            made._is_live, made._is_refused = self._is_live, self._is_refused
-        return made
 
     # ---- rows that change ----
 
@@ -304,7 +268,7 @@ class CompressedTensor(Movable, CodedManners, Table):
             TypeError, ValueError: ids or rows do not fit the table.
             RuntimeError: the table is shared with other processes.
         """
-        changes.update(self, ids, rows)
+        changes.put_items(self, *changes.changed_items(self, ids, rows))
         return self
 
     def append(self, rows: torch.Tensor) -> CompressedTensor:
@@ -350,7 +314,7 @@ class CompressedTensor(Movable, CodedManners, Table):
             TypeError, ValueError: as for `ibp.compress`.
             RuntimeError: the table is shared with other processes.
         """
-        changes.check_can_change(self)
+        check_can_change(self)
         options = Options(
             scheme, codebook=codebook, sample=sample, clusters=clusters, slot_bytes=slot_bytes, device=device
         )
@@ -550,6 +514,34 @@ class CompressedTensor(Movable, CodedManners, Table):
 
 
 torch.serialization.add_safe_globals([CompressedTensor])
+
+
+def with_tensors(
+    table: CompressedTensor,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    shape: torch.Size | None = None,
+    dtype: torch.dtype | None = None,
+    change_overflow: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> CompressedTensor:
+    """Returns a new table whose tensors are the results of `change` on the tensors of a table.
+
+    Args:
+        change: called with each tensor of the table; returns the tensor of the new table.
+        shape, dtype: the shape and dtype of the new table. None: those of the table.
+        change_overflow: called with the overflow instead of `change`. None: `change` is called.
+    """
+    held = tensors_of(table)
+    moved: dict[str, Any] = {name: change(tensor) for name, tensor in held.items() if name != "overflow"}
+    moved["overflow"] = (change_overflow or change)(held["overflow"])
+    kept = {name: getattr(table, name) for name in ("scheme", "row_bytes", "slot_bytes", "codebook")}
+    made = type(table)(shape=table.shape if shape is None else shape, dtype=dtype or table.dtype, **kept, **moved)
+    # If both tables use the same memory, the new table must also keep the owner and the pinning of this memory.
+    if any(moved[name].numel() and moved[name].data_ptr() == held[name].data_ptr() for name in TENSORS):
+        made._owner, made._pinned_range = table._owner, table._pinned_range
+        move(made, {}, table._segment)
+        made._is_aliased = table._is_aliased = True
+        made._is_live, made._is_refused = table._is_live, table._is_refused
+    return made
 
 
 def compress_rows(x: torch.Tensor | np.ndarray, **options: Any) -> CompressedTensor:

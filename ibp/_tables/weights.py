@@ -14,8 +14,9 @@ import torch
 
 from .._fetch.streaming import decompress
 from .._rows.codebook import AnyCodebook, fingerprint_of
-from .._rows.geometry import DTYPES, Geometry
+from .._rows.geometry import DTYPES, Geometry, memory_order
 from .._rows.learning import LEAST_BYTES, ROW_BYTES, Kind, Learner, Options, kind_of
+from .._rows.table import has_own_bases
 from .compressed_tensor import CompressedTensor, compress_rows
 
 # Options that say how a codebook is learned. These options are left out when a weight is compressed with an existing
@@ -133,13 +134,6 @@ class WeightCompressor:
         return table
 
 
-def memory_order(x: torch.Tensor) -> tuple[int, ...]:
-    """Returns the dimensions of x from the largest stride to the smallest, so that `x.permute(order)` is contiguous if
-    x is dense. If x has gaps in memory or overlaps itself, returns the dimensions in their original order."""
-    order = tuple(sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim)))
-    return order if x.permute(order).is_contiguous() else tuple(range(x.dim()))
-
-
 # ---- joining ---------------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +171,7 @@ def join(parts: Sequence[tuple[CompressedTensor, int, int]], device: torch.devic
 def _form(table: CompressedTensor) -> Hashable | None:
     """Returns a value that is equal for tables that can be joined with each other. Returns None for a table that does
     not meet the conditions of `join` for a single table."""
-    if table.codebook is None or table.geometry.item_bytes != table.row_bytes or table._has_own_bases:
+    if table.codebook is None or table.geometry.item_bytes != table.row_bytes or has_own_bases(table):
         return None
     if not 0 < table.slot_bytes < table.row_bytes:
         return None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._common import wire
-from .._common.group import RankGroup, check_one_machine, machine, same_on_all
+from .._common.wire import RankGroup, check_one_machine, machine, same_on_all
 from .._machine.segments import Segment, SharedHandle
 from .._rows.geometry import rows_of
 from ._slabs import (

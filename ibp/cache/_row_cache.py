@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._common.arguments import whole_number
+from .._common.manners import Statistics, TensorManners
 from .._common.modes import outside_of_graphs
 from .._common.process import OfThisProcess
-from .._common.statistics import Statistics
 from .._fetch import gather
 from .._fetch.calls import (
     ID_DTYPES,
@@ -31,12 +31,11 @@ from .._fetch.calls import (
 )
 from .._fetch.gather import raise_for
 from .._machine import memory
-from .._rows.faults import ENTRIES, new_record
 from .._rows.geometry import rows_of
-from .._rows.manners import TensorManners
-from .._rows.table import Handle, handle_on
-from .._tables.changes import changed_items, check_can_change
-from .._tables.coded_rows import CodedRows
+from .._rows.handle import ENTRIES, Handle, new_record
+from .._rows.table import check_can_change, faults_of, handle_on, is_refused
+from .._tables.changes import changed_items
+from .._tables.coded_rows import CodedRows, live_table
 from .._tables.compressed_tensor import CompressedTensor
 from ._peers import Peers
 from ._slabs import (
@@ -332,7 +331,7 @@ class RowCache(OfThisProcess, TensorManners):
         take = self._take_outside if torch.compiler.is_compiling() else self._take
         result = take(ids, sms, in_order, given if out is not None and out.device == worker else None)
         if check and worker.type == "cuda":
-            self.view._raise_when_done(worker)
+            faults_of(self.view).raise_when_done(worker)
         if out is None:
             return result if worker == target else result.to(target)
         if given is not None and result is not given:
@@ -367,7 +366,7 @@ class RowCache(OfThisProcess, TensorManners):
         if handle is None:
             handle = handle_on(view, worker)
         if handle.noted[0] or handle.noted[ENTRIES]:
-            view._raise_pending(worker)
+            handle.faults.raise_pending(worker)
         try:
             with state.lock:
                 generation = state.in_use(worker)
@@ -670,7 +669,7 @@ def _view_of(table: Any) -> CompressedTensor:
     """If `table` is an `ibp.CodedRows`, returns a table over its memory, which always reads the present rows. Otherwise
     returns `table` itself."""
     if isinstance(table, CodedRows):
-        return table._live_table()
+        return live_table(table)
     if not isinstance(table, CompressedTensor):
         raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor or an ibp.CodedRows")
     item_bytes = table.geometry.item_bytes
@@ -696,7 +695,7 @@ def _checked_devices(
     is_bound = isinstance(table, CodedRows) or home.type == "cuda"
     if any(is_bound and device != home for device in found):
         raise ValueError(f"the table is on {home}; wanted the cache there")
-    if found[0].type == "cuda" and home.type == "cpu" and not view.is_pinned() and not view._is_refused:
+    if found[0].type == "cuda" and home.type == "cpu" and not view.is_pinned() and not is_refused(view):
         raise ValueError("the table is in memory that is not pinned, which GPUs do not read: call its pin_memory()")
     return found
 

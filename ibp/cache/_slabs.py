@@ -33,10 +33,10 @@ from .._fetch.calls import Ids, check_range, checked_ids
 from .._machine import memory
 from .._machine.memory import is_capturing
 from .._rows.codebook import AnyCodebook, coding_of
-from .._rows.faults import FaultWords, new_record
 from .._rows.geometry import bytes_of, default_length, rows_of, stored_sizes
+from .._rows.handle import FaultWords, Handle, Parts, new_record
 from .._rows.planes import signed
-from .._rows.table import Handle, Parts, Table, handle_on
+from .._rows.table import Table, handle_on, is_refused
 from .._tables import changes
 from .._tables.compressed_tensor import CompressedTensor
 
@@ -478,7 +478,7 @@ class CacheState:
         self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
         # True if the system refused to pin the table, so that GPUs cannot read it. Then the cache holds nothing, and
         # all rows come from the table.
-        self.is_idle = devices[0].type == "cuda" and view._is_refused and not view.is_pinned()
+        self.is_idle = devices[0].type == "cuda" and is_refused(view) and not view.is_pinned()
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
     def in_use(self, worker: torch.device) -> Generation:

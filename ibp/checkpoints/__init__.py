@@ -24,7 +24,7 @@ the files of tensors, and copies the other files. `_outputs.py` plans the files 
 here.
 """
 
-from .._common.importing import published
+from .._common.process import published
 from .._files import coded_name
 from ._converting import compress, decompress, estimate
 from ._inputs import open_source as open

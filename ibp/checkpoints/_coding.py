@@ -34,8 +34,8 @@ from .._rows.clusters import check_clusters
 from .._rows.codebook import AnyCodebook, surveyed
 from .._rows.estimation import expected_savings
 from .._rows.geometry import as_tensor
+from .._rows.handle import Handle, Parts
 from .._rows.learning import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, Options, Request, checked, kind_of, learn
-from .._rows.table import Handle, Parts
 from ..deltas._coding import finished
 from ._outputs import TensorReport, header_bytes
 from ._source import Source, SourceTensor

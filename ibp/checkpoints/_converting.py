@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from .._common.arguments import chosen, whole_number
+from .._common.manners import share_saved
 from .._common.process import tqdm
 from .._common.sequences import ahead
-from .._common.statistics import share_saved
 from .._common.whole_files import replaced
 from .._files import (
     SUFFIXES,

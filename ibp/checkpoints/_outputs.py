@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from .. import _core
+from .._common.manners import share_saved
 from .._common.sequences import cut
-from .._common.statistics import share_saved
 from .._common.whole_files import NO_LOCKS, check_replaceable, open_locked, sync_directory, write_whole
 from .._files import (
     SUFFIX,

@@ -6,7 +6,7 @@ the choice between these codings.
     whole    = ibp.compress(x, scheme="zstd")             # an `ibp.codecs.WholeTensor`
 """
 
-from .._common.importing import published
+from .._common.process import published
 from .._rows.clusters import ClusteredCodebook
 from .._rows.codebook import AnyCodebook
 from .._rows.learning import analyze

@@ -25,8 +25,8 @@ import torch
 from .._common.arguments import near
 from .._common.process import ForkLock
 from .._machine import staging
-from .._rows.faults import CorruptTableError
 from .._rows.geometry import INTEGERS
+from .._rows.handle import CorruptTableError
 
 _CPU = torch.device("cpu")
 MAX_BLOCK_BYTES = 1 << 30  # largest size in bytes of a block before coding

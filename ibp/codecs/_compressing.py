@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .._common.arguments import near, number
-from .._common.statistics import share_saved
+from .._common.manners import share_saved
 from .._fetch.streaming import decompress
 from .._machine import calibration, staging
 from .._machine import memory as _memory

@@ -8,14 +8,13 @@ from typing import Any, NoReturn
 import torch
 
 from .._common.arguments import whole_number
+from .._common.manners import CodedManners, Movable, Saves, shown_memory
 from .._common.process import tqdm
-from .._common.statistics import Saves, shown_memory
 from .._fetch.calls import check_out, target_of
 from .._machine import memory as _memory
 from .._machine import staging
 from .._machine.memory import Numa, node_of
 from .._rows.geometry import DTYPES, bytes_of, check_bytes
-from .._rows.manners import CodedManners, Movable
 from ._codec import CODECS, MAX_BLOCK_BYTES, codec_of
 
 _CPU = torch.device("cpu")
@@ -134,9 +133,6 @@ class WholeTensor(Movable, CodedManners, Saves):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {"blocks": self.blocks, "offsets": self.offsets}
 
     # ---- moving ----
 

@@ -13,7 +13,7 @@ and makes messages of the deltas of regions; `_messages.py` says what a message 
 finds the memory of the regions in its process and applies the deltas there.
 """
 
-from .._common.importing import published
+from .._common.process import published
 from ._coding import DeltaMismatchError, fingerprint
 from ._delta import CheckpointDelta, Delta, make
 from ._receiving import OutOfSyncError, PlacedReceiver, Receiver, ShardPlace

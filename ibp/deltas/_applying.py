@@ -23,10 +23,10 @@ import torch
 
 from .._fetch.streaming import decode_items, decompress
 from .._machine import staging
-from .._rows.faults import CorruptTableError, new_record
 from .._rows.geometry import bytes_of
+from .._rows.handle import CorruptTableError, new_record
 from .._rows.planes import PlanesCodebook
-from .._rows.table import handle_on
+from .._rows.table import handle_on, has_own_bases
 from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor
 from ._coding import (
@@ -221,7 +221,7 @@ def can_apply(delta: Delta, base: torch.Tensor) -> bool:
         and not base.is_conj()
         and not base.is_neg()
         and delta.table.slot_bytes == 0
-        and not delta.table._has_own_bases
+        and not has_own_bases(delta.table)
     )
 
 

@@ -16,7 +16,7 @@ from .. import _core
 from .._fetch.streaming import decode_items
 from .._rows import geometry
 from .._rows.planes import PlanesCodebook
-from .._tables.compressed_tensor import CompressedTensor, compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows, with_tensors
 from ..codecs._whole import WholeTensor
 
 Version = torch.Tensor | CompressedTensor
@@ -176,4 +176,4 @@ def code(differences: torch.Tensor, like: torch.Tensor | CompressedTensor) -> Co
         table = compress_rows(differences, codebook=known, layout="packed", device=device, memory="device")
     else:
         table = compress_rows(differences, row_bytes=ROW_BYTES, layout="packed", device=device, memory="device")
-    return table._with(lambda tensor: tensor, like.shape, like.dtype)
+    return with_tensors(table, lambda tensor: tensor, like.shape, like.dtype)

@@ -17,11 +17,11 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._common.manners import Movable
 from .._common.sequences import cut, one_ahead
 from .._fetch.streaming import decompress
 from .._machine import memory, staging
 from .._rows.geometry import bytes_of
-from .._rows.manners import Movable
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import apart, apply_all, memory_of
 from ._coding import (

@@ -28,7 +28,8 @@ from .._common import wire
 from .._common.sequences import rounded_up
 from .._machine import staging
 from .._rows import forms
-from .._rows.faults import CorruptTableError
+from .._rows.handle import CorruptTableError
+from .._rows.table import tensors_of
 from .._tables.compressed_tensor import CompressedTensor
 from . import _coding
 from ._coding import Version, fingerprint, mix
@@ -81,7 +82,7 @@ def _parts(change: Change) -> list[torch.Tensor]:
     if isinstance(change, torch.Tensor):
         return [change.detach().resolve_conj().resolve_neg().contiguous()]
     table = change.table if isinstance(change, Delta) else change
-    tensors = table._tensors()
+    tensors = tensors_of(table)
     return [tensors[name] for name in _PARTS]
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._rows.faults import CorruptTableError
+from .._rows.handle import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import Base, BasePart, SplitBase, apart, apply_all
 from ._coding import DeltaMismatchError, check_source, fingerprint

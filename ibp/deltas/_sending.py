@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .._common import group as _group
+from .._common import wire as _wire
 from .._common.arguments import whole_number
 from .._common.sequences import cut, one_ahead
 from .._machine import memory as _memory
@@ -407,7 +407,7 @@ def broadcast_delta(
         ValueError: src is not a rank of the group, or ranks pass different values of src.
         RuntimeError: torch.distributed is not initialised, or another rank has failed.
     """
-    members = _group.RankGroup(group)
+    members = _wire.RankGroup(group)
     target = None if device is None else _memory.canonical(device)
 
     def offer() -> tuple[tuple[str, ...] | None, tuple[str, ...], list[ChangeHead]]:
@@ -443,9 +443,9 @@ def _changes_of(delta: Delta | CheckpointDelta) -> list[Delta | Version]:
     return [delta] if isinstance(delta, Delta) else list(delta.values())
 
 
-def _exchange(members: _group.RankGroup, src: int, data: torch.Tensor) -> None:
+def _exchange(members: _wire.RankGroup, src: int, data: torch.Tensor) -> None:
     """Broadcasts the bytes of `data` from rank src of the group into `data` on the other ranks."""
     root = src if members.process_group is None else dist.get_global_rank(members.process_group, src)
     for part in data.split(_MOST_BYTES):
-        with _group.all_taking_part():
+        with _wire.all_taking_part():
             dist.broadcast(part, root, group=members.process_group)

@@ -12,7 +12,7 @@ ibp.distributed.Codec              says how tensors are coded, for the argument 
 ibp.distributed.measure_link       measures how fast a group's all-gathers are
 """
 
-from .._common.importing import published
+from .._common.process import published
 from .._machine.segments import SharedHandle
 from ..deltas._sending import broadcast_delta
 from ._calls import all_gather_into_tensor, all_gather_single, all_to_all_single, broadcast, gather, recv, scatter, send

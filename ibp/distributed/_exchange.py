@@ -62,8 +62,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .._common.group import RankGroup, all_taking_part, same_on_all
 from .._common.process import warn_once
+from .._common.wire import RankGroup, all_taking_part, same_on_all
 from ._links import RAW, CallOptions, Load, Plan, rates_of, raw_all_gather, state_of
 from ._messages import TURNS, Codec, MessageBuffer, Messages, Status, as_bytes, on, sample_of, spans_of
 

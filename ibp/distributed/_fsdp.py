@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._common.group import all_taking_part
+from .._common.wire import all_taking_part
 from ._calls import AllGather
 from ._links import RAW, CallOptions, GroupState, Kind, Plan, state_of
 from ._messages import Codec, MessageBuffers, Status, as_bytes, has_lost, on, spans_of, status_entries

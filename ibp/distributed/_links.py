@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .._common import wire
-from .._common.group import RankGroup
+from .._common.wire import RankGroup
 from .._machine import calibration
 from .._machine.calibration import timed_once
 from .._rows.codebook import coder_rates

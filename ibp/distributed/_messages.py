@@ -24,10 +24,10 @@ from .._common.sequences import rounded_up
 from .._rows import forms
 from .._rows import geometry as _rows
 from .._rows.codebook import AnyCodebook, check_codebook, fingerprint_of, surveyed
-from .._rows.faults import ENTRIES as _FAULT
+from .._rows.handle import ENTRIES as _FAULT
+from .._rows.handle import Handle
 from .._rows.learning import learned_from
 from .._rows.planes import check_level
-from .._rows.table import Handle
 from .._tables.coded_rows import CodedRows
 
 # ---- codecs --------------------------------------------------------------------------------------------------------

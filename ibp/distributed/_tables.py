@@ -15,18 +15,18 @@ import torch.distributed as dist
 import torch.multiprocessing  # noqa: F401 - This import enables multiprocessing to send tensors.
 
 from .._common import wire
-from .._common.group import RankGroup, check_one_machine, machine, same_on_all
+from .._common.manners import TensorManners
 from .._common.process import OfThisProcess
-from .._fetch.calls import Ids, check_out, check_range, list_of_ids, sms_of, target_of, worker_of
+from .._common.wire import RankGroup, check_one_machine, machine, same_on_all
+from .._fetch.calls import Ids, check_out, check_range, list_of_ids, sms_of, target_of
 from .._machine import memory as _memory
 from .._machine.memory import check_memory, usual
-from .._machine.segments import Segment, SharedHandle
+from .._machine.segments import SharedHandle, open_handle, read_state
 from .._rows import geometry as _rows
 from .._rows.codebook import AnyCodebook, coding_of, surveyed
-from .._rows.faults import CorruptTableError, new_record
+from .._rows.handle import OF_SELECTIONS, CorruptTableError, Handle, Parts, new_record
 from .._rows.learning import Options, Request, checked, learn
-from .._rows.manners import TensorManners
-from .._rows.table import OF_SELECTIONS, TENSORS, Handle, Parts, handle_on, spills
+from .._rows.table import TENSORS, faults_of, handle_on, move, spills, worker_of
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
@@ -249,7 +249,7 @@ class ShardedTable(OfThisProcess, TensorManners):
                 check_out(out, (ids.numel(), *self.shape[1:]), self.dtype)
             sms = sms_of(max_sms)
             if target.type == "cuda":
-                self.local_table._raise_pending(target)
+                faults_of(self.local_table).raise_pending(target)
             check_range(ids, len(self))
             # The distinct ids in ascending order, and the position among them of each item of the result.
             unique, places = torch.unique(ids, return_inverse=True)
@@ -374,10 +374,10 @@ class ShardedTable(OfThisProcess, TensorManners):
             else:
                 parts = Parts(nothing, rows, lengths, self._places(lengths)[:-1], words, codec, 0, *sizes)
             on_gpu = target.type == "cuda"
-            fault = table._faults.on(target, OF_SELECTIONS) if on_gpu else new_record(target)
+            fault = faults_of(table).on(target, OF_SELECTIONS) if on_gpu else new_record(target)
             torch.ops.ibp.gather_items.default(Handle(parts).table, places.to(target), sms, result, fault, None)
             if not on_gpu:
-                table._raise_fault(fault, of_selections=True)
+                faults_of(table).raise_for(fault, OF_SELECTIONS)
         return out.copy_(result.view(out.shape)) if out is not None and not direct else result
 
     def _answers(self, ids: torch.Tensor, counts: list[int]) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
@@ -435,7 +435,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         fault = new_record(worker)
         handle, no_map = handle_on(table, worker), ends[:0]
         torch.ops.ibp.fill_slab.default(handle.table, rows, ends[:-1], 0, _ANY_WAYS, copied, no_map, fault)
-        table._raise_fault(fault)
+        handle.faults.raise_for(fault)
         near, sizes = copied.to(device), [end - start for start, end in zip(bounds, bounds[1:])]
         sent = lengths.view(torch.uint8).to(device).split((2 * ends_of_parts.diff()).tolist())
         return list(zip(sent, near.split(sizes)))
@@ -628,45 +628,23 @@ def open_shared(handle: SharedHandle, *, memory: str | None = None) -> Compresse
     if not isinstance(handle, SharedHandle):
         raise TypeError(f"handle is a {type(handle).__name__}; wanted what table.share() returns")
     check_memory(memory, among=("pinned", "host"))
-    return _opened(handle, None, handle._pin if memory is None else memory == "pinned")
+    return _opened(handle, pin=None if memory is None else memory == "pinned")
 
 
-def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTensor:
-    """Opens the table of a handle.
-
-    Args:
-        file: the descriptor of the file that is the shared memory. None: the file is opened through the process that
-            shares the memory.
-        pin: whether GPUs read rows directly from the memory.
-    """
-    state, held = _read(handle._fields), _read(handle._tensors)
-    if held.keys() != set(TENSORS):
-        raise ValueError(f"handle has {sorted(held, key=str)}; wanted {sorted(TENSORS)}, as table.share() gives it")
+def _opened(handle: SharedHandle, file: int | None = None, pin: bool | None = None) -> CompressedTensor:
+    """Opens the table of a handle. The arguments are those of `segments.open_handle`."""
+    state, tensors, segment = open_handle(handle, file, pin)
     table = CompressedTensor.__new__(CompressedTensor)
-    if handle.num_bytes == 0:
-        table.__setstate__({**state, **{name: wire.opened(how) for name, how in held.items()}})
-        return table
-    segment = Segment.opened(handle, file)
-    segment.pin = segment.pin or pin
-    tensors = segment.tensors(held)
     table.__setstate__({**state, **tensors})
-    table._move(tensors, segment)
+    if segment is not None:
+        move(table, tensors, segment)
     return table
-
-
-def _read(content: bytes) -> dict[str, Any]:
-    """Decodes the bytes in a handle. Returns the dictionary that they hold. Raises ValueError if they do not hold a
-    dictionary."""
-    found = wire.read(content)
-    if not isinstance(found, dict):
-        raise ValueError(f"handle has a {type(found).__name__}; wanted what table.share() returns")
-    return found
 
 
 def _placed(content: bytes, device: str) -> CompressedTensor:
     """Returns the table whose state `content` holds, with the overflow in host memory and all other tensors on
     `device`."""
-    state = _read(content)
+    state = read_state(content)
     state.update({name: state[name].to(device) for name in TENSORS if name != "overflow"})
     table = CompressedTensor.__new__(CompressedTensor)
     table.__setstate__(state)
@@ -675,7 +653,7 @@ def _placed(content: bytes, device: str) -> CompressedTensor:
 
 def _received(handle: SharedHandle, file: Any) -> CompressedTensor:
     """Opens a table that multiprocessing has sent to this process. file: a `DupFd`, or None."""
-    return _opened(handle, file.detach() if file is not None else None, handle._pin)
+    return _opened(handle, file.detach() if file is not None else None)
 
 
 def _reduced(table: CompressedTensor) -> Any:

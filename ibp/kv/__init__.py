@@ -30,7 +30,7 @@ The classes differ in what a caller names, and in how coded bytes are kept:
   the `PageCodec`.
 """
 
-from .._common.importing import published
+from .._common.process import published
 from ._engines import BlockStore, KeyedPages
 from ._packed import PackedPages, PageCodec, pack, packed_bytes, unpack
 from ._paged import PagedTensors

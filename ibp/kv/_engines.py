@@ -28,7 +28,7 @@ from .._common.process import ForkLock, OfThisProcess
 from .._common.sequences import rounded_up
 from .._core import SECTOR_BYTES
 from .._machine.memory import usual
-from .._rows.faults import CorruptTableError
+from .._rows.handle import CorruptTableError
 from .._rows.learning import check_scheme
 from ._paged import PagedTensors
 from ._store import KVStore, KVStoreStats, Transfer

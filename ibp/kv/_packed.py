@@ -23,9 +23,8 @@ from .._common.sequences import rounded_up
 from .._fetch.calls import sms_of
 from .._rows import forms
 from .._rows.codebook import AnyCodebook, check_codebook, fingerprint_of
-from .._rows.faults import Faults, FaultWords
 from .._rows.geometry import check_bytes
-from .._rows.table import Handle, Parts
+from .._rows.handle import Faults, FaultWords, Handle, Parts
 from . import _paged
 from ._paged import PagedTensors, Pages, blocks_on, check_different, check_paged, plan_pages
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from .._common.arguments import whole_number
+from .._common.manners import Statistics
 from .._common.process import OfThisProcess
-from .._common.statistics import Statistics
 from .._fetch.calls import Ids, check_range, checked_ids, sms_of
 from .._machine import memory as _memory
 from .._rows.codebook import AnyCodebook
-from .._rows.faults import Faults, FaultWords
+from .._rows.handle import Faults, FaultWords
 from .._tables.coded_rows import CodedRows
 from ..cache import RowCache
 from . import _paged
@@ -205,7 +205,7 @@ class KVRows(OfThisProcess):
             raise ValueError(f"rows are on {rows.device}, strides {rows.stride()}; wanted whole rows on {self.device}")
         row_ids = self._rows(chosen.unsqueeze(1)).view(-1)
         sms = sms_of(max_sms)
-        place.handle.encode(rows.detach(), place._counts, place.fault, row_ids=row_ids, max_sms=sms)
+        place.handle.encode(rows.detach(), place.tally, place.fault, row_ids=row_ids, max_sms=sms)
         if self.caches:
             self.caches[layer].invalidate(row_ids)
 

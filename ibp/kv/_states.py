@@ -24,9 +24,9 @@ from .._fetch.streaming import STREAM_SMS
 from .._machine import memory as _memory
 from .._rows import geometry as _rows
 from .._rows.codebook import AnyCodebook, check_codebook, surveyed
+from .._rows.handle import Handle, Parts
 from .._rows.learning import CLEARLY_LESS, Learner, learned_from
 from .._rows.planes import PlanesCodebook
-from .._rows.table import Handle, Parts
 from .._tables.coded_rows import CodedRows
 
 # ---- rows ----
@@ -267,7 +267,7 @@ class TokenSpan:
             ids: int64: for each item of `out`, the number, within this span, of the item that is decoded to it. None:
                 all items of the span, in order.
             sms: number of multiprocessors that decode. 0: all. None: enough to keep up with the link.
-            fault: the record in which faults are noted (`ibp._rows.faults`).
+            fault: the record in which faults are noted (`ibp._rows.handle`).
         """
         sms = self._streaming_sms if sms is None else sms
         item_bytes, row_bytes = self.form.item_bytes, self.form.row_bytes
@@ -349,7 +349,7 @@ class CodedStates:
         num_rows = items[..., 0].numel() * self.form.rows_per_item
         room = rounded_up(codebook.row_bytes, _core.SECTOR_BYTES)  # size in bytes of a raw row in overflow
         rows = CodedRows(codebook, num_rows, slot_bytes=0, overflow_bytes=num_rows * room, device=items.device)
-        rows.handle.encode(items, rows._counts, rows.fault)
+        rows.handle.encode(items, rows.tally, rows.fault)
         return rows
 
     def _look(self, items: torch.Tensor) -> None:

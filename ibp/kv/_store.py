@@ -12,16 +12,15 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._common.manners import Statistics
 from .._common.process import ForkLock, OfThisProcess
 from .._common.sequences import rounded_up
-from .._common.statistics import Statistics
 from .._fetch.calls import check_range, list_of_ids, sms_of
 from .._machine import memory as _memory
 from .._machine.memory import is_capturing
 from .._rows.codebook import AnyCodebook
-from .._rows.faults import Faults, FaultWords
 from .._rows.geometry import stored_sizes
-from .._rows.table import Handle
+from .._rows.handle import Faults, FaultWords, Handle
 from .._tables.coded_rows import Buffers, CodedRows
 from . import _paged
 from ._paged import PagedTensors, Pages, blocks_on, check_different, check_paged, numbers_on, pages_of, plan_pages
@@ -395,7 +394,7 @@ class KVStore(OfThisProcess):
             sizes = (count, self.num_pages, self.num_tensors, first_tensor)
             row_ids, buffers = plan_pages(paged, near, moved, *sizes)
             sms = _sms_of(max_sms, _STORE_SMS if place.memory == "pinned" else 0)
-            place.handle.encode(paged.layout, place._counts, place.fault, buffers=buffers, row_ids=row_ids, max_sms=sms)
+            place.handle.encode(paged.layout, place.tally, place.fault, buffers=buffers, row_ids=row_ids, max_sms=sms)
             self._num_stored += near.numel()
             torch.ops.ibp.note_pages.default(row_ids, count, place.lengths, place.rooms, self._stored, self._seen_near)
             return self._begun(True, near, host, range(first_tensor, first_tensor + len(paged)))

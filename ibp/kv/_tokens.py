@@ -27,7 +27,7 @@ from .._fetch.calls import sms_of
 from .._machine import memory as _memory
 from .._machine.staging import Coming, Ring, Turn
 from .._rows.codebook import AnyCodebook
-from .._rows.faults import Faults, FaultWords
+from .._rows.handle import Faults, FaultWords
 from .._rows.learning import check_scheme
 from .._tables.coded_rows import CodedRows
 from ._states import Coded, CodedStates, Form, TokenArena

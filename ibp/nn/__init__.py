@@ -14,7 +14,7 @@ tables; `load_state_dict` accepts both, and compresses plain tensors. `parameter
 docs/embeddings.md says how rows are trained.
 """
 
-from .._common.importing import published
+from .._common.process import published
 from ._collection import EmbeddingCollection
 from ._compressing import ModelReport, compress, decompress
 from ._embedding import Embedding, EmbeddingBag

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 
 from .._common.arguments import is_chosen, whole_number
+from .._common.manners import share_saved, shown_memory
 from .._common.models import NotTheModel, check_model, guard_conversions
 from .._common.process import tqdm
-from .._common.statistics import share_saved, shown_memory
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from .._tables.weights import is_worth_coding
 from ._embedding import Embedding, EmbeddingBag

@@ -20,7 +20,7 @@ from .._machine import memory
 from .._rows.geometry import bytes_of
 from .._rows.planes import PlanesCodebook
 from .._rows.table import pin_if_possible
-from .._tables.compressed_tensor import CompressedTensor, compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows, with_tensors
 
 _aten = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
@@ -284,7 +284,7 @@ class TableParameter(torch.nn.Parameter):
 
 def reshaped(table: CompressedTensor, shape: torch.Size) -> CompressedTensor:
     """Returns a table over the same memory, with the same rows, in another shape."""
-    return table._with(lambda tensor: tensor, shape)
+    return with_tensors(table, lambda tensor: tensor, shape)
 
 
 def by_rows(table: CompressedTensor) -> CompressedTensor:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with, spiky_rows, take
-from ibp._rows import plan
+from ibp._rows import handle as plan
 from ibp.cache import _row_cache, _slabs
 
 ON_CPU = {"device": "cpu", "memory": "host"}

@@ -11,7 +11,7 @@ import row_codecs
 from golden import make_planes
 from helpers import embedding, make_tensor, one_hot_rows, planes_codebook, spiky_rows
 from ibp._cli import report
-from ibp._rows.plan import spread_bytes
+from ibp._rows.handle import spread_bytes
 from ibp.checkpoints._source import loaded_tensor
 
 # Parts of a table that are none of its coded rows.

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ibp._common.importing import after_import
+from ibp._common.process import after_import
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 import ibp
 from helpers import assert_same_bits, embedding, spiky_rows
 from ibp._common import wire
-from ibp._common.group import RankGroup
+from ibp._common.wire import RankGroup
 from ibp.deltas._messages import ChangeHead, Region
 from ibp.distributed import _links
 from ranks import Ranks

@@ -23,6 +23,7 @@ from helpers import assert_same_bits
 from ibp import _core
 from ibp._common import wire
 from ibp._machine import segments
+from ibp._rows.table import tensors_of
 
 SECONDS = 120  # that another process may take
 OPTIONS = {"device": "cpu", "memory": "host"}
@@ -228,7 +229,7 @@ def test_fields_of_handles(x, changes, kind, message):
 @pytest.mark.parametrize("size", ["3", 1.0, -1, 1 << 40])
 def test_sizes_of_tensors_in_a_handle(x, size):
     table = table_of(x)
-    sizes = {name: tensor.numel() for name, tensor in table._tensors().items()} | {"slots": size}
+    sizes = {name: tensor.numel() for name, tensor in tensors_of(table).items()} | {"slots": size}
     handle = dataclasses.replace(table.share(), _tensors=wire.written(sizes))
     with pytest.raises((TypeError, ValueError), match="the size of slots in shared memory is"):
         ibp.distributed.open_shared(handle)

@@ -20,7 +20,7 @@ from helpers import (
     spiky_rows,
 )
 from ibp._fetch import gather, host_gather
-from ibp._rows import plan
+from ibp._rows import handle as plan
 from ibp._rows.table import handle_on
 
 CPU = torch.device("cpu")

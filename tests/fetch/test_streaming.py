@@ -161,8 +161,8 @@ def test_what_earlier_work_has_noted(number):
     x = half_rows(100)
     table = make_table(x, codebook=half_codebook(), memory="host")
     table.overflow[7 * HALF_CODED] = 0
-    handle_on(table, CPU)
-    OPS.decode_bytes(handle_on(table, CPU).table, 0, x.nbytes, 0, torch.empty_like(x), table._faults.on(CPU))
+    handle = handle_on(table, CPU)
+    OPS.decode_bytes(handle.table, 0, x.nbytes, 0, torch.empty_like(x), handle.faults.on(CPU))
     table.overflow.copy_(make_table(x, codebook=half_codebook(), memory="host").overflow)
     given, out = table if number is None else [table] * number, poisoned(x, CPU)
     outs = out if number is None else [out, None][:number]

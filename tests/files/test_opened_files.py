@@ -21,6 +21,7 @@ from ibp._files import FileWriter, header_room, opened, reader, write_plain, wri
 from ibp._machine import segments
 from ibp._machine.memory import PinningError
 from ibp._machine.segments import FileRows
+from ibp._rows.table import tensors_of
 from kinds_of_paths import few_descriptors
 
 PAGEABLE = {"device": "cpu", "memory": "host"}
@@ -81,7 +82,7 @@ def test_what_a_file_says_of_tensors(path, table):
     info = file.info("t")
     assert (info.dtype, info.shape, info.scheme, info.codec) == (torch.float32, (300, 64), "planes", None)
     assert info.codebook == table.codebook and info.num_bytes == 300 * 256 and info.files == ("x.safetensors",)
-    held = sum(-(-part.nbytes // 128) * 128 for part in table._tensors().values())
+    held = sum(-(-part.nbytes // 128) * 128 for part in tensors_of(table).values())
     assert info.stored_bytes == held and info.fields["row_bytes"] == "256"
     assert file.fields("t").content == ibp.deltas.fingerprint(ROWS)
     plain = file.info("p")
@@ -593,12 +594,12 @@ def test_the_place_where_processes_meet(tmp_path, monkeypatch, table):
     folder.mkdir()
     os.chmod(folder, 0o777)
     with pytest.raises(RuntimeError, match="is not a directory of this user alone"):
-        segments.segment_of("key", table._tensors())
+        segments.segment_of("key", tensors_of(table))
     os.chmod(folder, 0o700)
-    segment, same = segments.segment_of("key", table._tensors())
-    again, _ = segments.segment_of("key", table._tensors())
+    segment, same = segments.segment_of("key", tensors_of(table))
+    again, _ = segments.segment_of("key", tensors_of(table))
     assert again is segment and torch.equal(same["slots"], table.slots)
-    assert segments.segment_of("another key", table._tensors())[0] is not segment
+    assert segments.segment_of("another key", tensors_of(table))[0] is not segment
 
 
 def test_processes_meet_in_the_directory_for_temporary_files(tmp_path, monkeypatch):

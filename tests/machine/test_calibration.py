@@ -17,7 +17,8 @@ from ibp._fetch import streaming
 from ibp._machine import calibration
 from ibp._machine import memory as _memory
 from ibp._rows import codebook as codebooks
-from ibp._rows import geometry, learning, plan
+from ibp._rows import geometry, learning
+from ibp._rows import handle as plan
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 READ, WRITE = calibration._read, calibration._write  # which the other tests do without

@@ -48,7 +48,8 @@ def use_gpu(monkeypatch):
             pass
 
     monkeypatch.setattr("ibp._offload.fetcher.TensorStream", Ring)
-    monkeypatch.setattr(ibp.CompressedTensor, "_serves", lambda table, device: True)  # as if they were pinned
+    for module in ("fetcher", "weights"):
+        monkeypatch.setattr(f"ibp._offload.{module}.serves", lambda table, device: True)  # as if they were pinned
     monkeypatch.setattr("ibp._offload.events.WeightFetcher", CudaWeightFetcher)
     return gpu
 
@@ -163,7 +164,7 @@ def test_a_steady_order_fetches_ahead_and_waits_for_nothing_else(gpu):
 
 def test_pageable_weights_are_decoded_by_the_cpu(gpu, monkeypatch):
     """As where the system pins no memory: their bytes come to the same places, without a ring."""
-    monkeypatch.setattr(ibp.CompressedTensor, "_serves", lambda table, device: False)
+    monkeypatch.setattr("ibp._offload.fetcher.serves", lambda table, device: False)
     monkeypatch.setattr("ibp._offload.fetcher.TensorStream", None)
     model = Net(gpu)
     model.order, model.streams = list(range(6)), [gpu.current]

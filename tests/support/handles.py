@@ -2,7 +2,8 @@
 
 import torch
 
-from ibp._rows.table import Handle, Parts, handle_on
+from ibp._rows.handle import Handle, Parts
+from ibp._rows.table import handle_on
 
 _SIZES = {"encode_into": 12, "move_parts": 12}  # A place has more values than a table: also `rooms` and `used`.
 

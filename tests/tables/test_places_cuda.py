@@ -267,7 +267,7 @@ def test_what_is_refused(rows, codebook):
 
 def test_opcheck(rows, codebook):
     place = place_of(codebook)
-    arguments = (place.handle.table, rows, None, None, 0, 0, place._counts, place.fault)
+    arguments = (place.handle.table, rows, None, None, 0, 0, place.tally, place.fault)
     torch.library.opcheck(torch.ops.ibp.encode_into.default, arguments)
 
 

@@ -12,7 +12,7 @@ import torch
 import ibp
 from handles import handle_of
 from helpers import assert_same_bits
-from ibp._rows.plan import spread_bytes
+from ibp._rows.handle import spread_bytes
 from ibp._tables import changes
 
 ON_CPU = {"device": "cpu", "memory": "host"}
@@ -390,7 +390,7 @@ def was_interrupted(call, at):
     if call != "update":
         new = x if call == "refit" else torch.cat((x, rows))
     steps = [0]
-    ours = {changes.__file__, ibp._rows.room.__file__, ibp._rows.table.__file__}
+    ours = {changes.__file__, ibp._rows.forms.__file__, ibp._rows.table.__file__}
 
     def trace(frame, event, argument):
         if frame.f_code.co_filename not in ours:

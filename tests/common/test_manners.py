@@ -1,11 +1,11 @@
-"""Counters and their fractions, and changes that are undone: `_common.statistics`, `_common.process`."""
+"""Counters and their fractions, and changes that are undone: `_common.manners`, `_common.process`."""
 
 from dataclasses import dataclass
 
 import pytest
 
+from ibp._common.manners import Saves, Statistics, share_saved
 from ibp._common.process import Closing
-from ibp._common.statistics import Saves, Statistics, share_saved
 
 
 @dataclass(frozen=True)
