@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 
 from ibp._common import arguments as _arguments
+from ibp._common.process import tqdm
 from ibp._files import file_system, is_url, path_text, paths
 from ibp._machine import memory
 from ibp.checkpoints import _inputs, _outputs
 
-from .._common.process import tqdm
 from . import output
 
 STREAM = "-"
