@@ -15,9 +15,9 @@
 //    a lane makes 16 bytes of output: it combines symbols with their residuals, and stores the result.
 //
 // A name is a symbol if elements have less than eight bytes and all columns share entries of up to eight bits.
-// Otherwise it is a rank, which is the index of the symbol's entry, or kRaw if the symbol is raw. If names are ranks,
-// each step looks up their symbols. After a step's 16 bytes have been stored, its elements with raw symbols are stored
-// once more with the right symbols, one at a time.
+// Otherwise it is a rank, which is the index of the symbol's entry, or kRawRank if the symbol is raw. If names are
+// ranks, each step looks up their symbols. After a step's 16 bytes have been stored, its elements with raw symbols are
+// stored once more with the right symbols, one at a time.
 //
 // The rate at which integer instructions are issued limits the decoder.
 #ifndef IBP_DECODE_DENSE_CUH
@@ -66,112 +66,33 @@ __device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t abo
     return digits & digits << 2 & 0x88888888u;
 }
 
-// A decoder of rows as described above. BLOCK: the block may have a table of all columns' entries in shared memory.
-template <typename T, class G, bool BLOCK> struct DenseDecoder {
+// The Digits of TileDecoder for digits of 1 to 4 bits. A lane spreads them to nibbles, which are in shared memory for
+// plane 0. The digits of an absent plane have no bits, and all of them are escapes.
+template <typename T, class G> struct AnyDigits {
+    using Element = T;
     using Group = G;
-    static constexpr uint32_t kFirstBits = 0; // digits of any width
-    // If groups are parts of a warp, each thread has more registers, so that the prefetched vectors stay in registers.
-    // If these vectors were spilled to local memory, the warp would have to wait until they are loaded.
-    static constexpr uint32_t kMostThreads = G::kAnyLength     ? 512
-                                             : G::kPerWarp > 1 ? 640
-                                                               : 768,
-                              kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
-    static constexpr uint32_t kLaneVectors = G::kPerWarp > 1 ? 6 : 4, kLeastLanes = sizeof(T) == 2 ? 2 : 4,
-                              kOwnVectors = 0;
-    using Levels = TileLevels<T, G, kLaneVectors>;
+    static constexpr uint32_t kFirstBits = 0;
+    using Levels = TileLevels<T, G, (G::kPerWarp > 1 ? 6 : 4)>;
     using Counts = StepCounts<G, Levels::kStep, Levels::kSteps>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kSteps = Levels::kSteps, kStep = Levels::kStep,
-                              kTile = Levels::kTile, kPerLane = Levels::kPerLane, kChunk = Levels::kChunk;
+                              kPerLane = Levels::kPerLane;
     static constexpr uint32_t kNibbles = (kPerVector + 7u) / 8u; // number of words of a vector's digits
-    static constexpr uint32_t kNames = (kPerVector + 3u) / 4u;   // number of words of a vector's names
-    static constexpr uint32_t kTables = 16u * IBP_MAX_PLANES, kDigits = 4u * kSteps * G::kLanes * kNibbles;
-    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank that marks a raw symbol, and four such ranks
-    static constexpr uint32_t kMostTable = 32u << 10;          // largest size in bytes of a block's table
+    static constexpr uint32_t kNameBytes = 16u * IBP_MAX_PLANES, kKeptBytes = 4u * kSteps * G::kLanes * kNibbles;
 
-    const ibp_codebook &cb;
-    const uint32_t scratch; // the shared byte at which the group's scratch begins
-
-    // Returns whether names are symbols, not ranks.
-    static __host__ __device__ __forceinline__ bool names_symbols(const ibp_planes &planes)
+    static __device__ __forceinline__ uint32_t width_of(const PlanesBook<T> &book, uint32_t p)
     {
-        return sizeof(T) < 8 && !planes.per_column && bits_of_symbol(planes) <= 8u;
+        return book.width_of(p);
     }
-    // Returns the size in bytes of the block's table; 0 if there is no table. For each rank, the table has the entries
-    // of all columns. At its end are at least 16 bytes of padding, which may be read.
-    static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
+    // Returns the address of the lane's digits of the first step, one in each nibble. names: the shared byte at which
+    // the warp's names begin.
+    static __device__ __forceinline__ uint32_t *kept_digits(uint32_t names)
     {
-        const uint32_t entries = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries,
-                       num_bytes = entries * static_cast<uint32_t>(sizeof(T)) + 16u;
-        return BLOCK && cb.planes.per_column && entries != 0u && cb.num_clusters <= 1u && num_bytes <= kMostTable
-                   ? (num_bytes + 15u) / 16u * 16u
-                   : 0u;
-    }
-    // The scratch of a group in shared memory: a part for each warp, and then the words through which the warps
-    // exchange counts. The entries are there only if names are ranks of entries that all columns share.
-    //
-    //     each warp's part    | names: 16 bytes a plane, 0 at the escape | digits of plane 0 | levels | entries |
-    static __host__ __device__ __forceinline__ uint32_t entries_at(const ibp_codebook &cb)
-    {
-        return kTables + kDigits + Levels::num_bytes(cb);
-    }
-    static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
-    {
-        const uint32_t entries = cb.planes.per_column || names_symbols(cb.planes) ? 0u : cb.planes.num_entries;
-        return entries_at(cb) + (entries * static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u;
-    }
-    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
-    {
-        return G::kWarps * warp_bytes(cb) + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
-    }
-    static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb) { return scratch_bytes(cb); }
-    __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
-    __device__ __forceinline__ uint32_t tables() const { return scratch + G::warp() * warp_bytes(cb); }
-    __device__ __forceinline__ Levels levels() const { return {tables() + kTables + kDigits, Levels::most_of(cb)}; }
-    // Returns the address of the lane's digits of the first step, one in each nibble.
-    __device__ __forceinline__ uint32_t *kept_digits() const
-    {
-        return &shared_word((tables() + kTables) / 4u + G::lane() * kNibbles);
-    }
-    __device__ __forceinline__ T *entries() const
-    {
-        return reinterpret_cast<T *>(shared_bytes() + tables() + entries_at(cb));
+        return &shared_word((names + kNameBytes) / 4u + G::lane() * kNibbles);
     }
 
-    __device__ __forceinline__ DenseDecoder(const ibp_codebook &codebook, uint32_t shared)
-        : cb(codebook), scratch(shared)
-    {
-        for (uint32_t i = G::lane(); i < kTables / 4u; i += G::kLanes) shared_word(tables() / 4u + i) = 0;
-        __syncwarp();
-        fill_names(cb, 0, tables());
-        if (block_bytes(cb) == 0u) return;
-        const PlanesBook<T> book(cb, 0);
-        T *const columns = reinterpret_cast<T *>(shared_bytes());
-        for (uint32_t column = threadIdx.x; column < book.columns; column += blockDim.x)
-#pragma unroll 4
-            for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
-                columns[rank * book.columns + column] = book.entry(column * cb.planes.num_entries + rank);
-    }
-    // Writes the names for the digits of a cluster's planes, and the entries, to shared memory. tables: the shared byte
-    // at which the names begin. Not inlined, so that a kernel contains this code once, and because registers are scarce
-    // if rows have clusters.
-    static __device__ __noinline__ void fill_names(const ibp_codebook &cb, uint32_t cluster, uint32_t tables)
-    {
-        const PlanesBook<T> book(cb, cluster);
-        const bool symbols = names_symbols(cb.planes);
-        T *const entries = reinterpret_cast<T *>(shared_bytes() + tables + entries_at(cb));
-        for (uint32_t rank = G::lane(); rank < cb.planes.num_entries; rank += G::kLanes) {
-            uint32_t at = rank;
-#pragma unroll
-            for (uint32_t p = 1; p < IBP_MAX_PLANES; p++)
-                if (rank >= book.first_of(p)) at = 16u * p + rank - book.first_of(p);
-            const T entry = cb.planes.per_column ? T{0} : book.entry(rank);
-            shared_bytes()[tables + at] = static_cast<uint8_t>(symbols ? static_cast<uint32_t>(entry) : rank);
-            if (!symbols && !cb.planes.per_column) entries[rank] = entry;
-        }
-    }
-
+    using Chunk = PlaneChunk<G, 2>;
     // The names that belong to the digits of one plane.
-    struct Names {
+    struct PlaneNames {
         uint4 table; // a byte for each digit; 0 at the escape
         // above: as in DigitSpread. low, high: eight bytes, one for each digit below 8. The byte at the escape is 0xff,
         // and all others are 0.
@@ -192,6 +113,11 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                               (second & permute_bytes(low, high, digits >> 16)) |
                                   permute_bytes(table.x, table.y, digits >> 16));
         }
+        __device__ __forceinline__ uint4 sixteen(const Chunk &chunk, uint32_t, uint32_t &from) const
+        {
+            const uint2 a = of(chunk.digits[0], from), b = of(chunk.digits[1], from);
+            return make_uint4(a.x, a.y, b.x, b.y);
+        }
         __device__ __forceinline__ uint32_t of_wide(uint32_t digits, uint32_t escaped, uint32_t below) const
         {
             const uint32_t seven = digits & 0x7777u, upper = permute_bytes(0xff00u, 0, digits >> 3 & 0x1111u);
@@ -199,11 +125,13 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                    select_bits(upper, permute_bytes(table.z, table.w, seven), permute_bytes(table.x, table.y, seven));
         }
     };
-    __device__ __forceinline__ Names names_of(uint32_t plane, uint32_t width) const
+    template <class Decoder>
+    static __device__ __forceinline__ PlaneNames names_of(const Decoder &decoder, uint32_t plane, uint32_t width)
     {
         const uint32_t escape = (1u << width) - 1u;
-        return {*reinterpret_cast<const uint4 *>(shared_bytes() + tables() + 16u * plane), DigitSpread(width).above,
-                escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u, width % 4u == 0u ? 1u : 0u};
+        return {*reinterpret_cast<const uint4 *>(shared_bytes() + decoder.names() + 16u * plane),
+                DigitSpread(width).above, escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u,
+                width % 4u == 0u ? 1u : 0u};
     }
 
     // Loads COUNT digits of a plane, beginning with digit i, each into a nibble. Only the digits before digit n are
@@ -230,20 +158,16 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         return ibp_popcount(WORDS == 1u ? escaped : escaped >> 1 | escaped_digits(digits[WORDS - 1u], spread.above));
     }
 
-    // ---- plane 1 ----
-
-    using Chunk = PlaneChunk<G, 2>;
     // Loads the lane's part of the next n digits of plane 1, and counts escapes. position: the bit at which the first
     // of these n digits begins.
-    static __device__ __forceinline__ Chunk load_chunk(const DigitSpread &spread, uint32_t position, uint32_t n)
+    static __device__ __forceinline__ Chunk load_chunk(uint32_t width, uint32_t position, uint32_t n)
     {
+        const DigitSpread spread(width);
         Chunk chunk;
         load_digits<kPerLane>(spread, position, kPerLane * G::lane(), n, chunk.digits);
         chunk.number(count_escaped(spread, chunk.digits));
         return chunk;
     }
-
-    // ---- plane 0 ----
 
     // num_escaped: number of the tile's elements whose digits of plane 0 are escapes. lower: for each step, the number
     // of these elements in lower lanes.
@@ -252,48 +176,43 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         uint32_t num_escaped, num_steps;
         Chunk chunk; // the first digits of plane 1
     };
-    // Visits plane p of a tile. In planes 0 and 1 it loads the digits. In planes 2 and 3 it writes the names of
-    // elements to level 2, and fills the list with the elements whose digits are escapes. start: the bit at which the
-    // plane begins. range: the tile's digits in this plane. Returns the number of escapes among these digits.
-    __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
-                                              Tile &tile) const
+    // Loads the tile's digits of plane 0 into shared memory.
+    template <class Decoder>
+    static __device__ __forceinline__ uint32_t load_tile(const Decoder &decoder, const PlanesBook<T> &book,
+                                                         uint32_t start, DigitRange range, Tile &tile)
     {
-        const uint32_t width = book.width_of(p), n = range.to - range.from;
-        const DigitSpread spread(width);
-        if (p == 0u) {
-            Counts counts;
-            uint32_t escaped = 0, *const kept = kept_digits();
-            // If a warp has several groups, every group goes through the steps of a complete row, even if the group has
-            // no row.
-            tile.num_steps = ((G::kPerWarp > 1 ? book.columns : n) + kStep - 1u) / kStep;
+        const DigitSpread spread(width_of(book, 0));
+        Counts counts;
+        uint32_t escaped = 0, *const kept = kept_digits(decoder.names());
+        // If a warp has several groups, every group goes through the steps of a complete row, even if the group has no
+        // row.
+        tile.num_steps = ((G::kPerWarp > 1 ? book.columns : range.to - range.from) + kStep - 1u) / kStep;
 #pragma unroll 1
-            for (uint32_t s = tile.num_steps; s-- > 0u;) {
-                uint32_t digits[kNibbles];
-                load_digits<kPerVector>(spread, start, range.from + kPerVector * G::lane() + s * kStep, range.to,
-                                        digits);
+        for (uint32_t s = tile.num_steps; s-- > 0u;) {
+            uint32_t digits[kNibbles];
+            load_digits<kPerVector>(spread, start, range.from + kPerVector * G::lane() + s * kStep, range.to, digits);
 #pragma unroll
-                for (uint32_t q = 0; q < kNibbles; q++) kept[s * G::kLanes * kNibbles + q] = digits[q];
-                const uint32_t count = count_escaped(spread, digits);
-                counts.push(count), escaped += count;
-            }
+            for (uint32_t q = 0; q < kNibbles; q++) kept[s * G::kLanes * kNibbles + q] = digits[q];
+            const uint32_t count = count_escaped(spread, digits);
+            counts.push(count), escaped += count;
+        }
 #pragma unroll
-            for (uint32_t k = 0; k < Counts::kWords; k++)
-                tile.lower.words[k] = G::inclusive_scan(counts.words[k]) - counts.words[k];
-            return tile.num_escaped = G::sum(escaped);
-        }
-        if (p >= 2u) {
-            const uint32_t escape = (1u << width) - 1u, table = tables() + 16u * p;
-            const auto digit = [&](uint32_t base) {
-                const uint32_t i = range.from + ibp_min_u32(base + G::lane(), n),
-                               bits = shared_bits(start + i * width) & escape;
-                return NamedDigit{shared_bytes()[table + bits], bits == escape};
-            };
-            return p == 2u ? levels().template name<true>(n, digit) : levels().template name<false>(n, digit);
-        }
-        tile.chunk = load_chunk(spread, start + range.from * width, n);
-        if (width == 0u) return n;
-        if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
-        return tile.chunk.num_escaped + count_escapes(start, {range.from + ibp_min_u32(n, kChunk), range.to}, width);
+        for (uint32_t k = 0; k < Counts::kWords; k++)
+            tile.lower.words[k] = G::inclusive_scan(counts.words[k]) - counts.words[k];
+        return tile.num_escaped = G::sum(escaped);
+    }
+    template <class Decoder>
+    static __device__ __forceinline__ uint32_t name_digits(const Decoder &decoder, uint32_t p, uint32_t width,
+                                                           uint32_t start, DigitRange range)
+    {
+        const uint32_t n = range.to - range.from, escape = (1u << width) - 1u, table = decoder.names() + 16u * p;
+        const auto digit = [&](uint32_t base) {
+            const uint32_t i = range.from + ibp_min_u32(base + G::lane(), n),
+                           bits = shared_bits(start + i * width) & escape;
+            return NamedDigit{shared_bytes()[table + bits], bits == escape};
+        };
+        const Levels levels = decoder.levels();
+        return p == 2u ? levels.template name<true>(n, digit) : levels.template name<false>(n, digit);
     }
     // Returns the number of escapes among the digits `range` of a plane. Not inlined, so that a kernel contains this
     // code once.
@@ -301,18 +220,89 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     {
         return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);
     }
+};
+
+// The Names of TileDecoder for codebooks of any kind: names are symbols or ranks, as names_symbols() says. BLOCK: the
+// block may have a table of all columns' entries in shared memory.
+template <class DIGITS, bool BLOCK> struct AnyNames {
+    using Digits = DIGITS;
+    using T = typename Digits::Element;
+    using G = typename Digits::Group;
+    using Decoder = TileDecoder<AnyNames>;
+    using Tile = typename Digits::Tile;
+    // If groups are parts of a warp, each thread has more registers, so that the prefetched vectors stay in registers.
+    // If these vectors were spilled to local memory, the warp would have to wait until they are loaded.
+    static constexpr uint32_t kMostThreads = G::kAnyLength     ? 512
+                                             : G::kPerWarp > 1 ? 640
+                                                               : 768,
+                              kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
+    static constexpr uint32_t kLeastLanes = sizeof(T) == 2 ? 2 : 4, kOwnVectors = 0;
+    static constexpr bool kConstantColumns = true; // the codebook may have constant columns
+    static constexpr uint32_t kPerVector = Digits::kPerVector, kNibbles = Digits::kNibbles;
+    static constexpr uint32_t kNames = (kPerVector + 3u) / 4u; // number of words of a vector's names
+
+    // Returns whether names are symbols, not ranks.
+    static __host__ __device__ __forceinline__ bool names_symbols(const ibp_planes &planes)
+    {
+        return sizeof(T) < 8 && !planes.per_column && bits_of_symbol(planes) <= 8u;
+    }
+    // Returns the size in bytes of the block's table; 0 if there is no table. For each rank, the table has the entries
+    // of all columns. At its end are at least 16 bytes of padding, which may be read.
+    static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
+    {
+        const uint32_t entries = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries,
+                       num_bytes = entries * static_cast<uint32_t>(sizeof(T)) + 16u;
+        return BLOCK && cb.planes.per_column && entries != 0u && cb.num_clusters <= 1u && num_bytes <= kMostColumnTable
+                   ? (num_bytes + 15u) / 16u * 16u
+                   : 0u;
+    }
+    // Entries are in a warp's scratch only if names are ranks of entries that all columns share.
+    static __host__ __device__ __forceinline__ uint32_t entry_bytes(const ibp_codebook &cb)
+    {
+        const uint32_t entries = cb.planes.per_column || names_symbols(cb.planes) ? 0u : cb.planes.num_entries;
+        return (entries * static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u;
+    }
+
+    // Returns the address of the entries in a warp's scratch. names: the shared byte at which the scratch begins.
+    static __device__ __forceinline__ T *entries_of(uint32_t names, const ibp_codebook &cb)
+    {
+        return reinterpret_cast<T *>(shared_bytes() + names + Decoder::entries_at(cb));
+    }
+    static __device__ __forceinline__ void begin(const ibp_codebook &cb, uint32_t names)
+    {
+        for (uint32_t i = G::lane(); i < Digits::kNameBytes / 4u; i += G::kLanes) shared_word(names / 4u + i) = 0;
+        __syncwarp();
+        fill(cb, 0, names);
+    }
+    static __device__ __forceinline__ T column_entry(const PlanesBook<T> &book, uint32_t i) { return book.entry(i); }
+    // Writes the names for the digits of a cluster's planes, and the entries, to shared memory. names: the shared byte
+    // at which the names begin. Not inlined, so that a kernel contains this code once, and because registers are scarce
+    // if rows have clusters.
+    static __device__ __noinline__ void fill(const ibp_codebook &cb, uint32_t cluster, uint32_t names)
+    {
+        const PlanesBook<T> book(cb, cluster);
+        const bool symbols = names_symbols(cb.planes);
+        T *const entries = entries_of(names, cb);
+        for (uint32_t rank = G::lane(); rank < cb.planes.num_entries; rank += G::kLanes) {
+            uint32_t at = rank;
+#pragma unroll
+            for (uint32_t p = 1; p < IBP_MAX_PLANES; p++)
+                if (rank >= book.first_of(p)) at = 16u * p + rank - book.first_of(p);
+            const T entry = cb.planes.per_column ? T{0} : book.entry(rank);
+            shared_bytes()[names + at] = static_cast<uint8_t>(symbols ? static_cast<uint32_t>(entry) : rank);
+            if (!symbols && !cb.planes.per_column) entries[rank] = entry;
+        }
+    }
+
+    static __device__ __forceinline__ uint32_t raw_name(const PlanesBook<T> &book, uint32_t first_raw, uint32_t i)
+    {
+        const uint32_t num_bits = book.symbol_bits;
+        return names_symbols(book.planes) ? low_bits(shared_bits(first_raw + i * num_bits), num_bits)
+                                          : uint32_t{kRawRank};
+    }
 
     // ---- symbols and residuals ----
 
-    // Spreads a vector's names, which are symbols, over four words. Each name goes to the low bits of its element.
-    static __device__ __forceinline__ void spread_names(const uint32_t (&names)[kNames], uint32_t (&words)[4])
-    {
-#pragma unroll
-        for (uint32_t k = 0; k < 4u; k++)
-            words[k] = sizeof(T) == 1   ? names[k % kNames]
-                       : sizeof(T) == 2 ? permute_bytes(names[k / 2u % kNames], 0, k % 2u ? 0x4342 : 0x4140)
-                                        : permute_bytes(names[0], 0, 0x4440u + k);
-    }
     // Looks up the symbols of a vector by their ranks, and returns each symbol in the low bits of its element. If the
     // rank stands for a raw symbol, the result is unspecified. entry(e, rank): returns the entry of element e with this
     // rank.
@@ -322,7 +312,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         uint32_t words[4] = {};
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) {
-            const T symbol = entry(e, permute_bytes(all[e / 4u] & ~kRaws, 0, 0x4440u + e % 4u));
+            const T symbol = entry(e, permute_bytes(all[e / 4u] & ~kRawRanks, 0, 0x4440u + e % 4u));
             words[sizeof(T) * e / 4u] |= static_cast<uint32_t>(symbol) << 8u * sizeof(T) * e % 32u;
             if (sizeof(T) == 8) words[2u * e + 1u] = static_cast<uint32_t>(uint64_t{symbol} >> 32);
         }
@@ -347,10 +337,10 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     // Combines the symbols of a vector with their residuals. position: the bit at which the first residual begins.
     // NIBBLES: elements have one byte, and residuals have four bits.
     template <bool NIBBLES>
-    __device__ __forceinline__ void join(const PlanesBook<T> &book, const Joined &with, uint32_t position,
-                                         uint32_t (&words)[4]) const
+    static __device__ __forceinline__ void join(const PlanesBook<T> &book, const Joined &with, uint32_t position,
+                                                uint32_t (&words)[4])
     {
-        const uint32_t r = NIBBLES ? 4u : cb.planes.residual_bits;
+        const uint32_t r = NIBBLES ? 4u : book.planes.residual_bits;
         const Cursor cursor{&shared_word(position / 32u), position};
         if constexpr (sizeof(T) == 8) {
 #pragma unroll
@@ -391,21 +381,23 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     // Finds the names of a tile's elements from plane 0 and level 1, and stores the tile's vectors. units: the result
     // of window.is_units; false if there are constant columns. All lanes of a warp must call this together.
     template <Known KNOWN>
-    __device__ __forceinline__ void store_vectors(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
-                                                  uint32_t tile_start, uint32_t n, const Window &window,
-                                                  bool units) const
+    static __device__ __forceinline__ void store_vectors(const Decoder &decoder, const PlanesBook<T> &book,
+                                                         const ValueParts &parts, const Tile &tile, uint32_t tile_start,
+                                                         uint32_t n, const Window &window, bool units)
     {
+        constexpr uint32_t kSteps = Digits::kSteps, kStep = Digits::kStep;
+        const ibp_codebook &cb = decoder.cb;
         const uint32_t first = tile_start + kPerVector * G::lane();
         const bool symbols = KNOWN == kNothing ? names_symbols(cb.planes) : KNOWN != kEntries,
                    per_column = KNOWN == kNothing && cb.planes.per_column;
         const DigitRange raw = parts.mine[IBP_MAX_PLANES];
         const bool any_raw = !symbols && __any_sync(kAllLanes, raw.from != raw.to);
         RawPlace place{parts.residuals, parts.digits[IBP_MAX_PLANES], raw.from};
-        const Names names = in_registers(names_of(0, book.width_of(0)));
+        const auto names = in_registers(Digits::names_of(decoder, 0, book.width_of(0)));
         const Joined with = in_registers(Joined(cb.planes));
-        Counts lower = tile.lower;
-        uint32_t step_names = levels().level1; // the shared byte at which the step's names of level 1 begin
-        const uint32_t *const kept = kept_digits();
+        auto lower = tile.lower;
+        uint32_t step_names = decoder.levels().level1; // the shared byte at which the step's names of level 1 begin
+        const uint32_t *const kept = Digits::kept_digits(decoder.names());
 #pragma unroll(sizeof(T) == 8 ? kSteps : 1)
         for (uint32_t s = 0; s < kSteps; s++) {
             if (s >= tile.num_steps) break;
@@ -419,15 +411,16 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                     named[2u * q % kNames] = eight.x;
                     if (kPerVector > 4u) named[(2u * q + 1u) % kNames] = eight.y;
                 }
+                const uint4 four = make_uint4(named[0], named[1u % kNames], named[2u % kNames], named[3u % kNames]);
                 if (symbols) {
-                    spread_names(named, words);
+#pragma unroll
+                    for (uint32_t k = 0; k < 4u; k++) words[k] = symbols_of_word<T>(four, k);
                 } else {
-                    const uint4 ranks =
-                        make_uint4(named[0], named[1u % kNames], named[2u % kNames], named[3u % kNames]);
                     const uint4 found = cb.planes.num_entries == 0u ? make_uint4(0, 0, 0, 0)
-                                        : per_column
-                                            ? look_up_columns(cb, book.entries, i, ranks)
-                                            : look_up(ranks, [&](uint32_t, uint32_t rank) { return entries()[rank]; });
+                                        : per_column                ? look_up_columns(cb, book.entries, i, four)
+                                                                    : look_up(four, [&](uint32_t, uint32_t rank) {
+                                                           return entries_of(decoder.names(), cb)[rank];
+                                                       });
                     words[0] = found.x, words[1] = found.y, words[2] = found.z, words[3] = found.w;
                     if (any_raw) raws = raws_of(named) & low_bits(~0u, n - i);
                 }
@@ -439,51 +432,25 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                 place.before = put_raw_elements<T, G, 1>(cb, window, place, i, raws);
         }
     }
-    // Finds the names of a tile's elements, from raw symbols back to plane 0, and stores the elements. All lanes of a
-    // warp must call this together.
-    __device__ __forceinline__ void store(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
-                                          uint32_t tile_start, uint32_t n, const Window &window) const
+    // Stores a tile's elements (TileDecoder). All lanes of a warp must call this together.
+    static __device__ __forceinline__ void store(const Decoder &decoder, const PlanesBook<T> &book,
+                                                 const ValueParts &parts, const Tile &tile, uint32_t tile_start,
+                                                 uint32_t n, const Window &window)
     {
-        const DigitRange raw = parts.mine[IBP_MAX_PLANES];
-        const uint32_t width = book.width_of(1);
-        const uint32_t position = parts.digits[1] + parts.mine[1].from * width,
-                       first_raw = parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits;
-        const bool symbols = names_symbols(cb.planes);
-        levels().name_raw(raw.to - raw.from, cb.planes.num_planes > 2u, [&](uint32_t i) {
-            return symbols ? low_bits(shared_bits(first_raw + i * book.symbol_bits), book.symbol_bits) : uint32_t{kRaw};
-        });
-        const Names names = names_of(1, width);
-        levels().name_plane1(
-            tile.num_escaped, tile.chunk,
-            [&](uint32_t base, uint32_t left) { return load_chunk(DigitSpread(width), position + base * width, left); },
-            [&](const Chunk &chunk, uint32_t, uint32_t &from) {
-                const uint2 a = names.of(chunk.digits[0], from), b = names.of(chunk.digits[1], from);
-                return make_uint4(a.x, a.y, b.x, b.y);
-            });
+        const ibp_codebook &cb = decoder.cb;
         const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16);
         if (cb.planes.per_column || G::any(!units && n != 0u))
-            store_vectors<kNothing>(book, parts, tile, tile_start, n, window, units);
-        else if (sizeof(T) == 1 ? cb.planes.residual_bits == 4u : !symbols)
-            store_vectors<sizeof(T) == 1 ? kHalves : kEntries>(book, parts, tile, tile_start, n, window, units);
+            store_vectors<kNothing>(decoder, book, parts, tile, tile_start, n, window, units);
+        else if (sizeof(T) == 1 ? cb.planes.residual_bits == 4u : !names_symbols(cb.planes))
+            store_vectors<sizeof(T) == 1 ? kHalves : kEntries>(decoder, book, parts, tile, tile_start, n, window,
+                                                               units);
         else
-            store_vectors<kSymbols>(book, parts, tile, tile_start, n, window, units);
-    }
-
-    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
-    // Returns whether the coded row takes exactly coded_bytes bytes.
-    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
-                                           uint32_t coded_bytes, const Window &window) const
-    {
-        put_template<G>(cb.planes, active, window);
-        const PlanesBook<T> book(cb, cluster);
-        if (cb.num_clusters > 1u) {
-            __syncwarp();
-            fill_names(cb, cluster, tables());
-            __syncwarp();
-        }
-        return decode_tiles(*this, book, active, start_bit, coded_bytes, window);
+            store_vectors<kSymbols>(decoder, book, parts, tile, tile_start, n, window, units);
     }
 };
+
+// The decoder of rows as described above.
+template <typename T, class G, bool BLOCK> using DenseDecoder = TileDecoder<AnyNames<AnyDigits<T, G>, BLOCK>>;
 
 } // namespace ibp
 

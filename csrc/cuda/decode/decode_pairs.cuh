@@ -31,136 +31,36 @@
 
 namespace ibp {
 
-// A decoder of rows as described above. COLUMNS: every column has its own entries. FIRST: number of bits of a digit of
-// plane 0.
-template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDecoder {
-    static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS), "the joins that there are");
+// The Digits of TileDecoder if digits of plane 0 have FIRST bits, and digits of all other planes two bits. A lane keeps
+// its digits of planes 0 and 1 in registers. STEPS: number of vectors of 16 bytes that a lane has in a tile.
+template <typename T, class G, uint32_t FIRST, uint32_t STEPS> struct PairDigits {
     static_assert(FIRST == 2 || (FIRST == 3 && sizeof(T) == 1), "the digits that there are");
+    using Element = T;
     using Group = G;
     static constexpr uint32_t kFirstBits = FIRST;
-    // Shared memory has room for only two groups that decode rows of any length, so 512 threads are enough, and each
-    // thread can have more registers. A group of more than 8 warps is a whole block. Decoders that need at most 72
-    // registers get blocks of more threads.
-    static constexpr uint32_t kMostThreads = G::kAnyLength                ? 512
-                                             : G::kWarps > 8              ? 1024
-                                             : sizeof(T) == 2 && !COLUMNS ? 896
-                                             : FIRST == 3                 ? 640
-                                                                          : 768;
-    static constexpr uint32_t kVectors = G::kAnyLength                        ? 8
-                                         : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
-                                         : G::kWarps > 8                      ? 3
-                                                                              : 4;
-    // Elements of one byte, and elements of two bytes with entries for each column, come in rows of many lengths, such
-    // as heads and tokens of KV-caches. If the group is a part of a warp, a lane takes up to six vectors of such rows.
-    static constexpr uint32_t
-        kLaneVectors = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4,
-        kLeastLanes = sizeof(T) == 2 && !COLUMNS ? 2 : 4, kOwnVectors = FIRST == 3 && G::kPerWarp > 1 ? 1 : 0;
     // Number of words of digits of plane 1 that a lane takes at a time. If elements are bytes and digits have two bits,
     // about a quarter of the elements reach plane 1, so a lane takes two words.
     static constexpr uint32_t kChunkWords = sizeof(T) == 1 && FIRST == 2 && G::kPerWarp > 1 ? 2 : 1;
-    using Levels = TileLevels<T, G, kLaneVectors, kChunkWords>;
-    static constexpr uint32_t kPerVector = Levels::kPerVector, kPerWord = 4u / sizeof(T), kSteps = Levels::kSteps,
-                              kStep = Levels::kStep, kTile = Levels::kTile, kPerLane = Levels::kPerLane,
-                              kChunk = Levels::kChunk;
+    using Levels = TileLevels<T, G, STEPS, kChunkWords>;
+    static constexpr uint32_t kPerVector = Levels::kPerVector, kSteps = Levels::kSteps, kStep = Levels::kStep,
+                              kTile = Levels::kTile, kPerLane = Levels::kPerLane;
     // kDigitWords: number of words that hold a vector's digits. A digit has a pair of bits or, if digits of plane 0
-    // have three bits, a nibble. kEntryWords: number of words of entries, one for each plane; if digits of plane 0 have
+    // have three bits, a nibble. kEntryWords: number of words of names, one for each plane; if digits of plane 0 have
     // three bits, plane 0 has a second word, which is the last one.
     static constexpr uint32_t kDigitWords = FIRST - 1u, kDigitBits = 2u * kDigitWords,
                               kEntryWords = IBP_MAX_PLANES + FIRST - 2u;
-    static constexpr uint32_t kEntries = (4u * kEntryWords + 15u) / 16u * 16u;
-    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank that means a raw symbol, and four such ranks
-    static constexpr uint32_t kMostTable = 32u << 10;          // largest size in bytes of a block's table
+    static constexpr uint32_t kNameBytes = (4u * kEntryWords + 15u) / 16u * 16u, kKeptBytes = 0;
 
-    const ibp_codebook &cb;
-    const uint32_t scratch; // the shared byte at which the group's scratch begins
-
-    // Returns whether a fixed permutation of bytes or nibbles can combine symbols and residuals into elements. This is
-    // so if a residual is one byte of a rotated element of two bytes (BF16), three bytes of an element of four bytes,
-    // or four bits of an element of one byte.
-    static __host__ __device__ __forceinline__ bool is_simple(const ibp_planes &planes)
+    static __device__ __forceinline__ uint32_t width_of(const PlanesBook<T> &, uint32_t p)
     {
-        if (sizeof(T) != 2 && planes.invariant_bits != 0u) return false;
-        if (sizeof(T) == 1) return planes.residual_bits == 4u;
-        return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
+        return p == 0u ? FIRST : 2u;
     }
 
-    // Returns the size in bytes of the block's table; 0 if there is no table. For each rank, the table has the entries
-    // of all columns, one byte each. At its end are at least 16 bytes of padding, which may be read.
-    static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
-    {
-        const uint32_t num_bytes = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries + 16u;
-        return COLUMNS && cb.num_clusters <= 1u && num_bytes <= kMostTable ? num_bytes / 16u * 16u + 16u : 0u;
-    }
-    // The scratch of a group in shared memory: a part for each warp, and then the words through which the warps
-    // exchange counts.
-    //
-    //     each warp's part    | entries: one word for each plane, 0 at the escape | levels (tiles.cuh) |
-    static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
-    {
-        return kEntries + Levels::num_bytes(cb);
-    }
-    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
-    {
-        return G::kWarps * warp_bytes(cb) + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
-    }
-    static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb)
-    {
-        static_assert(G::kWarps == 1 && !G::kAnyLength, "one tile");
-        return kEntries + Levels::kept_bytes(cb);
-    }
-    __device__ __forceinline__ uint32_t entries() const { return scratch + G::warp() * warp_bytes(cb); }
-    __device__ __forceinline__ Levels levels() const { return {entries() + kEntries, Levels::most_of(cb)}; }
-    __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
-    __device__ __forceinline__ uint32_t entries_of(uint32_t plane) const { return shared_word(entries() / 4u + plane); }
-
-    __device__ __forceinline__ PairsDecoder(const ibp_codebook &codebook, uint32_t shared)
-        : cb(codebook), scratch(shared)
-    {
-        const PlanesBook<T> book(cb, 0);
-        if (cb.num_clusters <= 1u) fill_entries(cb, 0, entries());
-        if (block_bytes(cb) == 0u) return;
-        for (uint32_t column = threadIdx.x; column < book.columns; column += blockDim.x)
-#pragma unroll 4
-            for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
-                shared_bytes()[rank * book.columns + column] = book.entries[column * cb.planes.num_entries + rank];
-    }
-    // Returns the name of a symbol: its low byte, rotated back if symbols_turn() is true. If elements are bytes, the
-    // name is the element that has this symbol and a residual of 0.
-    static __device__ __forceinline__ uint32_t name_of(const ibp_planes &planes, uint32_t symbol)
-    {
-        if (sizeof(T) > 1 && symbols_turn(planes)) symbol = (symbol & 0xffu) * 0x101u >> 1;
-        return (sizeof(T) == 1 ? WordJoin<T>(planes).word(symbol, 0) : symbol) & 0xffu;
-    }
-    // Returns whether names are symbols that have been rotated back, as they are for BF16. Then the symbols and
-    // residuals of four elements are first combined into four lower bytes and four upper bytes, which are then paired
-    // to form elements.
-    static __device__ __forceinline__ bool symbols_turn(const ibp_planes &planes)
-    {
-        return sizeof(T) == 2 && !COLUMNS && is_simple(planes);
-    }
-    // Writes the names of a cluster's entries to shared memory: a word for each plane, and a second word for plane 0 if
-    // its digits have three bits. Not inlined, because registers are scarce if rows have clusters.
-    static __device__ __noinline__ void fill_entries(const ibp_codebook &cb, uint32_t cluster, uint32_t entries)
-    {
-        const PlanesBook<T> book(cb, cluster);
-        constexpr uint32_t kEscape = (1u << FIRST) - 1u; // the escape of plane 0
-#pragma unroll 1
-        for (uint32_t word = G::lane(); word < kEntryWords; word += G::kLanes) {
-            const uint32_t plane = word % IBP_MAX_PLANES, first = plane == 0u ? word : kEscape + 3u * (plane - 1u),
-                           count = word == 0u ? ibp_min_u32(kEscape, 4u) : 3u;
-            uint32_t bytes = 0;
-            for (uint32_t i = 0; i < count && plane < cb.planes.num_planes; i++) {
-                const uint32_t rank = first + i;
-                bytes |= (COLUMNS ? rank : name_of(cb.planes, static_cast<uint32_t>(book.entry(rank)))) << 8u * i;
-            }
-            shared_word(entries / 4u + word) = bytes;
-        }
-    }
-
-    // The entries of one plane. symbols() returns the names of eight digits, one byte each. from: the shared byte at
-    // which the names of the escaped digits begin. order: nibble k is the index of the name that digit k takes if it is
-    // an escape.
-    struct Entries {
+    using Chunk = PlaneChunk<G, kChunkWords>;
+    // The names of one plane's digits. symbols() returns the names of eight digits, one byte each. from: the byte of
+    // shared memory at which the names of the escaped digits begin. order: nibble k is the index of the name that digit
+    // k takes if it is an escape.
+    struct PlaneNames {
         uint32_t named, then; // the names of digits 0 to 3, and of digits 4 to 7, one byte each
 
         // For digits of two bits. escaped: bit 0 is set in every nibble that is an escape. In the selector, the nibble
@@ -183,28 +83,35 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
                               (permute_bytes(x.x, x.y, order >> 16) & permute_bytes(0u, escape, digits >> 16)) |
                                   permute_bytes(named, then, digits >> 16));
         }
+        // Returns the names of 16 digits of two bits, which are word `part` of a chunk. from: as above; the function
+        // advances it past these names.
+        __device__ __forceinline__ uint4 sixteen(const Chunk &chunk, uint32_t part, uint32_t &from) const
+        {
+            return sixteen(chunk.digits[part], from);
+        }
+        __device__ __forceinline__ uint4 sixteen(uint32_t digits, uint32_t &from) const
+        {
+            const uint32_t low = spread_pairs<false>(digits), high = spread_pairs<true>(digits),
+                           low_escaped = escaped_nibbles(low), low_order = order_of(low_escaped),
+                           high_escaped = escaped_nibbles(high), high_order = order_of(high_escaped);
+            const uint2 a = symbols(low, low_escaped, low_order, from);
+            from += count_of(low_escaped, low_order);
+            const uint2 b = symbols(high, high_escaped, high_order, from);
+            from += count_of(high_escaped, high_order);
+            return make_uint4(a.x, a.y, b.x, b.y);
+        }
     };
 
-    __device__ __forceinline__ Entries entries_at(uint32_t plane) const
+    template <class Decoder>
+    static __device__ __forceinline__ PlaneNames names_of(const Decoder &decoder, uint32_t plane, uint32_t)
     {
-        return {entries_of(plane), FIRST == 3 && plane == 0u ? entries_of(IBP_MAX_PLANES) : 0u};
+        const uint32_t first = decoder.names() / 4u;
+        return {shared_word(first + plane), FIRST == 3 && plane == 0u ? shared_word(first + IBP_MAX_PLANES) : 0u};
     }
 
-    __device__ __forceinline__ uint32_t symbol_bits() const
-    {
-        return 8u * sizeof(T) - (sizeof(T) == 2 ? 0u : cb.planes.invariant_bits) - cb.planes.residual_bits;
-    }
-    __device__ __forceinline__ uint32_t raw_symbol(uint32_t position) const
-    {
-        return low_bits(shared_bits(position), symbol_bits());
-    }
-
-    // ---- plane 1 ----
-
-    using Chunk = PlaneChunk<G, kChunkWords>;
     // Loads the lane's part of the next n digits of plane 1, and counts escapes. position: the bit at which the first
     // of these n digits begins.
-    static __device__ __forceinline__ Chunk load_chunk(uint32_t position, uint32_t n)
+    static __device__ __forceinline__ Chunk load_chunk(uint32_t, uint32_t position, uint32_t n)
     {
         const uint32_t first = ibp_min_u32(kPerLane * G::lane(), n);
         const Cursor cursor{&shared_word((position + 2u * first) / 32u), position + 2u * first};
@@ -218,21 +125,6 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         chunk.number(ibp_popcount(escaped));
         return chunk;
     }
-    // Returns the names of 16 digits. from: the shared byte at which the names of the escaped digits begin; the
-    // function advances it past these names.
-    static __device__ __forceinline__ uint4 symbols_of(const Entries &entries, uint32_t digits, uint32_t &from)
-    {
-        const uint32_t low = spread_pairs<false>(digits), high = spread_pairs<true>(digits),
-                       low_escaped = escaped_nibbles(low), low_order = order_of(low_escaped),
-                       high_escaped = escaped_nibbles(high), high_order = order_of(high_escaped);
-        const uint2 a = entries.symbols(low, low_escaped, low_order, from);
-        from += count_of(low_escaped, low_order);
-        const uint2 b = entries.symbols(high, high_escaped, high_order, from);
-        from += count_of(high_escaped, high_order);
-        return make_uint4(a.x, a.y, b.x, b.y);
-    }
-
-    // ---- plane 0 ----
 
     // A lane's digits of plane 0 in a tile. before[s]: the shared byte at which the names of the lane's escaped
     // elements of step s begin. num_escaped: number of escapes among the tile's digits of plane 0.
@@ -240,11 +132,12 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         uint32_t digits[kSteps][kDigitWords], before[kSteps], num_escaped;
         Chunk chunk; // the first digits of plane 1
     };
-    // Loads a lane's digits of plane 0 in a tile, which has the elements tile_start to n - 1, and counts escapes.
-    // plane: the bit at which plane 0 begins.
-    __device__ __forceinline__ void load_tile(uint32_t plane, uint32_t columns, uint32_t tile_start, uint32_t n,
-                                              Tile &tile) const
+    // Loads a lane's digits of plane 0 in a tile into registers. plane: the bit at which plane 0 begins.
+    template <class Decoder>
+    static __device__ __forceinline__ uint32_t load_tile(const Decoder &decoder, const PlanesBook<T> &book,
+                                                         uint32_t plane, DigitRange range, Tile &tile)
     {
+        const uint32_t columns = book.columns, tile_start = range.from, n = range.to;
         const uint32_t first = tile_start + kPerVector * G::lane();
         StepCounts<G, kStep, kSteps> counts;
         if (FIRST == 2 && tile_start + kTile <= n) {
@@ -261,7 +154,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
                 for (uint32_t w = 0; w < kDigitWords; w++) tile.digits[s][w] = 0;
                 if (s != 0u && s * kStep >= columns) continue; // no lane has elements in this step
                 const uint32_t word = position / 32u + s * kStep * FIRST / 32u;
-                const Cursor cursor{&shared_word(G::kWarps > 1 ? ibp_min_u32(word, scratch / 4u - 2u) : word),
+                const Cursor cursor{&shared_word(G::kWarps > 1 ? ibp_min_u32(word, decoder.scratch / 4u - 2u) : word),
                                     position};
                 const uint32_t low = cursor.word(0), any = left > s * kStep ? ~0u : 0u;
                 tile.digits[s][0] = (FIRST == 2 ? low : spread_triples(low)) & any;
@@ -281,7 +174,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         }
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) counts.add(s, ibp_popcount(escaped_of_vector(tile.digits[s])));
-        tile.num_escaped = counts.number(levels().level1, columns, tile.before);
+        return tile.num_escaped = counts.number(decoder.levels().level1, columns, tile.before);
     }
     // Returns a word that has one bit set for each escape among a vector's digits.
     static __device__ __forceinline__ uint32_t escaped_of_vector(const uint32_t (&digits)[kDigitWords])
@@ -291,61 +184,154 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     }
     static_assert(kStep * FIRST % 32 == 0, "vectors of a lane are whole words of digits apart");
 
-    // Visits plane p of a tile. In planes 0 and 1 it loads the digits. In planes 2 and 3 it writes the names of
-    // elements to level 2, and fills the list with the elements whose digits are escapes. start: the bit at which the
-    // plane begins. range: the tile's digits in this plane. Returns the number of escapes among these digits.
-    __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
-                                              Tile &tile) const
+    template <class Decoder>
+    static __device__ __forceinline__ uint32_t name_digits(const Decoder &decoder, uint32_t p, uint32_t, uint32_t start,
+                                                           DigitRange range)
     {
-        const uint32_t n = range.to - range.from;
-        if (p == 0u) {
-            load_tile(start, book.columns, range.from, range.to, tile);
-            return tile.num_escaped;
-        }
-        if (p >= 2u) {
-            const uint32_t first = range.from + G::lane(), entries = entries_of(p);
-            if (p == 2u && sizeof(T) == 1 && G::kPerWarp > 1)
-                return levels().name_fours(
-                    n,
-                    [&](uint32_t i, uint32_t left) {
-                        return low_bits(shared_bits(start + 2u * i), 2u * ibp_min_u32(left, 4u));
-                    },
-                    [&](uint32_t digits) { return permute_bytes(entries, 0, digits); });
-            const auto digit = [&](uint32_t base) {
-                const uint32_t i = first + base, bits = shared_bytes()[start / 8u + i / 4u] >> 2u * (i % 4u) & 3u;
-                return NamedDigit{permute_bytes(entries, 0, bits), bits == 3u};
-            };
-            return p == 2u ? levels().template name<true>(n, digit) : levels().template name<false>(n, digit);
-        }
-        tile.chunk = load_chunk(start + 2u * range.from, ibp_min_u32(n, kChunk));
-        if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
-        return tile.chunk.num_escaped + count_escapes(start, {range.from + ibp_min_u32(n, kChunk), range.to}, 2);
+        const Levels levels = decoder.levels();
+        const uint32_t first = range.from + G::lane(), n = range.to - range.from,
+                       names = shared_word(decoder.names() / 4u + p);
+        if (p == 2u && sizeof(T) == 1 && G::kPerWarp > 1)
+            return levels.name_fours(
+                n,
+                [&](uint32_t i, uint32_t left) {
+                    return low_bits(shared_bits(start + 2u * i), 2u * ibp_min_u32(left, 4u));
+                },
+                [&](uint32_t digits) { return permute_bytes(names, 0, digits); });
+        const auto digit = [&](uint32_t base) {
+            const uint32_t i = first + base, bits = shared_bytes()[start / 8u + i / 4u] >> 2u * (i % 4u) & 3u;
+            return NamedDigit{permute_bytes(names, 0, bits), bits == 3u};
+        };
+        return p == 2u ? levels.template name<true>(n, digit) : levels.template name<false>(n, digit);
     }
     static __device__ __forceinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
         return PlanesBook<T>::template count_escapes<G>(start, range, FIRST == 2 ? 2u : num_bits);
     }
 
-    // ---- ranks ----
-
     // Returns the names of a lane's elements in step s of a tile: symbols, or ranks if every column has its own
     // entries.
-    static __device__ __forceinline__ uint4 bytes_of(const Entries &entries, const Tile &tile, uint32_t s)
+    static __device__ __forceinline__ uint4 names_of_step(const PlaneNames &names, const Tile &tile, uint32_t s)
     {
         uint32_t from = tile.before[s];
         if constexpr (FIRST == 3) {
             const uint32_t low = tile.digits[s][0], high = tile.digits[s][1], escaped = escaped_triples(low),
                            order = escaped * 0x22222222u;
-            const uint2 a = entries.symbols(low, order, from);
+            const uint2 a = names.symbols(low, order, from);
             from += (order >> 28) + (escaped >> 31);
-            const uint2 b = entries.symbols(high, escaped_triples(high) * 0x22222222u, from);
+            const uint2 b = names.symbols(high, escaped_triples(high) * 0x22222222u, from);
             return make_uint4(a.x, a.y, b.x, b.y);
         }
-        if (kPerVector > 8u) return symbols_of(entries, tile.digits[s][0], from);
+        if (kPerVector > 8u) return names.sixteen(tile.digits[s][0], from);
         const uint32_t digits = spread_pairs<false>(tile.digits[s][0]), escaped = escaped_nibbles(digits);
-        const uint2 low = entries.symbols(digits, escaped, order_of(escaped), from);
+        const uint2 low = names.symbols(digits, escaped, order_of(escaped), from);
         return make_uint4(low.x, low.y, 0, 0);
     }
+};
+
+// The Names of TileDecoder for these digits: symbols, or ranks if every column has its own entries (COLUMNS).
+template <class DIGITS, bool COLUMNS> struct PairNames {
+    using Digits = DIGITS;
+    using T = typename Digits::Element;
+    using G = typename Digits::Group;
+    using Decoder = TileDecoder<PairNames>;
+    using Tile = typename Digits::Tile;
+    using PlaneNames = typename Digits::PlaneNames;
+    static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS), "the joins that there are");
+    // Shared memory has room for only two groups that decode rows of any length, so 512 threads are enough, and each
+    // thread can have more registers. A group of more than 8 warps is a whole block. Decoders that need at most 72
+    // registers get blocks of more threads.
+    static constexpr uint32_t kMostThreads = G::kAnyLength                ? 512
+                                             : G::kWarps > 8              ? 1024
+                                             : sizeof(T) == 2 && !COLUMNS ? 896
+                                             : Digits::kFirstBits == 3    ? 640
+                                                                          : 768;
+    static constexpr uint32_t kVectors = G::kAnyLength                        ? 8
+                                         : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
+                                         : G::kWarps > 8                      ? 3
+                                                                              : 4;
+    static constexpr uint32_t kLeastLanes = sizeof(T) == 2 && !COLUMNS ? 2 : 4,
+                              kOwnVectors = Digits::kFirstBits == 3 && G::kPerWarp > 1 ? 1 : 0;
+    static constexpr bool kConstantColumns = false;
+    static constexpr uint32_t kPerVector = Digits::kPerVector, kPerWord = 4u / sizeof(T), kSteps = Digits::kSteps,
+                              kStep = Digits::kStep;
+
+    // Returns whether a fixed permutation of bytes or nibbles can combine symbols and residuals into elements. This is
+    // so if a residual is one byte of a rotated element of two bytes (BF16), three bytes of an element of four bytes,
+    // or four bits of an element of one byte.
+    static __host__ __device__ __forceinline__ bool is_simple(const ibp_planes &planes)
+    {
+        if (sizeof(T) != 2 && planes.invariant_bits != 0u) return false;
+        if (sizeof(T) == 1) return planes.residual_bits == 4u;
+        return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
+    }
+
+    // Returns the size in bytes of the block's table; 0 if there is no table. For each rank, the table has the entries
+    // of all columns, one byte each. At its end are at least 16 bytes of padding, which may be read.
+    static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
+    {
+        const uint32_t num_bytes = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries + 16u;
+        return COLUMNS && cb.num_clusters <= 1u && num_bytes <= kMostColumnTable ? num_bytes / 16u * 16u + 16u : 0u;
+    }
+    static __host__ __device__ __forceinline__ uint32_t entry_bytes(const ibp_codebook &) { return 0; }
+
+    static __device__ __forceinline__ void begin(const ibp_codebook &cb, uint32_t names)
+    {
+        if (cb.num_clusters <= 1u) fill(cb, 0, names);
+    }
+    static __device__ __forceinline__ uint8_t column_entry(const PlanesBook<T> &book, uint32_t i)
+    {
+        return book.entries[i];
+    }
+    // Returns the name of a symbol: its low byte, rotated back if symbols_turn() is true. If elements are bytes, the
+    // name is the element that has this symbol and a residual of 0.
+    static __device__ __forceinline__ uint32_t name_of(const ibp_planes &planes, uint32_t symbol)
+    {
+        if (sizeof(T) > 1 && symbols_turn(planes)) symbol = (symbol & 0xffu) * 0x101u >> 1;
+        return (sizeof(T) == 1 ? WordJoin<T>(planes).word(symbol, 0) : symbol) & 0xffu;
+    }
+    // Returns whether names are symbols that have been rotated back, as they are for BF16. Then the symbols and
+    // residuals of four elements are first combined into four lower bytes and four upper bytes, which are then paired
+    // to form elements.
+    static __device__ __forceinline__ bool symbols_turn(const ibp_planes &planes)
+    {
+        return sizeof(T) == 2 && !COLUMNS && is_simple(planes);
+    }
+    // Writes the names of a cluster's entries to shared memory: a word for each plane, and a second word for plane 0 if
+    // its digits have three bits. Not inlined, because registers are scarce if rows have clusters.
+    static __device__ __noinline__ void fill(const ibp_codebook &cb, uint32_t cluster, uint32_t names)
+    {
+        const PlanesBook<T> book(cb, cluster);
+        constexpr uint32_t kEscape = (1u << Digits::kFirstBits) - 1u; // the escape of plane 0
+#pragma unroll 1
+        for (uint32_t word = G::lane(); word < Digits::kEntryWords; word += G::kLanes) {
+            const uint32_t plane = word % IBP_MAX_PLANES, first = plane == 0u ? word : kEscape + 3u * (plane - 1u),
+                           count = word == 0u ? ibp_min_u32(kEscape, 4u) : 3u;
+            uint32_t bytes = 0;
+            for (uint32_t i = 0; i < count && plane < cb.planes.num_planes; i++) {
+                const uint32_t rank = first + i;
+                bytes |= (COLUMNS ? rank : name_of(cb.planes, static_cast<uint32_t>(book.entry(rank)))) << 8u * i;
+            }
+            shared_word(names / 4u + word) = bytes;
+        }
+    }
+
+    static __device__ __forceinline__ uint32_t symbol_bits(const ibp_planes &planes)
+    {
+        return 8u * sizeof(T) - (sizeof(T) == 2 ? 0u : planes.invariant_bits) - planes.residual_bits;
+    }
+    static __device__ __forceinline__ uint32_t raw_symbol(const ibp_planes &planes, uint32_t position)
+    {
+        return low_bits(shared_bits(position), symbol_bits(planes));
+    }
+    static __device__ __forceinline__ uint32_t raw_name(const PlanesBook<T> &book, uint32_t first_raw, uint32_t i)
+    {
+        const ibp_planes &planes = book.planes;
+        return COLUMNS ? uint32_t{kRawRank} : name_of(planes, raw_symbol(planes, first_raw + i * symbol_bits(planes)));
+    }
+
+    // ---- ranks ----
+
     // bytes: the ranks of a lane's elements in each step of a tile. any_raw: whether any element of the warp has a raw
     // symbol. If so, raw_before[s] is the number of raw symbols in the row before the lane's first one in step s.
     struct Ranks {
@@ -355,18 +341,19 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     };
     // Returns the ranks of a lane's elements. raw: the tile's range of the row's raw symbols. All lanes of a warp must
     // call this together.
-    __device__ __forceinline__ Ranks ranks_of(uint32_t columns, const Tile &tile, DigitRange raw) const
+    static __device__ __forceinline__ Ranks ranks_of(const Decoder &decoder, uint32_t columns, const Tile &tile,
+                                                     DigitRange raw)
     {
-        const Entries entries = entries_at(0);
+        const PlaneNames names = Digits::names_of(decoder, 0, Digits::kFirstBits);
         Ranks ranks{};
         StepCounts<G, kStep, kSteps> counts;
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
             if (s != 0u && s * kStep >= columns) continue; // no lane has elements in this step
-            const uint4 bytes = bytes_of(entries, tile, s);
+            const uint4 bytes = Digits::names_of_step(names, tile, s);
             ranks.bytes[s] = make_uint2(bytes.x, bytes.y);
-            const uint32_t of_y = kPerVector > 4u ? ibp_popcount(bytes.y & kRaws) : 0u;
-            counts.add(s, ibp_popcount(bytes.x & kRaws) + of_y);
+            const uint32_t of_y = kPerVector > 4u ? ibp_popcount(bytes.y & kRawRanks) : 0u;
+            counts.add(s, ibp_popcount(bytes.x & kRawRanks) + of_y);
         }
         ranks.any_raw = G::any(raw.from != raw.to);
         if (ranks.any_raw) counts.number(raw.from, columns, ranks.raw_before);
@@ -375,10 +362,11 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
 
     // Looks up the symbols of four consecutive columns by their ranks. Returns the symbols, one byte each. The byte of
     // an element with a raw symbol is unspecified.
-    __device__ __forceinline__ uint32_t look_up(const PlanesBook<T> &book, uint32_t ranks, uint32_t column) const
+    static __device__ __forceinline__ uint32_t look_up(const ibp_codebook &cb, const PlanesBook<T> &book,
+                                                       uint32_t ranks, uint32_t column)
     {
         uint32_t symbols[4];
-        ranks &= ~kRaws;
+        ranks &= ~kRawRanks;
         if (block_bytes(cb) != 0u) {
             const uint8_t *const table = shared_bytes() + column;
 #pragma unroll
@@ -394,26 +382,29 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return permute_bytes(permute_bytes(symbols[0], symbols[1], 0x4040),
                              permute_bytes(symbols[2], symbols[3], 0x4040), 0x5410);
     }
-    // Replaces a byte of `symbols` by the next raw symbol if the same byte of `ranks` has the bit kRaw. position: the
-    // bit of shared memory at which the first of these raw symbols begins; the function advances `position` past them.
-    __device__ __forceinline__ void put_raw(uint32_t ranks, uint32_t &position, uint32_t &symbols) const
+    // Replaces a byte of `symbols` by the next raw symbol if the same byte of `ranks` has the bit kRawRank. position:
+    // the bit of shared memory at which the first of these raw symbols begins; the function advances `position` past
+    // them.
+    static __device__ __forceinline__ void put_raw(const ibp_planes &planes, uint32_t ranks, uint32_t &position,
+                                                   uint32_t &symbols)
     {
-        for (uint32_t raw = ranks & kRaws; raw != 0u; raw &= raw - 1u, position += symbol_bits()) {
+        for (uint32_t raw = ranks & kRawRanks; raw != 0u; raw &= raw - 1u, position += symbol_bits(planes)) {
             const uint32_t byte = ibp_popcount((raw & (0u - raw)) - 1u) - 7u;
-            symbols = (symbols & ~(0xffu << byte)) | raw_symbol(position) << byte;
+            symbols = (symbols & ~(0xffu << byte)) | raw_symbol(planes, position) << byte;
         }
     }
 
-    __device__ __forceinline__ uint4 symbols_of(const PlanesBook<T> &book, const ValueParts &parts, const Ranks &ranks,
-                                                uint32_t s, uint32_t column) const
+    static __device__ __forceinline__ uint4 symbols_of(const ibp_codebook &cb, const PlanesBook<T> &book,
+                                                       const ValueParts &parts, const Ranks &ranks, uint32_t s,
+                                                       uint32_t column)
     {
         const uint2 bytes = ranks.bytes[s];
-        uint2 symbols =
-            make_uint2(look_up(book, bytes.x, column), kPerVector > 4u ? look_up(book, bytes.y, column + 4u) : 0u);
+        uint2 symbols = make_uint2(look_up(cb, book, bytes.x, column),
+                                   kPerVector > 4u ? look_up(cb, book, bytes.y, column + 4u) : 0u);
         if (!ranks.any_raw) return make_uint4(symbols.x, symbols.y, 0, 0);
-        uint32_t position = parts.digits[IBP_MAX_PLANES] + ranks.raw_before[s] * symbol_bits();
-        put_raw(bytes.x, position, symbols.x);
-        if (kPerVector > 4u) put_raw(bytes.y, position, symbols.y);
+        uint32_t position = parts.digits[IBP_MAX_PLANES] + ranks.raw_before[s] * symbol_bits(cb.planes);
+        put_raw(cb.planes, bytes.x, position, symbols.x);
+        if (kPerVector > 4u) put_raw(cb.planes, bytes.y, position, symbols.y);
         return make_uint4(symbols.x, symbols.y, 0, 0);
     }
 
@@ -441,10 +432,10 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     // Combines symbols, given by their names (name_of), with residuals, for 16 one-byte elements. Residuals must have
     // at most four bits, and there must be no invariant bits. nibbles: the result of nibbles_in.
     template <bool SIMPLE>
-    __device__ __forceinline__ void join_nibbles(uint32_t nibbles, uint4 symbols, const Cursor &residuals,
-                                                 uint32_t word, uint32_t (&words)[4]) const
+    static __device__ __forceinline__ void join_nibbles(const ibp_planes &planes, uint32_t nibbles, uint4 symbols,
+                                                        const Cursor &residuals, uint32_t word, uint32_t (&words)[4])
     {
-        const uint32_t r = SIMPLE ? 4u : cb.planes.residual_bits, rotate = cb.planes.rotate, low = residuals.word(word),
+        const uint32_t r = SIMPLE ? 4u : planes.residual_bits, rotate = planes.rotate, low = residuals.word(word),
                        high = residuals.word(word + 1u);
 #pragma unroll
         for (uint32_t k = 0; k < 4u; k += 2) { // even, odd: the residuals of even and of odd columns
@@ -452,35 +443,36 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
                                           : twos_of(k == 0u ? low : permute_bytes(low, high, 0x3210u + 0x1111u * r), r);
             const uint32_t even = select_bits(0x0f0f0f0fu, eight >> rotate, eight << 7),
                            odd = select_bits(0x0f0f0f0fu, eight >> (r + rotate), eight << (7u - r));
-            words[k] = symbols_of_word(symbols, k) | (permute_bytes(even, odd, 0x5140) & nibbles);
-            words[k + 1u] = symbols_of_word(symbols, k + 1u) | (permute_bytes(even, odd, 0x7362) & nibbles);
+            words[k] = symbols_of_word<T>(symbols, k) | (permute_bytes(even, odd, 0x5140) & nibbles);
+            words[k + 1u] = symbols_of_word<T>(symbols, k + 1u) | (permute_bytes(even, odd, 0x7362) & nibbles);
         }
     }
 
     // Combines symbols and residuals into 16 bytes of elements. The first element's residual begins `bits` bits after
     // the cursor. nibbles: the result of nibbles_in, for elements of one byte. SIMPLE: the result of is_simple.
     template <bool SIMPLE>
-    __device__ __forceinline__ void join(const WordJoin<T> &with, uint32_t nibbles, uint4 symbols,
-                                         const Cursor &residuals, uint32_t bits, uint32_t (&words)[4]) const
+    static __device__ __forceinline__ void join(const ibp_planes &planes, const WordJoin<T> &with, uint32_t nibbles,
+                                                uint4 symbols, const Cursor &residuals, uint32_t bits,
+                                                uint32_t (&words)[4])
     {
         if constexpr (sizeof(T) == 1) {
-            if (SIMPLE || (cb.planes.residual_bits <= 4u && cb.planes.invariant_bits == 0u))
-                return join_nibbles<SIMPLE>(nibbles, symbols, residuals, bits / 32u, words);
+            if (SIMPLE || (planes.residual_bits <= 4u && planes.invariant_bits == 0u))
+                return join_nibbles<SIMPLE>(planes, nibbles, symbols, residuals, bits / 32u, words);
         }
         if constexpr (!SIMPLE && sizeof(T) == 2) {
-            const uint32_t r = cb.planes.residual_bits, mask = low_bits(0xffffu, r) * 0x00010001u;
+            const uint32_t r = planes.residual_bits, mask = low_bits(0xffffu, r) * 0x00010001u;
 #pragma unroll
             for (uint32_t k = 0; k < 4u; k++) {
                 const uint32_t two = residuals.bits(bits + 2u * k * r);
-                words[k] = (symbols_of_word(symbols, k) << r) + (select_bits(0xffffu, two, two << (16u - r)) & mask);
-                if (cb.planes.rotate) words[k] = rotated_back(words[k]);
+                words[k] = (symbols_of_word<T>(symbols, k) << r) + (select_bits(0xffffu, two, two << (16u - r)) & mask);
+                if (planes.rotate) words[k] = rotated_back(words[k]);
             }
         } else if constexpr (!SIMPLE) {
-            const uint32_t r = cb.planes.residual_bits;
+            const uint32_t r = planes.residual_bits;
 #pragma unroll
             for (uint32_t k = 0; k < 4u; k++) {
                 const uint32_t spread = spread_fields<T>(residuals.bits(bits + k * kPerWord * r), r),
-                               symbol = symbols_of_word(symbols, k);
+                               symbol = symbols_of_word<T>(symbols, k);
                 words[k] = sizeof(T) == 1 ? with.beside(symbol, spread * with.of_residual) : with.word(symbol, spread);
             }
         } else if constexpr (sizeof(T) == 2 && !COLUMNS) {
@@ -492,28 +484,21 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
                 words[k] = permute_bytes(low, high, 0x5140), words[k + 1u] = permute_bytes(low, high, 0x7362);
             }
         } else if constexpr (sizeof(T) > 1) {
-            join_bytes<T>(sizeof(T) == 2 ? 1u : cb.planes.rotate, make_uint2(symbols.x, symbols.y), residuals,
-                          bits / 32u, words);
+            join_bytes<T>(sizeof(T) == 2 ? 1u : planes.rotate, make_uint2(symbols.x, symbols.y), residuals, bits / 32u,
+                          words);
         }
     }
-    // Returns the symbols of word k of a vector, each in the low bits of its element.
-    static __device__ __forceinline__ uint32_t symbols_of_word(uint4 symbols, uint32_t k)
-    {
-        if (sizeof(T) == 1) return k < 2u ? k == 0u ? symbols.x : symbols.y : k == 2u ? symbols.z : symbols.w;
-        if (sizeof(T) == 2) return permute_bytes(k < 2u ? symbols.x : symbols.y, 0, k % 2u ? 0x4342 : 0x4140);
-        return permute_bytes(symbols.x, 0, 0x4440 + k);
-    }
-
     // Stores a lane's vectors of a tile. UNITS: the result of window.is_units, which may differ from group to group. So
     // the lanes of a warp do not call this function together, and it must contain no collectives.
     template <bool UNITS, bool SIMPLE>
-    __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
-                                               const Ranks &ranks, uint32_t tile_start, uint32_t n,
-                                               const Window &window) const
+    static __device__ __forceinline__ void store_tile(const Decoder &decoder, const PlanesBook<T> &book,
+                                                      const ValueParts &parts, const Tile &tile, const Ranks &ranks,
+                                                      uint32_t tile_start, uint32_t n, const Window &window)
     {
+        const ibp_codebook &cb = decoder.cb;
         const uint32_t first = tile_start + kPerVector * G::lane(), left = n > first ? n - first : 0u;
         const uint32_t residual_bits = !SIMPLE ? cb.planes.residual_bits : sizeof(T) == 1u ? 4u : 8u * (sizeof(T) - 1u);
-        const Entries entries = entries_at(0);
+        const PlaneNames names = Digits::names_of(decoder, 0, Digits::kFirstBits);
         const WordJoin<T> with(cb.planes);
         const uint32_t nibbles = nibbles_in(with, residual_bits);
         const uint32_t from = parts.residuals + first * residual_bits;
@@ -521,58 +506,45 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
             if (s * kStep >= left) break;
-            uint4 symbols = COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
+            uint4 symbols = COLUMNS ? symbols_of(cb, book, parts, ranks, s, first + s * kStep)
+                                    : Digits::names_of_step(names, tile, s);
             if (!SIMPLE && !UNITS && symbols_turn(cb.planes)) { // undoes the rotation of names
                 symbols.x = select_bits(0xfefefefeu, symbols.x << 1, symbols.x >> 7);
                 symbols.y = select_bits(0xfefefefeu, symbols.y << 1, symbols.y >> 7);
             }
             uint32_t words[4];
-            join<SIMPLE>(with, nibbles, symbols, residuals, s * kStep * residual_bits, words);
+            join<SIMPLE>(cb.planes, with, nibbles, symbols, residuals, s * kStep * residual_bits, words);
             store_words(window, UNITS, (first + s * kStep) * static_cast<uint32_t>(sizeof(T)) / 4u, words);
         }
     }
 
-    // Finds the names of a tile's elements, from raw symbols back to plane 0, and stores the elements. All lanes of a
-    // warp must call this together.
-    __device__ __forceinline__ void store(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
-                                          uint32_t tile_start, uint32_t n, const Window &window) const
+    // Stores a tile's elements (TileDecoder). All lanes of a warp must call this together.
+    static __device__ __forceinline__ void store(const Decoder &decoder, const PlanesBook<T> &book,
+                                                 const ValueParts &parts, const Tile &tile, uint32_t tile_start,
+                                                 uint32_t n, const Window &window)
     {
-        const DigitRange raw = parts.mine[IBP_MAX_PLANES];
-        const uint32_t first_raw = parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits,
-                       position = parts.digits[1] + 2u * parts.mine[1].from;
-        levels().name_raw(raw.to - raw.from, cb.planes.num_planes > 2u, [&](uint32_t i) {
-            return COLUMNS ? uint32_t{kRaw} : name_of(cb.planes, raw_symbol(first_raw + i * symbol_bits()));
-        });
-        const Entries entries = entries_at(1);
-        levels().name_plane1(
-            tile.num_escaped, tile.chunk,
-            [&](uint32_t base, uint32_t left) { return load_chunk(position + 2u * base, left); },
-            [&](const Chunk &chunk, uint32_t w, uint32_t &from) { return symbols_of(entries, chunk.digits[w], from); });
+        const ibp_codebook &cb = decoder.cb;
         Ranks ranks;
-        if (COLUMNS) ranks = ranks_of(book.columns, tile, raw);
+        if (COLUMNS) ranks = ranks_of(decoder, book.columns, tile, parts.mine[IBP_MAX_PLANES]);
         const bool units = window.is_units(cb.row_bytes, 16);
         if (is_simple(cb.planes) && units)
-            store_tile<true, true>(book, parts, tile, ranks, tile_start, n, window);
+            store_tile<true, true>(decoder, book, parts, tile, ranks, tile_start, n, window);
         else if (units)
-            store_tile<true, false>(book, parts, tile, ranks, tile_start, n, window);
+            store_tile<true, false>(decoder, book, parts, tile, ranks, tile_start, n, window);
         else
-            store_tile<false, false>(book, parts, tile, ranks, tile_start, n, window);
-    }
-
-    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
-    // Returns whether the coded row takes exactly coded_bytes bytes.
-    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
-                                           uint32_t coded_bytes, const Window &window) const
-    {
-        const PlanesBook<T> book(cb, cluster);
-        if (cb.num_clusters > 1u) {
-            __syncwarp();
-            fill_entries(cb, cluster, entries());
-            __syncwarp();
-        }
-        return decode_tiles(*this, book, active, start_bit, coded_bytes, window);
+            store_tile<false, false>(decoder, book, parts, tile, ranks, tile_start, n, window);
     }
 };
+
+// Elements of one byte, and elements of two bytes with entries for each column, come in rows of many lengths, such as
+// heads and tokens of KV-caches. If the group is a part of a warp, a lane takes up to six vectors of such rows.
+template <typename T, class G, bool COLUMNS>
+constexpr uint32_t kPairSteps = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4;
+
+// The decoder of rows as described above. COLUMNS: every column has its own entries. FIRST: number of bits of a digit
+// of plane 0.
+template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2>
+using PairsDecoder = TileDecoder<PairNames<PairDigits<T, G, FIRST, kPairSteps<T, G, COLUMNS>>, COLUMNS>>;
 
 } // namespace ibp
 

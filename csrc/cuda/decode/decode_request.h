@@ -101,6 +101,7 @@ ibp_status gather_raw(const Gather &gather);
 ibp_status gather_masks(const Gather &gather);
 ibp_status gather_fast(const Gather &gather);
 ibp_status gather_pairs(const Gather &gather);
+ibp_status gather_columns(const Gather &gather);
 ibp_status gather_triples(const Gather &gather);
 ibp_status gather_dense(const Gather &gather);
 ibp_status gather_listed(const Gather &gather);

@@ -63,6 +63,7 @@ static bool spills_far(const ibp_table &table)
 // ---- the decoders ----
 
 static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && decodes_pairs(cb.planes); }
+static bool is_of_columns(const ibp_codebook &cb) { return is_of_pairs(cb) && cb.planes.per_column; }
 // Returns whether decode_triples.cu decodes a codebook's rows. Digits of plane 0 must have three bits, as they often do
 // for integers, and digits of all other planes two bits. Elements must be bytes, and all columns must be live and share
 // their entries. Rows must be short enough for a warp or a part of a warp.
@@ -85,6 +86,7 @@ static const struct {
     {IBP_SCHEME_IBP, is_any, 0, gather_masks},
     {IBP_SCHEME_PLANES, is_listed, kListedFields, gather_listed},
     {IBP_SCHEME_PLANES, is_fast, kDenseFields, gather_fast},
+    {IBP_SCHEME_PLANES, is_of_columns, kDenseFields, gather_columns},
     {IBP_SCHEME_PLANES, is_of_pairs, kDenseFields, gather_pairs},
     {IBP_SCHEME_PLANES, is_of_triples, kDenseFields, gather_triples},
     {IBP_SCHEME_PLANES, is_dense, kDenseFields, gather_dense},

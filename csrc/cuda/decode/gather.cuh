@@ -251,6 +251,16 @@ template <template <class> class Decoder> ibp_status launch_by_group(const Gathe
     if (row_bytes <= 4u * kWarpRowBytes) return launch_gather<Decoder<Group<kWarp, 4>>>(gather);
     return launch_gather<Decoder<Group<kWarp, kMostWarps, true>>>(gather);
 }
+// If rows are too long for groups of 4 warps but not for groups of kMostWarps warps, launches with groups of kMostWarps
+// warps, in which each warp takes one tile of a row. This is faster than the group for rows of any length, which
+// launch_by_group would choose. Otherwise launches as launch_by_group does.
+template <template <class> class Decoder> ibp_status launch_by_tiles(const Gather &gather)
+{
+    const uint32_t row_bytes = gather.table.codebook.row_bytes;
+    if (row_bytes > 4u * kWarpRowBytes && row_bytes <= kMostWarps * kWarpRowBytes)
+        return launch_gather<Decoder<Group<kWarp, kMostWarps>>>(gather);
+    return launch_by_group<Decoder>(gather);
+}
 
 } // namespace ibp
 

@@ -1,14 +1,21 @@
-// tiles.cuh - decodes dense rows tile by tile, and each tile plane by plane. decode_dense.cuh and decode_pairs.cuh
-// share this code.
+// tiles.cuh - the decoder of dense rows (TileDecoder). It decodes a row tile by tile, and each tile plane by plane.
+// decode_dense.cuh and decode_pairs.cuh say how digits and names are kept.
 //
 // The values of a dense row in shared memory, each part padded to a byte:
 //
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //
-// A tile is the elements that a warp decodes at a time. The warp goes down the planes, which means from plane 0 to
-// plane 3 (visit), because each plane begins where the digits of the plane before it end. Then it goes up again, from
-// the raw symbols back to plane 0 (store).
+// A tile is the elements that a warp decodes at a time. In each step of a tile, every lane has 16 bytes of the row:
+//
+//     step 0    | elements of lane 0 | elements of lane 1 | ... | elements of lane 31 |
+//     step 1    | elements of lane 0 | elements of lane 1 | ... | elements of lane 31 |
+//     ...
+//
+// 1. The warp goes down the planes, which means from plane 0 to plane 3 (visit), because each plane begins where the
+//    digits of the plane before it end.
+// 2. It goes up again, from the raw symbols back to plane 0, and finds the names of elements (store).
+// 3. From plane 0 on, it turns names into elements, and stores them (Names::store).
 //
 // Where a plane begins depends on the number of escapes in the whole row. If each warp has a single tile, the visits of
 // this tile also count its escapes. Otherwise the escapes of the whole row are counted first, and then each tile is
@@ -20,6 +27,13 @@
 //     level 1    the names of the elements that have escapes in plane 0
 //     level 2    the names of the elements that have escapes in plane 0 and plane 1. These names come from plane 2,
 //                plane 3 and raw symbols
+//
+// An example: digits have two bits, so that 3 is the escape, and the names are a, b, c in plane 0, d, e, f in plane 1,
+// and g, h, i in plane 2.
+//
+//     plane 0    2 3 0 3 3 1        names      c d a h f b
+//     plane 1      0   3 2          level 1      d   h f
+//     plane 2          1            level 2          h
 #ifndef IBP_DECODE_TILES_CUH
 #define IBP_DECODE_TILES_CUH
 
@@ -97,6 +111,19 @@ template <class G, uint32_t WORDS> struct PlaneChunk {
         before = sums - count, num_escaped = G::last_lane(sums);
     }
 };
+
+// If names are ranks: the rank that marks a raw symbol, and four such ranks.
+constexpr uint32_t kRawRank = 0x80, kRawRanks = 0x80808080;
+constexpr uint32_t kMostColumnTable = 32u << 10; // largest size in bytes of a block's table of all columns' entries
+
+// Returns the names of word k of a vector, which are symbols, each in the low bits of its element. T: the
+// type of an element.
+template <typename T> __device__ __forceinline__ uint32_t symbols_of_word(uint4 names, uint32_t k)
+{
+    if (sizeof(T) == 1) return k < 2u ? k == 0u ? names.x : names.y : k == 2u ? names.z : names.w;
+    if (sizeof(T) == 2) return permute_bytes(k < 2u ? names.x : names.y, 0, k % 2u ? 0x4342 : 0x4140);
+    return permute_bytes(names.x, 0, 0x4440 + k);
+}
 
 // The name that belongs to a digit, and whether the digit is an escape.
 struct NamedDigit {
@@ -219,62 +246,183 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     }
 };
 
-// Implements decode(), as decoder.cuh specifies it, for a decoder of dense rows that provides exchanged(),
-// count_escapes() and these two functions:
+// The decoder of dense rows (decoder.cuh). Names says what the name of an element is and how names become elements, and
+// Names::Digits says how digits are kept and how they select names. decode_dense.cuh and decode_pairs.cuh have the
+// Digits and Names that there are.
 //
-// visit(book, plane, start, range, tile): visits one plane of a tile, and returns the number of escapes among its
-// digits.
-// store(book, parts, tile, tile_start, n, window): goes up the planes of a tile and stores its elements. parts.mine has
-// the ranges of the tile's digits.
+// Digits is a struct of static functions for elements of type Element:
 //
-// If a warp has a single tile, it visits the tile while the parts of the row are found. Otherwise it counts escapes
-// first, and visits each tile afterwards.
-template <class Decoder, typename T>
-__device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const PlanesBook<T> &book, bool active,
-                                             uint32_t start_bit, uint32_t coded_bytes, const Window &window)
-{
-    using G = typename Decoder::Group;
-    constexpr uint32_t kTile = Decoder::kTile;
-    uint32_t n = active ? book.columns : 0u;
-    const uint32_t tiles = (book.columns + kTile - 1u) / kTile,
-                   per_warp = G::kAnyLength ? (tiles + G::kWarps - 1u) / G::kWarps : 1u;
-    const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n),
-                   last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
-    const uint32_t end = start_bit + 8u * coded_bytes;
-    const bool one_tile = per_warp == 1u;
-    typename Decoder::Tile tile;
-    ValueParts parts = book.template find_parts<G, Decoder::kFirstBits>(
-        start_bit, end, n, {first, last}, decoder.exchanged(),
-        [&](uint32_t p, uint32_t start, DigitRange range, uint32_t num_bits) {
-            return one_tile ? decoder.visit(book, p, start, range, tile)
-                            : Decoder::count_escapes(start, range, num_bits);
-        });
-    // If `good`, every position that is read below lies in the row, or at most 16 bytes past the end of one of its
-    // parts.
-    const bool good = !active || parts.end == end;
-    if (G::kPerWarp == 1 && G::any(!good)) return false;
-    if (G::kPerWarp > 1 && !good) n = 0;
-    DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
-#pragma unroll 1
-    for (uint32_t k = 0; k < per_warp; k++) {
-        const uint32_t tile_start = ibp_min_u32(first + k * kTile, last);
-        if (!one_tile) mine[0] = {tile_start, ibp_min_u32(tile_start + kTile, last)};
-#pragma unroll
-        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            const bool present = (Decoder::kFirstBits != 0u && p < 2u) || p < book.planes.num_planes;
-            if (one_tile && (present || p >= 2u)) continue;
-            mine[p + 1].to =
-                mine[p + 1].from + (present || p < 2u ? decoder.visit(book, p, parts.digits[p], mine[p], tile)
-                                                      : mine[p].to - mine[p].from);
-        }
-        if (G::kPerWarp > 1 && !good) tile.num_escaped = 0, mine[IBP_MAX_PLANES] = {0, 0};
-        decoder.store(book, parts, tile, tile_start, n, window);
-        __syncwarp(); // before the levels are overwritten
-#pragma unroll
-        for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) mine[p].from = mine[p].to;
+//     Levels, Tile, Chunk     the levels, and what a lane knows of a tile and of a chunk of plane 1
+//     kFirstBits              number of bits of a digit of plane 0; there must be a further plane, and all further
+//                             planes must have digits of two bits. 0: digits of any width, in any number of planes
+//     kNameBytes, kKeptBytes  sizes in bytes of two parts of a warp's scratch: the names of all digits, and the digits
+//                             of plane 0 in a tile; 0 if these digits are in registers
+//     load_tile               loads a tile's digits of plane 0; returns the number of escapes among them
+//     load_chunk              loads a chunk of plane 1
+//     name_digits             writes the names of elements that reach plane 2 or 3 to level 2, and fills the list with
+//                             the elements whose digits are escapes; returns their number
+//     count_escapes           returns the number of escapes among the digits of a range
+//     names_of                returns the PlaneNames of a plane, whose function sixteen() returns names for plane 1
+//
+// Names is a struct of static functions, too. Besides constants of the contract of decoder.cuh it has:
+//
+//     begin, fill             write the names that belong to the digits of a cluster to the warp's scratch
+//     column_entry            returns an entry of a column as the block's table has it
+//     entry_bytes             size in bytes of the entries at the end of the warp's scratch
+//     raw_name                returns the name of an element with a raw symbol
+//     store                   finds the names of a tile's elements from plane 0 and level 1, and stores the elements
+template <class Names> struct TileDecoder {
+    using Digits = typename Names::Digits;
+    using T = typename Digits::Element;
+    using Group = typename Digits::Group;
+    using G = Group;
+    using Levels = typename Digits::Levels;
+    using Tile = typename Digits::Tile;
+    static constexpr uint32_t kMostThreads = Names::kMostThreads, kVectors = Names::kVectors,
+                              kOwnVectors = Names::kOwnVectors, kLeastLanes = Names::kLeastLanes,
+                              kLaneVectors = Levels::kSteps;
+    static constexpr uint32_t kTile = Levels::kTile, kChunk = Levels::kChunk;
+
+    const ibp_codebook &cb;
+    const uint32_t scratch; // the shared byte at which the group's scratch begins
+
+    static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
+    {
+        return Names::block_bytes(cb);
     }
-    return G::kPerWarp == 1 || good;
-}
+    // The scratch of a group in shared memory: a part for each warp, and then the words through which the warps
+    // exchange counts.
+    //
+    //     each warp's part    | names of the digits of each plane | digits of plane 0 | levels | entries |
+    static __host__ __device__ __forceinline__ uint32_t entries_at(const ibp_codebook &cb)
+    {
+        return Digits::kNameBytes + Digits::kKeptBytes + Levels::num_bytes(cb);
+    }
+    static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
+    {
+        return entries_at(cb) + Names::entry_bytes(cb);
+    }
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
+    {
+        return G::kWarps * warp_bytes(cb) + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
+    }
+    static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb)
+    {
+        if (Digits::kKeptBytes != 0u) return scratch_bytes(cb);
+        static_assert(Digits::kKeptBytes != 0u || (G::kWarps == 1 && !G::kAnyLength), "one tile");
+        return Digits::kNameBytes + Levels::kept_bytes(cb);
+    }
+    __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
+    // Returns the shared byte at which the warp's names begin.
+    __device__ __forceinline__ uint32_t names() const { return scratch + G::warp() * warp_bytes(cb); }
+    __device__ __forceinline__ Levels levels() const
+    {
+        return {names() + Digits::kNameBytes + Digits::kKeptBytes, Levels::most_of(cb)};
+    }
+
+    __device__ __forceinline__ TileDecoder(const ibp_codebook &codebook, uint32_t shared)
+        : cb(codebook), scratch(shared)
+    {
+        Names::begin(cb, names());
+        if (block_bytes(cb) == 0u) return;
+        const PlanesBook<T> book(cb, 0);
+        auto *const columns = reinterpret_cast<decltype(Names::column_entry(book, 0)) *>(shared_bytes());
+        for (uint32_t column = threadIdx.x; column < book.columns; column += blockDim.x)
+#pragma unroll 4
+            for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
+                columns[rank * book.columns + column] =
+                    Names::column_entry(book, column * cb.planes.num_entries + rank);
+    }
+
+    // Visits plane p of a tile. In planes 0 and 1 it loads the digits, and in planes 2 and 3 it names elements. start:
+    // the bit at which the plane begins. range: the tile's digits in this plane. Returns the number of escapes among
+    // these digits.
+    __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
+                                              Tile &tile) const
+    {
+        const uint32_t width = Digits::width_of(book, p), n = range.to - range.from;
+        if (p == 0u) return Digits::load_tile(*this, book, start, range, tile);
+        if (p >= 2u) return Digits::name_digits(*this, p, width, start, range);
+        tile.chunk = Digits::load_chunk(width, start + range.from * width, n);
+        if (width == 0u) return n;
+        if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
+        return tile.chunk.num_escaped +
+               Digits::count_escapes(start, {range.from + ibp_min_u32(n, kChunk), range.to}, width);
+    }
+
+    // Finds the names of a tile's elements, from raw symbols back to plane 0, and stores the elements. parts.mine has
+    // the ranges of the tile's digits. All lanes of a warp must call this together.
+    __device__ __forceinline__ void store(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
+                                          uint32_t tile_start, uint32_t n, const Window &window) const
+    {
+        const DigitRange raw = parts.mine[IBP_MAX_PLANES];
+        const uint32_t width = Digits::width_of(book, 1);
+        const uint32_t position = parts.digits[1] + parts.mine[1].from * width,
+                       first_raw = parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits;
+        levels().name_raw(raw.to - raw.from, cb.planes.num_planes > 2u,
+                          [&](uint32_t i) { return Names::raw_name(book, first_raw, i); });
+        const auto names = Digits::names_of(*this, 1, width);
+        levels().name_plane1(
+            tile.num_escaped, tile.chunk,
+            [&](uint32_t base, uint32_t left) { return Digits::load_chunk(width, position + base * width, left); },
+            [&](const typename Digits::Chunk &chunk, uint32_t part, uint32_t &from) {
+                return names.sixteen(chunk, part, from);
+            });
+        Names::store(*this, book, parts, tile, tile_start, n, window);
+    }
+
+    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
+    // Returns whether the coded row takes exactly coded_bytes bytes. If a warp has a single tile, it visits the tile
+    // while the parts of the row are found. Otherwise it counts escapes first, and visits each tile afterwards.
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
+                                           uint32_t coded_bytes, const Window &window) const
+    {
+        if (Names::kConstantColumns) put_template<G>(cb.planes, active, window);
+        const PlanesBook<T> book(cb, cluster);
+        if (cb.num_clusters > 1u) {
+            __syncwarp();
+            Names::fill(cb, cluster, names());
+            __syncwarp();
+        }
+        uint32_t n = active ? book.columns : 0u;
+        const uint32_t tiles = (book.columns + kTile - 1u) / kTile,
+                       per_warp = G::kAnyLength ? (tiles + G::kWarps - 1u) / G::kWarps : 1u;
+        const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n),
+                       last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
+        const uint32_t end = start_bit + 8u * coded_bytes;
+        const bool one_tile = per_warp == 1u;
+        Tile tile;
+        ValueParts parts = book.template find_parts<G, Digits::kFirstBits>(
+            start_bit, end, n, {first, last}, exchanged(),
+            [&](uint32_t p, uint32_t start, DigitRange range, uint32_t num_bits) {
+                return one_tile ? visit(book, p, start, range, tile) : Digits::count_escapes(start, range, num_bits);
+            });
+        // If `good`, every position that is read below lies in the row, or at most 16 bytes past the end of one of its
+        // parts.
+        const bool good = !active || parts.end == end;
+        if (G::kPerWarp == 1 && G::any(!good)) return false;
+        if (G::kPerWarp > 1 && !good) n = 0;
+        DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
+#pragma unroll 1
+        for (uint32_t k = 0; k < per_warp; k++) {
+            const uint32_t tile_start = ibp_min_u32(first + k * kTile, last);
+            if (!one_tile) mine[0] = {tile_start, ibp_min_u32(tile_start + kTile, last)};
+#pragma unroll
+            for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
+                const bool present = (Digits::kFirstBits != 0u && p < 2u) || p < book.planes.num_planes;
+                if (one_tile && (present || p >= 2u)) continue;
+                mine[p + 1].to = mine[p + 1].from + (present || p < 2u ? visit(book, p, parts.digits[p], mine[p], tile)
+                                                                       : mine[p].to - mine[p].from);
+            }
+            if (G::kPerWarp > 1 && !good) tile.num_escaped = 0, mine[IBP_MAX_PLANES] = {0, 0};
+            store(book, parts, tile, tile_start, n, window);
+            __syncwarp(); // before the levels are overwritten
+#pragma unroll
+            for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) mine[p].from = mine[p].to;
+        }
+        return G::kPerWarp == 1 || good;
+    }
+};
 
 } // namespace ibp
 

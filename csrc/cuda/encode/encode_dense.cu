@@ -5,18 +5,22 @@
 
 namespace ibp {
 
-template <typename T, bool MEASURES> struct DenseEncoders {
-    template <uint32_t LANES> using Of = PlanesEncoder<T, false, LANES, kAllFields, MEASURES>;
+template <typename T> struct DenseEncoders {
+    template <uint32_t LANES> using Measuring = PlanesCensus<T, false, LANES, kAllFields, true>;
+    template <uint32_t LANES> using Encoding = PlanesEncoder<T, false, LANES, kAllFields>;
 };
 
-template <bool MEASURES, class Call> static ibp_status launch(const Call &call)
+ibp_status measure_dense(const Measure &measure)
 {
-    return by_element(codebook_of(call), [&](auto zero) {
-        return launch_by_lanes<DenseEncoders<decltype(zero), MEASURES>::template Of>(call);
+    return by_element(measure.codebook, [&](auto zero) {
+        return launch_by_lanes<DenseEncoders<decltype(zero)>::template Measuring>(measure);
     });
 }
-
-ibp_status measure_dense(const Measure &measure) { return launch<true>(measure); }
-ibp_status encode_dense(const Encode &encode) { return launch<false>(encode); }
+ibp_status encode_dense(const Encode &encode)
+{
+    return by_element(codebook_of(encode), [&](auto zero) {
+        return launch_by_lanes<DenseEncoders<decltype(zero)>::template Encoding>(encode);
+    });
+}
 
 } // namespace ibp

@@ -1,5 +1,5 @@
 // encode_listed.cuh - encodes listed rows of scheme planes (FORMAT.md section 6) of up to 8 KiB, with elements of up to
-// four bytes. There must be a table of the codes of all symbols (planes.cuh). The codebook must have neither invariant
+// four bytes. There must be a table of the codes of all symbols (census.cuh). The codebook must have neither invariant
 // bits nor constant columns.
 //
 //     | header: is_closed, k | positions of the k listed elements | highest bits of the others, with signed_default |

@@ -4,6 +4,7 @@
 #define IBP_ENCODE_LISTED_ENCODERS_CUH
 
 #include "encode_listed.cuh"
+#include "planes.cuh"
 #include "rows.cuh"
 
 namespace ibp {
@@ -16,7 +17,7 @@ constexpr uint32_t kGatheredFields = kConsecutive | kSignedDefault;
 template <uint32_t FIELDS> struct ListedEncoders {
     template <typename T> struct Of {
         template <uint32_t LANES> using Any = PlanesEncoder<T, true, LANES, FIELDS>;
-        template <uint32_t LANES> using Measuring = PlanesEncoder<T, true, LANES, FIELDS, true>;
+        template <uint32_t LANES> using Measuring = PlanesCensus<T, true, LANES, FIELDS, true>;
         template <uint32_t LANES> using Gathered = ListedEncoder<T, LANES, FIELDS & kGatheredFields>;
     };
 

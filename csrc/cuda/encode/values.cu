@@ -30,16 +30,14 @@ template <typename T, bool COLUMNS> static ibp_status launch(const Encode &encod
     using Encoders = ValuesEncoders<T, COLUMNS>;
     const uint32_t row_bytes = codebook_of(encode).row_bytes;
     if constexpr (COLUMNS) {
-        const bool is_short = row_bytes <= kLongestOfPart;
         if (row_bytes > kLongestOfWarp) return encode_dense(encode);
-        return is_short ? launch_rows<typename Encoders::template Of<kPartLanes>>(encode)
-                        : launch_rows<typename Encoders::template Of<kWarp>>(encode);
     } else {
         if (row_bytes > kLongestOfWarp)
             return encode_if_fits<typename Encoders::template Of<kMostEncodeThreads>>(encode);
         if (row_bytes <= kLongestOfFew) return launch_rows<typename Encoders::template Of<kFewLanes>>(encode);
-        return launch_by_lanes<Encoders::template Of>(encode);
     }
+    return row_bytes <= kLongestOfPart ? launch_rows<typename Encoders::template Of<kPartLanes>>(encode)
+                                       : launch_rows<typename Encoders::template Of<kWarp>>(encode);
 }
 
 ibp_status encode_values(const Encode &encode)

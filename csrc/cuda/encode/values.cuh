@@ -1,5 +1,5 @@
 // values.cuh - encodes the values of consecutive elements of scheme planes (FORMAT.md section 6). The block must have a
-// table of the codes of all symbols, or of the ranks of all symbols in each column (planes.cuh).
+// table of the codes of all symbols, or of the ranks of all symbols in each column (census.cuh).
 //
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
@@ -15,22 +15,25 @@
 #ifndef IBP_ENCODE_VALUES_CUH
 #define IBP_ENCODE_VALUES_CUH
 
-#include "planes.cuh"
+#include "census.cuh"
+
+#include <type_traits>
 
 namespace ibp {
 
 // An encoder of values as described above. COLUMNS: every column has its own entries, and paths are looked up by the
 // ranks of symbols.
 template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS, bool COLUMNS = false>
-struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
+struct ValuesEncoder : PlanesCensus<T, LISTED, LANES, FIELDS, false> {
     static_assert(sizeof(T) <= 4 && (!COLUMNS || (sizeof(T) >= 2 && !LISTED)), "elements that a word holds");
-    using Base = PlanesEncoder<T, LISTED, LANES, FIELDS>;
+    using Base = PlanesCensus<T, LISTED, LANES, FIELDS, false>;
     using Book = typename Base::Book;
     using Group = typename Base::Group;
     using G = Group;
     using Base::codes, Base::own_codes, Base::columns, Base::kBits, Base::kPerWord, Base::planes, Base::ranks,
         Base::symbol_bits;
     static constexpr uint32_t kBlocks = 2;
+    static constexpr bool kFillsStage = false;
     // kOctets: number of octets that a lane takes in each step: two, or one if rows are listed or elements have four
     // bytes. A lane keeps the words of its octets in registers.
     static constexpr uint32_t kOctet = 8, kOctets = LISTED || sizeof(T) == 4 ? 1 : 2, kOfLane = kOctet * kOctets;
@@ -73,7 +76,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             to[i] = path_of(COLUMNS ? i : low_bits(i, symbol_bits), table[i]);
         __syncthreads();
     }
-    // Returns the path of a symbol. key: the symbol or its rank. code: its code (planes.cuh).
+    // Returns the path of a symbol. key: the symbol or its rank. code: its code (census.cuh).
     __device__ __forceinline__ uint32_t path_of(uint32_t key, uint32_t code) const
     {
         const bool has_first = planes.num_planes > 0u, has_second = planes.num_planes > 1u,
