@@ -5,6 +5,7 @@ import gc
 import logging
 import math
 import os
+import re
 import time
 
 # This is set before torch makes its threads. The tests' operations are tiny, so that threads would wait for each other
@@ -41,6 +42,14 @@ def pytest_configure(config):
         "slow: left out of `make test`: takes seconds, or much memory, or is a fast test with more data",
     )
     config.addinivalue_line("markers", "frameworks: needs a host framework; left out of `make test`")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out files all of whose tests need a host framework, if no such test is to run. To import the frameworks
+    takes each process seconds."""
+    if collection_path.suffix == ".py" and "not frameworks" in config.option.markexpr:
+        needs = re.search(r"^pytestmark = .*\bframeworks\b", collection_path.read_text(), re.MULTILINE)
+        return True if needs else None
 
 
 def pytest_collection_modifyitems(items):

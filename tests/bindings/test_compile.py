@@ -53,7 +53,7 @@ def make_table(x, scheme, place, device):
     return table
 
 
-@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("scheme", slow_but(["planes"], KINDS))
 def test_operations(compiled, place, device, scheme):
     """A gather, one in the order of windows, and decoding, to memory of the function's own."""
     x = spiky_rows(500, 60)
