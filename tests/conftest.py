@@ -2,8 +2,10 @@
 
 import faulthandler
 import gc
+import logging
 import math
 import os
+import re
 import time
 
 # This is set before torch makes its threads. The tests' operations are tiny, so that threads would wait for each other
@@ -42,6 +44,14 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "frameworks: needs a host framework; left out of `make test`")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out files all of whose tests need a host framework, if no such test is to run. To import the frameworks
+    takes each process seconds."""
+    if collection_path.suffix == ".py" and "not frameworks" in config.option.markexpr:
+        needs = re.search(r"^pytestmark = .*\bframeworks\b", collection_path.read_text(), re.MULTILINE)
+        return True if needs else None
+
+
 def pytest_collection_modifyitems(items):
     """Raises UsageError if the name of a test contains an address. pytest-xdist needs the same names in every
     process."""
@@ -54,7 +64,12 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Exempts everything that was imported and collected from garbage collection, so that tests that collect garbage
-    need not look at it each time."""
+    need not look at it each time. Lets the messages of torch's loggers reach the root logger: if a logger keeps them to
+    itself, pytest adds its handlers to it for each phase of each test, and torch has dozens of such loggers, one of
+    which writes traces of what it compiles if it has a handler."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
 
@@ -89,11 +104,6 @@ def pytest_collectstart():
     set_seed()
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed():
-    set_seed()
-
-
 def set_seed():
     """Sets the seed of torch's generators. Without a GPU this is the CPU's alone: torch.manual_seed would keep a
     traceback for each device that may come, which takes longer than many a test."""
@@ -111,10 +121,13 @@ def no_kept_calibration():
 
 
 @pytest.fixture(autouse=True)
-def no_calibration_left(monkeypatch):
-    """Drops a calibration that a test measures at the end of the test, because other processes use the GPU during
-    it."""
-    monkeypatch.setattr(_calibration, "_in_force", {})
+def same_start():
+    """Lets every test begin with the same seed, and without a calibration that another test has measured, because other
+    processes use the GPU during it."""
+    set_seed()
+    before, _calibration._in_force = _calibration._in_force, {}
+    yield
+    _calibration._in_force = before
 
 
 @pytest.fixture

@@ -732,7 +732,6 @@ def test_a_chosen_path_is_judged_by_the_fastest_named_one(monkeypatch, tmp_path)
             large_table,
             overlap,
             small_calls,
-            host_calls,
             families,
             compress,
             encode_into,
@@ -741,7 +740,10 @@ def test_a_chosen_path_is_judged_by_the_fastest_named_one(monkeypatch, tmp_path)
             linear,
         ),
         *(scattered, spill, paths),
-        *(pytest.param(script, marks=pytest.mark.slow) for script in (gather, codec, activations, checkpoints, dcp)),
+        *(
+            pytest.param(script, marks=pytest.mark.slow)
+            for script in (host_calls, gather, codec, activations, checkpoints, dcp)
+        ),
     ],
     ids=lambda script: script.__name__,
 )

@@ -151,6 +151,7 @@ def test_arms_of_a_request_compute_the_same_bits(tmp_path, monkeypatch):
     assert kv_request.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 1
 
 
+@pytest.mark.slow
 def test_a_request_by_threads_and_sms(tmp_path):
     """Both kinds of workers in one run, whose rows stay beside those of a request; so do the threads of torch."""
     argv, before = ["--device", "cpu", "--quick", "--out", str(tmp_path)], torch.get_num_threads()

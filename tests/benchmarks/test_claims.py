@@ -202,6 +202,7 @@ def test_tables_and_figures_wait_for_their_csv(tmp_path):
     assert "Language models" not in claims.results_page(reading.Results(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_chart(tmp_path):
     pytest.importorskip("matplotlib")
     for name in ("gather", "llm", "moe_hits", "choose"):

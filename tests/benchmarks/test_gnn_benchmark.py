@@ -151,6 +151,7 @@ def test_marks_of_a_run(monkeypatch):
     assert training.beside_s() == 2 and training.wait_s() == 3.5
 
 
+@pytest.mark.slow
 def test_batches_that_dgl_draws(tmp_path, monkeypatch, capsys):
     if gnn.dgl_if_there() is None:
         monkeypatch.setattr(gnn, "QUICK_CASES", ())

@@ -26,6 +26,10 @@ PARTS = [
     "3.weight",
     "ibp.codebook.0:entries",
 ]
+# A table, a plain tensor and a codebook, for tests of what follows the reading of a part.
+KINDS_OF_PARTS = pytest.mark.parametrize(
+    "damaged", ["1.weight:slots", "3.weight", "ibp.codebook.0:entries"], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +112,7 @@ def test_a_flipped_bit_is_found(door, damaged):
     assert os.listdir() == [path]
 
 
+@KINDS_OF_PARTS
 @pytest.mark.parametrize("door", DOORS)
 def test_verify_is_an_option(door, damaged):
     """What is damaged may still be an error of the decoder, which finds most of it."""
@@ -219,6 +224,7 @@ COMMANDS = [
 ]
 
 
+@KINDS_OF_PARTS
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_find_a_flipped_bit(command, damaged, good, tmp_path, capsys):
     path, name = damaged

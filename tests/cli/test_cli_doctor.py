@@ -114,7 +114,10 @@ def refusing(*arguments, **options):
     [
         (doctor, ("same_bits", lambda a, b: False), 42 * 3 + 1, "BF16 weights, scheme auto, layout slots: decompress"),
         (ibp, ("index_select", refusing), 42, "no kernel image is available"),
-        (ibp, ("load", lambda path, verify: {}), 1, "a file: damaged bytes are not noticed"),
+        pytest.param(
+            *(ibp, ("load", lambda path, verify: {}), 1, "a file: damaged bytes are not noticed"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_self_test_that_fails(changed, replacement, number, first, small, capsys, monkeypatch):
