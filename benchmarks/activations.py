@@ -46,7 +46,6 @@ densities.py trains.
 import argparse
 import contextlib
 import functools
-import gc
 import os
 import statistics
 import sys
@@ -396,10 +395,8 @@ def link_ms(num_bytes):
 
 def clean(run):
     """Frees everything that an arm has left."""
-    gc.collect()
+    harness.release(run)
     ibp.release_pinned()
-    if run.on_gpu:
-        torch.cuda.empty_cache()
 
 
 def measure(run, case, names):
@@ -517,9 +514,7 @@ def largest_batch(run, case, arm):
             break
         finally:
             net = x = context = None
-            gc.collect()
-            if run.on_gpu:
-                torch.cuda.empty_cache()
+            harness.release(run)
     if found is None:
         raise AssertionError(f"no batch of {case.name} trains, {arm}{CAPPED}")
     return found

@@ -35,7 +35,6 @@ in it. Rows without wait_ms are older: their times alone and of epochs are by th
 import argparse
 import contextlib
 import functools
-import gc
 import importlib
 import itertools
 import statistics
@@ -610,9 +609,7 @@ def main(argv=None):
                     case.num_nodes,
                 )
             run_case(run, case, graph, args.data, by_dgl)
-        gc.collect()
-        if run.on_gpu:
-            torch.cuda.empty_cache()
+        harness.release(run)
     for gain in gains(run.rows):
         print(
             f"{gain.case}: ibp fetches {gain.fetch:.2f} times as fast as the GPU fetches raw rows; epochs are "

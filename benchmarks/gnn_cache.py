@@ -16,7 +16,6 @@ misses came at the link's rate and hits at that of memory.
 """
 
 import functools
-import gc
 import sys
 
 import torch
@@ -212,9 +211,7 @@ def main(argv=None):
                 num_edges = gnn.QUICK_EDGES if small else NUM_EDGES
                 graph, num_nodes = gnn.Graph(case.num_nodes, num_edges, run.device), case.num_nodes
             run_case(run, case, graph, args.data)
-        gc.collect()
-        if run.on_gpu:
-            torch.cuda.empty_cache()
+        harness.release(run)
     for row, fetch, epoch in gains(run.rows):
         print(f"{row['case']}, {row['arm']}: fetches {fetch:.2f}, epochs {epoch:.2f} times as fast as raw rows")
     return run.finish([*shortfalls(run.rows)])

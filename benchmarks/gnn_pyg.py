@@ -22,7 +22,6 @@ workers (processes that draw neighbours) and pyg (its version). `gbps` is the fe
 training. The rows of the first batch are compared bit for bit. It is expected to take three minutes on an H200.
 """
 
-import gc
 import os
 import shutil
 import sys
@@ -236,9 +235,7 @@ def main(argv=None):
     for case in cases:
         with run.cell(case.name):
             run_case(run, case, graph, args.data)
-        gc.collect()
-        if run.on_gpu:
-            torch.cuda.empty_cache()
+        harness.release(run)
     return run.finish()
 
 

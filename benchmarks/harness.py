@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import csv
 import ctypes
+import gc
 import itertools
 import math
 import os
@@ -129,6 +130,14 @@ def commit_id():
 def poison(tensor):
     """Fills a tensor with bytes that a correct result is not expected to hold."""
     tensor.view(torch.uint8).fill_(POISON)
+
+
+def release(run):
+    """Frees what earlier arms have left. Objects that refer to each other, such as an offloaded model and its hooks,
+    keep their memory until the garbage collector finds them."""
+    gc.collect()
+    if run.on_gpu:
+        torch.cuda.empty_cache()
 
 
 def check_bits(got, want, what):

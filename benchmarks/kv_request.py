@@ -34,7 +34,6 @@ of threads or SMs in rows of --workers, and empty in others. `gbps` is the rate 
 """
 
 import argparse
-import gc
 import os
 import sys
 import time
@@ -522,9 +521,7 @@ def main(argv=None):
     for shape in shapes:
         with run.cell(shape.name or "a request"):
             measure_shape(run, shape, options.workers, *theirs)
-        gc.collect()
-        if run.on_gpu:
-            torch.cuda.empty_cache()
+        harness.release(run)
     return run.finish()
 
 

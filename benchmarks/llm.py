@@ -223,9 +223,7 @@ class Memory:
 
     def __init__(self, run):
         self.run, self.peak_bytes = run, 0
-        gc.collect()
-        if run.on_gpu:
-            torch.cuda.empty_cache()
+        harness.release(run)
         self.before = self.held_bytes()
         self.forget_peak()
 

@@ -65,7 +65,7 @@ from torch import nn
 import ibp
 from ibp.nn._experts import Calls, stand_in
 
-from . import harness, ideal, llm, ratio, weights
+from . import harness, ideal, llm, ratio
 
 try:
     import accelerate
@@ -551,7 +551,7 @@ def count_hits(bench, path):
             )
         handle.close()
         del model, handle
-        weights.release(bench.run)
+        harness.release(bench.run)
     return sheet.finish()
 
 
@@ -652,11 +652,11 @@ def main(argv=None):
     bench = Bench(run, shape, num_layers)
     if PLAIN not in shape.arms:
         bench.note_wanted()
-        weights.release(run)
+        harness.release(run)
     for arm in (BETWEEN,) if found.between else shape.arms:
         with run.cell(arm):
             bench.measure_arm(arm)
-        weights.release(run)
+        harness.release(run)
     return run.finish(shortfalls(run.rows, shape))
 
 

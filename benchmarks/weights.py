@@ -18,7 +18,6 @@ After the common columns, weights.csv has prompt (tokens), ms (of a token, or of
 device_bytes (that weights take there, including the arena) and weight_bytes (of the raw weights). `rows` is the batch.
 """
 
-import gc
 import inspect
 import shutil
 import statistics
@@ -258,23 +257,16 @@ def measure(bench, arm, model, cells, *, handle=None, num_tokens=NUM_TOKENS, bou
             bench.check_weights(model)
 
 
-def release(run):
-    """Frees the models of earlier arms. An offloaded model and its hooks refer to each other."""
-    gc.collect()
-    if run.on_gpu:
-        torch.cuda.empty_cache()
-
-
 def measure_streams(bench, cells):
     """Measures the arms with hooks, and weights on the GPU."""
     run = bench.run
     balance, compute = measure_on_gpu(bench, cells)
     for arm, options in (("raw through hooks", {"scheme": "raw"}), ("ibp", {})):
-        release(run)
+        harness.release(run)
         with run.cell(f"{arm}, {bench.dtype}"):
             measure_stream(bench, arm, options, cells, balance, compute)
     if bench.dtype == torch.bfloat16:
-        release(run)
+        harness.release(run)
         with run.cell(MASKS):
             measure_stream(bench, MASKS, {"scheme": "ibp"}, cells[:1], 0, 0.0)
 
@@ -321,7 +313,7 @@ def measure_accelerate(bench):
     if accelerate is None:
         print("accelerate: not installed, left out")
         return
-    release(bench.run)
+    harness.release(bench.run)
     with bench.run.cell("accelerate"):
         model = bench.model()
         model.load_state_dict(bench.state, assign=True)
@@ -331,7 +323,7 @@ def measure_accelerate(bench):
 
 def measure_two_gpus(bench, cells):
     devices = [torch.device("cuda", number) for number in range(2)] if bench.run.on_gpu else ["cpu", "cpu"]
-    release(bench.run)
+    harness.release(bench.run)
     with bench.run.cell("two GPUs"):
         model, handle = bench.offloaded(devices)
         bound = link_bytes_a_token(handle) / ideal.LINK_COPY_GBPS / 1e9 / 2
@@ -343,7 +335,7 @@ def measure_loading(bench):
     if safetensors is None:
         print("loading: safetensors is not installed, left out")
         return
-    release(bench.run)
+    harness.release(bench.run)
     with bench.run.cell("loading"), tempfile.TemporaryDirectory(dir=memory_directory(bench.num_bytes)) as directory:
         names = list(bench.state)
         for shard in range(4):
@@ -411,7 +403,7 @@ def main(argv=None):
         measure_accelerate(bench)
         del bench
     for dtype in (torch.float16, torch.float8_e4m3fn):
-        release(run)
+        harness.release(run)
         with run.cell(str(dtype)):
             measure_streams(Bench(run, dtype), cells[:1])
     return run.finish(shortfalls(run.rows))
