@@ -529,8 +529,8 @@ class ForwardPass:
         self._regions[region.number] = weakref.ref(region)
 
     def share(self, region: SavedRegion) -> None:
-        """Records that the pass saves the bytes of a region that already holds them. If an earlier pass saved them
-        last, uses up a number, so that the next regions have the same numbers in every pass."""
+        """Records that the pass saves bytes that a region already holds. If the region was last saved by an earlier
+        pass, uses up a number, so that the next regions have the same numbers in every pass."""
         if region.latest is not self:
             region.latest = self
             self.take_number()

@@ -1,4 +1,4 @@
-"""The commands that write and compare files of tensors: `ibp compress`, `decompress`, `verify`, `diff` and `apply`.
+"""Runs the commands that write and compare files of tensors: `ibp compress`, `decompress`, `verify`, `diff`, `apply`.
 
 A command that writes first finds out whether its output may be written, then does the work inside the contexts of
 `work.py`, which bring stdin to a file and a file to stdout, and at last reports the files. `ibp.checkpoints` does the

@@ -652,9 +652,9 @@ def damage_in(file: File, content: bool) -> tuple[dict[str, list[str]], list[str
     inside = {name for _, tensors, _ in blocks for name in tensors}
     used = {name for *_, codebooks in blocks for users in codebooks for name in users}
     good = {name: _is_good(file, name) for name in {*inside, *used, *(file if content else ())}}
-    # For each codebook that is certainly damaged, the tables that use it. A codebook in a damaged block is certainly
-    # damaged if all tables that use it are damaged. If only one table uses it, this table must also have no rows in a
-    # damaged block. Otherwise the rows may be damaged, and not the codebook.
+    # For each codebook that is certainly damaged, the tables of this codebook. A codebook in a damaged block is
+    # certainly damaged if all of its tables are damaged. If there is only one such table, its rows must also lie
+    # outside of damaged blocks; otherwise the rows may be damaged, and not the codebook.
     shared = [
         users
         for *_, codebooks in blocks

@@ -196,7 +196,7 @@ class Faults:
 
 
 class Parts(NamedTuple):
-    """The memory of a table as one device reads it: the arguments of torch.ops.ibp.describe_table
+    """Holds the memory of a table as one device reads it. The fields are the arguments of torch.ops.ibp.describe_table
     (csrc/bindings/torch_ops.cpp).
 
     Attributes:

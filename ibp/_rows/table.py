@@ -627,7 +627,7 @@ def encode_rows(
         room = table._set_room(room.with_overflow(most_bytes, _overflow_memory_of(table)))
         handle = handle_on(table, worker) if geometry is None else Handle(table._parts(worker, geometry))
         index = room.begin_change(worker)
-        # What is derived from the rows, and the handles of other devices, are out of date from now on.
+        # The rows change, so sizes that were derived from them, and handles of other devices, must be made anew.
         vars(table).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
         for device in [device for device in table._handles if device != worker]:
             del table._handles[device]

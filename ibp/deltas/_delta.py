@@ -162,8 +162,8 @@ class Delta(Movable):
 
 
 class CheckpointDelta(Mapping[str, Delta | Version]):
-    """The changes that turn one version of a checkpoint, the base, into another version. `ibp.deltas.make` returns a
-    CheckpointDelta for two checkpoints. A CheckpointDelta is a read-only mapping.
+    """Holds the changes that turn one version of a checkpoint, the base, into another version. `ibp.deltas.make`
+    returns a CheckpointDelta for two checkpoints. A CheckpointDelta is a read-only mapping.
 
     It maps the name of each changed tensor to an `ibp.deltas.Delta`. A tensor that is new, or whose shape or dtype has
     changed, is stored whole. The names of unchanged tensors are not in the mapping.

@@ -89,7 +89,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Rates:
-    """What a codec saves on a device, and how fast it is there.
+    """Says what a codec saves on a device, and how fast the codec is there.
 
     Attributes:
         savings: the fraction of a large tensor's bytes that coding saves (`Codec.savings`).

@@ -114,7 +114,7 @@ class _Pool:
 
     @property
     def may_lose(self) -> bool:
-        """Whether `store` may turn out to have no room for a page that is being stored."""
+        """Returns whether `store` may still find that a page which is being stored has no room."""
         return self.store is not None and self.may_use > self.store.place.overflow.numel()
 
     def recount(self) -> None:
@@ -150,8 +150,8 @@ class _Span(NamedTuple):
         return enumerate(self.paged.tensors, self.first_tensor)
 
     def within(self, wanted: range) -> _Span | None:
-        """Returns a span with only those tensors whose index in the group is in `wanted`, or None if there is no such
-        tensor."""
+        """Returns a span with only those tensors whose index in the group is in `wanted`. Returns None if none of the
+        tensors is wanted."""
         inside = [place for place, number in enumerate(self.numbers) if number in wanted]
         if not inside:
             return None
@@ -681,7 +681,7 @@ class KeyedPages(OfThisProcess):
         return number
 
     def _drop_oldest(self) -> bool:
-        """Drops the least recently used page that is not pinned. Returns False if there is no such page."""
+        """Drops the least recently used page that is not pinned. Returns False if all pages are pinned."""
         oldest = next((key for key in self._pages if key not in self._pins), None)
         if oldest is None:
             return False

@@ -16,8 +16,8 @@
 //
 // A name is a symbol if elements have less than eight bytes and all columns share entries of up to eight bits.
 // Otherwise it is a rank, which is the index of the symbol's entry, or kRawRank if the symbol is raw. If names are
-// ranks, each step looks up their symbols. After a step's 16 bytes have been stored, its elements with raw symbols are
-// stored once more with the right symbols, one at a time.
+// ranks, each step looks up their symbols. After a step has stored its 16 bytes, the step stores the elements with raw
+// symbols a second time, one element at a time and with the right symbols.
 //
 // The rate at which integer instructions are issued limits the decoder.
 #ifndef IBP_DECODE_DENSE_CUH

@@ -266,8 +266,8 @@ template <class DIGITS, bool COLUMNS> struct PairNames {
         return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
     }
 
-    // Returns the size in bytes of the block's table; 0 if there is no table. For each rank, the table has the entries
-    // of all columns, one byte each. At its end are at least 16 bytes of padding, which may be read.
+    // Returns the size in bytes of the block's table, or 0 if the block has none. For each rank, the table has the
+    // entries of all columns, one byte each, and at the end at least 16 bytes of padding, which may be read.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         const uint32_t num_bytes = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries + 16u;
