@@ -297,7 +297,7 @@ class EmbeddingCollection(torch.nn.Module):
         if len(groups) == 1:
             number, bags = groups.pop(), [num_bags] * len(keys)
             group, names = self._group(number), self._names[number]
-            results = group.pooled(parts, bags, values, lengths, weights, self.mode, names).split(num_bags)
+            results = group.pooled(parts, bags, values, lengths, weights, self.mode, names).split(bags)
         else:  # divides the values among the groups of their tables, which waits for the GPU if the lengths are on one
             of_keys = lengths.view(len(keys), -1)
             counts = of_keys.sum(1).tolist()

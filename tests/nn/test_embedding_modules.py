@@ -182,6 +182,13 @@ def keyed(names, num_bags=3, seed=0):
     return names, torch.cat(values), lengths
 
 
+def test_keyed_bags_of_an_empty_batch():
+    """Features of one width, which share a group, and of two widths."""
+    none = torch.empty(0, dtype=torch.int64)
+    for names, width in ((["user", "page"], 32), (["user", "ad"], 24)):
+        assert make_collection()((names, none, none)).shape == (0, width)
+
+
 def keyed_by_torch(collection, names, values, lengths, weights=None):
     weights_of = collection.to_torch()
     counts = lengths.view(len(names), -1).sum(1).tolist()
