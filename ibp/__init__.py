@@ -36,7 +36,7 @@ if _find_spec("ibp._core") is None:
 
 from . import _core, adapters, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
 from ._activations import ActivationOffload, ActivationStats, offload_activations
-from ._cli.doctor import show_config
+from ._cli.config import show_config
 from ._common import ops
 from ._common.process import after_import as _after_import
 from ._common.process import published as _published
