@@ -471,9 +471,8 @@ TABLES = (
         "",
         "dcp",
         "Checkpoints of torch.distributed.checkpoint, a billion parameters by two processes that share a GPU or the "
-        "cores of a CPU (Intel Xeon, 2 cores, torch 2.13.0): seconds "
-        "to save, with fsync, and to load, and the share of the bytes that is stored; arms in one order and in the "
-        "other",
+        "cores of a CPU: seconds to save, with fsync, and to load, and the share of the bytes that is stored; arms in "
+        "one order and in the other",
         {
             "what": cell("case"),
             "arm": cell("arm"),
