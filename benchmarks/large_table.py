@@ -16,7 +16,7 @@ import torch
 import ibp
 from ibp._fetch import host_gather
 from ibp._machine import calibration, memory
-from ibp._rows import handle as plan
+from ibp._rows import handle
 
 from . import harness, ideal, inputs
 
@@ -132,7 +132,7 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
         return lambda k: ibp.index_select(table, ids[k], out=fetches.outs[k], path=path, max_sms=sms)
 
     few = (
-        plan.bucketed_sms(table, calibration.in_force(run.device), run.num_sms) or None
+        handle.bucketed_sms(table, calibration.in_force(run.device), run.num_sms) or None
     )  # The bucketed path chooses this many SMs. Pre-sorted ids get as many, which is faster than all.
     arms = (
         {
@@ -167,7 +167,7 @@ def measure_partition(table, savings, link_gbps, fetches):
     """Measures the partition alone, as if its ids were rows. This shows how much faster it is than the fetch that it is
     for."""
     num_items = table.shape[0]
-    bits = plan.window_bits(num_items, plan.spread_bytes(table))
+    bits = handle.window_bits(num_items, handle.spread_bytes(table))
     calls = [lambda k=k: torch.ops.ibp.partition_ids(fetches.ids[k], num_items, bits) for k in range(NUM_SETS)]
     with fetches.cell("partition alone"):
         fetches.add("partition alone", calls, savings, link_gbps, None, False)

@@ -215,9 +215,9 @@ class ActivationOffload(OfThisProcess):
         self._stats = ActivationStats()
         self._lock = ForkLock()
         self._transfers: dict[torch.device, PieceTransfers] = {}
-        # The spans that were saved: for each one, its storage and the region that holds it. None instead of a region:
-        # this pass does not move the span. An entry is valid only while the storage lives, so that a later storage at
-        # the same address is not mistaken for it.
+        # Maps each saved span to (its storage, the region that holds the span). The region is None if this pass does
+        # not move the span. An entry is valid only while the storage lives, so that a later storage at the same address
+        # is not mistaken for the saved one.
         self._seen: dict[coding.ByteSpan, tuple[StorageWeakRef, weakref.ref[SavedRegion] | None]] = {}
         self._order: list[int] = []
         self._faults = Faults(_WORDS)

@@ -1,5 +1,5 @@
-"""The commands that describe files: `ibp inspect` says what is in them, and `ibp estimate` what compressing them would
-save. `report.py` finds out what `inspect` shows: as tables, as a plot, and as a page.
+"""Runs the commands that describe files. `ibp inspect` says what is in files, and `ibp estimate` says what compressing
+them would save. `report.py` finds out what `inspect` shows: as tables, as a plot, and as a page.
 
 The plot shows the entropy of each bit, how bits are stored, and how much each tensor saves; it needs matplotlib. The
 page is a single file, made of page.html, page.css, page.js and the data.

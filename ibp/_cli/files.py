@@ -488,9 +488,9 @@ def _new_tensor(
     old: SourceTensor | None,
     device: torch.device,
 ) -> SourceTensor:
-    """Returns a tensor of the new version. It is made as a whole, on the CPU, when it is first read: `change` is
-    decompressed or, if it is a delta, applied to the old version of the tensor. It is freed when its last bytes have
-    been read."""
+    """Returns a tensor of the new version. When the tensor is first read, all of it is made on the CPU: `change` is
+    decompressed or, if `change` is a delta, applied to the old version of the tensor. The made tensor is freed when its
+    last bytes have been read."""
     made: list[np.ndarray] = []
 
     def make() -> torch.Tensor:
@@ -510,5 +510,4 @@ def _new_tensor(
         made[:] = [data] if end_byte < data.size else []
         return data[start_byte:end_byte]
 
-    like = old if old is not None and isinstance(change, ibp.deltas.Delta) else change
-    return SourceTensor(name, like.dtype, tuple(like.shape), read)
+    return SourceTensor(name, change.dtype, tuple(change.shape), read)

@@ -1,4 +1,4 @@
-"""Has what there is once in a process, or must survive a fork.
+"""Defines what a process has only once, and what must survive a fork.
 
 `OfThisProcess` is the base of classes whose objects belong to one process, and `Closing` the base of classes whose
 `close()` undoes a change. `warn_once` issues each warning once per process. `ForkLock` is the class of locks of objects

@@ -401,8 +401,8 @@ class File(Mapping[str, Value], Closing):
         return {checks: sorted(numbers) for checks, numbers in blocks.items()}
 
     def _is_what_it_was(self, name: str) -> bool:
-        """Decodes a table, if the file has the fingerprint of the original tensor. Returns False if the decoded tensor
-        has another fingerprint."""
+        """Decodes a table, and compares the result with the fingerprint of the original tensor. Returns False if they
+        differ. Returns True if they agree, or if the file has no fingerprint to compare."""
         if name not in self._owners:
             return True
         wanted, value = self.fields(name).content, self._value(name)
@@ -641,9 +641,9 @@ def damage_in(file: File, content: bool) -> tuple[dict[str, list[str]], list[str
         content: whether to decode tables outside of damaged blocks, too.
 
     Returns:
-        Names of tensors, in three lists: "damaged"; "by_codebook", the damaged tensors that share a damaged codebook;
-        and "suspect", tensors that may be damaged. And a text for each damaged block: the file, the block's number and
-        the range of its bytes.
+        (names, blocks). names: a dictionary with three lists of names. "damaged" has the damaged tensors, "by_codebook"
+        has the damaged tensors that share a damaged codebook, and "suspect" has the tensors that may be damaged.
+        blocks: for each damaged block, a text that names the file, the number of the block and the range of its bytes.
 
     Raises:
         ChecksumError: a header is damaged, or the checksums themselves are.
@@ -671,7 +671,7 @@ def damage_in(file: File, content: bool) -> tuple[dict[str, list[str]], list[str
         is_alone = len({*tensors, *itertools.chain(*codebooks)}) == 1
         (damaged if is_alone else suspect).update(unknown, *books)
     found = {"damaged": damaged, "by_codebook": by_codebook & damaged, "suspect": suspect - damaged}
-    bases = {name: view.base for name, view in file._views.items()}  # A view is in the same lists as its base.
+    bases = {name: view.base for name, view in views_in(file).items()}  # A view is in the same lists as its base.
     lists = {kind: [name for name in file if bases.get(name, name) in names] for kind, names in found.items()}
     return lists, [place for place, *_ in blocks]
 

@@ -238,12 +238,12 @@ def shared(state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], segmen
         tensors: the tensors of the table, by name.
         segment: the shared memory that holds the tensors. None: they are on a GPU.
     """
-    fields = wire.written(state)
+    content = wire.written(state)
     if segment is None:
         loans = wire.written({name: wire.lent(tensor) for name, tensor in tensors.items()})
-        return SharedHandle(os.getpid(), 0, 0, "", False, fields, loans)
+        return SharedHandle(os.getpid(), 0, 0, "", False, content, loans)
     sizes = wire.written({name: tensor.numel() for name, tensor in tensors.items()})
-    return SharedHandle(os.getpid(), segment.num_bytes, segment.file, segment.name, segment.pin, fields, sizes)
+    return SharedHandle(os.getpid(), segment.num_bytes, segment.file, segment.name, segment.pin, content, sizes)
 
 
 def open_handle(

@@ -137,7 +137,7 @@ def laid_out(
 
 # ---- the room of a table whose rows change ----
 
-NO_BASE = -1  # IBPNO_BASE of ibp.h: the base of a row without a part in the overflow.
+NO_BASE = -1  # IBP_NO_BASE of ibp_place.h: the base of a row without a part in the overflow.
 _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
 _GROWTH = 1.5  # Factor by which buffers and index arrays grow when they have become too small.
 # If the host does not know whether the overflow has enough free bytes for a change, it asks a GPU. It then also makes

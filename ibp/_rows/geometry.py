@@ -209,12 +209,13 @@ class Geometry:
         """Returns the size in bytes of the overflow if all rows are raw."""
         if slot_bytes == 0:
             return self.num_bytes
-
-        def overflow_bytes(row_bytes: int) -> int:
-            return max(0, rounded_up(row_bytes - slot_bytes, SECTOR_BYTES))
-
         num_whole, last_bytes = divmod(self.num_bytes, self.row_bytes)
-        return num_whole * overflow_bytes(self.row_bytes) + overflow_bytes(last_bytes)
+        return num_whole * raw_row_overflow(self.row_bytes, slot_bytes) + raw_row_overflow(last_bytes, slot_bytes)
+
+
+def raw_row_overflow(row_bytes: int, slot_bytes: int) -> int:
+    """Returns the size in bytes of the overflow of a raw row that has a slot of slot_bytes bytes."""
+    return rounded_up(max(0, row_bytes - slot_bytes), SECTOR_BYTES)
 
 
 def _touched(start: torch.Tensor, size: torch.Tensor) -> int:

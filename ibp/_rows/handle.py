@@ -1,5 +1,5 @@
-"""Has what the call of an operation is given of a table: a record of faults, a `Handle`, and the plan by which a GPU
-fetches items from host memory.
+"""Defines what operations are given for a table: a record of faults, a `Handle`, and the plan by which a GPU fetches
+items from host memory.
 
 Faults are errors inside operations. If an operation meets a bad id or a damaged row, it writes zeros in place of that
 row, goes on, and notes the first fault in a record. A record is the struct ibp_fault of ibp.h as int64 [4]: status,

@@ -60,7 +60,7 @@ class Table(TensorManners, Saves):
     # Number of times that rows were changed in place. Code that keeps copies of rows compares this number to detect
     # stale copies.
     version = 0
-    _is_live = False  # Rows may be encoded into the table's memory at any time (see `CodedRows.table`).
+    _is_live: bool = False  # Rows may be encoded into the table's memory at any time (see `CodedRows.table`).
     _is_aliased: bool = False  # Another table may have the same memory.
     _is_refused: bool = False  # See `is_refused`.
     _stored_bytes: int | None
@@ -150,16 +150,18 @@ class Table(TensorManners, Saves):
     @property
     def lengths(self) -> torch.Tensor:
         """Lengths of the coded rows, uint16 [num_rows] (FORMAT.md section 2)."""
-        if self._room is not None:
-            self._room.settle()
-        return vars(self)["lengths"]
+        return self._settled("lengths")
 
     @property
     def bases(self) -> torch.Tensor:
         """Offsets in the overflow at which parts of rows lie, int64 (FORMAT.md section 2)."""
+        return self._settled("bases")
+
+    def _settled(self, name: str) -> torch.Tensor:
+        """Waits until GPUs have finished changing the table. Then returns the tensor with this name."""
         if self._room is not None:
             self._room.settle()
-        return vars(self)["bases"]
+        return vars(self)[name]
 
     @property
     def device(self) -> torch.device:
@@ -446,7 +448,7 @@ def is_refused(table: Table) -> bool:
 
 
 def faults_of(table: Table) -> Faults:
-    """Returns the faults that operations on the table have noted. A `Handle` has them, too."""
+    """Returns the faults that operations on the table have noted. `Handle.faults` is the same object."""
     return table._faults
 
 

@@ -378,9 +378,10 @@ def plan_slabs(
         owners = torch.ops.ibp.owners_of_rows.default(rows, num_slabs)
         parts = [(rows[mine], sizes[mine]) for mine in (owners == slab for slab in range(num_slabs))]
     plans = [rows_within(*part, budget_bytes, 1) for part in parts]
-    total, held = sum(int(taken.sum()) for _, taken in plans), sum(chosen.numel() for chosen, _ in plans)
-    map_bytes = WAY_BYTES / STATIC_LOAD
-    copies = may_copy_maps and num_slabs > 1 and (num_slabs - 1) * map_bytes * held <= NEAR_MAP_SHARE * total
+    copies = False
+    if may_copy_maps and num_slabs > 1:
+        total, held = sum(int(taken.sum()) for _, taken in plans), sum(chosen.numel() for chosen, _ in plans)
+        copies = (num_slabs - 1) * (WAY_BYTES / STATIC_LOAD) * held <= NEAR_MAP_SHARE * total
     if copies:
         # All maps are counted as large as the largest one, so that no device's copies exceed its budget.
         most = max(rows_within(*part, budget_bytes, num_slabs)[0].numel() for part in parts)

@@ -245,7 +245,8 @@ def _pays(savings: float, geometry: _rows.Geometry) -> bool:
 
 @dataclass(eq=False)
 class Block:
-    """Consecutive bytes of a tensor on their way to a file, whole rows apart from the last row of the tensor."""
+    """Holds consecutive bytes of a tensor, which are read, coded and written together. A block consists of whole rows;
+    only the last row of the tensor may be shorter."""
 
     tensor: SourceTensor
     # start, end: the range of the block's bytes in the tensor
@@ -320,7 +321,7 @@ def _coded(block: Block, free: deque[torch.Tensor]) -> Block:
 
 
 class _Slot(NamedTuple):
-    """Buffers for one block. Those of a `Turn` have memory on the device and pinned host memory."""
+    """Holds the buffers of one block. Each `Turn` has memory on the device and pinned host memory."""
 
     raw: Turn  # for the block's bytes before coding
     coded: Turn  # for its bytes after coding

@@ -81,7 +81,6 @@ _BLOCK_BYTES = 4 << 20  # number of bytes of a tensor that `decompress` decodes 
 # Number of bytes between two looks at this process's memory. A look takes as long as coding half a megabyte.
 _BETWEEN_BYTES = 64 << 20
 _A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # ".1" does not match, so "llama-3.1" has no suffix
-_CPU = torch.device("cpu")
 
 
 # ---- estimating ----

@@ -138,7 +138,7 @@ _HOST_BLOCK_BYTES, _LEAST_HOST_BLOCK_BYTES = 2 << 20, 4096
 
 @dataclass(eq=False)
 class HostCodec(GeneralCodec):
-    """A codec of a package that works on host memory."""
+    """Codes and decodes with a package that works on host memory."""
 
     name: str
     package: str
@@ -217,8 +217,8 @@ class HostCodec(GeneralCodec):
         _by_threads(decode_block, range(len(targets)))
 
 
-# Frames of Zstandard (RFC 8878) include the size of their content. Each block gets a new coder, because threads cannot
-# share one; it takes 10 us.
+# Frames of Zstandard (RFC 8878) include the size of their content. Threads cannot share a coder, so each block gets a
+# new one. Making a coder takes 10 us.
 
 
 def _encode_zstd(zstandard: ModuleType, data: memoryview, level: int | None) -> bytearray:

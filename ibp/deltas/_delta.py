@@ -1,4 +1,4 @@
-"""What deltas are, and how they are made. The deltas of tensors (`Delta`) and of checkpoints (`CheckpointDelta`) are
+"""Defines deltas, and makes them. The deltas of tensors (`Delta`) and of checkpoints (`CheckpointDelta`) are
 values: they hold coded differences and the fingerprints of the versions before and after. `_applying.py` applies them.
 
 `make` compares pairs of versions in batches. On a GPU, `Making` codes the differences of many pairs at once, with the

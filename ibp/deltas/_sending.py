@@ -278,9 +278,11 @@ class OwnRegion(NamedTuple):
         return torch.cat([bits_of(tensor).reshape(-1) for tensor in self.tensors]).view(self.dtype)
 
 
-# The rows of a tensor that this process sends: (the rows; whether other senders may send the same rows, which are then
-# not joined with others, because each sender could join them with different ones; a key that identifies the values in
-# memory, `memory_of`. A tensor without elements has no memory, so its name, dtype and device identify it).
+# Says which rows of a tensor this process sends: (rows, is_alone, memory).
+# is_alone: whether other senders may send the same rows. Such rows are not joined with others, because each sender
+#     could join them with different ones.
+# memory: a key that identifies the values in memory (`memory_of`). A tensor without elements has no memory, so its
+#     name, dtype and device identify it.
 _Shard = tuple[TensorRows, bool, tuple[Any, ...]]
 _Member = tuple[TensorRows, int]  # rows of one tensor in a region, and the index of the tensor among the shards
 

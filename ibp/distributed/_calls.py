@@ -1,5 +1,5 @@
-"""The functions that move tensors between ranks: the collectives, which move them between all ranks of a group, and
-`send` and `recv`, which move a tensor from one rank to another. Each function has a class, which determines the
+"""Defines the functions that move tensors between ranks: the collectives, which move them between all ranks of a group,
+and `send` and `recv`, which move a tensor from one rank to another. Each function has a class, which determines the
 messages of a call and how they move. `_exchange.py` describes the steps of a coded call.
 
 The ranks of a collective agree on a plan together (`Collective.plan`). The two ranks of `send` and `recv` do not ask

@@ -36,8 +36,9 @@ from ._messages import Codec, MessageBuffer, MessageBuffers, Messages, learned, 
 _MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # Number of bytes that each rank sends in a call that is timed.
 # A measurement times _REPEATS repeats and takes the fastest. Each repeat makes _IN_A_ROW calls one after the other.
 _REPEATS, _IN_A_ROW = 3, 4
-# Coding does not pay on a link that is faster than this share of the rate at which coding and decoding take as long as
-# they save on the link. The coders and the link compete for multiprocessors and memory before this rate is reached.
+# Coding is not expected to pay on a link that is faster than this share of the break-even rate, at which coding and
+# decoding take as long as the time that they save. Below this rate, the coders and the link already compete for
+# multiprocessors and memory.
 _CROWDED_SHARE = 0.75
 _LEAST_GAIN = 1.1  # Tensors travel coded if this is expected to be at least this many times as fast as raw.
 # Time in seconds that a coded call takes to begin and to end, in addition to the time of torch's call.

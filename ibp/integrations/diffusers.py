@@ -95,8 +95,6 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
         TypeError, ValueError: an argument has a wrong type, or is out of range.
     """
 
-    __module__ = "ibp.integrations.diffusers"
-
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         self.quant_method = _Method.IBP
@@ -112,8 +110,6 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
     Attributes:
         report: which weights are coded, and why others stay plain. None until the model has been loaded.
     """
-
-    __module__ = "ibp.integrations.diffusers"
 
     use_keep_in_fp32_modules = True
 
@@ -247,8 +243,6 @@ class GroupBytes(CodedStatistics):
     """The sizes in bytes of a model's compressed parameters: the original size of the parameters, and the size of their
     coded rows and codebooks. A shared parameter counts once."""
 
-    __module__ = "ibp.integrations.diffusers"
-
     original_bytes: int
     stored_bytes: int
 
@@ -259,8 +253,6 @@ class CompressedGroups(ModelChange):
     Attributes:
         model: the argument.
     """
-
-    __module__ = "ibp.integrations.diffusers"
 
     _instead = "save the model's state_dict()"
     changed_by = "compress_groups(model)"

@@ -2,10 +2,11 @@
 what happens to a page for which there is no room.
 
 `BlockStore` keeps blocks of layers as numbered pages, and loses no page. Blocks of different layers may have different
-sizes. What stays: a pool (`_Pool`) keeps the pages of blocks of one size and kind, coded in a `KVStore`, or raw in host
-memory if the store has no room. A span (`_Span`) is the tensors of a group of layers whose blocks go to one pool. What
-comes and goes: a call of `store` or `load` is a job (`_Job`), which has a transfer for each span that it concerns. When
-the work of a store has ended, its job is settled: the pages for which a pool had no room are copied from their blocks.
+sizes. A pool (`_Pool`) keeps the pages of blocks of one size and kind, coded in a `KVStore`, or raw in host memory if
+the store has no room. A span (`_Span`) holds the tensors of a group of layers whose blocks go to one pool. Pools and
+spans stay as long as the store. A call of `store` or `load` submits a job (`_Job`), which has a transfer for each span
+that the job concerns. When the work of a store has ended, its job is settled: the pages for which a pool had no room
+are copied from their blocks.
 
 `KeyedPages` finds pages of one size by keys, and drops the least recently used pages when it is full.
 """
@@ -25,9 +26,8 @@ import torch
 
 from .._common.arguments import whole_number
 from .._common.process import ForkLock, OfThisProcess
-from .._common.sequences import rounded_up
-from .._core import SECTOR_BYTES
 from .._machine.memory import usual
+from .._rows.geometry import raw_row_overflow
 from .._rows.handle import CorruptTableError
 from .._rows.learning import check_scheme
 from ._paged import PagedTensors
@@ -81,7 +81,7 @@ class _Pool:
         overflow that the pages need if all of their rows are stored raw."""
         assert self.store is not None
         place, num_bytes = self.store.place, len(pages) * len(span.paged) * self.page_bytes
-        raw_bytes = rounded_up(max(0, place.row_bytes - place.slot_bytes), SECTOR_BYTES)
+        raw_bytes = raw_row_overflow(place.row_bytes, place.slot_bytes)
         self.may_use += num_bytes // place.row_bytes * raw_bytes
         return self.store.store(pages, span.paged, blocks, first_tensor=span.first_tensor, stream=stream)
 
@@ -114,7 +114,7 @@ class _Pool:
 
     @property
     def may_lose(self) -> bool:
-        """Returns whether `store` may still find that a page which is being stored has no room."""
+        """Says whether `store` may still find that a page which is being stored has no room."""
         return self.store is not None and self.may_use > self.store.place.overflow.numel()
 
     def recount(self) -> None:
@@ -161,7 +161,7 @@ class _Span(NamedTuple):
 
 @dataclass
 class _Job:
-    """A store or a load that has been submitted.
+    """Holds a store or a load that has been submitted.
 
     Attributes:
         stores: whether the job is a store.

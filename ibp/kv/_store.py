@@ -14,12 +14,11 @@ from .. import _core
 from .._common.arguments import whole_number
 from .._common.manners import Statistics
 from .._common.process import ForkLock, OfThisProcess
-from .._common.sequences import rounded_up
 from .._fetch.calls import check_range, list_of_ids, sms_of
 from .._machine import memory as _memory
 from .._machine.memory import is_capturing
 from .._rows.codebook import AnyCodebook
-from .._rows.geometry import stored_sizes
+from .._rows.geometry import raw_row_overflow, stored_sizes
 from .._rows.handle import Faults, FaultWords, Handle
 from .._tables.coded_rows import Buffers, CodedRows
 from . import _paged
@@ -258,7 +257,7 @@ class KVStore(OfThisProcess):
         self._rows_own_parts = spills and overflow_bytes is None
         if spills:  # overflow has room for all rows in raw form
             slot_bytes = usual_slot if slot_bytes is None else slot_bytes
-            overflow_per_row = rounded_up(max(0, row_bytes - slot_bytes), _core.SECTOR_BYTES)
+            overflow_per_row = raw_row_overflow(row_bytes, slot_bytes)
         num_rows = self.num_pages * rows_per_page
         slot_bytes, overflow_bytes = _paged.checked_sizes(
             slot_bytes, overflow_bytes, num_rows, usual_slot, overflow_per_row

@@ -142,8 +142,9 @@ class ModelOptions:
 
     def includes(self, *names: str) -> bool:
         """Returns whether a module is to be coded. names: the module's name in the model; if a framework has merged
-        several modules into this one, the names of all of them. `include` must match at least one of the names, or the
-        name of a module that contains it, and `exclude` must match none of these."""
+        several modules into this one, the names of all of them. `include` must match at least one of these
+        modules, or a module that contains one of them. `exclude` must match none of these modules, and none of the
+        modules that contain them."""
         paths = [name.split(".") for name in names]
         around = {".".join(path[:number]) for path in paths for number in range(1, len(path) + 1)}
         is_wanted = any(is_chosen(name, self.include, ()) for name in around)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with, spiky_rows, take
-from ibp._rows import handle as plan
+from ibp._rows import handle
 from ibp.cache import _row_cache, _slabs
 
 ON_CPU = {"device": "cpu", "memory": "host"}
@@ -788,7 +788,7 @@ def test_devices_are_the_usual_ones(cuda):
 def test_many_ids_of_a_large_table(cuda, monkeypatch):
     """They are put in the order of windows first, unless the caller says that they are in order."""
     reckon_with(monkeypatch, reach_bytes=1, random_row_ns=1e6)
-    monkeypatch.setattr(plan, "LEAST_BUCKETED_IDS", 64)
+    monkeypatch.setattr(handle, "LEAST_BUCKETED_IDS", 64)
     x = tensor().to(cuda)
     for policy in _row_cache.POLICIES:
         cache = ibp.RowCache(pinned_table(x.cpu()), 40_000, torch.rand(NUM_ITEMS), devices=cuda, policy=policy)

@@ -20,7 +20,7 @@ from helpers import (
     spiky_rows,
 )
 from ibp._fetch import gather, host_gather
-from ibp._rows import handle as plan
+from ibp._rows import handle
 from ibp._rows.table import handle_on
 
 CPU = torch.device("cpu")
@@ -97,15 +97,15 @@ def test_partition_refuses_too_many_windows():
 @pytest.mark.parametrize("num_items", [0, 1, 5, 65_536, 65_537, 10**6, 10**9])
 @pytest.mark.parametrize("item_bytes", [0, 4, 37, 352, 65_536, 10**6])
 def test_window_bits(num_items, item_bytes):
-    bits = plan.window_bits(num_items, num_items * item_bytes)
+    bits = handle.window_bits(num_items, num_items * item_bytes)
     windows = ((max(1, num_items) - 1) >> bits) + 1
-    assert windows <= plan.MAX_WINDOWS
+    assert windows <= handle.MAX_WINDOWS
     if (
         bits and num_items * item_bytes and num_items > 1
     ):  # no larger than need be: at most twice 64 KiB, or at least half of the windows
-        assert item_bytes << (bits - 1) < plan.WINDOW_BYTES or 2 * windows >= plan.MAX_WINDOWS
+        assert item_bytes << (bits - 1) < handle.WINDOW_BYTES or 2 * windows >= handle.MAX_WINDOWS
     if windows > 1 and item_bytes:
-        assert item_bytes << bits >= plan.WINDOW_BYTES // 2
+        assert item_bytes << bits >= handle.WINDOW_BYTES // 2
 
 
 @pytest.mark.parametrize("scheme", KINDS)
@@ -287,8 +287,8 @@ def test_paths_that_do_not_exist():
 
 def test_looks_sorted():
     ordered = torch.arange(100_000)
-    assert plan.looks_sorted(ordered) and plan.looks_sorted(ordered // 7) and plan.looks_sorted(ordered[:1])
-    assert not plan.looks_sorted(ordered.flip(0)) and not plan.looks_sorted(torch.randperm(100_000))
+    assert handle.looks_sorted(ordered) and handle.looks_sorted(ordered // 7) and handle.looks_sorted(ordered[:1])
+    assert not handle.looks_sorted(ordered.flip(0)) and not handle.looks_sorted(torch.randperm(100_000))
 
 
 def choice(table, ids, cuda):
@@ -300,7 +300,7 @@ def choice(table, ids, cuda):
         return None
     made = handle_on(table, cuda).plan
     least = made.least_bucketed if ids.is_cuda else made.least_from_cpu
-    return "bucketed" if len(ids) >= least and (ids.is_cuda or not plan.looks_sorted(ids)) else "gpu"
+    return "bucketed" if len(ids) >= least and (ids.is_cuda or not handle.looks_sorted(ids)) else "gpu"
 
 
 def make_table(x, scheme, place, cuda, **arguments):
@@ -320,12 +320,12 @@ def test_multiprocessors_of_bucketed_ids(scheme):
     """As many as decode at the rate of the link: few for rows that save little, all for rows of which little comes."""
     machine = ibp.calibration.H200
     table = ibp.compress(embedding(2000, 256, torch.bfloat16), scheme=scheme, memory="host")
-    sms = plan.bucketed_sms(table, machine, 132)
+    sms = handle.bucketed_sms(table, machine, 132)
     assert sms == machine.bucketed_sms if scheme == "raw" else machine.bucketed_sms < sms < 132 // 3
     if scheme != "raw":
         sparse = ibp.compress(one_hot_rows(500, 3000), scheme=scheme, memory="host")
-        assert plan.bucketed_sms(sparse, machine, 132) == 0
-        assert plan.bucketed_sms(table, machine, 8) == 0
+        assert handle.bucketed_sms(sparse, machine, 132) == 0
+        assert handle.bucketed_sms(table, machine, 8) == 0
 
 
 @pytest.mark.parametrize(
@@ -347,11 +347,11 @@ def test_what_is_expected_of_paths(gib, stored_bytes, item_bytes, num_ids, on_gp
     machine = ibp.calibration.H200
     for ids_on_gpu, expected in ((True, on_gpu), (False, on_cpu)):
         promised = {
-            "gpu": plan.fetched_ns(table, machine),
-            "bucketed": plan.PROMISED * plan.bucketed_ns(table, num_ids, ids_on_gpu, machine),
+            "gpu": handle.fetched_ns(table, machine),
+            "bucketed": handle.PROMISED * handle.bucketed_ns(table, num_ids, ids_on_gpu, machine),
         }
         if not ids_on_gpu:
-            promised["cpu"] = plan.PROMISED * plan.staged_ns(table, num_ids, machine, 16)
+            promised["cpu"] = handle.PROMISED * handle.staged_ns(table, num_ids, machine, 16)
         assert min(promised, key=promised.get) == expected, promised
 
 
@@ -399,8 +399,8 @@ def paths_of(ids, place):
 def small_is_large(monkeypatch):
     """Thresholds that make every table large, so that path=None takes each of the paths too."""
     reckon_with(monkeypatch, reach_bytes=1, random_row_ns=1e6)
-    monkeypatch.setattr(plan, "LEAST_BUCKETED_IDS", 128)
-    monkeypatch.setattr(plan, "LEAST_STAGED_BYTES", 1000)
+    monkeypatch.setattr(handle, "LEAST_BUCKETED_IDS", 128)
+    monkeypatch.setattr(handle, "LEAST_STAGED_BYTES", 1000)
 
 
 @pytest.mark.parametrize("place", ["pinned", "pageable", "device"])

@@ -17,8 +17,7 @@ from ibp._fetch import streaming
 from ibp._machine import calibration
 from ibp._machine import memory as _memory
 from ibp._rows import codebook as codebooks
-from ibp._rows import geometry, learning
-from ibp._rows import handle as plan
+from ibp._rows import geometry, handle, learning
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 READ, WRITE = calibration._read, calibration._write  # which the other tests do without
@@ -273,13 +272,13 @@ def pinned(num_bytes):
 def test_plans_reckon_with_the_machine(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     of_h200 = ibp.calibration.H200
-    assert plan.LEAST_BUCKETED_IDS < plan.least_bucketed(pinned(4 << 30), False, of_h200) < 100_000
-    assert plan.least_bucketed(pinned(4 << 30), True, of_h200) == plan.LEAST_BUCKETED_IDS
-    assert plan.stages(pinned(16 << 30), 100_000, of_h200) and not plan.stages(pinned(1 << 30), 40_000, of_h200)
+    assert handle.LEAST_BUCKETED_IDS < handle.least_bucketed(pinned(4 << 30), False, of_h200) < 100_000
+    assert handle.least_bucketed(pinned(4 << 30), True, of_h200) == handle.LEAST_BUCKETED_IDS
+    assert handle.stages(pinned(16 << 30), 100_000, of_h200) and not handle.stages(pinned(1 << 30), 40_000, of_h200)
     changed = dataclasses.replace(of_h200, reach_bytes=1 << 20, gather_gbps=1.0)
-    assert plan.least_bucketed(pinned(1 << 24), True, changed) < 100_000
-    assert plan.least_bucketed(pinned(1 << 20), True, changed) == plan.NEVER
-    assert not plan.stages(pinned(16 << 30), 100_000, changed)
+    assert handle.least_bucketed(pinned(1 << 24), True, changed) < 100_000
+    assert handle.least_bucketed(pinned(1 << 20), True, changed) == handle.NEVER
+    assert not handle.stages(pinned(16 << 30), 100_000, changed)
 
 
 def test_streams_reckon_with_the_machine(monkeypatch):
@@ -389,7 +388,7 @@ def test_the_start_of_a_stream(monkeypatch):
     """What is left of the difference where the rates are taken off."""
     taken = iter([2.1e-3, 2.0e-3, 1.0e-3, 2.0e-3])
     clock = types.SimpleNamespace(table_bytes=1 << 20, device=CPU, wall_s=lambda call: next(taken))
-    num_bytes = plan.spread_bytes(FAMILIES["pairs"].table(2048, 1 << 20, CPU))
+    num_bytes = handle.spread_bytes(FAMILIES["pairs"].table(2048, 1 << 20, CPU))
     expected = 100 + num_bytes * (1 / 51.4 - 1 / 55.4) / 1e3
     assert measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.calibration.H200) == pytest.approx(expected)
     assert measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.calibration.H200) == 1.0

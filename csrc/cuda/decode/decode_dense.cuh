@@ -449,7 +449,7 @@ template <class DIGITS, bool BLOCK> struct AnyNames {
     }
 };
 
-// The decoder of rows as described above.
+// Decodes rows as described above.
 template <typename T, class G, bool BLOCK> using DenseDecoder = TileDecoder<AnyNames<AnyDigits<T, G>, BLOCK>>;
 
 } // namespace ibp

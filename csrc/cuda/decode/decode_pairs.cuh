@@ -541,7 +541,7 @@ template <class DIGITS, bool COLUMNS> struct PairNames {
 template <typename T, class G, bool COLUMNS>
 constexpr uint32_t kPairSteps = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4;
 
-// The decoder of rows as described above. COLUMNS: every column has its own entries. FIRST: number of bits of a digit
+// Decodes rows as described above. COLUMNS: every column has its own entries. FIRST: number of bits of a digit
 // of plane 0.
 template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2>
 using PairsDecoder = TileDecoder<PairNames<PairDigits<T, G, FIRST, kPairSteps<T, G, COLUMNS>>, COLUMNS>>;

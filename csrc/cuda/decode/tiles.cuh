@@ -247,8 +247,8 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
 };
 
 // The decoder of dense rows (decoder.cuh). Names says what the name of an element is and how names become elements, and
-// Names::Digits says how digits are kept and how they select names. decode_dense.cuh and decode_pairs.cuh have the
-// Digits and Names that there are.
+// Names::Digits says how digits are kept and how they select names. decode_dense.cuh and decode_pairs.cuh define all
+// Digits and Names.
 //
 // Digits is a struct of static functions for elements of type Element:
 //

@@ -18,7 +18,7 @@
 // their codes has the number of escapes of each plane in a separate byte. Sums over lanes have 16 bits for each plane.
 //
 // If a table has the codes of all symbols, a warp executes about 55 instructions to measure one step, which is 512
-// bytes of 16-bit elements. The rate at which instructions are issued limits this.
+// bytes of 16-bit elements. The rate at which instructions are issued limits measuring.
 #ifndef IBP_ENCODE_CENSUS_CUH
 #define IBP_ENCODE_CENSUS_CUH
 
@@ -31,8 +31,8 @@ namespace ibp {
 
 constexpr uint32_t kEscapes = 0x01010101; // the bits of a code that mark escapes
 
-// A census as described above. FIELDS: the PlanesFields that the codebook may use. MEASURES: rows are only measured, so
-// codes have no digits.
+// Takes the census that is described above. FIELDS: the PlanesFields that the codebook may use. MEASURES: rows are only
+// measured, so codes have no digits.
 template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS, bool MEASURES>
 struct PlanesCensus : PlanesBook<T, FIELDS> {
     using Book = PlanesBook<T, FIELDS>;
