@@ -32,7 +32,8 @@ probabilities the first time, when nothing is timed. If its second answer differ
 Features. `plain with FEATURE` and `coded weights with FEATURE` are also arms of answers. `two adapters`: requests take
 turns with two random LoRA adapters for all matrices of a layer. `a draft`: a model of two layers with random weights
 proposes three tokens at a time. `FP8 KV`: the KV-cache has 8 bits a value. `four together`: four prompts are answered
-at a time. `equal` and `largest_gap` compare an arm that has a draft with the same weights without a draft, and other
+at a time. `two ranks`: two GPUs have one half of each matrix each; `load_s` and what it contains are then not measured,
+and `weight_bytes` counts both. `equal` and `largest_gap` compare an arm that has a draft with the same weights without a draft, and other
 arms with plain weights and the same feature. `plain with four together` is compared with plain, and shows what another
 batch size alone does to the answers.
 
@@ -103,7 +104,8 @@ UTILIZATION = 0.95  # Loads may take this share of a card's memory.
 # On cards of at least this size vLLM's server reads 8,192 tokens of prompts in a step, and otherwise 2,048.
 LARGE_CARD_GIB = 70
 PLAIN, CODED = "plain", "coded weights"  # These are arms.
-ADAPTERS, DRAFT, FP8, TOGETHER = "two adapters", "a draft", "FP8 KV", "four together"  # These are features of arms.
+# These are features of arms.
+ADAPTERS, DRAFT, FP8, RANKS, TOGETHER = "two adapters", "a draft", "FP8 KV", "two ranks", "four together"
 RANK, DRAFT_LAYERS, DRAFT_TOKENS = 8, 2, 3
 MODES = {
     "eager": {"enforce_eager": True},
@@ -293,7 +295,7 @@ def run_arm(task):
     BaseModelLoader.load_model = load_and_look
     Worker.compile_or_warm_up_model = timed(Worker.compile_or_warm_up_model, capture_s)
     llm = vllm.LLM(**task["options"])
-    made = {"load_s": sum(load_s), "capture_s": sum(capture_s), "load_peak_bytes": max(peaks)}
+    made = {"load_s": sum(load_s), "capture_s": sum(capture_s), "load_peak_bytes": max(peaks)} if peaks else {}
     made |= {"weight_bytes": sum(llm.apply_model(bytes_of)), "engine": f"vllm {vllm.__version__}"}
 
     def tell(result):
@@ -396,7 +398,7 @@ def arms_of(args, length, coded_folder):
     }
     if args.shape:
         del arms["coded checkpoint"]  # There is no checkpoint to compress.
-    features = {TOGETHER: {}, FP8: {"kv_cache_dtype": "fp8"}}
+    features = {TOGETHER: {}, FP8: {"kv_cache_dtype": "fp8"}, RANKS: {"tensor_parallel_size": 2}}
     if "num_experts" not in config:
         features[ADAPTERS] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
     if args.shape:  # The loader of random weights makes the draft's weights, too.
@@ -413,7 +415,7 @@ def baseline_of(arm):
     weights, _, feature = arm.partition(" with ")
     if feature == DRAFT:
         return weights
-    return f"{PLAIN} with {feature}" if feature in (ADAPTERS, FP8) else PLAIN
+    return f"{PLAIN} with {feature}" if feature in (ADAPTERS, FP8, RANKS) else PLAIN
 
 
 def run_in_process(task, folder, args, take):
@@ -423,6 +425,7 @@ def run_in_process(task, folder, args, take):
     path.write_text(json.dumps(task))
     environment = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    environment["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # for several ranks
     if importlib.util.find_spec("flashinfer") is None:
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM's own sampler needs no other package.
     command = [sys.executable, __file__, "--task", str(path)]
@@ -630,5 +633,7 @@ def main():
         return run_arms(args, Path(made))
 
 
-if __name__ == "__main__":
+if __name__ == "__mp_main__":  # vLLM's process of a rank, which imports this file before it loads the model
+    serving_load.register_random_weights()
+elif __name__ == "__main__":
     sys.exit(main())
