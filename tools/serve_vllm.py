@@ -425,7 +425,8 @@ def run_in_process(task, folder, args, take):
     path.write_text(json.dumps(task))
     environment = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    environment["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # for several ranks
+    # With several ranks, each has a process, to which `bytes_of` is sent.
+    environment |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     if importlib.util.find_spec("flashinfer") is None:
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM's own sampler needs no other package.
     command = [sys.executable, __file__, "--task", str(path)]
