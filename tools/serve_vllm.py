@@ -33,9 +33,9 @@ Features. `plain with FEATURE` and `coded weights with FEATURE` are also arms of
 turns with two random LoRA adapters for all matrices of a layer. `a draft`: a model of two layers with random weights
 proposes three tokens at a time. `FP8 KV`: the KV-cache has 8 bits a value. `four together`: four prompts are answered
 at a time. `two ranks`: two GPUs have one half of each matrix each; `load_s` and what it contains are then not measured,
-and `weight_bytes` counts both. `equal` and `largest_gap` compare an arm that has a draft with the same weights without a draft, and other
-arms with plain weights and the same feature. `plain with four together` is compared with plain, and shows what another
-batch size alone does to the answers.
+and `weight_bytes` counts both. `equal` and `largest_gap` compare an arm that has a draft with the same weights without
+a draft, and other arms with plain weights and the same feature. `plain with four together` is compared with plain, and
+shows what another batch size alone does to the answers.
 
 Loads (`--load 256x128+1024,1x128+1024`: first 256 requests at once with 128 tokens each, which are continued by 1,024
 tokens; then one such request alone). vLLM takes 0.95 of a card of `--card-gib`, which may be smaller than the GPU, for
