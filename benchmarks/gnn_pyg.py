@@ -7,8 +7,9 @@ The graph, the model and the features are those of gnn.py: Cora's rows and dense
 label of a node is the largest of CLASSES random linear functions of its features. Batches of 1,024 seeds come from
 PyG's NodeLoader, of which NeighborLoader is the one with the sampler of pyg-lib or torch-sparse. Here `Neighbors` draws
 as many neighbours in worker processes, with replacement, so that neither package is needed. The nodes of a batch are in
-the order in which PyG has them: seeds first. The accuracy of a batch is measured before the model learns from it. It
-counts as reached when EVERY batches in a row have ACCURACY in the mean. Every arm gets the same batches.
+the order in which PyG has them: seeds first. The clock of an arm begins with its first batch. The accuracy of a batch
+is measured before the model learns from it. It counts as reached when EVERY batches in a row have ACCURACY in the mean.
+Every arm gets the same batches.
 
 Arms: `loader` is PyG as its pages show it: the loader gathers the rows in host memory, and the batch is moved to the
 GPU. `PrefetchLoader` is PyG's class that pins and moves a batch during the training of the one before. `index_select of
@@ -22,6 +23,7 @@ workers (processes that draw neighbours) and pyg (its version). `gbps` is the fe
 training. The rows of the first batch are compared bit for bit. It is expected to take three minutes on an H200.
 """
 
+import itertools
 import os
 import shutil
 import sys
@@ -60,6 +62,7 @@ class Neighbors(BaseSampler):
         self.places = torch.empty(len(graph.starts) - 1, dtype=torch.int64)
 
     def sample_from_nodes(self, inputs):
+        torch.manual_seed(int(inputs.node.sum()))  # A batch is the same in whichever worker and run.
         graph, nodes, counts, rows, cols = self.graph, inputs.node, [len(inputs.node)], [], []
         for fan_out in gnn.FAN_OUTS:
             starts = graph.starts[nodes].unsqueeze(1)
@@ -116,56 +119,68 @@ class Trained(NamedTuple):
     accuracy_s: float | None
 
 
-class Training:
-    """A graph on the CPU, features and labels. Every arm trains a new model on the same batches."""
+def make_loader(graph, batch_size, workers):
+    """Returns PyG's loader, whose workers have begun. They draw neighbours; the process that calls them gathers rows
+    and applies transforms. To fork a process that has a CUDA context and large tables takes seconds for each worker, so
+    this is called first, and all arms take the same workers."""
+    loader = NodeLoader(
+        Data(num_nodes=len(graph.starts) - 1, edge_index=torch.empty(2, 0, dtype=torch.int64)),
+        Neighbors(graph),
+        filter_per_worker=False,
+        batch_size=batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    next(iter(loader))
+    return loader
 
-    def __init__(self, run, case, graph, features):
-        self.run, self.case, self.features, self.sampler = run, case, features, Neighbors(graph)
+
+def num_workers():
+    room = shutil.disk_usage(SHARED).free // WORKER_BYTES
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2, room)
+
+
+class Training:
+    """Features and labels of the nodes of a loader. Every arm trains a new model on the same batches."""
+
+    def __init__(self, run, case, loader, features):
+        self.run, self.case, self.loader, self.features = run, case, loader, features
         generator = torch.Generator(run.device).manual_seed(1)
         source = features.source.float()
         classes = (source @ torch.randn(source.shape[1], CLASSES, generator=generator, device=run.device)).argmax(1)
         self.labels = classes[features.of_node.long()].cpu()
-        room = shutil.disk_usage(SHARED).free // WORKER_BYTES
-        self.workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2, room) if run.on_gpu else 0
         self.device = torch.device("cuda", torch.cuda.current_device()) if run.on_gpu else run.device
 
     def batches(self, arm):
-        """Returns an iterable of the batches of an arm, which have their features and are on the device."""
-        features, gathers = self.features, arm in (LOADER, PREFETCH)
-        data = Data(y=self.labels, num_nodes=len(self.labels), edge_index=torch.empty(2, 0, dtype=torch.int64))
-        if gathers:
-            data.x = features.x
+        """Returns an iterator over the batches of an arm, which have their features and are on the device."""
+        features, loader, gathers = self.features, self.loader, arm in (LOADER, PREFETCH)
+        loader.data.y, loader.data.x = self.labels, features.x if gathers else None
         transforms = {
             MAPPED: lambda: MappedRows(features.x, self.device),
             RAW: lambda: pyg.FetchFeatures({"x": features.raw}, device=self.device),
             IBP: lambda: pyg.FetchFeatures({"x": features.table}, device=self.device),
         }
-        loader = NodeLoader(
-            data,
-            self.sampler,
-            transform=None if gathers else transforms[arm](),
-            filter_per_worker=False,
-            batch_size=self.case.batches[0],
-            shuffle=True,
-            drop_last=True,
-            num_workers=self.workers,
-        )
+        loader.transform = None if gathers else transforms[arm]()
         if arm == PREFETCH:
-            return PrefetchLoader(loader, self.device)
+            return iter(PrefetchLoader(loader, self.device))
         return (batch.to(self.device) for batch in loader)
 
     def train(self, arm):
-        """Trains until the accuracy is reached, or MOST_BATCHES or LIMIT_S are over."""
+        """Trains until the accuracy is reached, or MOST_BATCHES or LIMIT_S are over. The clock begins when the first
+        batch is there."""
         torch.manual_seed(0)
         model = gnn.Sage(self.features.x.shape[1]).to(self.device, self.case.dtype)
         optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, fused=self.run.on_gpu)
         losses, rights, rows, reached = [], [], 0, None
         most = QUICK_BATCHES if self.run.quick else MOST_BATCHES
+        batches = self.batches(arm)
+        first = next(batches)
+        self.features.check(first.x, first.n_id.to(self.device), f"{self.case.name}, {arm}")
         self.run.sync()
         began = time.perf_counter()
-        for number, batch in enumerate(self.batches(arm), 1):
-            if number == 1:
-                self.features.check(batch.x, batch.n_id.to(self.device), f"{self.case.name}, {arm}")
+        for number, batch in enumerate(itertools.chain([first], batches), 1):
             logits, labels = model(batch.x, hops_of(batch)).float(), batch.y[: batch.batch_size]
             loss = F.cross_entropy(logits, labels)
             optimizer.zero_grad(set_to_none=True)
@@ -209,13 +224,13 @@ def record(training, arm, trained, first, savings):
         accuracy_s="" if trained.accuracy_s is None else harness.four_digits(trained.accuracy_s),
         loss_difference=f"{difference(trained.losses, first.losses):.2g}",
         table_gib=f"{features.num_bytes / gnn.GIB:.2f}",
-        workers=training.workers,
+        workers=training.loader.num_workers,
         pyg=torch_geometric.__version__,
     )
 
 
-def run_case(run, case, graph, data_dir):
-    training, first = Training(run, case, graph, gnn.Features(case, data_dir, run.device)), None
+def run_case(run, case, loader, data_dir):
+    training, first = Training(run, case, loader, gnn.Features(case, data_dir, run.device)), None
     savings = {IBP: training.features.table.savings}
     for arm in (LOADER, PREFETCH, MAPPED, RAW, IBP):
         with run.cell(f"{case.name}, {arm}"):
@@ -226,15 +241,17 @@ def run_case(run, case, graph, data_dir):
 
 def main(argv=None):
     args = harness.parse_args(argv, __doc__)
+    on_gpu = args.device == "cuda"
+    small = args.quick or not on_gpu
+    cases = QUICK_CASES if small else gnn.DGL_CASES
+    torch.manual_seed(0)
+    graph = gnn.Graph(cases[0].num_nodes, gnn.QUICK_EDGES if small else gnn.NUM_EDGES, torch.device("cpu"))
+    loader = make_loader(graph, cases[0].batches[0], num_workers() if on_gpu else 0)
     run = harness.Run("gnn_pyg", args, COLUMNS)
     torch.manual_seed(0)
-    small = run.quick or not run.on_gpu
-    cases = QUICK_CASES if small else gnn.DGL_CASES
-    graph = gnn.Graph(cases[0].num_nodes, gnn.QUICK_EDGES if small else gnn.NUM_EDGES, run.device)
-    graph.starts, graph.neighbors = graph.starts.cpu(), graph.neighbors.cpu()
     for case in cases:
         with run.cell(case.name):
-            run_case(run, case, graph, args.data)
+            run_case(run, case, loader, args.data)
         harness.release(run)
     return run.finish()
 
