@@ -33,7 +33,6 @@ SETS_OF_TRANSFERS = {
     "DLRM": (("embedding",), "float32"),
     "DLRM, 512 B": (("embedding, 512 B",), "float32"),
     "KV FP16": (("K-cache", "V-cache"), "float16"),
-    "KV BF16 cast to FP16": (("LLM keys", "LLM values"), "float16"),  # rows of an older transfers.py
     "KV BF16": (("LLM keys", "LLM values"), "bfloat16"),
     "weights": (("LLM weights", "LLM weights, 512 B"), "bfloat16"),
 }
