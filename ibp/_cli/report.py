@@ -23,7 +23,7 @@ import torch
 from ibp._common.manners import Saves
 from ibp._common.process import tqdm
 from ibp._core import ROWS_PER_BASE
-from ibp._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header
+from ibp._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header, views_in
 from ibp._files import open as open_file
 from ibp._rows.clusters import ClusteredCodebook
 from ibp._rows.codebook import AnyCodebook
@@ -110,21 +110,13 @@ class FileReport(Saves):
     format: str  # "ibp", "safetensors", "npy", "npz" or "torch".
     is_estimate: bool  # True if ibp did not write the files. stored_bytes then estimates their compressed size.
     file_bytes: int  # Size of the files in bytes.
+    # Size of the uncompressed tensors in bytes, where memory that several tensors share counts once; and size of the
+    # compressed files in bytes, with headers, codebooks, checksums and padding. If the report leaves out some tensors,
+    # the sizes are instead those of the other tensors, added up.
+    original_bytes: int
+    stored_bytes: int
     metadata: dict[str, str] = field(default_factory=dict)  # The user's metadata.
     tensors: list[TensorContents] = field(default_factory=list)  # The reports on the tensors, in the file's order.
-    # Number of bytes in the compressed files that do not belong to a single tensor: headers, codebooks, checksums,
-    # padding. 0 if the report leaves out some tensors.
-    other_bytes: int = 0
-
-    @property
-    def original_bytes(self) -> int:
-        return sum(tensor.original_bytes for tensor in self.tensors)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size in bytes of the compressed files. If the report leaves out some tensors, this is the sum of the stored
-        sizes of the other tensors."""
-        return sum(tensor.stored_bytes for tensor in self.tensors) + self.other_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as a dictionary that JSON can hold."""
@@ -176,6 +168,12 @@ def _is_ibp(path: str) -> bool:
         return False
 
 
+def sum_bytes(reports: Iterable[TensorContents | FileReport]) -> tuple[int, int]:
+    """Returns (size before coding, size after coding), in bytes, summed over the reports."""
+    sizes = [(report.original_bytes, report.stored_bytes) for report in reports]
+    return sum(before for before, _ in sizes), sum(after for _, after in sizes)
+
+
 def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
     return tqdm(list(names), desc="inspect", unit="tensor", leave=False, disable=not progress)
 
@@ -196,12 +194,13 @@ def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
         return report_plain(tensors[name]) if codebook is None else report_estimate(tensors[name], codebook)
 
     reports = list(map(report, _bar(filter(wanted, source.tensors), progress)))
-    size, other = sum(os.path.getsize(path) for path in source.files), 0
+    size, (before, after) = sum(os.path.getsize(path) for path in source.files), sum_bytes(reports)
     if len(reports) == len(source.tensors):
         listed = {report.name: report.stored_bytes for report in reports}
         stored = listed | {name: report(name).stored_bytes for name in tensors.keys() - listed.keys()}
-        other = compressed_bytes(source, stored, of) - sum(listed.values())
-    return FileReport(source.path, source.format, True, size, dict(source.metadata), reports, other)
+        before = sum(tensor.num_bytes for tensor in source.stored())
+        after = compressed_bytes(source, stored, of)
+    return FileReport(source.path, source.format, True, size, before, after, dict(source.metadata), reports)
 
 
 def _padded(report: TensorContents, stored_bytes: int) -> TensorContents:
@@ -217,8 +216,14 @@ def _padded(report: TensorContents, stored_bytes: int) -> TensorContents:
 def _of_ibp(file: File, wanted: _Wanted, progress: bool) -> FileReport:
     reports = [_of_tensor(file, name) for name in _bar(filter(wanted, file), progress)]
     size = sum(os.path.getsize(path) for path in find_files(file.path)[0].values())
-    other = size - sum(report.stored_bytes for report in reports) if len(reports) == len(file) else 0
-    return FileReport(str(file.path), "ibp", False, size, dict(file.metadata), reports, other)
+    before, after = sum_bytes(reports)
+    if len(reports) == len(file):
+        views = views_in(file)
+        stored = dict.fromkeys(views[name].base if name in views else name for name in file)
+        listed = {report.name: report.original_bytes for report in reports}
+        before = sum(listed[name] if name in listed else file.info(name).num_bytes or 0 for name in stored)
+        after = size
+    return FileReport(str(file.path), "ibp", False, size, before, after, dict(file.metadata), reports)
 
 
 def _of_tensor(file: File, name: str) -> TensorContents:
@@ -236,13 +241,15 @@ def _of_tensor(file: File, name: str) -> TensorContents:
         sizes = info.num_bytes or 0, info.stored_bytes
         return TensorContents(name, dtype, info.shape, "unknown", scheme, *sizes, {"coded rows": sizes[1]}, note=why)
     if isinstance(value, torch.Tensor):
-        return report_plain(loaded_tensor(name, value, file.path))
-    if isinstance(value, WholeTensor):
+        found = report_plain(loaded_tensor(name, value, file.path))
+    elif isinstance(value, WholeTensor):
         found = report_whole(name, value)
     elif isinstance(value, Delta):
         found = report_table(name, value.table, kind="delta")
     else:
         found = report_table(name, value)
+    if name in views_in(file):  # The file has bytes for the tensor in whose memory it lies, and none for the view.
+        return replace(found, stored_bytes=0, parts={})
     return _padded(found, file.info(name).stored_bytes)
 
 
