@@ -180,27 +180,37 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
 
 def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
     """Makes the report on a file that ibp did not write: estimates how `ibp.checkpoints.compress` would code its
-    tensors. As in that function, tensors of the same kind share a codebook."""
-    # Besides its tensors, a file stores the bases of tensors that share memory, some of which have other names.
-    tensors = {tensor.name: tensor for tensor in (*source.stored(), *source.tensors.values())}
-    codebooks = Codebooks(Options(device="cpu"), list(tensors.values()))
+    tensors. As in that function, tensors of the same kind share a codebook, and a tensor in whose memory others lie is
+    stored once."""
+    stored = {tensor.name: tensor for tensor in source.stored()}
+    codebooks = Codebooks(Options(device="cpu"), list(stored.values()))
     of: dict[str, AnyCodebook | None] = {}
-    for name in _bar(tensors, progress):
-        codebooks.prepare([tensors[name]])
-        of[name] = codebooks.of(tensors[name])
+    for name in _bar(stored, progress):
+        codebooks.prepare([stored[name]])
+        of[name] = codebooks.of(stored[name])
 
-    def report(name: str) -> TensorContents:
-        codebook = of[name]
-        return report_plain(tensors[name]) if codebook is None else report_estimate(tensors[name], codebook)
+    def report(tensor: SourceTensor) -> TensorContents:
+        codebook = of[(tensor.base or tensor).name]
+        if codebook is None or not tensor.num_bytes:
+            return report_plain(tensor)
+        return report_estimate(tensor, codebook)
 
-    reports = list(map(report, _bar(filter(wanted, source.tensors), progress)))
+    reports = []
+    for name in _bar(filter(wanted, source.tensors), progress):
+        found = report(source.tensors[name])
+        reports.append(found if source.tensors[name].base is None else _as_view(found))
     size, (before, after) = sum(os.path.getsize(path) for path in source.files), sum_bytes(reports)
     if len(reports) == len(source.tensors):
-        listed = {report.name: report.stored_bytes for report in reports}
-        stored = listed | {name: report(name).stored_bytes for name in tensors.keys() - listed.keys()}
-        before = sum(tensor.num_bytes for tensor in source.stored())
-        after = compressed_bytes(source, stored, of)
+        listed = {found.name: found.stored_bytes for found in reports}
+        sizes = {name: listed[name] if name in listed else report(stored[name]).stored_bytes for name in stored}
+        before = sum(tensor.num_bytes for tensor in stored.values())
+        after = compressed_bytes(source, sizes, of)
     return FileReport(source.path, source.format, True, size, before, after, dict(source.metadata), reports)
+
+
+def _as_view(report: TensorContents) -> TensorContents:
+    """Returns the report on a tensor that lies in the memory of another tensor. A file of ibp has no bytes for it."""
+    return replace(report, stored_bytes=0, parts={})
 
 
 def _padded(report: TensorContents, stored_bytes: int) -> TensorContents:
@@ -248,9 +258,7 @@ def _of_tensor(file: File, name: str) -> TensorContents:
         found = report_table(name, value.table, kind="delta")
     else:
         found = report_table(name, value)
-    if name in views_in(file):  # The file has bytes for the tensor in whose memory it lies, and none for the view.
-        return replace(found, stored_bytes=0, parts={})
-    return _padded(found, file.info(name).stored_bytes)
+    return _as_view(found) if name in views_in(file) else _padded(found, file.info(name).stored_bytes)
 
 
 # ---- samples of rows ----
