@@ -230,10 +230,16 @@ def _of_ibp(file: File, wanted: _Wanted, progress: bool) -> FileReport:
     if len(reports) == len(file):
         views = views_in(file)
         stored = dict.fromkeys(views[name].base if name in views else name for name in file)
-        listed = {report.name: report.original_bytes for report in reports}
-        before = sum(listed[name] if name in listed else file.info(name).num_bytes or 0 for name in stored)
-        after = size
+        before, after = sum(_num_bytes(file, name) for name in stored), size
     return FileReport(str(file.path), "ibp", False, size, before, after, dict(file.metadata), reports)
+
+
+def _num_bytes(file: File, name: str) -> int:
+    """Returns the original size of a stored tensor in bytes, or 0 if this version of ibp cannot tell it."""
+    try:
+        return file.info(name).num_bytes or 0
+    except FileFormatError:
+        return 0
 
 
 def _of_tensor(file: File, name: str) -> TensorContents:
@@ -249,7 +255,8 @@ def _of_tensor(file: File, name: str) -> TensorContents:
             return TensorContents(name, "?", (), "unknown", "?", 0, 0, {}, note=why)
         dtype, scheme = str(info.dtype or "?").removeprefix("torch."), info.codec or info.scheme or "?"
         sizes = info.num_bytes or 0, info.stored_bytes
-        return TensorContents(name, dtype, info.shape, "unknown", scheme, *sizes, {"coded rows": sizes[1]}, note=why)
+        parts = {"coded rows": info.stored_bytes} if info.stored_bytes else {}
+        return TensorContents(name, dtype, info.shape, "unknown", scheme, *sizes, parts, note=why)
     if isinstance(value, torch.Tensor):
         found = report_plain(loaded_tensor(name, value, file.path))
     elif isinstance(value, WholeTensor):

@@ -159,6 +159,13 @@ def test_shared_memory_counts_once(tmp_path, capsys):
     assert found["stored_bytes"] == coded.stat().st_size
     assert run("inspect", coded, "--planes") == 0 and "tied" in capsys.readouterr().out
     assert run("inspect", coded, "--tensor", "tied") == 0 and "0 bytes, 100.0 % saved" in capsys.readouterr().out
+    unseen, count = re.subn(rb'("ibp\.table\.\w[^"]*": ?"[^"]*scheme=)planes', rb"\1unseen", coded.read_bytes())
+    assert count == 3
+    coded.write_bytes(unseen)  # of a scheme that nobody has
+    (found,) = document(capsys, coded, "--planes")["files"]
+    assert [tensor["name"] for tensor in found["tensors"] if tensor["kind"] != "unknown"] == ["none"]
+    assert found["original_bytes"] == 0
+    assert run("inspect", coded, "--planes") == 0 and "tied" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["coded", "constant", "plain", "several rows"])
