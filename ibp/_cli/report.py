@@ -304,12 +304,10 @@ def report_table(name: str, table: CompressedTensor, *, kind: str = "table") -> 
     runs = sample_runs(geometry.num_rows, geometry.row_bytes)
     numbers = np.concatenate([np.arange(*run) for run in runs]) if runs else np.empty(0, np.int64)
     split = split_table(table, rows, numbers)
-    parts = scaled(split.parts if split else Counter(), coded_bytes)
+    parts = scaled(split.parts, coded_bytes)
     parts |= {"raw rows": raw_bytes, "index": table.index_bytes}
     parts["unused room"] = max(0, spread_bytes(table) - raw_bytes - coded_bytes)
     parts = {part: size for part, size in parts.items() if size}
-    width = split.left_out.size if split else 8 * element_bytes(geometry)
-    left_out, ranked = (split.left_out, split.ranked) if split else (np.zeros(width), np.zeros(width))
     num_rows, default_rows = geometry.num_rows, counted["default_rows"]
     coded_share = (num_rows - default_rows - counted["raw_rows"]) / max(1, num_rows)
     return TensorContents(
@@ -321,10 +319,10 @@ def report_table(name: str, table: CompressedTensor, *, kind: str = "table") -> 
         clusters=len(table.codebook) if isinstance(table.codebook, ClusteredCodebook) else int(bool(table.codebook)),
         codebook=repr(table.codebook) if table.codebook else "",
         codebook_bytes=table.codebook.nbytes if table.codebook else 0,
-        entropy=bit_entropy(rows, width // 8),
-        left_out=rounded(coded_share * left_out + default_rows / max(1, num_rows)),
-        ranked=rounded(coded_share * ranked),
-        entries=split.entries if split else [],
+        entropy=bit_entropy(rows, split.left_out.size // 8),
+        left_out=rounded(coded_share * split.left_out + default_rows / max(1, num_rows)),
+        ranked=rounded(coded_share * split.ranked),
+        entries=split.entries,
     )
 
 
@@ -669,9 +667,9 @@ def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
     return table.lengths.cpu().numpy()[numbers].astype(np.int64)
 
 
-def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split | None:
-    """Computes the `Split` of the coded rows among given rows of a table. Returns None if all given rows are raw rows
-    or default rows.
+def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split:
+    """Computes the `Split` of the coded rows among given rows of a table. If all given rows are raw rows or default
+    rows, the split has no parts, and its fractions are zeros.
 
     Args:
         rows: uint8 [n, row_bytes], the decoded rows.
@@ -680,9 +678,9 @@ def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) 
     lengths = _lengths(table, numbers)
     coded = (lengths != 0) & (lengths != default_length(table.row_bytes))
     rows, numbers = rows[coded], numbers[coded]
-    if table.codebook is None or not len(rows):
-        return None
     own_bytes = element_bytes(table.geometry)
+    if table.codebook is None or not len(rows):
+        return Split(Counter(), np.zeros(8 * own_bytes), np.zeros(8 * own_bytes))
     if not isinstance(table.codebook, ClusteredCodebook):
         split = split_rows(rows, table.codebook, own_bytes)
         return replace(split, entries=_with_powers(split.entries, table))
