@@ -389,7 +389,7 @@ def with_one_target(report, most=spill.THRESHOLD):
             for name, tensor in report.items()
         }
         found = ibp.spill.Profile(tensors, report.threshold, report.num_snapshots)
-        if found.point.rows <= most:
+        if found.rows <= most:
             return found
     raise AssertionError("rows spill without a target")
 
@@ -445,7 +445,7 @@ def record_profile(run, case, arm, report, last):
         case=case, arm=arm, rows=num_rows, row_bytes=0, dtype=next(iter(last.values())).dtype,
         savings=1 - 1 / report.best_ratio, gbps=num_bytes * 1e-9 / seconds, ideal_gbps=num_bytes * 1e-9 / least,
         sms=None, target=f"{report.ratio:.3g}", slot_bytes="", spilled=f"{spilled:.4f}",
-        predicted_spilled=f"{report.point.rows:.4f}", least_spilled=f"{min(by_snapshot):.4f}",
+        predicted_spilled=f"{report.rows:.4f}", least_spilled=f"{min(by_snapshot):.4f}",
         most_spilled=f"{max(by_snapshot):.4f}", spilled_bytes=spilled_bytes,
         device_bytes=sum(table.nbytes - table.overflow.numel() for table in tables.values()),
         host_bytes=sum(table.overflow.numel() for table in tables.values()),

@@ -57,7 +57,7 @@ def record(sheet, program, report):
             index = of.device_bytes - sum(tensor.num_rows * tensor.slot_bytes for tensor in of.values())
             sheet.add(
                 program=program, row_bytes=row_bytes, slots=slots, threshold=f"{threshold:g}",
-                ratio=f"{of.ratio:.4f}", best_ratio=f"{of.best_ratio:.4f}", spilled=f"{of.point.rows:.4f}",
+                ratio=f"{of.ratio:.4f}", best_ratio=f"{of.best_ratio:.4f}", spilled=f"{of.rows:.4f}",
                 least_spilled=f"{min(shares):.4f}", most_spilled=f"{max(shares):.4f}",
                 index=f"{index / (num_rows * row_bytes):.5f}",
             )  # fmt: skip

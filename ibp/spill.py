@@ -180,23 +180,6 @@ class TensorProfile:
         return geometry.Survey(self.row_bytes, stored, torch.tensor(sectors, dtype=torch.int64, device="cpu"))
 
 
-@dataclass(frozen=True)
-class SweepPoint:
-    """The result of a profile at one threshold, for all tensors together.
-
-    Attributes:
-        threshold: the largest fraction of a tensor's rows that may be larger than their slots.
-        ratio: original bytes / bytes on the GPU.
-        rows: the fraction of all rows that are larger than their slots, averaged over the snapshots.
-        traffic: number of bytes that are read from host memory if each row is read once, divided by original bytes.
-    """
-
-    threshold: float
-    ratio: float
-    rows: float
-    traffic: float
-
-
 class Profile(Mapping[str, TensorProfile]):
     """The result of `ibp.spill.profile`: a mapping from names of tensors to `TensorProfile`.
 
@@ -208,9 +191,11 @@ class Profile(Mapping[str, TensorProfile]):
         host_bytes: size in bytes of the overflow of all tensors. For each tensor, the snapshot that needs the most
             overflow is counted.
         ratio: original_bytes / device_bytes.
+        rows: the fraction of all rows that are larger than their slots, averaged over the snapshots.
+        traffic: number of bytes that are read from host memory if each row is read once, divided by original_bytes.
         best_ratio: original_bytes / size in bytes of all stored rows, each rounded up to whole sectors. This would be
             the ratio if each row took exactly the sectors that it needs, all on the GPU.
-        sweep: the results at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
+        sweep: the profiles of the same snapshots at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
     """
 
     def __init__(self, tensors: Mapping[str, TensorProfile], threshold: float, num_snapshots: int) -> None:
@@ -247,17 +232,17 @@ class Profile(Mapping[str, TensorProfile]):
         return self.original_bytes / max(1, held)
 
     @property
-    def sweep(self) -> tuple[SweepPoint, ...]:
-        return tuple(self.at(threshold).point for threshold in _SWEEP)
+    def rows(self) -> float:
+        num_rows = sum(tensor.num_rows for tensor in self.values())
+        return sum(tensor.spill().rows * tensor.num_rows for tensor in self.values()) / max(1, num_rows)
 
     @property
-    def point(self) -> SweepPoint:
-        """The result for all tensors at the profile's own threshold."""
-        spills = [tensor.spill() for tensor in self.values()]
-        num_rows = sum(tensor.num_rows for tensor in self.values())
-        rows = sum(spill.rows * tensor.num_rows for spill, tensor in zip(spills, self.values()))
-        num_bytes = sum(spill.num_bytes for spill in spills)
-        return SweepPoint(self.threshold, self.ratio, rows / max(1, num_rows), num_bytes / max(1, self.original_bytes))
+    def traffic(self) -> float:
+        return sum(tensor.spill().num_bytes for tensor in self.values()) / max(1, self.original_bytes)
+
+    @property
+    def sweep(self) -> tuple[Profile, ...]:
+        return tuple(self.at(threshold) for threshold in _SWEEP)
 
     def at(self, threshold: float) -> Profile:
         """Returns a profile of the same snapshots with the slot sizes for another threshold."""

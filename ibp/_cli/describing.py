@@ -30,7 +30,7 @@ from ibp.checkpoints import CheckpointEstimate
 from ibp.checkpoints._inputs import expand
 
 from . import output, work
-from .report import FileReport, TensorContents, inspect_path
+from .report import FileReport, TensorContents, inspect_path, sum_bytes
 
 _BAR = 24  # Width in characters of the longest bar.
 
@@ -344,15 +344,10 @@ def _rows(reports: Sequence[TensorContents]) -> list[tuple[str, list[TensorConte
     kinds: dict[str, list[TensorContents]] = {}
     for report in reports:
         kinds.setdefault(re.sub(r"(?<![^._/])\d+(?![^._/])", "*", report.name), []).append(report)
-    rows = sorted(kinds.items(), key=lambda row: -_bytes(row[1])[0])
+    rows = sorted(kinds.items(), key=lambda row: -sum_bytes(row[1])[0])
     rows, rest = (rows, []) if len(rows) <= _MOST_ROWS else (rows[: _MOST_ROWS - 1], rows[_MOST_ROWS - 1 :])
     named = [(kind if len(own) > 1 else own[0].name, own) for kind, own in rows]
     return named + ([("others", [report for _, own in rest for report in own])] if rest else [])
-
-
-def _bytes(reports: Sequence[TensorContents | FileReport]) -> tuple[int, int]:
-    """Returns (size before coding, size after coding), in bytes, summed over the reports."""
-    return sum(report.original_bytes for report in reports), sum(report.stored_bytes for report in reports)
 
 
 def _labels(rows: Sequence[tuple[str, list[TensorContents]]]) -> list[str]:
@@ -436,7 +431,7 @@ def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]], 
     drawn: set[str] = set()
     highest = lowest = 0.0
     for at, (_, own) in enumerate(rows):
-        before, after = _bytes(own)
+        before, after = sum_bytes(own)
         saved, each = 100 * (1 - after / before), [100 * report.savings for report in own]
         largest = max(own, key=lambda report: report.original_bytes).scheme
         label = None if largest in drawn else largest
@@ -451,7 +446,7 @@ def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]], 
     axes.set_yticks(range(len(rows)), _labels(rows), fontsize=_FONT - 1, parse_math=False)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(1.1 * lowest, 1.15 * max(10, highest))
-    before, after = _bytes(files)
+    before, after = sum_bytes(files)
     several = "; line: from the least to the most of its tensors" if any(len(own) > 1 for _, own in rows) else ""
     axes.set_title(f"bytes saved: {100 * (1 - after / before):.1f} % of all", loc="left", fontsize=_FONT + 1)
     axes.set_xlabel(f"bytes saved, %{several}", fontsize=_FONT)

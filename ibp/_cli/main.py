@@ -428,9 +428,10 @@ examples:
 
 "before" is the size of a tensor. "after" is the size of all that the file has
 for this tensor alone: rows, index, unused room of slots, and padding. The total
-also includes the header, the checksums, and codebooks, which tensors share. If
-a tensor is large, the parts of its coded rows are counted in a sample of rows.
-The page needs only a browser; plots need matplotlib.""",
+also includes the header, the checksums, and codebooks, which tensors share. In
+the total, memory that several tensors share counts once. If a tensor is large,
+the parts of its coded rows are counted in a sample of rows. The page needs only
+a browser; plots need matplotlib.""",
     )
     _add_inputs(parser)
     parser.add_argument(

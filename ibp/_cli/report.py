@@ -23,7 +23,7 @@ import torch
 from ibp._common.manners import Saves
 from ibp._common.process import tqdm
 from ibp._core import ROWS_PER_BASE
-from ibp._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header
+from ibp._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header, views_in
 from ibp._files import open as open_file
 from ibp._rows.clusters import ClusteredCodebook
 from ibp._rows.codebook import AnyCodebook
@@ -110,21 +110,13 @@ class FileReport(Saves):
     format: str  # "ibp", "safetensors", "npy", "npz" or "torch".
     is_estimate: bool  # True if ibp did not write the files. stored_bytes then estimates their compressed size.
     file_bytes: int  # Size of the files in bytes.
+    # Size of the uncompressed tensors in bytes, where memory that several tensors share counts once; and size of the
+    # compressed files in bytes, with headers, codebooks, checksums and padding. If the report leaves out some tensors,
+    # the sizes are instead those of the other tensors, added up.
+    original_bytes: int
+    stored_bytes: int
     metadata: dict[str, str] = field(default_factory=dict)  # The user's metadata.
     tensors: list[TensorContents] = field(default_factory=list)  # The reports on the tensors, in the file's order.
-    # Number of bytes in the compressed files that do not belong to a single tensor: headers, codebooks, checksums,
-    # padding. 0 if the report leaves out some tensors.
-    other_bytes: int = 0
-
-    @property
-    def original_bytes(self) -> int:
-        return sum(tensor.original_bytes for tensor in self.tensors)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Size in bytes of the compressed files. If the report leaves out some tensors, this is the sum of the stored
-        sizes of the other tensors."""
-        return sum(tensor.stored_bytes for tensor in self.tensors) + self.other_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as a dictionary that JSON can hold."""
@@ -176,32 +168,49 @@ def _is_ibp(path: str) -> bool:
         return False
 
 
+def sum_bytes(reports: Iterable[TensorContents | FileReport]) -> tuple[int, int]:
+    """Returns (size before coding, size after coding), in bytes, summed over the reports."""
+    sizes = [(report.original_bytes, report.stored_bytes) for report in reports]
+    return sum(before for before, _ in sizes), sum(after for _, after in sizes)
+
+
 def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
     return tqdm(list(names), desc="inspect", unit="tensor", leave=False, disable=not progress)
 
 
 def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
     """Makes the report on a file that ibp did not write: estimates how `ibp.checkpoints.compress` would code its
-    tensors. As in that function, tensors of the same kind share a codebook."""
-    # Besides its tensors, a file stores the bases of tensors that share memory, some of which have other names.
-    tensors = {tensor.name: tensor for tensor in (*source.stored(), *source.tensors.values())}
-    codebooks = Codebooks(Options(device="cpu"), list(tensors.values()))
+    tensors. As in that function, tensors of the same kind share a codebook, and a tensor in whose memory others lie is
+    stored once."""
+    stored = {tensor.name: tensor for tensor in source.stored()}
+    codebooks = Codebooks(Options(device="cpu"), list(stored.values()))
     of: dict[str, AnyCodebook | None] = {}
-    for name in _bar(tensors, progress):
-        codebooks.prepare([tensors[name]])
-        of[name] = codebooks.of(tensors[name])
+    for name in _bar(stored, progress):
+        codebooks.prepare([stored[name]])
+        of[name] = codebooks.of(stored[name])
 
-    def report(name: str) -> TensorContents:
-        codebook = of[name]
-        return report_plain(tensors[name]) if codebook is None else report_estimate(tensors[name], codebook)
+    def report(tensor: SourceTensor) -> TensorContents:
+        codebook = of[(tensor.base or tensor).name]
+        if codebook is None or not tensor.num_bytes:
+            return report_plain(tensor)
+        return report_estimate(tensor, codebook)
 
-    reports = list(map(report, _bar(filter(wanted, source.tensors), progress)))
-    size, other = sum(os.path.getsize(path) for path in source.files), 0
+    reports = []
+    for name in _bar(filter(wanted, source.tensors), progress):
+        found = report(source.tensors[name])
+        reports.append(found if source.tensors[name].base is None else _as_view(found))
+    size, (before, after) = sum(os.path.getsize(path) for path in source.files), sum_bytes(reports)
     if len(reports) == len(source.tensors):
-        listed = {report.name: report.stored_bytes for report in reports}
-        stored = listed | {name: report(name).stored_bytes for name in tensors.keys() - listed.keys()}
-        other = compressed_bytes(source, stored, of) - sum(listed.values())
-    return FileReport(source.path, source.format, True, size, dict(source.metadata), reports, other)
+        listed = {found.name: found.stored_bytes for found in reports}
+        sizes = {name: listed[name] if name in listed else report(stored[name]).stored_bytes for name in stored}
+        before = sum(tensor.num_bytes for tensor in stored.values())
+        after = compressed_bytes(source, sizes, of)
+    return FileReport(source.path, source.format, True, size, before, after, dict(source.metadata), reports)
+
+
+def _as_view(report: TensorContents) -> TensorContents:
+    """Returns the report on a tensor that lies in the memory of another tensor. A file of ibp has no bytes for it."""
+    return replace(report, stored_bytes=0, parts={})
 
 
 def _padded(report: TensorContents, stored_bytes: int) -> TensorContents:
@@ -217,8 +226,20 @@ def _padded(report: TensorContents, stored_bytes: int) -> TensorContents:
 def _of_ibp(file: File, wanted: _Wanted, progress: bool) -> FileReport:
     reports = [_of_tensor(file, name) for name in _bar(filter(wanted, file), progress)]
     size = sum(os.path.getsize(path) for path in find_files(file.path)[0].values())
-    other = size - sum(report.stored_bytes for report in reports) if len(reports) == len(file) else 0
-    return FileReport(str(file.path), "ibp", False, size, dict(file.metadata), reports, other)
+    before, after = sum_bytes(reports)
+    if len(reports) == len(file):
+        views = views_in(file)
+        stored = dict.fromkeys(views[name].base if name in views else name for name in file)
+        before, after = sum(_num_bytes(file, name) for name in stored), size
+    return FileReport(str(file.path), "ibp", False, size, before, after, dict(file.metadata), reports)
+
+
+def _num_bytes(file: File, name: str) -> int:
+    """Returns the original size of a stored tensor in bytes, or 0 if this version of ibp cannot tell it."""
+    try:
+        return file.info(name).num_bytes or 0
+    except FileFormatError:
+        return 0
 
 
 def _of_tensor(file: File, name: str) -> TensorContents:
@@ -234,16 +255,17 @@ def _of_tensor(file: File, name: str) -> TensorContents:
             return TensorContents(name, "?", (), "unknown", "?", 0, 0, {}, note=why)
         dtype, scheme = str(info.dtype or "?").removeprefix("torch."), info.codec or info.scheme or "?"
         sizes = info.num_bytes or 0, info.stored_bytes
-        return TensorContents(name, dtype, info.shape, "unknown", scheme, *sizes, {"coded rows": sizes[1]}, note=why)
+        parts = {"coded rows": info.stored_bytes} if info.stored_bytes else {}
+        return TensorContents(name, dtype, info.shape, "unknown", scheme, *sizes, parts, note=why)
     if isinstance(value, torch.Tensor):
-        return report_plain(loaded_tensor(name, value, file.path))
-    if isinstance(value, WholeTensor):
+        found = report_plain(loaded_tensor(name, value, file.path))
+    elif isinstance(value, WholeTensor):
         found = report_whole(name, value)
     elif isinstance(value, Delta):
         found = report_table(name, value.table, kind="delta")
     else:
         found = report_table(name, value)
-    return _padded(found, file.info(name).stored_bytes)
+    return _as_view(found) if name in views_in(file) else _padded(found, file.info(name).stored_bytes)
 
 
 # ---- samples of rows ----
@@ -282,12 +304,10 @@ def report_table(name: str, table: CompressedTensor, *, kind: str = "table") -> 
     runs = sample_runs(geometry.num_rows, geometry.row_bytes)
     numbers = np.concatenate([np.arange(*run) for run in runs]) if runs else np.empty(0, np.int64)
     split = split_table(table, rows, numbers)
-    parts = scaled(split.parts if split else Counter(), coded_bytes)
+    parts = scaled(split.parts, coded_bytes)
     parts |= {"raw rows": raw_bytes, "index": table.index_bytes}
     parts["unused room"] = max(0, spread_bytes(table) - raw_bytes - coded_bytes)
     parts = {part: size for part, size in parts.items() if size}
-    width = split.left_out.size if split else 8 * element_bytes(geometry)
-    left_out, ranked = (split.left_out, split.ranked) if split else (np.zeros(width), np.zeros(width))
     num_rows, default_rows = geometry.num_rows, counted["default_rows"]
     coded_share = (num_rows - default_rows - counted["raw_rows"]) / max(1, num_rows)
     return TensorContents(
@@ -299,10 +319,10 @@ def report_table(name: str, table: CompressedTensor, *, kind: str = "table") -> 
         clusters=len(table.codebook) if isinstance(table.codebook, ClusteredCodebook) else int(bool(table.codebook)),
         codebook=repr(table.codebook) if table.codebook else "",
         codebook_bytes=table.codebook.nbytes if table.codebook else 0,
-        entropy=bit_entropy(rows, width // 8),
-        left_out=rounded(coded_share * left_out + default_rows / max(1, num_rows)),
-        ranked=rounded(coded_share * ranked),
-        entries=split.entries if split else [],
+        entropy=bit_entropy(rows, split.left_out.size // 8),
+        left_out=rounded(coded_share * split.left_out + default_rows / max(1, num_rows)),
+        ranked=rounded(coded_share * split.ranked),
+        entries=split.entries,
     )
 
 
@@ -647,9 +667,9 @@ def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
     return table.lengths.cpu().numpy()[numbers].astype(np.int64)
 
 
-def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split | None:
-    """Computes the `Split` of the coded rows among given rows of a table. Returns None if all given rows are raw rows
-    or default rows.
+def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split:
+    """Computes the `Split` of the coded rows among given rows of a table. If all given rows are raw rows or default
+    rows, the split has no parts, and its fractions are zeros.
 
     Args:
         rows: uint8 [n, row_bytes], the decoded rows.
@@ -658,9 +678,9 @@ def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) 
     lengths = _lengths(table, numbers)
     coded = (lengths != 0) & (lengths != default_length(table.row_bytes))
     rows, numbers = rows[coded], numbers[coded]
-    if table.codebook is None or not len(rows):
-        return None
     own_bytes = element_bytes(table.geometry)
+    if table.codebook is None or not len(rows):
+        return Split(Counter(), np.zeros(8 * own_bytes), np.zeros(8 * own_bytes))
     if not isinstance(table.codebook, ClusteredCodebook):
         split = split_rows(rows, table.codebook, own_bytes)
         return replace(split, entries=_with_powers(split.entries, table))

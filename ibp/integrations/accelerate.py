@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from accelerate import big_modeling, hooks
 
-from .. import CompressedTensor
+import ibp
+
 from ..adapters import CodedWeight, WeightCompressor, checked_device, shown_memory
 from ..nn import TableParameter
 
@@ -98,7 +99,7 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
         return len(self._stored)
 
     @property
-    def tables(self) -> dict[str, CompressedTensor]:
+    def tables(self) -> dict[str, ibp.CompressedTensor]:
         """The tables of the compressed tensors, by name. A table's dimensions are permuted to the memory order of the
         given tensor."""
         return {name: stored.table for name, stored in self._stored.items() if isinstance(stored, CodedWeight)}
@@ -106,12 +107,12 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
     @property
     def original_bytes(self) -> int:
         """Size in bytes of the given tensors. A tensor with several names counts once."""
-        return sum(one.original_bytes if isinstance(one, CompressedTensor) else one.nbytes for one in self._each())
+        return sum(one.original_bytes if isinstance(one, ibp.CompressedTensor) else one.nbytes for one in self._each())
 
     @property
     def stored_bytes(self) -> int:
         """Size in bytes of the coded rows, codebooks and raw tensors. A tensor with several names counts once."""
-        return sum(one.stored_bytes if isinstance(one, CompressedTensor) else one.nbytes for one in self._each())
+        return sum(one.stored_bytes if isinstance(one, ibp.CompressedTensor) else one.nbytes for one in self._each())
 
     @property
     def savings(self) -> float:
@@ -124,7 +125,7 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
         once."""
         return sum(one.nbytes for one in self._each())
 
-    def _each(self) -> list[CompressedTensor | torch.Tensor]:
+    def _each(self) -> list[ibp.CompressedTensor | torch.Tensor]:
         held = {id(stored): stored for stored in self._stored.values()}.values()
         return [stored.table if isinstance(stored, CodedWeight) else stored for stored in held]
 

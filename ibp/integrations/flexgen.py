@@ -30,7 +30,8 @@ import torch
 from flexgen.pytorch_backend import DeviceType, TorchDevice, TorchTensor
 from flexgen.utils import torch_dtype_to_np_dtype
 
-from .. import CompressedTensor, decompress
+import ibp
+
 from ..adapters import WeightCompressor
 
 __all__ = ["CompressedWeight", "close", "enable", "main"]
@@ -56,7 +57,7 @@ class CompressedWeight(TorchTensor):
 
     def __init__(
         self,
-        compress: Callable[[torch.Tensor], CompressedTensor],
+        compress: Callable[[torch.Tensor], ibp.CompressedTensor],
         x: torch.Tensor,
         device: TorchDevice,
         name: str | None = None,
@@ -119,13 +120,13 @@ def _rows(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
 # ---- all weights of a layer in one call ------------------------------------------------------------------------------
 
 
-_Jobs = list[tuple[CompressedTensor, torch.Tensor]]  # (table, the memory to which it is decoded)
+_Jobs = list[tuple[ibp.CompressedTensor, torch.Tensor]]  # (table, the memory to which it is decoded)
 # The copies that a layer's load_weight has asked for while it runs; None if no load_weight is running.
 _loading: _Jobs | None = None
 _fetching: dict[str, Any] = {}  # the options path and max_sms of decompress
 
 
-def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
+def _fetch(table: ibp.CompressedTensor, out: torch.Tensor) -> None:
     """Decodes a table into `out`. If a layer's load_weight is running, the table is decoded when load_weight ends."""
     if _loading is None:
         _decode([(table, out)])
@@ -136,7 +137,7 @@ def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
 def _decode(jobs: _Jobs) -> None:
     if jobs:
         tables, outs = map(list, zip(*jobs))
-        decompress(tables, out=outs, **(_fetching if outs[0].is_cuda else {}))
+        ibp.decompress(tables, out=outs, **(_fetching if outs[0].is_cuda else {}))
 
 
 def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:

@@ -239,26 +239,23 @@ class KVStore(OfThisProcess):
         self.codebook = _paged.learned(codebook, row_bytes, level)
         self._rows_per_tensor = self.page_bytes // row_bytes
         rows_per_page = self._rows_per_tensor * self.num_tensors
-        if num_pages is None or pool_bytes is None:
-            usual_slot, overflow_per_row = _paged.usual_sizes(sample, self.codebook)
-            if num_pages is None:
-                if pool_bytes is None:
-                    raise ValueError("neither num_pages nor pool_bytes is given; wanted one of them, or both")
-                per_row = (slot_bytes or usual_slot) + (0 if spills else overflow_per_row)
-                num_pages = int(whole_number("pool_bytes", pool_bytes, 0) / (per_row * rows_per_page))
-            self.num_pages = whole_number("num_pages", num_pages, 0)
-        else:
-            self.num_pages = whole_number("num_pages", num_pages, 0)
+        num_rows = None if num_pages is None else whole_number("num_pages", num_pages, 0) * rows_per_page
+        if num_rows is not None and pool_bytes is not None:
             pool_bytes = whole_number("pool_bytes", pool_bytes, 0)
-            usual_slot, overflow_per_row = _paged.sizes_within(
-                pool_bytes, self.num_pages * rows_per_page, row_bytes, spills
-            )
+            usual_slot, overflow_per_row = _paged.sizes_within(pool_bytes, num_rows, row_bytes, spills)
+        else:
+            usual_slot, overflow_per_row = _paged.usual_sizes(sample, self.codebook)
+        if num_rows is None:
+            if pool_bytes is None:
+                raise ValueError("neither num_pages nor pool_bytes is given; wanted one of them, or both")
+            per_row = (slot_bytes or usual_slot) + (0 if spills else overflow_per_row)
+            num_rows = int(whole_number("pool_bytes", pool_bytes, 0) / (per_row * rows_per_page)) * rows_per_page
+        self.num_pages = num_rows // rows_per_page
         self._spills = spills
         self._rows_own_parts = spills and overflow_bytes is None
         if spills:  # overflow has room for all rows in raw form
             slot_bytes = usual_slot if slot_bytes is None else slot_bytes
             overflow_per_row = raw_row_overflow(row_bytes, slot_bytes)
-        num_rows = self.num_pages * rows_per_page
         slot_bytes, overflow_bytes = _paged.checked_sizes(
             slot_bytes, overflow_bytes, num_rows, usual_slot, overflow_per_row
         )

@@ -1171,7 +1171,7 @@ def test_profiles_of_programs_and_of_one_target(tmp_path):
 def test_one_target_for_all_tensors_spills_a_share_of_all_rows():
     noise = torch.randint(2**31, (100, 512), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     report = ibp.spill.profile([{"noise": noise, "zeros": torch.zeros(900, 512)}], device="cpu")
-    assert spill.with_one_target(report, 0.2).point.rows == 0.1
+    assert spill.with_one_target(report, 0.2).rows == 0.1
     assert spill.with_one_target(report, 0.2).ratio > 10 and spill.with_one_target(report, 0.05).ratio < 1
     assert list(spill.spilled_by_snapshot(spill.with_one_target(report, 0.2))) == [0.1]
     assert spill.with_ratios(report, None)["zeros"].slot_bytes == 0

@@ -86,9 +86,10 @@ def test_one_tensor_is_told_in_detail(file, capsys):
 def test_tensors_are_chosen(file, capsys):
     (found,) = document(capsys, file, "--include", "layers.*", "--include", "norm", "--exclude", "*rm")["files"]
     assert [tensor["name"] for tensor in found["tensors"]] == ["layers.0.weight"]
-    assert inspect_path(file).other_bytes > 0
+    whole = inspect_path(file)
+    assert whole.stored_bytes == whole.file_bytes > report.sum_bytes(whole.tensors)[1]
     some = inspect_path(file, wanted=lambda name: name == "norm")
-    assert some.other_bytes == 0 and some.stored_bytes == some.tensors[0].stored_bytes
+    assert (some.original_bytes, some.stored_bytes) == (128, some.tensors[0].stored_bytes)
 
 
 def test_a_tensor_that_is_not_there_is_a_line(file, capsys):
@@ -130,6 +131,41 @@ def test_codebooks_that_tables_share_count_once(tmp_path, capsys):
     with ibp.open(tmp_path / "m.safetensors") as file:
         assert own == sum(file.info(name).stored_bytes for name in file)
     assert found["stored_bytes"] == found["file_bytes"] > own + codebook.nbytes
+
+
+def test_shared_memory_counts_once(tmp_path, capsys):
+    """`inspect` lists every tensor, and its total is that of `estimate`, before compression and after it. A tensor that
+    lies in the memory of another one has no bytes of its own."""
+    weights = embedding(300, 64, torch.bfloat16)
+    tensors = {"a": weights, "tied": weights, "part": weights[100:200], "other": embedding(200, 64, seed=1)}
+    parts = embedding(400, 64, seed=2)
+    tensors |= {"left": parts[:250], "right": parts[150:], "none": parts[:0]}  # no tensor has all of this memory
+    source, coded = tmp_path / "m.pt", tmp_path / "m.safetensors"
+    torch.save(tensors, source)
+    assert run("compress", source, "-o", coded, "--device", "cpu", "--quiet") == 0
+    for path in (source, coded):
+        assert run("estimate", path, "--json") == 0
+        estimated = json.loads(capsys.readouterr().out)
+        (found,) = document(capsys, path)["files"]
+        assert {tensor["name"]: tensor["original_bytes"] for tensor in found["tensors"]} == {
+            name: tensor.nbytes for name, tensor in tensors.items()
+        }
+        wanted = weights.nbytes + tensors["other"].nbytes + parts.nbytes
+        assert found["original_bytes"] == estimated["num_bytes"] == wanted
+        assert abs(found["savings"] - estimated["savings"]) < 0.02
+        views = [tensor for tensor in found["tensors"] if not tensor["stored_bytes"]]
+        assert {tensor["name"] for tensor in views} == {"tied", "part", "left", "right", "none"}
+        assert all(tensor["parts"] == {} for tensor in views)
+    assert found["stored_bytes"] == coded.stat().st_size
+    assert run("inspect", coded, "--planes") == 0 and "tied" in capsys.readouterr().out
+    assert run("inspect", coded, "--tensor", "tied") == 0 and "0 bytes, 100.0 % saved" in capsys.readouterr().out
+    unseen, count = re.subn(rb'("ibp\.table\.\w[^"]*": ?"[^"]*scheme=)planes', rb"\1unseen", coded.read_bytes())
+    assert count == 3
+    coded.write_bytes(unseen)  # of a scheme that nobody has
+    (found,) = document(capsys, coded, "--planes")["files"]
+    assert [tensor["name"] for tensor in found["tensors"] if tensor["kind"] != "unknown"] == ["none"]
+    assert found["original_bytes"] == 0
+    assert run("inspect", coded, "--planes") == 0 and "tied" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["coded", "constant", "plain", "several rows"])

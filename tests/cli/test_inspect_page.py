@@ -40,7 +40,8 @@ def renamed(found, name):
 
 
 def report_of(reports, path="a<b>.safetensors"):
-    return report.FileReport(path, "ibp", False, 1000, {"by": HOSTILE}, reports, other_bytes=700)
+    before, after = report.sum_bytes(reports)
+    return report.FileReport(path, "ibp", False, 1000, before, after + 700, {"by": HOSTILE}, reports)
 
 
 def page_of(reports):

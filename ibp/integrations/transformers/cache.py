@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+import ibp
+
 from ...adapters import CodedStatistics, OfThisProcess, shown_memory
-from ...codecs import AnyCodebook
-from ...kv import TokenCoder, TokenHistory
 
 __all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer"]
 
@@ -92,13 +92,13 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
 
     _instead = "pickle its keys and values, or copy the cache"
 
-    def __init__(self, coder: TokenCoder) -> None:
+    def __init__(self, coder: ibp.kv.TokenCoder) -> None:
         self._coder = coder
         self._forget()
         super().__init__()
 
     def _forget(self) -> None:
-        self.history: TokenHistory | None = None
+        self.history: ibp.kv.TokenHistory | None = None
         self.raw: tuple[torch.Tensor, ...] = ()
         self.last_query = 0
         self._pending: Any = None  # a result of `TokenHistory.encode`: blocks that are being coded
@@ -122,7 +122,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     def _num_raw(self) -> int:
         return self.raw[0].shape[-2] if self.raw and self.raw[0].dim() == 4 else 0
 
-    def _coded(self) -> TokenHistory | None:
+    def _coded(self) -> ibp.kv.TokenHistory | None:
         """Returns the coded tokens, or None if there are none."""
         return self.history if self.history is not None and self.history.num_blocks else None
 
@@ -160,7 +160,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self._begin_coding()
         return keys, values
 
-    def _fetched(self, history: TokenHistory) -> Any:
+    def _fetched(self, history: ibp.kv.TokenHistory) -> Any:
         """If `fetch_ahead` has begun a fetch whose tensors have the present number of tokens, returns it. Otherwise
         begins a new fetch and returns that."""
         fetch, self._fetch = self._fetch, None
@@ -295,7 +295,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         with torch.inference_mode(False):
             self.history.truncate(0)
 
-    def clone(self, coder: TokenCoder) -> CompressedLayer:
+    def clone(self, coder: ibp.kv.TokenCoder) -> CompressedLayer:
         """Returns a copy of the layer, for a cache with the given coder. Waits for blocks that are being coded."""
         self.store(wait=True)
         copied = CompressedLayer(coder)
@@ -367,10 +367,10 @@ class CompressedCache(OfThisProcess, DynamicCache):
         window: int = 64,
         scheme: str = "planes",
         level: str = "default",
-        codebooks: tuple[AnyCodebook, AnyCodebook] | None = None,
+        codebooks: tuple[ibp.codecs.AnyCodebook, ibp.codecs.AnyCodebook] | None = None,
         max_sms: int | None = None,
     ) -> None:
-        coder = TokenCoder(
+        coder = ibp.kv.TokenCoder(
             block=block,
             window=window,
             memory=memory,
@@ -383,7 +383,7 @@ class CompressedCache(OfThisProcess, DynamicCache):
         self._begin(coder)
         self.layers = [CompressedLayer(coder) if type(one) is DynamicLayer else one for one in self.layers]
 
-    def _begin(self, coder: TokenCoder) -> None:
+    def _begin(self, coder: ibp.kv.TokenCoder) -> None:
         self._coder = coder
         # The layer that is coding many tokens, or None. The next update of any layer waits for this coding, and then
         # frees the raw tokens.

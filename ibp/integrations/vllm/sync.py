@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from ... import CompressedTensor
-from ...deltas import PlacedReceiver, ShardPlace
+import ibp
+
 from ..shared import check_engine
 from .weights import CodedMethod, IncomingTensor, storage_of
 
@@ -170,7 +170,7 @@ def send(messages: Sequence[torch.Tensor], client: Any, *, group: Any = None, fo
 # ---- changes of a model's weights ----
 
 
-class ModelReceiver(PlacedReceiver):
+class ModelReceiver(ibp.deltas.PlacedReceiver):
     """Receives changes of a checkpoint's tensors for an engine's model, which may keep the tensors merged, sharded or
     coded.
 
@@ -203,7 +203,9 @@ class ModelReceiver(PlacedReceiver):
                 table.prepare_linear()
         return is_done
 
-    def places_of(self, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, list[ShardPlace]]:
+    def places_of(
+        self, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]
+    ) -> dict[str, list[ibp.deltas.ShardPlace]]:
         """Returns a dict from each tensor's name to a list of the places where the model keeps parts of the tensor. The
         list is empty for tensors that the model does not load, such as those of other pipeline stages."""
         copies = {name: _Copies() for name in tensors}
@@ -233,8 +235,8 @@ class _Copies:
 
 
 def _place(
-    name: str, weight: torch.Tensor, source: torch.Tensor, target: torch.Tensor, tables: dict[int, CompressedTensor]
-) -> ShardPlace:
+    name: str, weight: torch.Tensor, source: torch.Tensor, target: torch.Tensor, tables: dict[int, ibp.CompressedTensor]
+) -> ibp.deltas.ShardPlace:
     """Returns the place to which a loader copied a part of a weight. weight: the whole tensor, on the meta device.
     source: the part, a view of weight. target: the memory to which it was copied, or, if the layer is coded, a view of
     a weight that `as_plain` made. tables: a map from `storage_of` of each such weight to its table."""
@@ -254,5 +256,5 @@ def _place(
         table = tables[storage_of(target)]
         if columns != table.shape[1]:
             raise NotImplementedError(f"{name} is coded beside other weights in one row")
-        return ShardPlace(table, target.storage_offset() // columns, tuple(box))
-    return ShardPlace(target.detach()[(None,) * missing], 0, tuple(box))
+        return ibp.deltas.ShardPlace(table, target.storage_offset() // columns, tuple(box))
+    return ibp.deltas.ShardPlace(target.detach()[(None,) * missing], 0, tuple(box))
