@@ -35,6 +35,8 @@ _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
 
 TENSORS = tuple(PART_DTYPES)
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
+# The fields of a table whose rows lie in new memory that nothing else uses.
+_OWN_MEMORY: dict[str, Any] = {"_segment": None, "_owner": None, "_pinned_range": None, "_is_aliased": False}
 
 
 class Table(TensorManners, Saves):
@@ -128,9 +130,7 @@ class Table(TensorManners, Saves):
             geometry=geometry,
             _faults=Faults(*WORDS_OF_TABLES),
             _handles={},
-            _owner=None,
-            _pinned_range=None,
-            _segment=None,
+            **_OWN_MEMORY,
         )
         table._refresh()
         return table
@@ -348,10 +348,7 @@ class Table(TensorManners, Saves):
             _room=None,
             _escapes=None,
             _is_live=False,
-            _segment=None,
-            _owner=None,
-            _pinned_range=None,
-            _is_aliased=False,
+            **_OWN_MEMORY,
         )
 
     # ---- pickling ----
@@ -594,7 +591,7 @@ def make_room(table: Table, num_rows: int = 0) -> Room:
             data = decoded_bytes(table, 0, table.original_bytes, table.device)
             slots = _memory_of(table)(data.numel()).copy_(data)
             none = torch.empty(0, dtype=torch.int64, device=table.device)
-            table._set_fields(slots=slots, overflow=slots[:0], bases=none, slot_bytes=table.row_bytes, _segment=None)
+            table._set_fields(slots=slots, overflow=slots[:0], bases=none, slot_bytes=table.row_bytes, **_OWN_MEMORY)
         slots, overflow = table.slots, table.overflow
         if table._is_aliased:  # Another table has the same memory and must keep its rows.
             slots = _memory_of(table)(slots.numel()).copy_(slots)
