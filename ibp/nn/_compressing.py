@@ -19,6 +19,7 @@ from .._common.arguments import is_chosen, whole_number
 from .._common.manners import share_saved, shown_memory
 from .._common.models import NotTheModel, check_model, guard_conversions
 from .._common.process import tqdm
+from .._rows.planes import check_level
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from .._tables.weights import is_worth_coding
 from ._embedding import Embedding, EmbeddingBag
@@ -119,8 +120,7 @@ class ModelOptions:
         fused: bool = True,
         min_bytes: int = _MIN_BYTES,
     ) -> None:
-        if level not in ("fast", "default"):
-            raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
+        check_level(level)
         self.level, self.fused, self.min_bytes = level, bool(fused), whole_number("min_bytes", min_bytes, 0)
         self.include = None if include is None else _listed(include)
         self.exclude = _listed(exclude)
