@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._common.models import SavedTensor
 from .._common.modes import outside_of_modes
-from .._machine import memory
+from .._fetch.calls import target_of
 from .._rows.geometry import bytes_of
 from .._rows.planes import PlanesCodebook
 from .._rows.table import pin_if_possible
@@ -247,7 +247,7 @@ class TableParameter(torch.nn.Parameter):
             if operation is _aten._to_copy.default and kwargs.get("dtype") in (None, first.dtype):
                 device = kwargs.get("device") or first.device
                 if device.type != "meta":
-                    return first._moved(memory.canonical(device))
+                    return first._moved(target_of(device, None, first.device))
         given = {each._shared: each for each in tree_leaves((args, kwargs)) if isinstance(each, TableParameter)}
         values = {shared: each.decoded() for shared, each in given.items()}  # one tensor for all aliases of a weight
         args, kwargs = tree_map_only(TableParameter, lambda each: values[each._shared], (args, kwargs))
