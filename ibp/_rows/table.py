@@ -478,6 +478,15 @@ def lie_in_file(table: Table, rows: FileRows | None) -> None:
     move(table, {}, rows)
 
 
+def lie_with(table: Table, made: Table) -> None:
+    """Records that a new table uses the memory of another one. The new table then also keeps the owner and the pinning
+    of this memory, and the first change of either table copies its rows to memory that belongs to that table alone."""
+    made._owner, made._pinned_range = table._owner, table._pinned_range
+    move(made, {}, table._segment)
+    made._is_aliased = table._is_aliased = True
+    made._is_live, made._is_refused = table._is_live, table._is_refused
+
+
 def pin_if_possible(table: Table) -> None:
     """Pins a table if the system allows it. If the system refuses, warns, and records the refusal in the table."""
     try:
