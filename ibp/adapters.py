@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 from ._common.manners import Saves, Statistics, shown_memory
-from ._common.models import NotTheModel, check_model, guard_conversions
 from ._common.process import Closing, ForkLock, OfThisProcess, published
 from ._machine import memory
 from ._offload.weights import release, rest, wake
@@ -39,10 +38,10 @@ from ._tables.compressed_tensor import CompressedTensor
 from ._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 from ._tables.weights import join as join_rows
 from .nn import ModelReport
-from .nn._compressing import ModelOptions, ModelPlan, join_neighbours
+from .nn._compressing import ModelOptions, ModelPlan, NotTheModel, check_model, join_neighbours
 from .nn._experts import ExpertTables
 from .nn._parameters import SharedTable, by_rows, reshaped
-from .nn._tables import matrix_table
+from .nn._tables import guard_conversions, matrix_table
 
 __all__ = [
     "Closing",

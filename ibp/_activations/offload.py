@@ -20,10 +20,9 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._common.arguments import whole_number
+from .._common.arguments import sms_of, whole_number
 from .._common.manners import Statistics
 from .._common.process import ForkLock, OfThisProcess
-from .._fetch.calls import sms_of
 from .._machine import calibration
 from .._machine import memory as _memory
 from .._rows.codebook import coder_rates

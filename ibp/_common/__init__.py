@@ -12,5 +12,5 @@ resources (`Closing`, `OfThisProcess`). `whole_files.py` writes files that appea
 (`NewFile`). `wire.py` passes values to other processes, as bytes and by collective calls (`RankGroup`).
 
 For torch: `ops.py` declares the operations `torch.ops.ibp`. `modes.py` decides what the library does inside of torch's
-modes, transforms and tracers. `models.py` helps functions that change a model in place.
+modes, transforms and tracers.
 """

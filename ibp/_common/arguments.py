@@ -1,5 +1,5 @@
-"""Checks arguments that several functions have in common: numbers, and the patterns `include` and `exclude`, which
-choose tensors by their names."""
+"""Checks arguments that several functions have in common: numbers such as `max_sms`, and the patterns `include` and
+`exclude`, which choose tensors by their names."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ def number(name: str, value: SupportsFloat) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {_shown(value)}; wanted a float")
     return float(value)
+
+
+def sms_of(max_sms: int | None) -> int:
+    """Checks max_sms, the largest number of multiprocessors to keep busy. Returns the number to pass to operations,
+    where 0 means all multiprocessors."""
+    if max_sms is None:
+        return 0
+    if isinstance(max_sms, bool) or not hasattr(max_sms, "__index__"):
+        raise TypeError(f"max_sms is {max_sms!r}; wanted an int of at least 1, or None for all")
+    max_sms = operator.index(max_sms)
+    if max_sms < 1:
+        raise ValueError(f"max_sms is {max_sms}; wanted at least 1, or None for all")
+    return max_sms
 
 
 def near(value: object, known: Iterable[str]) -> str:

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .._common.arguments import sms_of
 from .._rows.handle import Handle
 from .._rows.planes import PlanesCodebook
 from .._rows.table import Table, faults_of, handle_on, worker_of
-from .calls import CachedRows, Rows, check_out, check_range, checked_ids, list_of_ids, sms_of, target_of
+from .calls import CachedRows, Rows, check_out, check_range, checked_ids, list_of_ids, target_of
 
 MODES = ("sum", "mean", "max")  # The operation receives the position of the mode in this tuple.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -1,14 +1,13 @@
 """Defines what all calls on tables share.
 
 `index_select`, `decompress` and `embedding_bag` accept not only tables, but any object that implements the required
-protocol. The first part of the file defines these protocols. The second part checks arguments such as `out` and
-`max_sms`, and finds the device of the result. The third part checks ids, and converts them to tensors of integers.
+protocol. The first part of the file defines these protocols. The second part checks arguments such as `out`, and finds
+the device of the result. The third part checks ids, and converts them to tensors of integers.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import os
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
@@ -163,18 +162,6 @@ def target_of(device: torch.device | str | int | None, out: torch.Tensor | None,
     if memory.canonical(device) != out.device:
         raise ValueError(f"device is {device}, but out is on {out.device}")
     return out.device
-
-
-def sms_of(max_sms: int | None) -> int:
-    """Checks max_sms. Returns the number to pass to operations, where 0 means all multiprocessors."""
-    if max_sms is None:
-        return 0
-    if isinstance(max_sms, bool) or not hasattr(max_sms, "__index__"):
-        raise TypeError(f"max_sms is {max_sms!r}; wanted an int of at least 1, or None for all")
-    max_sms = operator.index(max_sms)
-    if max_sms < 1:
-        raise ValueError(f"max_sms is {max_sms}; wanted at least 1, or None for all")
-    return max_sms
 
 
 # ---- ids ----

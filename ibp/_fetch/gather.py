@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from .._common.arguments import sms_of
 from .._common.modes import outside_of_graphs
 from .._common.process import OfThisProcess
 from .._machine import calibration, memory
@@ -41,7 +42,6 @@ from .calls import (
     flat_ids,
     refusal,
     refuse_mapped,
-    sms_of,
     target_of,
     tensor_of,
 )

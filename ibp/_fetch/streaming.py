@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from .. import _core
+from .._common.arguments import sms_of
 from .._common.modes import outside_of_modes
 from .._machine import calibration, memory
 from .._machine.calibration import FEW_SMS
@@ -23,7 +24,7 @@ from .._rows.codebook import coder_rates
 from .._rows.geometry import bytes_of
 from .._rows.handle import ENTRIES, Handle, new_record, spread_bytes
 from .._rows.table import Table, faults_of, handle_on, worker_of
-from .calls import IN_ORDER, Decodable, check_out, check_path, check_table, sms_of, target_of
+from .calls import IN_ORDER, Decodable, check_out, check_path, check_table, target_of
 
 # Least number of SMs that decode a stream of tables. On one H200, 32 SMs keep up with the link for every dtype (FP8
 # needs 32, BF16 needs 8). If the computations of a model take as long as its weights take to arrive, decoding makes the

@@ -47,13 +47,12 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from .._common.models import guard_conversions
 from .._common.modes import cannot_record, is_transformed, outside_of_graphs, outside_of_modes
 from .._common.process import ForkLock
 from .._fetch.streaming import STREAM_SMS
 from ..cache import RowCache
 from ..nn._experts import Calls, are_few, slots_for, stand_in
-from ..nn._tables import CodedModule
+from ..nn._tables import CodedModule, guard_conversions
 from .fetcher import CudaWeightFetcher, Place, WeightFetcher
 from .plan import Group, OffloadPlan
 from .weights import Weight, refuse_copy, refuse_pickle

@@ -13,12 +13,12 @@ from torch import nn
 from .._common import ops
 from .._common.arguments import whole_number
 from .._common.manners import Statistics, shown_memory
-from .._common.models import NotTheModel, check_model
 from .._common.modes import outside_of_modes
 from .._common.process import Closing, OfThisProcess
 from .._machine import memory
 from .._rows.learning import check_scheme
 from ..nn import TableParameter
+from ..nn._compressing import NotTheModel, check_model
 from .events import Events, ExpertsForward, install
 from .plan import OffloadPlan, plan_for
 from .weights import Checkpoint, Resting, read_checkpoint, store

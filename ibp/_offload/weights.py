@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._common.models import SavedTensor
 from .._common.modes import outside_of_graphs, outside_of_modes
 from .._common.process import tqdm
 from .._files import open as open_file
@@ -27,7 +26,7 @@ from .._rows.learning import ROW_BYTES
 from .._rows.table import handle_on, pin_if_possible, serves
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
-from ..nn._parameters import by_rows
+from ..nn._parameters import SavedTensor, by_rows
 
 if TYPE_CHECKING:
     from .plan import Group, OffloadPlan

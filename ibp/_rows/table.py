@@ -35,6 +35,8 @@ _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
 
 TENSORS = tuple(PART_DTYPES)
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
+# The fields of a table whose rows lie in new memory that nothing else uses.
+_OWN_MEMORY: dict[str, Any] = {"_segment": None, "_owner": None, "_pinned_range": None, "_is_aliased": False}
 
 
 class Table(TensorManners, Saves):
@@ -128,9 +130,7 @@ class Table(TensorManners, Saves):
             geometry=geometry,
             _faults=Faults(*WORDS_OF_TABLES),
             _handles={},
-            _owner=None,
-            _pinned_range=None,
-            _segment=None,
+            **_OWN_MEMORY,
         )
         table._refresh()
         return table
@@ -348,10 +348,7 @@ class Table(TensorManners, Saves):
             _room=None,
             _escapes=None,
             _is_live=False,
-            _segment=None,
-            _owner=None,
-            _pinned_range=None,
-            _is_aliased=False,
+            **_OWN_MEMORY,
         )
 
     # ---- pickling ----
@@ -481,6 +478,15 @@ def lie_in_file(table: Table, rows: FileRows | None) -> None:
     move(table, {}, rows)
 
 
+def lie_with(table: Table, made: Table) -> None:
+    """Records that a new table uses the memory of another one. The new table then also keeps the owner and the pinning
+    of this memory, and the first change of either table copies its rows to memory that belongs to that table alone."""
+    made._owner, made._pinned_range = table._owner, table._pinned_range
+    move(made, {}, table._segment)
+    made._is_aliased = table._is_aliased = True
+    made._is_live, made._is_refused = table._is_live, table._is_refused
+
+
 def pin_if_possible(table: Table) -> None:
     """Pins a table if the system allows it. If the system refuses, warns, and records the refusal in the table."""
     try:
@@ -594,7 +600,7 @@ def make_room(table: Table, num_rows: int = 0) -> Room:
             data = decoded_bytes(table, 0, table.original_bytes, table.device)
             slots = _memory_of(table)(data.numel()).copy_(data)
             none = torch.empty(0, dtype=torch.int64, device=table.device)
-            table._set_fields(slots=slots, overflow=slots[:0], bases=none, slot_bytes=table.row_bytes, _segment=None)
+            table._set_fields(slots=slots, overflow=slots[:0], bases=none, slot_bytes=table.row_bytes, **_OWN_MEMORY)
         slots, overflow = table.slots, table.overflow
         if table._is_aliased:  # Another table has the same memory and must keep its rows.
             slots = _memory_of(table)(slots.numel()).copy_(slots)

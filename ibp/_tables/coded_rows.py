@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
+from .._common.arguments import sms_of
 from .._common.process import OfThisProcess
-from .._fetch.calls import sms_of
 from .._machine import memory as _memory
 from .._rows import forms
 from .._rows.codebook import AnyCodebook, check_codebook

@@ -25,7 +25,17 @@ from .._machine.staging import to_device
 from .._rows.codebook import AnyCodebook
 from .._rows.geometry import check_tensor, given_tensor
 from .._rows.learning import Options, Request
-from .._rows.table import TENSORS, Table, check_can_change, copied_overflow, handle_on, move, spills, tensors_of
+from .._rows.table import (
+    TENSORS,
+    Table,
+    check_can_change,
+    copied_overflow,
+    handle_on,
+    lie_with,
+    move,
+    spills,
+    tensors_of,
+)
 from . import changes, coding
 
 # Size in bytes of the blocks that iteration decodes. A block has many rows, but takes little memory.
@@ -535,12 +545,8 @@ def with_tensors(
     moved["overflow"] = (change_overflow or change)(held["overflow"])
     kept = {name: getattr(table, name) for name in ("scheme", "row_bytes", "slot_bytes", "codebook")}
     made = type(table)(shape=table.shape if shape is None else shape, dtype=dtype or table.dtype, **kept, **moved)
-    # If both tables use the same memory, the new table must also keep the owner and the pinning of this memory.
     if any(moved[name].numel() and moved[name].data_ptr() == held[name].data_ptr() for name in TENSORS):
-        made._owner, made._pinned_range = table._owner, table._pinned_range
-        move(made, {}, table._segment)
-        made._is_aliased = table._is_aliased = True
-        made._is_live, made._is_refused = table._is_live, table._is_refused
+        lie_with(table, made)
     return made
 
 

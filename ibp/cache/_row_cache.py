@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._common.arguments import whole_number
+from .._common.arguments import sms_of, whole_number
 from .._common.manners import Statistics, TensorManners
 from .._common.modes import outside_of_graphs
 from .._common.process import OfThisProcess
@@ -26,7 +26,6 @@ from .._fetch.calls import (
     flat_ids,
     refusal,
     refuse_mapped,
-    sms_of,
     target_of,
 )
 from .._fetch.gather import raise_for

@@ -15,10 +15,11 @@ import torch.distributed as dist
 import torch.multiprocessing  # noqa: F401 - This import enables multiprocessing to send tensors.
 
 from .._common import wire
+from .._common.arguments import sms_of
 from .._common.manners import TensorManners
 from .._common.process import OfThisProcess
 from .._common.wire import RankGroup, check_one_machine, machine, same_on_all
-from .._fetch.calls import Ids, check_out, check_range, list_of_ids, sms_of, target_of
+from .._fetch.calls import Ids, check_out, check_range, list_of_ids, target_of
 from .._machine import memory as _memory
 from .._machine.memory import check_memory, usual
 from .._machine.segments import SharedHandle, open_handle, read_state

@@ -18,9 +18,8 @@ import torch
 
 from .. import _core
 from .._common import wire
-from .._common.arguments import whole_number
+from .._common.arguments import sms_of, whole_number
 from .._common.sequences import rounded_up
-from .._fetch.calls import sms_of
 from .._rows import forms
 from .._rows.codebook import AnyCodebook, check_codebook, fingerprint_of
 from .._rows.geometry import check_bytes

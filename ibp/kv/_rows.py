@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .._common.arguments import whole_number
+from .._common.arguments import sms_of, whole_number
 from .._common.manners import Statistics
 from .._common.process import OfThisProcess
-from .._fetch.calls import Ids, check_range, checked_ids, sms_of
+from .._fetch.calls import Ids, check_range, checked_ids
 from .._machine import memory as _memory
 from .._rows.codebook import AnyCodebook
 from .._rows.handle import Faults, FaultWords

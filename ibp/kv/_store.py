@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from .. import _core
-from .._common.arguments import whole_number
+from .._common.arguments import sms_of, whole_number
 from .._common.manners import Statistics
 from .._common.process import ForkLock, OfThisProcess
-from .._fetch.calls import check_range, list_of_ids, sms_of
+from .._fetch.calls import check_range, list_of_ids
 from .._machine import memory as _memory
 from .._machine.memory import is_capturing
 from .._rows.codebook import AnyCodebook

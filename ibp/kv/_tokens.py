@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from .. import _core
-from .._common.arguments import whole_number
+from .._common.arguments import sms_of, whole_number
 from .._common.process import OfThisProcess
-from .._fetch.calls import sms_of
 from .._machine import memory as _memory
 from .._machine.staging import Coming, Ring, Turn
 from .._rows.codebook import AnyCodebook

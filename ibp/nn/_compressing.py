@@ -3,6 +3,9 @@ modules of a model that hold tables back into plain modules.
 
 `ModelOptions` says which weights are to be coded, and how. `ModelPlan` finds these weights, and codes them one by one:
 for `compress` all at once, for `ibp.adapters.ModelLoading` as they are read from a checkpoint.
+
+`check_model` checks the argument of functions that change a model in place. `NotTheModel` is the base class of the
+objects that they return; such an object raises an error if the caller uses it as the model.
 """
 
 from __future__ import annotations
@@ -11,20 +14,29 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
 from .._common.arguments import is_chosen, whole_number
 from .._common.manners import share_saved, shown_memory
-from .._common.models import NotTheModel, check_model, guard_conversions
 from .._common.process import tqdm
+from .._rows.planes import check_level
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from .._tables.weights import is_worth_coding
 from ._embedding import Embedding, EmbeddingBag
 from ._experts import Experts, is_stack
 from ._parameters import SharedTable, by_rows, reshaped
-from ._tables import CodedModule, Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
+from ._tables import (
+    CodedModule,
+    Conv1D,
+    Linear,
+    TableModule,
+    guard_conversions,
+    is_fast_matrix,
+    matrix_table,
+    multiply_together,
+)
 
 _MIN_BYTES = 1 << 20  # Default of min_bytes: weights of fewer bytes stay plain.
 # A weight stays plain unless its table saves at least this fraction of its plain size. With smaller savings, decoding
@@ -50,6 +62,42 @@ _DECOMPRESSED = (Conv1D, Embedding, EmbeddingBag, Experts, Linear)  # the classe
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _Options = TypeVar("_Options", bound="ModelOptions")
+
+
+class NotTheModel:
+    """Base class of the objects that are returned by functions that change a model in place. If the caller uses such an
+    object as the model, an error says that the model itself was changed.
+
+    Attributes:
+        changed_by: the name of the function that returned the object.
+    """
+
+    changed_by: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(self._sentence("is not callable"))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):  # Python, pickle and copy look for such attributes in any object.
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(self._sentence(f"has no attribute {name!r}"))
+
+    def _sentence(self, what: str) -> str:
+        return (
+            f"{type(self).__name__!r} object {what}: {self.changed_by} returned it, and changed the model in place. "
+            "Do not assign the result to the name of the model, and use the model as before"
+        )
+
+
+def check_model(model: Any, hint: str = "") -> None:
+    """Raises TypeError unless `model` is a torch.nn.Module. hint: a string for the error message that says which models
+    are accepted."""
+    if isinstance(model, NotTheModel):
+        raise TypeError(model._sentence("is no torch.nn.Module"))
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module{hint and f': {hint}'}")
 
 
 @dataclass(frozen=True)
@@ -119,8 +167,7 @@ class ModelOptions:
         fused: bool = True,
         min_bytes: int = _MIN_BYTES,
     ) -> None:
-        if level not in ("fast", "default"):
-            raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
+        check_level(level)
         self.level, self.fused, self.min_bytes = level, bool(fused), whole_number("min_bytes", min_bytes, 0)
         self.include = None if include is None else _listed(include)
         self.exclude = _listed(exclude)

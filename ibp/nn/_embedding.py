@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from .._common.modes import outside_of_graphs
 from .._common.process import warn_once
 from .._fetch.bags import checked_padding, embedding_bag
-from .._fetch.calls import checked_ids, list_of_ids
-from .._machine import memory
+from .._fetch.calls import checked_ids, list_of_ids, target_of
 from .._rows.geometry import sampled
 from .._tables.changes import check_rows, put_items, reserve
 from .._tables.compressed_tensor import CompressedTensor, compress_rows, embedding_of
@@ -75,7 +74,7 @@ def table_of(
                 raise ValueError(f"there are {source[0]} rows of {source[1]} values; wanted at least 0 of at least 1")
             if not dtype.is_floating_point:
                 raise TypeError(f"dtype is {dtype}; wanted a floating-point one")
-    device = memory.canonical("cpu" if device is None else device)
+    device = target_of(device, None, torch.device("cpu"))
     sizes, num_columns = [size_of(source)[0] for source in sources], size_of(sources[0])[1]
     total, block_rows = sum(sizes), max(1, _BLOCK_BYTES // (num_columns * dtype.itemsize))
     if total <= block_rows:

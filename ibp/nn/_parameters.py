@@ -1,12 +1,15 @@
 """The tables that modules hold, and the parameters by which `parameters()` lists them.
 
-`SharedTable` holds the table of one or more modules. `TableParameter` stands for the plain weight of such a table. The
-functions at the end convert between weights and rows of tables.
+`SharedTable` holds the table of one or more modules. `SavedTensor` is a cache with which `state_dict()` makes a tensor
+only once, even if several names in the state dict refer to it. `TableParameter` stands for the plain weight of such a
+table. The functions at the end convert between weights and rows of tables.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
@@ -14,9 +17,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .._common.models import SavedTensor
 from .._common.modes import outside_of_modes
-from .._machine import memory
+from .._fetch.calls import target_of
 from .._rows.geometry import bytes_of
 from .._rows.planes import PlanesCodebook
 from .._rows.table import pin_if_possible
@@ -28,6 +30,29 @@ _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _ASKS_FOR_GRADIENTS: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
 # Methods that read the memory of a tensor directly, without calling an operation that `__torch_dispatch__` sees.
 _READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
+
+
+class SavedTensor:
+    """A cache of the tensor that was last made for a state dict. It holds only weak references to the dict and to the
+    tensor, so it keeps neither of them alive. Copies and pickles of the cache start empty."""
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Any], weakref.ref[torch.Tensor]] | None = None
+
+    def of(self, state: dict[str, Any], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns the tensor that was made for this state dict, if it still exists. Otherwise calls make(), and caches
+        and returns its result."""
+        tensor = self._last[1]() if self._last is not None and self._last[0]() is state else None
+        if tensor is None:
+            tensor = make()
+            # torch's state dicts are of class OrderedDict. A plain dict cannot be weakly referenced, so tensors for a
+            # plain dict are not cached.
+            if isinstance(state, OrderedDict):
+                self._last = weakref.ref(state), weakref.ref(tensor)
+        return tensor
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return SavedTensor, ()
 
 
 class SharedTable:
@@ -247,7 +272,7 @@ class TableParameter(torch.nn.Parameter):
             if operation is _aten._to_copy.default and kwargs.get("dtype") in (None, first.dtype):
                 device = kwargs.get("device") or first.device
                 if device.type != "meta":
-                    return first._moved(memory.canonical(device))
+                    return first._moved(target_of(device, None, first.device))
         given = {each._shared: each for each in tree_leaves((args, kwargs)) if isinstance(each, TableParameter)}
         values = {shared: each.decoded() for shared, each in given.items()}  # one tensor for all aliases of a weight
         args, kwargs = tree_map_only(TableParameter, lambda each: values[each._shared], (args, kwargs))

@@ -3,7 +3,8 @@
 `CodedModule` is the base of all modules with tables: it moves, saves and loads tables where torch.nn.Module moves,
 saves and loads parameters. `TableModule` is a module with one table, its `weight`. `Linear` and `Conv1D` multiply by
 that table. `Neighbours` are modules that are called one after the other with the same x; `multiply_together` makes
-them, and the first module computes the results of all of them. `coded_state_dict` returns a state dict that has tables.
+them, and the first module computes the results of all of them. `guard_conversions` makes a model check all that it
+contains before it converts anything. `coded_state_dict` returns a state dict that has tables.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from .._common.models import SavedTensor, check_conversion
 from .._common.modes import cannot_record
 from .._fetch.linear import differentiable, linear, slot_bytes_for, wants_gradients
 from .._tables.compressed_tensor import CompressedTensor, compress_rows, linear_of
-from ._parameters import SharedTable, TableParameter, is_fast, placed_like, reshaped, rows_of_weight
+from ._parameters import SavedTensor, SharedTable, TableParameter, is_fast, placed_like, reshaped, rows_of_weight
 
 _LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that do not choose slots
 TRANSPOSED = "_transposed"  # suffix of the names of transposed tables in a coded state
@@ -514,6 +514,47 @@ def _transposed_product(x: torch.Tensor, table: CompressedTensor, bias: torch.Te
     weight, vectors = table.decompress(device=x.device).t().contiguous(), x.reshape(-1, x.shape[-1])
     products = vectors @ weight if bias is None else torch.addmm(bias, vectors, weight)
     return products.view(*x.shape[:-1], table.shape[0])
+
+
+# ---- conversions of models ----
+
+
+def check_conversion(module: torch.nn.Module, convert: Callable) -> None:
+    """Raises an error if a module, or a submodule or tensor in it, refuses a conversion, such as `half()` or
+    `to("cuda")`. A module or tensor that may refuse has a method `check_conversion(convert)`, which raises the error.
+    convert: the function that torch would apply to each tensor."""
+    for part in _refusing(module):
+        part.check_conversion(convert)
+
+
+def guard_conversions(model: torch.nn.Module) -> None:
+    """Makes a model and each of its submodules check all that they contain before they convert anything. Without this
+    check, a submodule or a tensor could refuse after torch, which converts depth first, has converted other tensors. If
+    a module no longer contains anything that may refuse, its check is removed.
+
+    If the model later becomes a submodule of another module, that module does not check, because torch does not tell
+    the model about it.
+    """
+    for module in model.modules():
+        held = vars(module).get("_apply")
+        if next(_refusing(module), None) is not None:
+            vars(module)["_apply"] = functools.partial(_apply_checked, module)
+        elif isinstance(held, functools.partial) and held.func is _apply_checked:
+            del vars(module)["_apply"]
+
+
+def _apply_checked(module: Any, convert: Callable, recurse: bool = True) -> torch.nn.Module:
+    """Calls `check_conversion`, and then the method `_apply` of the module's class, by which torch converts modules."""
+    check_conversion(module, convert)
+    return type(module)._apply(module, convert, recurse)
+
+
+def _refusing(module: torch.nn.Module) -> Iterator[Any]:
+    """Yields those of a module, its submodules, and their parameters and buffers that may refuse conversions."""
+    for part in module.modules():
+        for held in (part, *part._parameters.values(), *part._buffers.values()):
+            if hasattr(type(held), "check_conversion"):
+                yield held
 
 
 # ---- coded states ----

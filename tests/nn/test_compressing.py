@@ -356,7 +356,7 @@ def test_reports_say_that_they_are_no_model():
     "model, options, error, message",
     [
         (3, {}, TypeError, "model is a int; wanted a torch.nn.Module"),
-        (None, {"level": "high"}, ValueError, "level is 'high'; wanted 'fast' or 'default'"),
+        (None, {"level": "high"}, ValueError, r"level is 'high'; wanted one of \['default', 'fast'\]"),
         (None, {"min_bytes": -1}, ValueError, "min_bytes"),
         (None, {"include": "lm_head"}, ValueError, "there is no module whose name matches 'lm_head'"),
         (None, {"exclude": ["head", "x*"]}, ValueError, r"there is no module whose name matches 'x\*'"),

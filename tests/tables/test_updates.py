@@ -12,6 +12,7 @@ import torch
 import ibp
 from handles import handle_of
 from helpers import assert_same_bits
+from ibp._machine import memory
 from ibp._rows.handle import spread_bytes
 from ibp._tables import changes
 
@@ -317,6 +318,27 @@ def test_a_table_in_a_tensors_memory():
     held.zero_()
     assert_same_bits(table.decompress(), torch.cat((y, rows)))
     assert_same_bits(table.share_memory_().decompress(), torch.cat((y, rows)))
+
+
+def test_raw_rows_are_copied_once_when_slots_begin_to_hold_them_whole(monkeypatch):
+    """The first change of a raw table with an overflow joins the parts of its rows in new memory. No other table has
+    this memory, so the rows are not copied once more, and the tensor that had the old memory is let go."""
+    x = tensor((100, 96))
+    rows = x.view(torch.uint8).clone()
+    slots, overflow = rows[:, :32].reshape(-1).clone(), rows[:, 32:].reshape(-1).clone()
+    rest = {"lengths": torch.empty(0, dtype=torch.uint16), "bases": torch.arange(4) * 32 * 160, "codebook": None}
+    form = {"shape": x.shape, "dtype": x.dtype, "scheme": "raw", "row_bytes": 192, "slot_bytes": 32}
+    table = ibp.CompressedTensor(**form, slots=slots, overflow=overflow, **rest)
+    table._owner = slots
+    copied, made, empty = copy.copy(table), [], memory.empty
+    monkeypatch.setattr(memory, "empty", lambda *args: made.append(empty(*args)) or made[-1])
+    changes.make_room(copied)
+    monkeypatch.undo()
+    assert [part.data_ptr() for part in made if part.numel() == x.nbytes] == [copied.slots.data_ptr()]
+    assert copied._owner is None and table._owner is slots
+    y = change(copied, x, 30)
+    assert_same_bits(copied.decompress(), y)
+    assert_same_bits(table.decompress(), x)
 
 
 def test_shared_tables_are_refused():
