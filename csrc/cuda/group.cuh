@@ -179,8 +179,8 @@ template <uint32_t LANES, uint32_t WARPS, GroupUse USE = kDecodesTile> struct Gr
     static constexpr uint32_t kMostGroups = kMostJoined / kThreads; // of a block
 
     // Does what exchange does for each of N numbers, in static shared memory, and ends with a barrier, so that it can
-    // be called again at once. of_warp: this warp's numbers. before, total: receive the sums. Shuffles add them up: they
-    // take fewer registers than the reductions of exchange, and registers are scarce where encoders call this.
+    // be called again at once. of_warp: this warp's numbers. before, total: receive the sums. Shuffles add up the
+    // numbers, because they take fewer registers than the reductions of exchange, and encoders have none to spare.
     template <int N>
     static __device__ __forceinline__ void join_warps(const uint32_t (&of_warp)[N], uint32_t (&before)[N],
                                                       uint32_t (&total)[N])
