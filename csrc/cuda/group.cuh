@@ -1,5 +1,5 @@
-// group.cuh - groups of threads that decode one row together: 2, 4, 8 or 16 lanes of a warp, a warp, or several warps
-// of a block.
+// group.cuh - groups of threads that decode or encode one row together: 2, 4, 8 or 16 lanes of a warp, a warp, or
+// several warps of a block.
 #ifndef IBP_GROUP_CUH
 #define IBP_GROUP_CUH
 
@@ -10,63 +10,155 @@ namespace ibp {
 constexpr uint32_t kLaneBytes = 64;                    // size in bytes of a lane's part of a row
 constexpr uint32_t kWarpRowBytes = kWarp * kLaneBytes; // size in bytes of a warp's part of a row
 constexpr uint32_t kMostWarps = 8;                     // largest number of warps in a group
+// The largest number of threads in a block whose groups have several warps and call any, sum, scan or broadcast.
+constexpr uint32_t kMostJoined = 512;
 
-// A group of LANES lanes of a warp (WARPS == 1), or of WARPS whole warps. All lanes of a warp must call every function
-// together, even if some groups of the warp have nothing to do. ANY_LENGTH: a lane's part of a row may be longer than
-// kLaneBytes.
-template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group {
+// What groups do.
+//
+//     kDecodesTile    they decode rows of which a lane has at most kLaneBytes bytes
+//     kDecodesAny     they decode rows of any length
+//     kEncodes        they encode rows of any length
+//
+// If groups decode, all lanes of a warp must call every function together, even if some groups of the warp have nothing
+// to do. If groups encode, the groups of one warp may diverge, so the masks of collectives have only the lanes of the
+// group.
+enum GroupUse { kDecodesTile, kDecodesAny, kEncodes };
+
+// A group of LANES lanes of a warp (WARPS == 1), or of WARPS whole warps. All threads of a group must call every
+// function together.
+template <uint32_t LANES, uint32_t WARPS, GroupUse USE = kDecodesTile> struct Group {
     static_assert((WARPS == 1 && kWarp % LANES == 0) || LANES == kWarp, "a group is a part of a warp, or whole warps");
     static constexpr uint32_t kLanes = LANES, kWarps = WARPS, kThreads = LANES * WARPS;
     static constexpr uint32_t kPerWarp = kWarp / LANES;
-    static constexpr bool kAnyLength = ANY_LENGTH;
+    static constexpr bool kAnyLength = USE == kDecodesAny;
 
+    // lane() returns the index of this thread among the group's lanes in its warp; rank() returns its index among all
+    // threads of the group.
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
     static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kThreads; }
     // Returns the index of this warp in its group.
     static __device__ __forceinline__ uint32_t warp() { return threadIdx.x % kThreads / kWarp; }
+    // Return the index of this group in its block. uniform_in_block() makes the index uniform in the warp if the group
+    // is a warp, or if it decodes and consists of warps. Then the index and the addresses that are computed from it are
+    // in uniform registers, and the compiler knows that all lanes go through a loop over rows together.
     static __device__ __forceinline__ uint32_t in_block() { return threadIdx.x / kThreads; }
-
+    static __device__ __forceinline__ uint32_t uniform_in_block()
+    {
+        constexpr bool kIsUniform = LANES == kWarp && (WARPS == 1 || USE != kEncodes);
+        return kIsUniform ? __reduce_max_sync(kAllLanes, in_block()) : in_block();
+    }
+    // Returns a mask of the lanes of this warp that call functions together.
+    static __device__ __forceinline__ uint32_t mask()
+    {
+        return USE == kEncodes ? (kAllLanes >> (kWarp - LANES)) << (lane_id() / LANES * LANES) : kAllLanes;
+    }
     static __device__ __forceinline__ void sync()
     {
         if (WARPS == 1)
-            __syncwarp();
+            __syncwarp(mask());
         else
             named_barrier(in_block() + 1u, kThreads);
     }
-    // Returns whether is_so is true in any lane of the warp. All lanes of a group must pass the same value. If the
-    // group is a whole warp, the result is is_so itself, but a vote is taken all the same: it tells the compiler that
-    // the lanes are converged, so that the compiler inserts no check for it before shuffles.
-    static __device__ __forceinline__ bool any(bool is_so) { return __any_sync(kAllLanes, is_so); }
+
+    // ---- the lanes of a warp ----
+
+    // Returns whether is_so is true in any of the lanes that call this together, which may belong to several groups. If
+    // all lanes pass the same value, the result is this value, but a vote is taken all the same: it tells the compiler
+    // that the lanes are converged, so that the compiler inserts no check for it before shuffles.
+    static __device__ __forceinline__ bool any_in_warp(bool is_so) { return __any_sync(mask(), is_so); }
+    // Returns the votes of the group's lanes, one bit for each.
+    static __device__ __forceinline__ uint32_t ballot(bool vote)
+    {
+        const uint32_t votes = __ballot_sync(mask(), vote);
+        return LANES == kWarp ? votes : votes >> (lane_id() / LANES * LANES) & ((1u << (LANES % kWarp)) - 1u);
+    }
+    static __device__ __forceinline__ uint32_t lanes_below() { return low_bits(~0u, lane()); }
     // Returns the sum of v over the group's lanes up to and including this one. v may hold several numbers in separate
     // bit fields, if no sum overflows its field.
-    static __device__ __forceinline__ uint32_t inclusive_scan(uint32_t v)
+    static __device__ __forceinline__ uint32_t scan_in_warp(uint32_t v)
     {
 #pragma unroll
-        for (uint32_t step = 1; step < LANES; step *= 2) v = add_from_below<LANES>(v, step);
+        for (uint32_t step = 1; step < LANES; step *= 2) v = add_from_below<LANES>(v, step, mask());
         return v;
     }
     static __device__ __forceinline__ uint32_t last_lane(uint32_t v)
     {
-        return __shfl_sync(kAllLanes, v, LANES - 1u, LANES);
+        return __shfl_sync(mask(), v, LANES - 1u, LANES);
     }
-    static __device__ __forceinline__ uint32_t sum(uint32_t v)
+    static __device__ __forceinline__ uint32_t sum_in_warp(uint32_t v)
     {
         if constexpr (LANES == kWarp) {
             return __reduce_add_sync(kAllLanes, v);
         } else {
 #pragma unroll
-            for (uint32_t step = LANES / 2; step > 0; step /= 2) v += __shfl_xor_sync(kAllLanes, v, step, LANES);
+            for (uint32_t step = LANES / 2; step > 0; step /= 2) v += __shfl_xor_sync(mask(), v, step, LANES);
             return v;
         }
     }
-    // Returns the votes of the group's lanes, one bit for each.
-    static __device__ __forceinline__ uint32_t ballot(bool vote)
+    static __device__ __forceinline__ uint32_t min_in_warp(uint32_t v)
     {
-        const uint32_t votes = __ballot_sync(kAllLanes, vote);
-        return LANES == kWarp ? votes : votes >> (lane_id() / LANES * LANES) & ((1u << (LANES % kWarp)) - 1u);
+        if constexpr (LANES == kWarp) {
+            return __reduce_min_sync(kAllLanes, v);
+        } else {
+#pragma unroll
+            for (uint32_t step = LANES / 2; step > 0; step /= 2)
+                v = ibp_min_u32(v, __shfl_xor_sync(mask(), v, step, LANES));
+            return v;
+        }
     }
-    static __device__ __forceinline__ uint32_t lanes_below() { return low_bits(~0u, lane()); }
 
+    // ---- all threads of a group ----
+
+    static __device__ __forceinline__ bool any(bool is_so)
+    {
+        uint32_t count[1] = {any_in_warp(is_so)};
+        if constexpr (WARPS > 1) {
+            uint32_t before[1];
+            join_warps(count, before, count);
+        }
+        return count[0] != 0u;
+    }
+    // Replaces each of N numbers by its sum over the group's threads.
+    template <int N> static __device__ __forceinline__ void sum(uint32_t (&v)[N])
+    {
+#pragma unroll
+        for (int i = 0; i < N; i++) v[i] = sum_in_warp(v[i]);
+        if constexpr (WARPS > 1) {
+            uint32_t before[N];
+            join_warps(v, before, v);
+        }
+    }
+    // Computes, for each of N numbers, its sum over the group's threads before this one (before), and its sum over all
+    // threads of the group (total).
+    template <int N>
+    static __device__ __forceinline__ void scan(const uint32_t (&v)[N], uint32_t (&before)[N], uint32_t (&total)[N])
+    {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const uint32_t sums = scan_in_warp(v[i]);
+            before[i] = sums - v[i], total[i] = last_lane(sums);
+        }
+        if constexpr (WARPS > 1) {
+            uint32_t of_warps[N];
+            join_warps(total, of_warps, total);
+#pragma unroll
+            for (int i = 0; i < N; i++) before[i] += of_warps[i];
+        }
+    }
+    // Returns the value that v has in the group's first thread.
+    static __device__ __forceinline__ uint64_t broadcast(uint64_t v)
+    {
+        if constexpr (WARPS > 1) {
+            __shared__ uint64_t of_first[kMostGroups];
+            if (rank() == 0u) of_first[in_block()] = v;
+            sync();
+            v = of_first[in_block()];
+            sync();
+            return v;
+        } else {
+            return __shfl_sync(mask(), v, 0, LANES);
+        }
+    }
     // Returns the sum of `mine` over the group's warps before this one. total: receives the sum over all warps of the
     // group. counts: index of the first of WARPS words of shared memory, which no other exchange may use at the same
     // time.
@@ -81,6 +173,34 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
         const uint32_t count = lane() < WARPS ? shared_word(counts + lane()) : 0u;
         total = __reduce_add_sync(kAllLanes, count);
         return __reduce_add_sync(kAllLanes, lane() < warp() ? count : 0u);
+    }
+
+  private:
+    static constexpr uint32_t kMostGroups = kMostJoined / kThreads; // of a block
+
+    // Does what exchange does for each of N numbers, in static shared memory, and ends with a barrier, so that it can
+    // be called again at once. of_warp: this warp's numbers. before, total: receive the sums. Shuffles add up the
+    // numbers, because they take fewer registers than the reductions of exchange, and encoders have none to spare.
+    template <int N>
+    static __device__ __forceinline__ void join_warps(const uint32_t (&of_warp)[N], uint32_t (&before)[N],
+                                                      uint32_t (&total)[N])
+    {
+        __shared__ uint32_t parts_of_all[kMostGroups][WARPS][N];
+        uint32_t(*const parts)[N] = parts_of_all[in_block()];
+        if (lane() == 0)
+#pragma unroll
+            for (int i = 0; i < N; i++) parts[warp()][i] = of_warp[i];
+        sync();
+#pragma unroll
+        for (int i = 0; i < N; i++) { // each lane takes the sum of one warp
+            const uint32_t part = parts[lane() % WARPS][i];
+            uint32_t up_to = part;
+#pragma unroll
+            for (uint32_t step = 1; step < WARPS; step *= 2) up_to = add_from_below<WARPS>(up_to, step);
+            before[i] = __shfl_sync(kAllLanes, up_to - part, static_cast<int>(warp()), WARPS);
+            total[i] = __shfl_sync(kAllLanes, up_to, WARPS - 1, WARPS);
+        }
+        sync();
     }
 };
 

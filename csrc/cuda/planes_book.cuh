@@ -15,12 +15,11 @@
 namespace ibp {
 
 // Returns a word in which the lowest bit of each digit is set if the digit is an escape, that is, if all its bits are
-// set. num_bits: number of bits of a digit.
+// set. num_bits: number of bits of a digit: 1, 3 or 4. (escaped_pairs is for digits of two bits.)
 __device__ __forceinline__ uint64_t escapes_in(uint64_t digits, uint32_t num_bits)
 {
     switch (num_bits) {
     case 1: return digits;
-    case 2: return digits & digits >> 1 & 0x5555555555555555ull;
     case 3: return digits & digits >> 1 & digits >> 2 & 0x9249249249249249ull;
     default: return digits & digits >> 1 & digits >> 2 & digits >> 3 & 0x1111111111111111ull;
     }
@@ -161,7 +160,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
                     count += ibp_popcount(
                         escaped_pairs(low_bits(shared_bits(start + 2u * i), 2u * ibp_min_u32(range.to - i, 16u))));
             }
-            return G::sum(count);
+            return G::sum_in_warp(count);
         }
         const uint32_t per_load = 0x10152040u >> 8u * (num_bits - 1u) & 0xffu; // 64 / num_bits, without a division
 #pragma unroll 1
@@ -171,7 +170,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
             const uint64_t digits = shared_bits64(start + i * num_bits);
             count += __popcll(low_bits(escapes_in(digits, num_bits), ibp_min_u32(range.to - i, per_load) * num_bits));
         }
-        return G::sum(count);
+        return G::sum_in_warp(count);
     }
 
     // Finds the parts of the values of n elements, which lie in the bits `start` to `end` - 1 of shared memory. Each
@@ -318,10 +317,10 @@ static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb,
                                                          uint32_t first, uint32_t raws)
 {
     const PlanesBook<T> book(cb, 0);
-    const uint32_t r = cb.planes.residual_bits, count = ibp_popcount(raws), sums = G::inclusive_scan(count);
+    const uint32_t r = cb.planes.residual_bits, count = ibp_popcount(raws), sums = G::scan_in_warp(count);
     uint32_t position = place.raw + (place.before + sums - count) * book.symbol_bits;
     for (uint32_t left = raws; left != 0u; left &= left - 1u, position += book.symbol_bits) {
-        const uint32_t i = first + ibp_popcount((left & (0u - left)) - 1u) / STRIDE;
+        const uint32_t i = first + lowest_of(left) / STRIDE;
         const T symbol = PlanesBook<T>::shared_field(position, book.symbol_bits),
                 residual = PlanesBook<T>::shared_field(place.residuals + i * r, r);
         put_element<T>(cb.planes, window, i, book.join(symbol, residual));

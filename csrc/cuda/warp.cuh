@@ -13,11 +13,8 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 static_assert(IBP_ROWS_PER_BASE == kWarp, "a warp adds up the rooms of the rows that share a base");
 
 __device__ __forceinline__ uint32_t lane_id() { return threadIdx.x % kWarp; }
-// Returns the index of the lowest set bit of a word, such as a mask of lanes. The word must not be 0.
-__device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
-{
-    return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
-}
+// Returns the index of the lowest set bit of a word, such as a mask of lanes; 32 if no bit is set.
+__device__ __forceinline__ uint32_t lowest_of(uint32_t bits) { return ibp_popcount(~bits & (bits - 1u)); }
 
 // Returns the sum of v over the lanes below this one. total: receives the sum over all lanes.
 template <typename T> __device__ __forceinline__ T exclusive_scan(T v, T &total)

@@ -10,8 +10,8 @@ template <class G> using Columns4 = PairsDecoder<uint32_t, G, true>;
 
 ibp_status gather_columns(const Gather &gather)
 {
-    return gather.table.codebook.planes.element_bytes == 2 ? launch_by_tiles<Columns2>(gather)
-                                                           : launch_by_tiles<Columns4>(gather);
+    return gather.table.codebook.planes.element_bytes == 2 ? launch_by_group<Columns2, kEightTiles>(gather)
+                                                           : launch_by_group<Columns4, kEightTiles>(gather);
 }
 
 } // namespace ibp

@@ -198,8 +198,8 @@ template <typename T, class G> struct AnyDigits {
         }
 #pragma unroll
         for (uint32_t k = 0; k < Counts::kWords; k++)
-            tile.lower.words[k] = G::inclusive_scan(counts.words[k]) - counts.words[k];
-        return tile.num_escaped = G::sum(escaped);
+            tile.lower.words[k] = G::scan_in_warp(counts.words[k]) - counts.words[k];
+        return tile.num_escaped = G::sum_in_warp(escaped);
     }
     template <class Decoder>
     static __device__ __forceinline__ uint32_t name_digits(const Decoder &decoder, uint32_t p, uint32_t width,
@@ -246,16 +246,12 @@ template <class DIGITS, bool BLOCK> struct AnyNames {
     {
         return sizeof(T) < 8 && !planes.per_column && bits_of_symbol(planes) <= 8u;
     }
-    // Returns the size in bytes of the block's table; 0 if there is no table. For each rank, the table has the entries
-    // of all columns. At its end are at least 16 bytes of padding, which may be read.
-    static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
+    using TableEntry = T;
+    static __host__ __device__ __forceinline__ bool has_table(const ibp_codebook &cb)
     {
-        const uint32_t entries = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries,
-                       num_bytes = entries * static_cast<uint32_t>(sizeof(T)) + 16u;
-        return BLOCK && cb.planes.per_column && entries != 0u && cb.num_clusters <= 1u && num_bytes <= kMostColumnTable
-                   ? (num_bytes + 15u) / 16u * 16u
-                   : 0u;
+        return BLOCK && cb.planes.per_column && cb.planes.num_entries != 0u;
     }
+    static __device__ __forceinline__ T column_entry(const PlanesBook<T> &book, uint32_t i) { return book.entry(i); }
     // Entries are in a warp's scratch only if names are ranks of entries that all columns share.
     static __host__ __device__ __forceinline__ uint32_t entry_bytes(const ibp_codebook &cb)
     {
@@ -274,7 +270,6 @@ template <class DIGITS, bool BLOCK> struct AnyNames {
         __syncwarp();
         fill(cb, 0, names);
     }
-    static __device__ __forceinline__ T column_entry(const PlanesBook<T> &book, uint32_t i) { return book.entry(i); }
     // Writes the names for the digits of a cluster's planes, and the entries, to shared memory. names: the shared byte
     // at which the names begin. Not inlined, so that a kernel contains this code once, and because registers are scarce
     // if rows have clusters.
@@ -325,7 +320,7 @@ template <class DIGITS, bool BLOCK> struct AnyNames {
     {
         const uint32_t columns = PlanesBook<T>::live_columns(cb);
         const T *const table = reinterpret_cast<const T *>(shared_bytes()) + column;
-        if (block_bytes(cb) != 0u)
+        if (Decoder::block_bytes(cb) != 0u)
             return look_up(ranks, [&](uint32_t e, uint32_t rank) { return (table + rank * columns)[e]; });
         return look_up(ranks, [&](uint32_t e, uint32_t rank) {
             const uint32_t of_column = ibp_min_u32(column + e, columns - 1u) * cb.planes.num_entries;
@@ -439,7 +434,7 @@ template <class DIGITS, bool BLOCK> struct AnyNames {
     {
         const ibp_codebook &cb = decoder.cb;
         const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16);
-        if (cb.planes.per_column || G::any(!units && n != 0u))
+        if (cb.planes.per_column || G::any_in_warp(!units && n != 0u))
             store_vectors<kNothing>(decoder, book, parts, tile, tile_start, n, window, units);
         else if (sizeof(T) == 1 ? cb.planes.residual_bits == 4u : !names_symbols(cb.planes))
             store_vectors<sizeof(T) == 1 ? kHalves : kEntries>(decoder, book, parts, tile, tile_start, n, window,

@@ -193,9 +193,10 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
         if (one_tile) tile = load_tile(parts.digits, first, last);
         uint32_t total,
             before = G::exchange(scratch / 4u,
-                                 one_tile ? G::sum(tile.num_escaped) : count_escapes(parts.digits, first, last), total);
+                                 one_tile ? G::sum_in_warp(tile.num_escaped) : count_escapes(parts.digits, first, last),
+                                 total);
         const bool good = !active || (n != 0u && parts.raw + to_byte(total * book.symbol_bits) == end);
-        if (G::kPerWarp == 1 && G::any(!good)) return false;
+        if (G::kPerWarp == 1 && G::any_in_warp(!good)) return false;
         const uint32_t wanted = good ? last : 0u;
         if (!good) tile = Tile{};
         const bool units = cb.planes.num_constant == 0u && window.is_units(cb.row_bytes, 16),

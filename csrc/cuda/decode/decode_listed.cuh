@@ -142,7 +142,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             if (i < n)
                 *reinterpret_cast<uint2 *>(ranks() + i) =
                     make_uint2(permute_bytes(even, odd, 0x5140), permute_bytes(even, odd, 0x7362));
-            const uint32_t count = ibp_popcount(escaped), sums = G::inclusive_scan(count);
+            const uint32_t count = ibp_popcount(escaped), sums = G::scan_in_warp(count);
             uint32_t to = shared_byte_of(numbers() + (num_escaped + sums - count));
 #pragma unroll
             for (uint32_t e = 0; e < kOctet; e++) {
@@ -200,7 +200,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t p = 0; p < cb.planes.num_planes; p++) {
             const uint32_t plane = values.raws, num_bits = cb.planes.digit_bits[p];
             values.raws += to_byte(values.num_raws * num_bits);
-            if (G::any(values.raws > end)) return false;
+            if (G::any_in_warp(values.raws > end)) return false;
             if (lane_id() == 0u) next_digits(p) = plane;
             values.num_raws = is_batch ? name(p, plane, values.num_raws, num_bits, first)
                                        : Book::template count_escapes<G>(plane, {0, values.num_raws}, num_bits);
@@ -284,9 +284,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             const auto equal = [&](uint32_t ranks) { return highest_bits(~((ranks ^ raw_ranks) + 0x7f7f7f7fu)); };
             // No rank is above 127, so the sum in `equal` does not carry from byte to byte.
             uint32_t mine = low_bits(equal(octet.x) | equal(octet.y) << 4u, n - ibp_min_u32(j, n));
-            const uint32_t count = ibp_popcount(mine), sums = G::inclusive_scan(count);
+            const uint32_t count = ibp_popcount(mine), sums = G::scan_in_warp(count);
             for (uint32_t i = raw + sums - count; mine != 0u; mine &= mine - 1u, i++) {
-                const uint32_t e = ibp_popcount((mine & (0u - mine)) - 1u);
+                const uint32_t e = lowest_of(mine);
                 elements()[j + e] = raw_element(book, values, i) | element_of(low_bits(field(residuals + e * r), r));
             }
             raw += G::last_lane(sums);
@@ -375,21 +375,21 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t i = 0; i < form.upper_bits; i += each * kWarp) {
             const uint32_t from = ibp_min_u32(i + each * lane_id(), form.upper_bits);
             uint32_t ones = low_bits(shared_bits(start + from), ibp_min_u32(form.upper_bits - from, each));
-            const uint32_t count = ibp_popcount(ones), sums = G::inclusive_scan(count);
+            const uint32_t count = ibp_popcount(ones), sums = G::scan_in_warp(count);
             // first: the least position that the lane has decoded. next: one more than the position that it decoded
             // last, which is the least that may follow; ~0 once a position was wrong.
             uint32_t rank = found + sums - count, first = ~0u, next = 0;
             found += G::last_lane(sums);
-            if (G::any(found > form.num_positions)) return false;
+            if (G::any_in_warp(found > form.num_positions)) return false;
 #pragma unroll 1
-            for (uint32_t low = lows + rank * form.low_bits; G::any(ones != 0u);
+            for (uint32_t low = lows + rank * form.low_bits; G::any_in_warp(ones != 0u);
                  ones &= ones - 1u, low += form.low_bits) {
                 if (ones == 0u)
                     // Lanes that have no positions left stay in the loop, so the warp does not diverge. If the warp
                     // could diverge, the compiler would add code to the atomic in `take` that determines the active
                     // lanes.
                     continue;
-                const uint32_t bit = from + ibp_popcount(~ones & (ones - 1u)),
+                const uint32_t bit = from + lowest_of(ones),
                                position = (bit - rank) << form.low_bits | low_bits(shared_bits(low), form.low_bits);
                 const bool follows = position >= next && position < columns;
                 if (follows) take(rank, position);
@@ -609,7 +609,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                                               const Window &window) const
     {
         Bitmap map{};
-        if (row.num_listed != 0u && G::any(!find_positions(row, stage, map))) return false;
+        if (row.num_listed != 0u && G::any_in_warp(!find_positions(row, stage, map))) return false;
         if (row.is_sparse) {
             store_each(book, row, values, window);
             return true;
@@ -622,8 +622,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 #pragma unroll 1
         for (uint32_t tile = 0; tile < row.columns; tile += most) {
             const uint32_t listed = 32u * lane_id() < most ? map.word(tile + 32u * lane_id()) : 0u,
-                           count = ibp_popcount(listed), sums = G::inclusive_scan(count), n = G::last_lane(sums);
-            if (G::any(found + n > row.num_listed)) return false;
+                           count = ibp_popcount(listed), sums = G::scan_in_warp(count), n = G::last_lane(sums);
+            if (G::any_in_warp(found + n > row.num_listed)) return false;
             const uint32_t batch = row.is_batch ? row.num_listed : n;
             if (!row.closed && (tile == 0u || !row.is_batch)) take_batch(book, row, batch, values);
             if (row.closed && (tile == 0u || !row.is_batch)) {
@@ -645,7 +645,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {
-        if (!G::any(active)) return true;
+        if (!G::any_in_warp(active)) return true;
         const Book book(cb, cluster);
         const uint32_t columns = book.columns, header_bytes = ibp_header_bytes(columns),
                        end = start_bit + 8u * coded_bytes;
@@ -653,7 +653,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         // The reduction makes the header, and everything that is computed from it, uniform in the warp. So these values
         // are in uniform registers, and the compiler knows that the lanes stay together.
         const uint32_t bits = __reduce_or_sync(kAllLanes, low_bits(stage.bits_at(start_bit), 8u * header_bytes));
-        if (G::any(!ibp_split_header(bits, coded_bytes, columns, &header))) return false;
+        if (G::any_in_warp(!ibp_split_header(bits, coded_bytes, columns, &header))) return false;
         const uint32_t k = header.num_listed;
         Listed row{};
         row.num_listed = k, row.columns = columns, row.closed = header.is_closed, row.is_batch = k <= most;
@@ -663,7 +663,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             row.signs += 8u * row.form.num_bytes;
         }
         const uint32_t start = row.signs + (Book::signed_default(cb.planes) ? to_byte(columns - k) : 0u);
-        if (G::any(start > end)) return false;
+        if (G::any_in_warp(start > end)) return false;
         if (k == 0u && !Book::signed_default(cb.planes)) {
             fill(cb, window);
             return start == end;
@@ -675,7 +675,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         Values values{};
         const bool fits =
             row.closed ? start == end : find_values(start, end, k, book.symbol_bits, row.is_batch, values);
-        if (G::any(!fits)) return false;
+        if (G::any_in_warp(!fits)) return false;
         return store_row(book, row, values, stage, window);
     }
 };

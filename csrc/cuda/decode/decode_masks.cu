@@ -19,9 +19,9 @@ ibp_status gather_masks(const Gather &gather)
     if (gather.request.copies_vectors && MasksDecoder<4, true, Group<kWarp, 1>>::has_moves(cb))
         return launch_by_warp<Moves>(gather);
     if (gather.request.copies_vectors && !is_long) return launch_by_warp<Vectors>(gather);
-    if (gather.request.copies_vectors) return launch_gather<Vectors<Group<kWarp, kMostWarps, true>>>(gather);
+    if (gather.request.copies_vectors) return launch_gather<Vectors<Group<kWarp, kMostWarps, kDecodesAny>>>(gather);
     if (!is_long) return launch_gather<Words<Group<kWarp, 1>>>(gather);
-    return launch_gather<Words<Group<kWarp, kMostWarps, true>>>(gather);
+    return launch_gather<Words<Group<kWarp, kMostWarps, kDecodesAny>>>(gather);
 }
 
 } // namespace ibp

@@ -227,7 +227,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
                     count += kept_bits<CHUNK_BYTES>(book, stage, start_bit,
                                                     t * kTileWords + s * kStepWords + G::lane() * WORDS)
                                  .count;
-            position += G::exchange(exchanged, G::sum(count), total);
+            position += G::exchange(exchanged, G::sum_in_warp(count), total);
             total += book.num_flags;
             if ((total + 7u) / 8u != coded_bytes) return !active;
         }
@@ -240,7 +240,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
                     kept_bits<CHUNK_BYTES>(book, stage, start_bit, t * kTileWords + s * kStepWords + G::lane() * WORDS);
                 counts += kept[s].count << 16u * s;
             }
-            const uint32_t sums = G::inclusive_scan(counts), totals = G::last_lane(sums), before = sums - counts;
+            const uint32_t sums = G::scan_in_warp(counts), totals = G::last_lane(sums), before = sums - counts;
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
                 const uint32_t w = t * kTileWords + s * kStepWords + G::lane() * WORDS;

@@ -266,22 +266,17 @@ template <class DIGITS, bool COLUMNS> struct PairNames {
         return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
     }
 
-    // Returns the size in bytes of the block's table, or 0 if the block has none. For each rank, the table has the
-    // entries of all columns, one byte each, and at the end at least 16 bytes of padding, which may be read.
-    static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
+    using TableEntry = uint8_t; // symbols have one byte
+    static __host__ __device__ __forceinline__ bool has_table(const ibp_codebook &) { return COLUMNS; }
+    static __device__ __forceinline__ TableEntry column_entry(const PlanesBook<T> &book, uint32_t i)
     {
-        const uint32_t num_bytes = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries + 16u;
-        return COLUMNS && cb.num_clusters <= 1u && num_bytes <= kMostColumnTable ? num_bytes / 16u * 16u + 16u : 0u;
+        return book.entries[i];
     }
     static __host__ __device__ __forceinline__ uint32_t entry_bytes(const ibp_codebook &) { return 0; }
 
     static __device__ __forceinline__ void begin(const ibp_codebook &cb, uint32_t names)
     {
         if (cb.num_clusters <= 1u) fill(cb, 0, names);
-    }
-    static __device__ __forceinline__ uint8_t column_entry(const PlanesBook<T> &book, uint32_t i)
-    {
-        return book.entries[i];
     }
     // Returns the name of a symbol: its low byte, rotated back if symbols_turn() is true. If elements are bytes, the
     // name is the element that has this symbol and a residual of 0.
@@ -355,7 +350,7 @@ template <class DIGITS, bool COLUMNS> struct PairNames {
             const uint32_t of_y = kPerVector > 4u ? ibp_popcount(bytes.y & kRawRanks) : 0u;
             counts.add(s, ibp_popcount(bytes.x & kRawRanks) + of_y);
         }
-        ranks.any_raw = G::any(raw.from != raw.to);
+        ranks.any_raw = G::any_in_warp(raw.from != raw.to);
         if (ranks.any_raw) counts.number(raw.from, columns, ranks.raw_before);
         return ranks;
     }
@@ -367,7 +362,7 @@ template <class DIGITS, bool COLUMNS> struct PairNames {
     {
         uint32_t symbols[4];
         ranks &= ~kRawRanks;
-        if (block_bytes(cb) != 0u) {
+        if (Decoder::block_bytes(cb) != 0u) {
             const uint8_t *const table = shared_bytes() + column;
 #pragma unroll
             for (uint32_t e = 0; e < 4u; e++)
@@ -389,7 +384,7 @@ template <class DIGITS, bool COLUMNS> struct PairNames {
                                                    uint32_t &symbols)
     {
         for (uint32_t raw = ranks & kRawRanks; raw != 0u; raw &= raw - 1u, position += symbol_bits(planes)) {
-            const uint32_t byte = ibp_popcount((raw & (0u - raw)) - 1u) - 7u;
+            const uint32_t byte = lowest_of(raw) - 7u;
             symbols = (symbols & ~(0xffu << byte)) | raw_symbol(planes, position) << byte;
         }
     }

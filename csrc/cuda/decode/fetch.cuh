@@ -399,7 +399,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(0));
         // If groups are whole warps, gathers do not test whether rows have vectors in overflow, because the branch
         // would make gathers 10 % slower if the bandwidth of device memory limits them.
-        if ((G::kPerWarp == 1 && !TO_OUT) || G::any(((G::kPerWarp == 1 ? what : entry.what) & kHasRest) != 0u))
+        if ((G::kPerWarp == 1 && !TO_OUT) || G::any_in_warp(((G::kPerWarp == 1 ? what : entry.what) & kHasRest) != 0u))
             load<true>(entry, i, what, vectors);
         else
             load<false>(entry, i, what, vectors);
@@ -420,7 +420,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         };
         // If a warp has several rows, each stage is filled to its end with whatever the registers hold, so that a lane
         // need not know the lengths of other groups' rows.
-        if (!G::any(!goes_to_stage(row.what))) {
+        if (!G::any_in_warp(!goes_to_stage(row.what))) {
             const uint32_t num_vectors =
                 G::kPerWarp == 1 ? vectors_in(row.what) : row_stage_bytes(table.codebook.row_bytes) / 16u;
 #pragma unroll
@@ -443,7 +443,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     __device__ __forceinline__ void receive_rest(const Row &row, const Entry &entry, uint32_t i) const
     {
         const uint32_t num_vectors = vectors_in(row.what);
-        if (!G::any(num_vectors > kRowVectors)) return;
+        if (!G::any_in_warp(num_vectors > kRowVectors)) return;
         const Pieces pieces = pieces_of(entry, i + in_warp(), num_vectors);
         uint4 *const to = reinterpret_cast<uint4 *>(is_raw(row.what) ? row.dst : stage.bytes());
 #pragma unroll 8
@@ -484,20 +484,21 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     // any row of the warp still has to be decoded.
     __device__ __forceinline__ bool finish_others(uint32_t number, Row &row, Window &window, ibp_fault *fault) const
     {
-        if (G::any(row.kind() == kIrregular)) {
+        if (G::any_in_warp(row.kind() == kIrregular)) {
             if (row.kind() == kIrregular) {
                 const Fetched fetched = fetch_irregular<G>(table, request, out, stage.first, number);
                 if (!TO_OUT) window = fetched.window;
                 row = {window.dst, what_of(fetched.num_bytes, 0, fetched.kind)};
             }
-            if (G::any(row.kind() == kRefused)) refuse<G>(table, request, out, number, row.kind() == kRefused, fault);
+            if (G::any_in_warp(row.kind() == kRefused))
+                refuse<G>(table, request, out, number, row.kind() == kRefused, fault);
         }
         if constexpr (G::kWarps > 1)
             agree(row, window);
         else
             G::sync(); // before the stage is read
         if (row.kind() == kStagedRaw) group_copy<G>(row.dst, stage.bytes() + row.shift(), row.num_bytes());
-        const bool any_coded = G::any(row.kind() == kCoded);
+        const bool any_coded = G::any_in_warp(row.kind() == kCoded);
         if (!any_coded) G::sync(); // before the next row is staged
         return any_coded;
     }
@@ -506,7 +507,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Row row, ibp_fault *fault) const
     {
         Window window{row.dst, 0, table.codebook.row_bytes};
-        if (G::kWarps == 1 && !G::any(row.kind() != kCoded))
+        if (G::kWarps == 1 && !G::any_in_warp(row.kind() != kCoded))
             G::sync(); // before the stage is read
         else if (!finish_others(number, row, window, fault))
             return;
@@ -519,12 +520,12 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
             if (!coded) cluster = 0;
             start += 1u, num_bytes -= 1u;
         }
-        if (G::any(coded))
+        if (G::any_in_warp(coded))
             good = decoder.decode(cluster, G::kPerWarp == 1 || coded, stage, 8u * start, num_bytes, window) && good;
         // This barrier comes before the next row is staged, and before zeros are written over what was stored of a
         // corrupt row.
         G::sync();
-        if (G::any(!good)) refuse<G>(table, request, out, number, !good, fault);
+        if (G::any_in_warp(!good)) refuse<G>(table, request, out, number, !good, fault);
     }
 };
 

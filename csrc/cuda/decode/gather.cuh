@@ -128,10 +128,8 @@ __device__ __forceinline__ void do_share(const ibp_table &table, const Request &
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
     await_work_before();
-    // If groups are whole warps, a reduction makes the group's index uniform, so that the index and the addresses that
-    // are computed from it are in uniform registers.
-    const uint32_t group = G::kPerWarp == 1 ? __reduce_max_sync(kAllLanes, G::in_block()) : G::in_block(),
-                   first_stage = Decoder::block_bytes(table.codebook), mine = first_stage + group * group_bytes;
+    const uint32_t first_stage = Decoder::block_bytes(table.codebook),
+                   mine = first_stage + G::uniform_in_block() * group_bytes;
     const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes), first_stage, group_bytes};
     const Decoder decoder(table.codebook, mine + row_stage_bytes(table.codebook.row_bytes));
     Turns<G>::begin();
@@ -242,24 +240,29 @@ template <template <class> class Decoder> ibp_status launch_by_warp(const Gather
     if (row_bytes <= 16u * lane_bytes) return launch_gather<Decoder<Group<16, 1>>>(gather);
     return launch_gather<Decoder<Group<kWarp, 1>>>(gather);
 }
-// Launches as launch_by_warp does, but with groups of several warps if rows are longer than kWarpRowBytes.
-template <template <class> class Decoder> ibp_status launch_by_group(const Gather &gather)
+
+// Groups that a decoder may have for rows of more than 4 * kWarpRowBytes bytes, besides the group of kMostWarps warps
+// that decodes rows of any length.
+//
+//     kEightTiles    kMostWarps warps, for rows of up to kMostWarps tiles: each warp takes one tile of a row, which is
+//                    faster than the group for rows of any length
+//     kWholeBlock    32 warps, for rows of more than 2 * kMostWarps tiles. A block then decodes one row at a time,
+//                    which keeps the SMs busier if the gather runs on few of them
+enum LongGroups : uint32_t { kEightTiles = 1, kWholeBlock = 2 };
+
+// Launches as launch_by_warp does, but with groups of several warps if rows are longer than kWarpRowBytes. GROUPS:
+// flags of LongGroups.
+template <template <class> class Decoder, uint32_t GROUPS = 0> ibp_status launch_by_group(const Gather &gather)
 {
     const uint32_t row_bytes = gather.table.codebook.row_bytes;
     if (row_bytes <= kWarpRowBytes) return launch_by_warp<Decoder>(gather);
     if (row_bytes <= 2u * kWarpRowBytes) return launch_gather<Decoder<Group<kWarp, 2>>>(gather);
     if (row_bytes <= 4u * kWarpRowBytes) return launch_gather<Decoder<Group<kWarp, 4>>>(gather);
-    return launch_gather<Decoder<Group<kWarp, kMostWarps, true>>>(gather);
-}
-// If rows are too long for groups of 4 warps but not for groups of kMostWarps warps, launches with groups of kMostWarps
-// warps, in which each warp takes one tile of a row. This is faster than the group for rows of any length, which
-// launch_by_group would choose. Otherwise launches as launch_by_group does.
-template <template <class> class Decoder> ibp_status launch_by_tiles(const Gather &gather)
-{
-    const uint32_t row_bytes = gather.table.codebook.row_bytes;
-    if (row_bytes > 4u * kWarpRowBytes && row_bytes <= kMostWarps * kWarpRowBytes)
-        return launch_gather<Decoder<Group<kWarp, kMostWarps>>>(gather);
-    return launch_by_group<Decoder>(gather);
+    if constexpr ((GROUPS & kEightTiles) != 0u)
+        if (row_bytes <= kMostWarps * kWarpRowBytes) return launch_gather<Decoder<Group<kWarp, kMostWarps>>>(gather);
+    if constexpr ((GROUPS & kWholeBlock) != 0u)
+        if (row_bytes > 2u * kMostWarps * kWarpRowBytes) return launch_gather<Decoder<Group<kWarp, 32>>>(gather);
+    return launch_gather<Decoder<Group<kWarp, kMostWarps, kDecodesAny>>>(gather);
 }
 
 } // namespace ibp

@@ -86,7 +86,7 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
             // The sum over a step's lanes may not fit in its field. The sum over all lanes except the last one does, so
             // the last lane's count is added separately.
             constexpr bool kFits = STEP >> kField == 0u;
-            const uint32_t sums = G::inclusive_scan(words[k]), lower = sums - words[k],
+            const uint32_t sums = G::scan_in_warp(words[k]), lower = sums - words[k],
                            to_last = G::last_lane(kFits ? sums : lower), last = kFits ? 0u : G::last_lane(words[k]);
 #pragma unroll
             for (uint32_t f = 0; f < kFields && k * kFields + f < STEPS; f++) {
@@ -107,7 +107,7 @@ template <class G, uint32_t WORDS> struct PlaneChunk {
     // Fills in before and num_escaped. count: number of escapes among this lane's digits.
     __device__ __forceinline__ void number(uint32_t count)
     {
-        const uint32_t sums = G::inclusive_scan(count);
+        const uint32_t sums = G::scan_in_warp(count);
         before = sums - count, num_escaped = G::last_lane(sums);
     }
 };
@@ -176,7 +176,7 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
         uint32_t num_escaped = 0;
         if (!FIRST) __syncwarp(); // before the list is read
 #pragma unroll 1
-        for (uint32_t base = 0; G::any(base < n); base += G::kLanes) {
+        for (uint32_t base = 0; G::any_in_warp(base < n); base += G::kLanes) {
             const uint32_t i = base + G::lane(), element = FIRST ? i : listed(i);
             const NamedDigit found = digit(base);
             const bool named = i < n, open = named && found.escaped;
@@ -197,13 +197,13 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     {
         uint32_t num_escaped = 0;
 #pragma unroll 1
-        for (uint32_t i = 4u * G::lane(); G::any(i - 4u * G::lane() < n); i += 4u * G::kLanes) {
+        for (uint32_t i = 4u * G::lane(); G::any_in_warp(i - 4u * G::lane() < n); i += 4u * G::kLanes) {
             uint32_t digits = i < n ? four(i, n - i) : 0u, escaped = escaped_pairs(digits);
             digits = either_bits(digits, digits << 4, 0x0f0fu);
             digits = either_bits(digits, digits << 2, 0x3333u);
             if (i < n) shared_word((level2() + i) / 4u) = name(digits);
             if (!__any_sync(kAllLanes, escaped != 0u)) continue;
-            const uint32_t count = ibp_popcount(escaped), sums = G::inclusive_scan(count);
+            const uint32_t count = ibp_popcount(escaped), sums = G::scan_in_warp(count);
             uint32_t at = num_escaped + sums - count;
 #pragma unroll
             for (uint32_t k = 0; k < 4u; k++)
@@ -237,7 +237,7 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
                 if (i + 16u * part < n)
                     *reinterpret_cast<uint4 *>(shared_bytes() + level1 + i + 16u * part) = names(chunk, part, from);
             base += kChunk;
-            if (kTile <= kChunk || !G::any(base < n)) break;
+            if (kTile <= kChunk || !G::any_in_warp(base < n)) break;
             first += chunk.num_escaped;
             chunk = load(base, base < n ? n - base : 0u);
             i += kChunk;
@@ -267,6 +267,8 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
 // Names is a struct of static functions, too. Besides constants of the contract of decoder.cuh it has:
 //
 //     begin, fill             write the names that belong to the digits of a cluster to the warp's scratch
+//     has_table, TableEntry   whether a block has a table of the entries of all columns, provided that there is one
+//                             cluster and the table is not too large; the type of the table's entries
 //     column_entry            returns an entry of a column as the block's table has it
 //     entry_bytes             size in bytes of the entries at the end of the warp's scratch
 //     raw_name                returns the name of an element with a raw symbol
@@ -278,6 +280,7 @@ template <class Names> struct TileDecoder {
     using G = Group;
     using Levels = typename Digits::Levels;
     using Tile = typename Digits::Tile;
+    using TableEntry = typename Names::TableEntry;
     static constexpr uint32_t kMostThreads = Names::kMostThreads, kVectors = Names::kVectors,
                               kOwnVectors = Names::kOwnVectors, kLeastLanes = Names::kLeastLanes,
                               kLaneVectors = Levels::kSteps;
@@ -286,9 +289,17 @@ template <class Names> struct TileDecoder {
     const ibp_codebook &cb;
     const uint32_t scratch; // the shared byte at which the group's scratch begins
 
+    // Returns the size in bytes of the block's table of the entries of all columns; 0 if the block has no table. At the
+    // end of the table are at least 16 bytes of padding, which may be read.
+    //
+    //     | entries of rank 0: one for each column | entries of rank 1 | ... | padding |
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
-        return Names::block_bytes(cb);
+        const uint32_t entries = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries,
+                       num_bytes = entries * static_cast<uint32_t>(sizeof(TableEntry)) + 16u;
+        return Names::has_table(cb) && cb.num_clusters <= 1u && num_bytes <= kMostColumnTable
+                   ? num_bytes / 16u * 16u + 16u
+                   : 0u;
     }
     // The scratch of a group in shared memory: a part for each warp, and then the words through which the warps
     // exchange counts.
@@ -326,12 +337,11 @@ template <class Names> struct TileDecoder {
         Names::begin(cb, names());
         if (block_bytes(cb) == 0u) return;
         const PlanesBook<T> book(cb, 0);
-        auto *const columns = reinterpret_cast<decltype(Names::column_entry(book, 0)) *>(shared_bytes());
+        auto *const table = reinterpret_cast<TableEntry *>(shared_bytes());
         for (uint32_t column = threadIdx.x; column < book.columns; column += blockDim.x)
 #pragma unroll 4
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
-                columns[rank * book.columns + column] =
-                    Names::column_entry(book, column * cb.planes.num_entries + rank);
+                table[rank * book.columns + column] = Names::column_entry(book, column * cb.planes.num_entries + rank);
     }
 
     // Visits plane p of a tile. In planes 0 and 1 it loads the digits, and in planes 2 and 3 it names elements. start:
@@ -345,7 +355,7 @@ template <class Names> struct TileDecoder {
         if (p >= 2u) return Digits::name_digits(*this, p, width, start, range);
         tile.chunk = Digits::load_chunk(width, start + range.from * width, n);
         if (width == 0u) return n;
-        if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
+        if (kTile <= kChunk || !G::any_in_warp(n > kChunk)) return tile.chunk.num_escaped;
         return tile.chunk.num_escaped +
                Digits::count_escapes(start, {range.from + ibp_min_u32(n, kChunk), range.to}, width);
     }
@@ -400,7 +410,7 @@ template <class Names> struct TileDecoder {
         // If `good`, every position that is read below lies in the row, or at most 16 bytes past the end of one of its
         // parts.
         const bool good = !active || parts.end == end;
-        if (G::kPerWarp == 1 && G::any(!good)) return false;
+        if (G::kPerWarp == 1 && G::any_in_warp(!good)) return false;
         if (G::kPerWarp > 1 && !good) n = 0;
         DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
 #pragma unroll 1

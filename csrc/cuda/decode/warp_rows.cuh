@@ -26,7 +26,7 @@ enum RowKinds : uint32_t { kMaskRows = 1, kDenseRows = 2, kListedRows = 4, kAllR
 template <uint32_t KINDS, class Use>
 __host__ __device__ __forceinline__ bool use_warp_decoder(const ibp_codebook &cb, Use &use)
 {
-    using Warp = Group<kWarp, 1, true>;
+    using Warp = Group<kWarp, 1, kDecodesAny>;
     if (!knows_fields(cb, cb.planes.listed ? kListedFields : kDenseFields)) return false;
     if (cb.scheme == IBP_SCHEME_IBP) {
         if constexpr ((KINDS & kMaskRows) != 0u) return use.template with<MasksDecoder<4, false, Warp>>();

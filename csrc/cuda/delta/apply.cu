@@ -304,10 +304,10 @@ template <typename T> struct DeltaAdder {
 #pragma unroll 1
         do {
             uint32_t listed = map.word(*tile + 32u * lane_id());
-            const uint32_t count = ibp_popcount(listed), sums = Decoder::G::inclusive_scan(count);
+            const uint32_t count = ibp_popcount(listed), sums = Decoder::G::scan_in_warp(count);
             uint16_t *to = decoder.numbers() + (held + sums - count);
             for (; listed != 0u; listed &= listed - 1u)
-                *to++ = static_cast<uint16_t>(*tile + 32u * lane_id() + ibp_popcount((listed & (0u - listed)) - 1u));
+                *to++ = static_cast<uint16_t>(*tile + 32u * lane_id() + lowest_of(listed));
             held += Decoder::G::last_lane(sums), *tile += 32u * kWarp;
         } while (held == 0u || (held < left && left <= most_columns()));
         __syncwarp(); // before the columns are read

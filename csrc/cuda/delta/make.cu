@@ -110,7 +110,7 @@ template <typename T> struct DeltaRows {
     {
 #pragma unroll 1
         for (; listed != 0u; listed &= listed - 1u) {
-            const uint32_t e = ibp_popcount((listed & (0u - listed)) - 1u);
+            const uint32_t e = lowest_of(listed);
             take(e, element(loaded, e));
         }
     }
@@ -244,7 +244,7 @@ template <typename T> struct DeltaRows {
         rank = column - rank;
 #pragma unroll 1
         for (uint32_t named = low_bits(~listed, held); named != 0u; named &= named - 1u, rank++)
-            put_position(parts, stage, column + ibp_popcount((named & (0u - named)) - 1u), rank);
+            put_position(parts, stage, column + lowest_of(named), rank);
     }
     // Writes a position to a list. rank: index of the position in the list.
     static __device__ __forceinline__ void put_position(const Parts &parts, const BitStage &stage, uint32_t position,

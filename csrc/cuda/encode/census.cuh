@@ -33,16 +33,16 @@ constexpr uint32_t kEscapes = 0x01010101; // the bits of a code that mark escape
 
 // Takes the census that is described above. FIELDS: the PlanesFields that the codebook may use. MEASURES: rows are only
 // measured, so codes have no digits.
-template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS, bool MEASURES>
+template <typename T, bool LISTED, uint32_t THREADS, uint32_t FIELDS, bool MEASURES>
 struct PlanesCensus : PlanesBook<T, FIELDS> {
     using Book = PlanesBook<T, FIELDS>;
-    using Group = EncodeGroup<LANES>;
+    using Group = EncodeGroup<THREADS>;
     using G = Group;
     static constexpr uint32_t kBlocks = MEASURES && LISTED ? 5 : 1;
     using Book::columns, Book::entries, Book::planes, Book::symbol_bits;
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),
                               kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;
-    static constexpr uint32_t kAll = (1u << kPerLane) - 1u, kStepBytes = kVector * LANES;
+    static constexpr uint32_t kAll = (1u << kPerLane) - 1u, kStepBytes = kVector * THREADS;
     const uint32_t row_bytes, live_bytes; // live_bytes: size of the live columns in bytes
     // The block's table of codes. If has_all is true, it is indexed by symbols; if is_hashed is true, by slots of the
     // hash table. Otherwise it is indexed by the ranks of symbols. Ranks are looked up in `ranks`, or found by
@@ -305,14 +305,14 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
     {
         const PlainRow wanted{planes.row_template, row_bytes};
         uint32_t differing[1] = {0};
-        for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kVector * LANES) {
+        for (uint32_t first = kVector * G::rank(); first < row_bytes; first += kVector * THREADS) {
             uint32_t word[4], same[4];
             row.load(first, word);
             wanted.load(first, same);
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++) differing[0] += element(word, e) != element(same, e);
         }
-        for (uint32_t column = G::lane(); column < columns; column += LANES)
+        for (uint32_t column = G::rank(); column < columns; column += THREADS)
             differing[0] -= live_element(row, column) != static_cast<T>(planes.default_value);
         G::sum(differing);
         return differing[0] == 0u;
@@ -484,7 +484,7 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
         bool open;
     };
     // Number of vectors that a lane loads in each step. Groups of eight lanes have short rows, which take few steps.
-    static constexpr uint32_t kSteps = LANES < kWarp ? 2 : 4;
+    static constexpr uint32_t kSteps = THREADS < kWarp ? 2 : 4;
     // Counts the listed elements. In each step, calls add(escapes), where escapes has the number of escapes in each
     // plane among the lane's elements, including elements past the end of the row. Used if counts_all is true.
     template <class Add> __device__ __forceinline__ Listed count_escapes(const PlainRow &row, const Add &add) const
@@ -496,7 +496,7 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
 #pragma unroll 1
         for (uint32_t base = 0; base < row_bytes; base += kSteps * kStepBytes) {
             uint32_t words[kSteps][4], escapes = 0;
-            load_vectors(row, base + kVector * G::lane(), kStepBytes, is_whole, words);
+            load_vectors(row, base + kVector * G::rank(), kStepBytes, is_whole, words);
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
                 if (LISTED) {
@@ -542,7 +542,7 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
                 listed = found.count, open = found.open;
             }
         }
-        for (uint32_t first = kVector * G::lane(); first < live_bytes && !counts_all; first += kStepBytes) {
+        for (uint32_t first = kVector * G::rank(); first < live_bytes && !counts_all; first += kStepBytes) {
             const Lane lane = load(row, first);
             if (LISTED && lane.present == 0u) continue;
             uint32_t code[kPerLane];
@@ -553,7 +553,7 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
         constexpr uint32_t kOpen = 1u << 16; // above the sum of `differs`, which is at most the number of lanes
         const uint32_t found = (open ? kOpen : 0u) + differs;
         uint32_t sums[6] = {found, LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu, even >> 16, odd >> 16};
-        if constexpr (LANES <= kWarp) { // few elements: two counts fit in a word
+        if constexpr (THREADS <= kWarp) { // few elements: two counts fit in a word
             uint32_t packed[LISTED ? 4 : 3] = {found, even, odd};
             if (LISTED) packed[LISTED ? 3 : 0] = listed;
             G::sum(packed);
@@ -566,7 +566,7 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
         const uint32_t k = LISTED ? sums[1] : columns;
         if constexpr (sizeof(T) <= 4) {
             if (counts_all) { // subtracts the escapes of the elements that are not coded
-                constexpr uint32_t kCounted = kSteps * LANES * kPerLane;
+                constexpr uint32_t kCounted = kSteps * THREADS * kPerLane;
                 const uint32_t others = (columns + kCounted - 1u) / kCounted * kCounted - k;
                 uint32_t word[1] = {normal_word()}, escapes = 0;
                 add_escapes<1>(word, escapes);
@@ -584,7 +584,7 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
     {
         if (ibp_is_bitmap_shortest(k, columns)) return ibp_bitmap_form(k, columns);
         uint32_t least = ~0u;
-        for (uint32_t i = G::lane() % G::kWidth; i < kPositionForms; i += G::kWidth)
+        for (uint32_t i = G::lane(); i < kPositionForms; i += G::kLanes)
             least = ibp_min_u32(least, position_form_at(i, k, columns).num_bytes * kWarp + i);
         return position_form_at(G::min_in_warp(least) % kWarp, k, columns);
     }

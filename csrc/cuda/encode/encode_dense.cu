@@ -6,20 +6,20 @@
 namespace ibp {
 
 template <typename T> struct DenseEncoders {
-    template <uint32_t LANES> using Measuring = PlanesCensus<T, false, LANES, kAllFields, true>;
-    template <uint32_t LANES> using Encoding = PlanesEncoder<T, false, LANES, kAllFields>;
+    template <uint32_t THREADS> using Measuring = PlanesCensus<T, false, THREADS, kAllFields, true>;
+    template <uint32_t THREADS> using Encoding = PlanesEncoder<T, false, THREADS, kAllFields>;
 };
 
 ibp_status measure_dense(const Measure &measure)
 {
     return by_element(measure.codebook, [&](auto zero) {
-        return launch_by_lanes<DenseEncoders<decltype(zero)>::template Measuring>(measure);
+        return launch_by_threads<DenseEncoders<decltype(zero)>::template Measuring>(measure);
     });
 }
 ibp_status encode_dense(const Encode &encode)
 {
     return by_element(codebook_of(encode), [&](auto zero) {
-        return launch_by_lanes<DenseEncoders<decltype(zero)>::template Encoding>(encode);
+        return launch_by_threads<DenseEncoders<decltype(zero)>::template Encoding>(encode);
     });
 }
 

@@ -5,12 +5,13 @@
 
 namespace ibp {
 
-template <uint32_t LANES> using Fast2 = FastEncoder<uint16_t, LANES>;
-template <uint32_t LANES> using Fast4 = FastEncoder<uint32_t, LANES>;
+template <uint32_t THREADS> using Fast2 = FastEncoder<uint16_t, THREADS>;
+template <uint32_t THREADS> using Fast4 = FastEncoder<uint32_t, THREADS>;
 
 template <class Call> static ibp_status launch(const Call &call)
 {
-    return codebook_of(call).planes.element_bytes == 2 ? launch_by_lanes<Fast2>(call) : launch_by_lanes<Fast4>(call);
+    return codebook_of(call).planes.element_bytes == 2 ? launch_by_threads<Fast2>(call)
+                                                       : launch_by_threads<Fast4>(call);
 }
 
 ibp_status measure_fast(const Measure &measure) { return launch(measure); }

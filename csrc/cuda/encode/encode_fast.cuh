@@ -19,16 +19,16 @@
 
 namespace ibp {
 
-template <typename T, uint32_t LANES> struct FastEncoder {
+template <typename T, uint32_t THREADS> struct FastEncoder {
     static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements that have residuals of whole bytes");
-    using Group = EncodeGroup<LANES>;
+    using Group = EncodeGroup<THREADS>;
     using G = Group;
     static constexpr uint32_t kBlocks = 1;
     static constexpr bool kFillsStage = true;
     // Number of words that hold one byte for each element of a vector.
     static constexpr uint32_t kWords = kVector / sizeof(T) / 4u;
     static constexpr uint32_t kResidualBytes = sizeof(T) - 1u; // size of a residual in bytes
-    static constexpr uint32_t kSteps = 2, kStepBytes = kVector * LANES, kEscape = 15;
+    static constexpr uint32_t kSteps = 2, kStepBytes = kVector * THREADS, kEscape = 15;
     static constexpr uint32_t kHigh = 0x80808080u, kBytes = 0x01010101u;
     const uint32_t row_bytes, columns, first_symbol; // first_symbol: repeated in each byte
 
@@ -83,7 +83,7 @@ template <typename T, uint32_t LANES> struct FastEncoder {
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {
         uint32_t num_escaped[1] = {0};
-        for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kStepBytes) {
+        for (uint32_t first = kVector * G::rank(); first < row_bytes; first += kStepBytes) {
             uint32_t word[4], symbols[kWords], residuals[3], escaped;
             row.load(first, word);
             split(word, symbols, residuals);
@@ -150,7 +150,7 @@ template <typename T, uint32_t LANES> struct FastEncoder {
         const bool is_whole = row.is_whole(row_bytes);
 #pragma unroll 1
         for (uint32_t base = 0; base < row_bytes; base += kSteps * kStepBytes) {
-            const uint32_t first = base + kVector * G::lane();
+            const uint32_t first = base + kVector * G::rank();
             uint32_t word[kSteps][4] = {}, symbols[4] = {}, escaped[4] = {}, any = 0;
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++)

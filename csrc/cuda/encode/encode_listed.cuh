@@ -16,9 +16,10 @@
 
 namespace ibp {
 
-template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : ValuesEncoder<T, true, LANES, FIELDS> {
+template <typename T, uint32_t THREADS, uint32_t FIELDS>
+struct ListedEncoder : ValuesEncoder<T, true, THREADS, FIELDS> {
     static_assert(sizeof(T) <= 4, "the comparisons that there are");
-    using Base = ValuesEncoder<T, true, LANES, FIELDS>;
+    using Base = ValuesEncoder<T, true, THREADS, FIELDS>;
     using Book = typename Base::Book;
     using Group = typename Base::Group;
     using G = Group;
@@ -77,8 +78,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         const bool is_whole = row.is_whole(row_bytes), has_signs = Book::signed_default(planes);
         const uint32_t normal = this->normal_word(), bits = this->listing_bits() * Base::kLowest;
 #pragma unroll 1
-        for (uint32_t base = 0; base < columns; base += kPerStep * LANES) {
-            const uint32_t column = base + kPerStep * G::lane();
+        for (uint32_t base = 0; base < columns; base += kPerStep * THREADS) {
+            const uint32_t column = base + kPerStep * G::rank();
             uint32_t words[kVectors][4], ones[4u * kVectors], signs = 0;
             this->load_vectors(row, column * static_cast<uint32_t>(sizeof(T)), kVector, is_whole, words);
 #pragma unroll
@@ -127,8 +128,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     // Returns whether the row is closed: there are listed elements, and all of them equal the closed value.
     __device__ __forceinline__ bool is_closed(const Work &work) const
     {
-        for (uint32_t base = 0; base < work.num_listed; base += LANES) {
-            const uint32_t i = base + G::lane();
+        for (uint32_t base = 0; base < work.num_listed; base += THREADS) {
+            const uint32_t i = base + G::rank();
             if (G::any(i < work.num_listed && work.elements[i] != static_cast<T>(planes.closed_value))) return false;
         }
         return work.num_listed != 0u;
@@ -144,7 +145,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         const BitStage &stage = work.stage;
         if (!form.is_list) {
 #pragma unroll 1
-            for (uint32_t first = kPerStep * G::lane(); first < columns; first += kPerStep * LANES)
+            for (uint32_t first = kPerStep * G::rank(); first < columns; first += kPerStep * THREADS)
                 stage.or_bits<kLikely>(start + first, uint32_t{work.bitmap[first / kPerStep]});
             return;
         }
@@ -152,8 +153,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             work.elements + (sizeof(T) == 1 ? work.num_listed + work.num_listed % 2u : work.num_listed));
         uint32_t num = 0;
 #pragma unroll 1
-        for (uint32_t base = 0; base < columns; base += kPerStep * LANES) {
-            const uint32_t first = base + kPerStep * G::lane(),
+        for (uint32_t base = 0; base < columns; base += kPerStep * THREADS) {
+            const uint32_t first = base + kPerStep * G::rank(),
                            held = ibp_min_u32(columns - ibp_min_u32(first, columns), kPerStep);
             uint32_t named = held != 0u ? work.bitmap[first / kPerStep] : 0u;
             if (form.is_complement) named = low_bits(~named, held);
@@ -167,7 +168,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         G::sync(); // before the list is read
         const uint32_t low = start + to_byte(form.upper_bits), num_bits = form.low_bits;
 #pragma unroll 1
-        for (uint32_t i = G::lane(); i < num; i += LANES) {
+        for (uint32_t i = G::rank(); i < num; i += THREADS) {
             const uint32_t column = list[i], upper = start + (column >> num_bits) + i;
             stage.or_word(upper / 32u, 1u << upper % 32u);
             stage.or_bits(low + i * num_bits, low_bits(column, num_bits));
@@ -178,7 +179,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     {
         const BitStage &stage = work.stage;
 #pragma unroll 1
-        for (uint32_t column = kPerStep * G::lane(); column < columns; column += kPerStep * LANES) {
+        for (uint32_t column = kPerStep * G::rank(); column < columns; column += kPerStep * THREADS) {
             const Signs signs = work.signs[column / kPerStep];
             stage.or_bits<kLikely>(start + signs.before, uint32_t{signs.bits});
         }
@@ -196,7 +197,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         const uint32_t k = work.num_listed, positions = start_bit + this->header_bits();
         const bool closed = is_closed(work);
         // The header lies in the stage's first word, because at most the byte of the cluster comes before it.
-        if (G::lane() == 0u) stage.or_word(0, (k | (closed ? ibp_closed_bit(columns) : 0u)) << start_bit);
+        if (G::rank() == 0u) stage.or_word(0, (k | (closed ? ibp_closed_bit(columns) : 0u)) << start_bit);
         ibp_position_form form{};
         if (k != 0u) form = this->choose_form(k);
         const uint32_t signs = positions + 8u * form.num_bytes, values = signs + this->sign_bits(k);

@@ -4,7 +4,7 @@
 
 namespace ibp {
 
-ibp_status measure_masks(const Measure &measure) { return launch_by_lanes<MasksEncoder>(measure); }
-ibp_status encode_masks(const Encode &encode) { return launch_by_lanes<MasksEncoder>(encode); }
+ibp_status measure_masks(const Measure &measure) { return launch_by_threads<MasksEncoder>(measure); }
+ibp_status encode_masks(const Encode &encode) { return launch_by_threads<MasksEncoder>(encode); }
 
 } // namespace ibp

@@ -21,8 +21,8 @@
 
 namespace ibp {
 
-template <uint32_t LANES> struct MasksEncoder {
-    using Group = EncodeGroup<LANES>;
+template <uint32_t THREADS> struct MasksEncoder {
+    using Group = EncodeGroup<THREADS>;
     using G = Group;
     static constexpr uint32_t kBlocks = 1;
     static constexpr bool kFillsStage = false;
@@ -89,7 +89,7 @@ template <uint32_t LANES> struct MasksEncoder {
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {
         uint32_t kept[1] = {0};
-        for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kVector * LANES)
+        for (uint32_t first = kVector * G::rank(); first < row_bytes; first += kVector * THREADS)
             kept[0] += match(row, first).num_kept;
         G::sum(kept);
         return num_flags + kept[0];
@@ -101,8 +101,8 @@ template <uint32_t LANES> struct MasksEncoder {
                                                uint32_t) const
     {
         uint32_t position = start_bit + num_flags;
-        for (uint32_t base = 0; base < row_bytes; base += kVector * LANES) {
-            const Lane lane = match(row, base + kVector * G::lane());
+        for (uint32_t base = 0; base < row_bytes; base += kVector * THREADS) {
+            const Lane lane = match(row, base + kVector * G::rank());
             const uint32_t kept[1] = {lane.num_kept};
             uint32_t before[1], total[1];
             G::scan(kept, before, total);

@@ -4,10 +4,10 @@
 //
 //     | index of the cluster, if there are several: 1 byte | coded row | zeros: padding | spare words |
 //
-// An encoder is a struct for one kind of codebook and a number of lanes:
+// An encoder is a struct for one kind of codebook and a number of threads:
 //
-//     template <uint32_t LANES> struct SomeEncoder {
-//         using Group = EncodeGroup<LANES>;
+//     template <uint32_t THREADS> struct SomeEncoder {
+//         using Group = EncodeGroup<THREADS>;
 //         static constexpr uint32_t kBlocks;
 //         static constexpr bool kFillsStage;
 //         static uint32_t table_bytes(const ibp_codebook &);
@@ -21,7 +21,7 @@
 //
 //     Group          the threads that encode one row together
 //     kBlocks        number of blocks that must be able to run on an SM at once (for __launch_bounds__); a block has
-//                    Group::kThreads threads if rows are measured, else up to kMostEncodeThreads
+//                    kBlockThreads<Group> threads if rows are measured, else up to kMostEncodeThreads
 //     kFillsStage    whether encode writes every byte of the coded row, and reads no byte of the stage
 //     table_bytes    size in bytes of a block's table, which begins at byte 0 of shared memory, where `table` points; a
 //                    multiple of 16
@@ -62,7 +62,7 @@
 #include "../../core/checks.h"
 #include "../../core/format.h"
 #include "../../core/locate.h"
-#include "../warp.cuh"
+#include "../group.cuh"
 
 #include <type_traits>
 
@@ -72,153 +72,24 @@ namespace ibp {
 // the larger blocks that are used if the caller limits the SMs, if the block's table is large, or if a block encodes
 // one row at a time. kVector: size of a vector in bytes.
 constexpr uint32_t kEncodeThreads = 256, kMostEncodeThreads = 512, kVector = 16;
+static_assert(kMostEncodeThreads <= kMostJoined, "groups of several warps add up numbers");
 
 constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 
-// kPartLanes: number of lanes that encode one short row; more lanes would be idle. kLongestOfPart, kLongestOfWarp:
-// sizes in bytes of the longest rows that a part of a warp and a warp encode.
-constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 8192;
+// kPartLanes: number of lanes that encode one short row; more lanes would be idle. kFewLanes: number of lanes that
+// encode one very short row with values.cuh. If each row has fewer lanes, a warp encodes more rows in each step, and
+// the step takes no more time. kLongestOfFew, kLongestOfPart, kLongestOfWarp: sizes in bytes of the longest rows that
+// kFewLanes lanes, kPartLanes lanes and a warp encode (by_threads in rows.cuh).
+constexpr uint32_t kFewLanes = 4, kLongestOfFew = 256, kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 8192;
 
-// The LANES threads that encode one row: a part of a warp if rows are short, a warp, or several warps if rows are long.
-// An SM has room for only a few stages of long rows, so many threads must share a stage. This is efficient, because
-// encoding has few barriers. Unlike the groups of group.cuh, the groups of one warp may diverge, so the masks of
-// collectives have only the lanes of the group.
-template <uint32_t LANES> struct EncodeGroup {
-    // kWidth: number of the group's lanes in one warp.
-    static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp;
-    static constexpr bool kIsBlock = LANES > kWarp;
-    // kMostGroups: largest number of groups in a block. kThreads: number of threads in a block if the caller does not
-    // limit the SMs.
-    static constexpr uint32_t kMostGroups = kMostEncodeThreads / LANES, kThreads = kIsBlock ? LANES : kEncodeThreads;
-    static_assert(!kIsBlock || LANES % kEncodeThreads == 0, "more than a warp is a block");
+// A group of THREADS threads that encode one row: a part of a warp if rows are short, a warp, or several warps if rows
+// are long. An SM has room for only a few stages of long rows, so many threads must share a stage. This is efficient,
+// because encoding has few barriers.
+template <uint32_t THREADS>
+using EncodeGroup = Group<(THREADS < kWarp ? THREADS : kWarp), (THREADS < kWarp ? 1 : THREADS / kWarp), kEncodes>;
 
-    static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
-    // Returns the group's index in its block. If the group is a warp, the shuffle makes the index uniform in the warp,
-    // so that the compiler knows that all lanes run the loop over rows together.
-    static __device__ __forceinline__ uint32_t in_block()
-    {
-        return LANES == kWarp ? __shfl_sync(kAllLanes, threadIdx.x / LANES, 0) : threadIdx.x / LANES;
-    }
-    static __device__ __forceinline__ uint32_t mask()
-    {
-        return (kAllLanes >> (kWarp - kWidth)) << (lane_id() / kWidth * kWidth);
-    }
-    static __device__ __forceinline__ void sync()
-    {
-        if (kIsBlock)
-            named_barrier(in_block() + 1u, LANES);
-        else
-            __syncwarp(mask());
-    }
-    static __device__ __forceinline__ bool any(bool condition)
-    {
-        const bool of_warp = __any_sync(mask(), condition) != 0;
-        if constexpr (kIsBlock) {
-            const uint32_t one[1] = {of_warp};
-            uint32_t before[1], total[1];
-            join_warps(one, before, total);
-            return total[0] != 0u;
-        } else {
-            return of_warp;
-        }
-    }
-
-    // Replaces each of N numbers by its sum over the group's lanes.
-    template <int N> static __device__ __forceinline__ void sum(uint32_t (&v)[N])
-    {
-#pragma unroll
-        for (int i = 0; i < N; i++) v[i] = sum_in_warp(v[i]);
-        if constexpr (kIsBlock) {
-            uint32_t before[N];
-            join_warps(v, before, v);
-        }
-    }
-    // Computes, for each of N numbers, its sum over the group's lanes before this one (before), and its sum over all
-    // lanes of the group (total).
-    template <int N>
-    static __device__ __forceinline__ void scan(const uint32_t (&v)[N], uint32_t (&before)[N], uint32_t (&total)[N])
-    {
-        uint32_t whole[N];
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            uint32_t sum = v[i];
-#pragma unroll
-            for (uint32_t step = 1; step < kWidth; step *= 2) sum = add_from_below<kWidth>(sum, step, mask());
-            whole[i] = __shfl_sync(mask(), sum, kWidth - 1, kWidth);
-            before[i] = sum - v[i];
-            total[i] = whole[i];
-        }
-        if constexpr (kIsBlock) {
-            uint32_t of_warps[N];
-            join_warps(whole, of_warps, total);
-#pragma unroll
-            for (int i = 0; i < N; i++) before[i] += of_warps[i];
-        }
-    }
-    // Returns the value that v has in lane 0 of the group.
-    static __device__ __forceinline__ uint64_t broadcast(uint64_t v)
-    {
-        if constexpr (kIsBlock) {
-            __shared__ uint64_t of_first[kMostGroups];
-            if (lane() == 0u) of_first[in_block()] = v;
-            sync();
-            v = of_first[in_block()];
-            sync();
-            return v;
-        } else {
-            return __shfl_sync(mask(), v, 0, kWidth);
-        }
-    }
-    // Returns the minimum of v over the group's lanes in this warp.
-    static __device__ __forceinline__ uint32_t min_in_warp(uint32_t v)
-    {
-        if constexpr (kWidth == kWarp) {
-            return __reduce_min_sync(kAllLanes, v);
-        } else {
-#pragma unroll
-            for (uint32_t step = kWidth / 2; step > 0; step /= 2)
-                v = ibp_min_u32(v, __shfl_xor_sync(mask(), v, step, kWidth));
-            return v;
-        }
-    }
-    static __device__ __forceinline__ uint32_t sum_in_warp(uint32_t v)
-    {
-        if constexpr (kWidth == kWarp) {
-            return __reduce_add_sync(kAllLanes, v);
-        } else {
-#pragma unroll
-            for (uint32_t step = kWidth / 2; step > 0; step /= 2) v += __shfl_xor_sync(mask(), v, step, kWidth);
-            return v;
-        }
-    }
-
-  private:
-    // Adds up the warps' sums. of_warp: the sums of this warp. before: receives the sums over the group's warps before
-    // this one. total: receives the sums over all warps of the group.
-    template <int N>
-    static __device__ __forceinline__ void join_warps(const uint32_t (&of_warp)[N], uint32_t (&before)[N],
-                                                      uint32_t (&total)[N])
-    {
-        constexpr uint32_t kWarps = LANES / kWarp;
-        __shared__ uint32_t parts_of_all[kMostGroups][kWarps][N];
-        uint32_t(*const parts)[N] = parts_of_all[in_block()];
-        const uint32_t warp = lane() / kWarp;
-        if (lane_id() == 0)
-#pragma unroll
-            for (int i = 0; i < N; i++) parts[warp][i] = of_warp[i];
-        sync();
-#pragma unroll
-        for (int i = 0; i < N; i++) { // each lane takes the sum of one warp
-            const uint32_t part = parts[lane_id() % kWarps][i];
-            uint32_t up_to = part;
-#pragma unroll
-            for (uint32_t step = 1; step < kWarps; step *= 2) up_to = add_from_below<kWarps>(up_to, step);
-            before[i] = __shfl_sync(kAllLanes, up_to - part, static_cast<int>(warp), kWarps);
-            total[i] = __shfl_sync(kAllLanes, up_to, kWarps - 1, kWarps);
-        }
-        sync();
-    }
-};
+// The number of threads in a block, unless the caller limits the SMs.
+template <class G> constexpr uint32_t kBlockThreads = G::kWarps > 1 ? G::kThreads : kEncodeThreads;
 
 // Returns the 16 bytes at `from`, which may have any alignment. num_bytes: number of valid bytes at `from`; zeros
 // replace the bytes past them. The function loads aligned words, of which the first may begin before `from`. If a word
@@ -308,8 +179,8 @@ template <class G>
 static __device__ __noinline__ bool is_default_throughout(const ibp_codebook &cb, PlainRow row, uint32_t num_bytes)
 {
     const DefaultRow wanted(cb);
-    for (uint32_t base = 0; base < num_bytes; base += kVector * G::kLanes) {
-        const uint32_t first = base + kVector * G::lane();
+    for (uint32_t base = 0; base < num_bytes; base += kVector * G::kThreads) {
+        const uint32_t first = base + kVector * G::rank();
         uint32_t words[4], same[4], differ = 0;
         row.load(first, words);
         wanted.load(first, same);
@@ -332,7 +203,7 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 #ifdef __CUDACC__
     constexpr uint32_t kLine = 128;
 #pragma unroll 1
-    for (uint32_t first = kLine * G::lane(); first < row.valid; first += kLine * G::kLanes)
+    for (uint32_t first = kLine * G::rank(); first < row.valid; first += kLine * G::kThreads)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row.bytes + first));
 #endif
 }
@@ -425,14 +296,14 @@ template <class G> __device__ __forceinline__ void pad(const BitStage &stage, ui
 {
     uint8_t *const bytes = reinterpret_cast<uint8_t *>(stage.words);
     const uint32_t whole = ibp_min_u32((from + 3u) / 4u * 4u, to);
-    if (from + G::lane() < whole) bytes[from + G::lane()] = 0;
+    if (from + G::rank() < whole) bytes[from + G::rank()] = 0;
 #pragma unroll 1
-    for (uint32_t w = whole / 4u + G::lane(); 4u * w < to; w += G::kLanes) stage.words[w] = 0;
+    for (uint32_t w = whole / 4u + G::rank(); 4u * w < to; w += G::kThreads) stage.words[w] = 0;
 }
 template <class G> __device__ __forceinline__ void clear(const BitStage &stage, uint32_t num_bytes)
 {
 #pragma unroll 1
-    for (uint32_t i = G::lane(); i < num_bytes / kVector; i += G::kLanes)
+    for (uint32_t i = G::rank(); i < num_bytes / kVector; i += G::kThreads)
         reinterpret_cast<uint4 *>(stage.words)[i] = make_uint4(0, 0, 0, 0);
 }
 
@@ -453,21 +324,21 @@ __device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, ui
     if (aligned(dst, 16)) {
         const uint32_t vectors = num_bytes / 16u;
 #pragma unroll 1
-        for (uint32_t i = G::lane(); i < vectors; i += G::kLanes)
+        for (uint32_t i = G::rank(); i < vectors; i += G::kThreads)
             reinterpret_cast<uint4 *>(dst)[i] = reinterpret_cast<const uint4 *>(words)[i];
 #pragma unroll 1
-        for (uint32_t i = 16u * vectors + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
+        for (uint32_t i = 16u * vectors + G::rank(); i < num_bytes; i += G::kThreads) dst[i] = bytes[i];
         return;
     }
     const uint32_t head = ibp_min_u32(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(dst) % 4u), num_bytes);
     const uint32_t whole = (num_bytes - head) / 4u, tail = head + 4u * whole;
 #pragma unroll 1
-    for (uint32_t i = G::lane(); i < head; i += G::kLanes) dst[i] = bytes[i];
+    for (uint32_t i = G::rank(); i < head; i += G::kThreads) dst[i] = bytes[i];
 #pragma unroll 1
-    for (uint32_t i = G::lane(); i < whole; i += G::kLanes)
+    for (uint32_t i = G::rank(); i < whole; i += G::kThreads)
         reinterpret_cast<uint32_t *>(dst + head)[i] = __funnelshift_r(words[i], words[i + 1], 8u * head);
 #pragma unroll 1
-    for (uint32_t i = tail + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
+    for (uint32_t i = tail + G::rank(); i < num_bytes; i += G::kThreads) dst[i] = bytes[i];
 }
 
 // Returns a copy of an encoder that encodes rows of cluster k.
@@ -500,7 +371,7 @@ __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const E
 // Checks the parts of the contract that a compiler can check.
 template <class Encoder> constexpr bool is_encoder()
 {
-    static_assert(Encoder::Group::kThreads % Encoder::Group::kLanes == 0, "blocks of whole groups");
+    static_assert(kBlockThreads<typename Encoder::Group> <= kMostEncodeThreads, "blocks of whole groups");
     static_assert(std::is_constructible<Encoder, const ibp_codebook &, uint32_t *>::value,
                   "made of a codebook and shared memory");
     static_assert(std::is_same<decltype(Encoder::table_bytes(ibp_codebook())), uint32_t>::value, "bytes of a block");

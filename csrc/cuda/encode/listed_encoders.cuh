@@ -16,9 +16,9 @@ constexpr uint32_t kGatheredFields = kConsecutive | kSignedDefault;
 // The encoders for codebooks that use only PlanesFields in FIELDS.
 template <uint32_t FIELDS> struct ListedEncoders {
     template <typename T> struct Of {
-        template <uint32_t LANES> using Any = PlanesEncoder<T, true, LANES, FIELDS>;
-        template <uint32_t LANES> using Measuring = PlanesCensus<T, true, LANES, FIELDS, true>;
-        template <uint32_t LANES> using Gathered = ListedEncoder<T, LANES, FIELDS & kGatheredFields>;
+        template <uint32_t THREADS> using Any = PlanesEncoder<T, true, THREADS, FIELDS>;
+        template <uint32_t THREADS> using Measuring = PlanesCensus<T, true, THREADS, FIELDS, true>;
+        template <uint32_t THREADS> using Gathered = ListedEncoder<T, THREADS, FIELDS & kGatheredFields>;
     };
 
     static bool take(const ibp_codebook &cb)
@@ -28,32 +28,26 @@ template <uint32_t FIELDS> struct ListedEncoders {
     // True if Any and Measuring are compiled for elements of type T. Elements of eight bytes are rare, so their
     // codebooks all use the encoders for kAllFields.
     template <typename T> static constexpr bool kHasAny = FIELDS == kAllFields || sizeof(T) < 8;
-    // Encodes with ListedEncoder, which keeps listed elements in shared memory. Rows of up to kLongestOfPart bytes are
-    // encoded by kPartLanes lanes each. A block of eight warps then encodes 32 rows at once, and shared memory has room
-    // for the listed elements of all 32 rows.
-    template <template <uint32_t> class Encoder> static ibp_status launch_gathered(const Encode &encode)
-    {
-        const bool is_short = codebook_of(encode).row_bytes <= kLongestOfPart;
-        return is_short ? launch_rows<Encoder<kPartLanes>>(encode) : launch_rows<Encoder<kWarp>>(encode);
-    }
     static ibp_status launch(const Measure &measure)
     {
         return by_element(measure.codebook, [&](auto zero) {
             if constexpr (kHasAny<decltype(zero)>)
-                return launch_by_lanes<Of<decltype(zero)>::template Measuring>(measure);
+                return launch_by_threads<Of<decltype(zero)>::template Measuring>(measure);
             else
                 return IBP_INVALID_ARGUMENT;
         });
     }
+    // Encodes with ListedEncoder if rows are short enough for a part of a warp or a warp. ListedEncoder keeps listed
+    // elements in shared memory, which then has room for those of all rows that a block encodes at once.
     static ibp_status launch(const Encode &encode)
     {
         const ibp_codebook &cb = codebook_of(encode);
         const bool gathers = has_code_table(cb) && cb.row_bytes <= kLongestOfWarp && knows_fields(cb, kGatheredFields);
         return by_element(cb, [&](auto zero) {
             if constexpr (sizeof zero < 8)
-                if (gathers) return launch_gathered<Of<decltype(zero)>::template Gathered>(encode);
+                if (gathers) return launch_by_threads<Of<decltype(zero)>::template Gathered, kWarp>(encode);
             if constexpr (kHasAny<decltype(zero)>)
-                return launch_by_lanes<Of<decltype(zero)>::template Any>(encode);
+                return launch_by_threads<Of<decltype(zero)>::template Any>(encode);
             else
                 return IBP_INVALID_ARGUMENT;
         });

@@ -18,9 +18,9 @@
 
 namespace ibp {
 
-template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS>
-struct PlanesEncoder : PlanesCensus<T, LISTED, LANES, FIELDS, false> {
-    using Base = PlanesCensus<T, LISTED, LANES, FIELDS, false>;
+template <typename T, bool LISTED, uint32_t THREADS, uint32_t FIELDS>
+struct PlanesEncoder : PlanesCensus<T, LISTED, THREADS, FIELDS, false> {
+    using Base = PlanesCensus<T, LISTED, THREADS, FIELDS, false>;
     using Book = typename Base::Book;
     using G = typename Base::Group;
     using Lane = typename Base::Lane;
@@ -67,7 +67,7 @@ struct PlanesEncoder : PlanesCensus<T, LISTED, LANES, FIELDS, false> {
         uint32_t rank = form.is_complement ? lane.column - listed_before : listed_before;
         BitWriter low(stage, start + to_byte(form.upper_bits) + rank * form.low_bits);
         for (; named != 0u; named &= named - 1u, rank++) {
-            const uint32_t column = lane.column + ibp_popcount((named & (0u - named)) - 1u);
+            const uint32_t column = lane.column + lowest_of(named);
             stage.or_bits(start + (column >> form.low_bits) + rank, 1u);
             low.push(column & ((1u << form.low_bits) - 1u), form.low_bits);
         }
@@ -166,7 +166,7 @@ struct PlanesEncoder : PlanesCensus<T, LISTED, LANES, FIELDS, false> {
         if (!census.has_form) return kNoCodedForm;
         const uint32_t k = census.reaching[0], positions = start_bit + this->header_bits();
         const bool has_signs = LISTED && Book::signed_default(planes);
-        if (LISTED && G::lane() == 0u) stage.or_bits(start_bit, k | (census.closed ? ibp_closed_bit(columns) : 0u));
+        if (LISTED && G::rank() == 0u) stage.or_bits(start_bit, k | (census.closed ? ibp_closed_bit(columns) : 0u));
         if (LISTED && k == 0u && !has_signs) return positions / 8u;
         ibp_position_form form{};
         if (LISTED && k != 0u) form = this->choose_form(k);
@@ -176,7 +176,7 @@ struct PlanesEncoder : PlanesCensus<T, LISTED, LANES, FIELDS, false> {
         if (coded_bytes > most_bytes) return coded_bytes;
         Running running{};
         for (uint32_t base = 0; base < live_bytes; base += kStepBytes) {
-            const Lane lane = load(row, base + kVector * G::lane());
+            const Lane lane = load(row, base + kVector * G::rank());
             if (LISTED && !has_signs && !form.is_complement && !G::any(lane.present != 0u)) continue;
             uint32_t code[kPerLane];
             const uint32_t escapes = find_codes(lane, code);

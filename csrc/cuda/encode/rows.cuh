@@ -25,6 +25,7 @@
 #include "target.cuh"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace ibp {
 
@@ -38,22 +39,23 @@ __device__ __forceinline__ bool may_be_default(const ibp_codebook &cb, const Enc
 }
 
 template <class Encoder>
-__global__ void __launch_bounds__(Encoder::Group::kThreads, Encoder::kBlocks)
+__global__ void __launch_bounds__(kBlockThreads<typename Encoder::Group>, Encoder::kBlocks)
     measure_rows(const __grid_constant__ ibp_codebook cb, const uint8_t *data, const int64_t num_bytes,
                  const int64_t num_rows, uint16_t *lengths)
 {
     using G = typename Encoder::Group;
     extern __shared__ uint4 shared[];
-    constexpr uint32_t kGroups = G::kThreads / G::kLanes;
+    constexpr uint32_t kGroups = kBlockThreads<G> / G::kThreads;
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
-    for (int64_t r = blockIdx.x * int64_t{kGroups} + G::in_block(); r < num_rows; r += int64_t{gridDim.x} * kGroups) {
+    for (int64_t r = blockIdx.x * int64_t{kGroups} + G::uniform_in_block(); r < num_rows;
+         r += int64_t{gridDim.x} * kGroups) {
         const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
         // The test for a default row comes last, when the row's bytes are in a cache. Few rows need this test.
         const uint32_t bytes = choose_cluster(cb, encoder, row).bytes;
         uint32_t length = ibp_length_of_coded(bytes, cb.row_bytes, row.valid);
         if (may_be_default(cb, encoder, bytes, row.valid) && is_default<G>(cb, row, row.valid))
             length = IBP_DEFAULT_LENGTH(cb.row_bytes);
-        if (G::lane() == 0u) lengths[r] = static_cast<uint16_t>(length);
+        if (G::rank() == 0u) lengths[r] = static_cast<uint16_t>(length);
     }
 }
 
@@ -71,7 +73,7 @@ constexpr uint32_t kAnyLength = ~0u; // more than any entry in `lengths`
 template <class G>
 __device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_bytes, const BitStage &stage)
 {
-    for (uint32_t first = kVector * G::lane(); first < num_bytes; first += kVector * G::kLanes) {
+    for (uint32_t first = kVector * G::rank(); first < num_bytes; first += kVector * G::kThreads) {
         uint32_t words[4];
         row.load(first, words);
         reinterpret_cast<uint4 *>(stage.words)[first / kVector] = make_uint4(words[0], words[1], words[2], words[3]);
@@ -92,7 +94,7 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
     if (cb.scheme != IBP_SCHEME_RAW && expected != 0u && expected != marker) {
         const bool numbered = ibp_has_clusters(&cb);
         const uint32_t k = numbered ? choose_cluster(cb, encoder, row).cluster : 0u;
-        if (numbered && G::lane() == 0u) stage.or_bits(0, k);
+        if (numbered && G::rank() == 0u) stage.or_bits(0, k);
         const uint32_t most = ibp_min_u32(valid, marker) - 1u;
         coded = of_cluster(encoder, cb, k).encode(row, stage, numbered ? 8u : 0u, most);
         if (coded <= most) length = coded;
@@ -129,7 +131,7 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
                is_new = place.is_new != 0u;
     Part part{IBP_NO_BASE, 0};
     if (spills || claims) {
-        if (G::lane() == 0u) {
+        if (G::rank() == 0u) {
             if (claims)
                 part = claim_part(place, row, valid);
             else if (!is_new)
@@ -140,7 +142,7 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
         part.base = G::broadcast(part.base);
     }
     if (claims && part.base == kClaimed) {
-        if (G::lane() == 0u && job.fault != nullptr) record_fault(job.fault, IBP_INVALID_ARGUMENT, i, row);
+        if (G::rank() == 0u && job.fault != nullptr) record_fault(job.fault, IBP_INVALID_ARGUMENT, i, row);
         return;
     }
     // If a row is new, its slot and its length are written even if there is no room for its overflow part.
@@ -154,7 +156,7 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
     }
     if (claims) __threadfence();
     G::sync(); // the row is stored before its place is written
-    if (G::lane() != 0u) return;
+    if (G::rank() != 0u) return;
     if (place.lengths != nullptr) place.lengths[row] = is_kept ? static_cast<uint16_t>(length) : uint16_t{0};
     if (!spills && !claims) return;
     if (place.rooms != nullptr) place.rooms[row] = lost ? uint16_t{0} : static_cast<uint16_t>(part.sectors);
@@ -173,7 +175,7 @@ __device__ __forceinline__ void store(const RowsJob &job, int64_t row, const Row
     if (target.in_bounds && length == target.length) {
         copy_out<G>(place.slots + target.slot_start, stage, 0, target.slot_room);
         copy_out<G>(place.overflow + target.overflow_start, stage, place.table.slot_bytes, target.room);
-    } else if (G::lane() == 0u && job.fault != nullptr) {
+    } else if (G::rank() == 0u && job.fault != nullptr) {
         record_fault(job.fault, IBP_CORRUPT_ROW, row, row);
     }
 }
@@ -198,10 +200,10 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const int64_t num_bytes = ibp_bytes_of_table(&table), num_rows = ibp_rows_of_bytes(num_bytes, cb.row_bytes);
     const uint32_t stage_bytes = bit_stage_bytes(cb.row_bytes), group_bytes = stage_bytes + Encoder::scratch_bytes(cb);
     uint8_t *const stages = reinterpret_cast<uint8_t *>(shared) + Encoder::table_bytes(cb);
-    const BitStage stage{reinterpret_cast<uint32_t *>(stages + G::in_block() * group_bytes), stage_bytes / 4u - 1u};
+    const uint32_t group = G::uniform_in_block(), groups = blockDim.x / G::kThreads;
+    const BitStage stage{reinterpret_cast<uint32_t *>(stages + group * group_bytes), stage_bytes / 4u - 1u};
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
-    const uint32_t groups = blockDim.x / G::kLanes;
-    const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
+    const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + group;
     // The smallest number of bytes that are written for a row, including zeros after it.
     const uint32_t least_bytes = job.place.is_new != 0u ? table.slot_bytes : 0u;
     uint32_t dirty = stage_bytes; // number of the stage's first bytes that may hold bits of the previous row
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
             else
                 settle<G>(job, i, r, length, valid, stage, tally);
             G::sync(); // before the stage is overwritten
-        } else if (G::lane() == 0u && job.fault != nullptr) {
+        } else if (G::rank() == 0u && job.fault != nullptr) {
             record_fault(job.fault, IBP_INDEX_OUT_OF_RANGE, i, r);
         }
     }
@@ -258,9 +260,10 @@ template <class Encoder> ibp_status launch_rows(const Measure &measure)
     const ibp_codebook &cb = measure.codebook;
     const auto kernel = measure_rows<Encoder>;
     using G = typename Encoder::Group;
-    const int64_t groups = G::kThreads / G::kLanes, num_rows = ibp_rows_of_bytes(measure.num_bytes, cb.row_bytes);
+    const int64_t groups = kBlockThreads<G> / G::kThreads,
+                  num_rows = ibp_rows_of_bytes(measure.num_bytes, cb.row_bytes);
     Launch launch;
-    const ibp_status status = plan_resident(reinterpret_cast<const void *>(kernel), G::kThreads,
+    const ibp_status status = plan_resident(reinterpret_cast<const void *>(kernel), kBlockThreads<G>,
                                             Encoder::table_bytes(cb), num_rows, groups, 0, &launch);
     if (status != IBP_OK) return status;
     return launch_kernel(kernel, launch, measure.stream, cb, measure.data, measure.num_bytes, num_rows,
@@ -274,8 +277,8 @@ template <class Encoder> uint32_t group_bytes_of(const ibp_codebook &cb)
 }
 
 // Reduces the number of groups in a block until num_blocks blocks fit in the shared memory of an SM, but not below the
-// number of groups in one warp. The groups of a block always fill whole warps.
-inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_t lanes, uint32_t num_blocks,
+// number of groups in one warp. The groups of a block always fill whole warps. threads: number of threads of a group.
+inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_t threads, uint32_t num_blocks,
                              uint32_t *groups)
 {
     constexpr int kReserved = 1024; // bytes of an SM's shared memory that CUDA reserves for each block
@@ -283,7 +286,7 @@ inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_
     const ibp_status status = read_device(&device);
     const int of_block = std::min(device.block_bytes, device.sm_bytes / static_cast<int>(num_blocks) - kReserved);
     const int64_t room = of_block - int64_t{table_bytes};
-    const int64_t of_warps = std::max(1u, kWarp / lanes), fitting = room / group_bytes / of_warps * of_warps;
+    const int64_t of_warps = std::max(1u, kWarp / threads), fitting = room / group_bytes / of_warps * of_warps;
     *groups = static_cast<uint32_t>(std::clamp<int64_t>(fitting, of_warps, *groups));
     return status;
 }
@@ -297,15 +300,16 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
     static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
     const ibp_codebook &cb = codebook_of(encode);
     const auto kernel = encode.is_measured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
-    const uint32_t lanes = Encoder::Group::kLanes, table_bytes = Encoder::table_bytes(cb),
+    using G = typename Encoder::Group;
+    const uint32_t threads = G::kThreads, table_bytes = Encoder::table_bytes(cb),
                    group_bytes = group_bytes_of<Encoder>(cb);
     const bool is_large = encode.max_sms > 0 || table_bytes >= kLargeTable;
-    uint32_t groups = (is_large ? kMostEncodeThreads : Encoder::Group::kThreads) / lanes;
+    uint32_t groups = (is_large ? kMostEncodeThreads : kBlockThreads<G>) / threads;
     Launch launch;
-    ibp_status status = fit_groups(table_bytes, group_bytes, lanes, encode.max_sms > 0 ? 1u : 2u, &groups);
+    ibp_status status = fit_groups(table_bytes, group_bytes, threads, encode.max_sms > 0 ? 1u : 2u, &groups);
     if (status == IBP_OK)
         status =
-            plan_resident(reinterpret_cast<const void *>(kernel), groups * lanes, table_bytes + groups * group_bytes,
+            plan_resident(reinterpret_cast<const void *>(kernel), groups * threads, table_bytes + groups * group_bytes,
                           encode.source.num_rows, groups, encode.max_sms, &launch);
     if (status != IBP_OK) return status;
     const RowsJob job{encode.place, RowSource::of(encode.source, cb.row_bytes), encode.row_ids, encode.first_row,
@@ -313,13 +317,25 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
     return launch_kernel(kernel, launch, encode.stream, job);
 }
 
-// Launches the kernel with a number of lanes for each row that suits the length of rows.
-template <template <uint32_t> class Encoder, class Call> ibp_status launch_by_lanes(const Call &call)
+// Calls use(threads) and returns its result. threads is a std::integral_constant, the number of threads that encode one
+// row of row_bytes bytes. FEW: this number for rows of up to kLongestOfFew bytes; kPartLanes or kFewLanes. MANY: this
+// number for rows of more than kLongestOfWarp bytes; kWarp if there are no such rows.
+template <uint32_t FEW, uint32_t MANY, class Use> ibp_status by_threads(uint32_t row_bytes, const Use &use)
 {
-    const uint32_t row_bytes = codebook_of(call).row_bytes;
-    if (row_bytes <= kLongestOfPart) return launch_rows<Encoder<kPartLanes>>(call);
-    if (row_bytes <= kLongestOfWarp) return launch_rows<Encoder<kWarp>>(call);
-    return launch_rows<Encoder<kEncodeThreads>>(call);
+    if (row_bytes <= kLongestOfFew) return use(std::integral_constant<uint32_t, FEW>());
+    if (row_bytes <= kLongestOfPart) return use(std::integral_constant<uint32_t, kPartLanes>());
+    if (row_bytes <= kLongestOfWarp) return use(std::integral_constant<uint32_t, kWarp>());
+    return use(std::integral_constant<uint32_t, MANY>());
+}
+
+// Launches the kernel of an encoder with the number of threads for each row that suits the length of rows. MANY: as in
+// by_threads.
+template <template <uint32_t> class Encoder, uint32_t MANY = kEncodeThreads, class Call>
+ibp_status launch_by_threads(const Call &call)
+{
+    return by_threads<kPartLanes, MANY>(codebook_of(call).row_bytes, [&](auto threads) {
+        return launch_rows<Encoder<decltype(threads)::value>>(call);
+    });
 }
 
 } // namespace ibp

@@ -36,7 +36,7 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
     uint64_t base = 0;
     uint32_t rooms = 0;
     if (ibp_needs_base(&table, &place)) { // the lanes add up the rooms of the rows before this one
-        for (int64_t r = ibp_first_of_base(&table, row) + G::lane() % G::kWidth; r < row; r += G::kWidth)
+        for (int64_t r = ibp_first_of_base(&table, row) + G::lane(); r < row; r += G::kLanes)
             rooms += ibp_room_of(length_of(r), row_bytes, row_bytes, table.slot_bytes);
         base = IBP_LOAD_ONCE(table.bases[ibp_base_of_row(&table, row)]);
         rooms = G::sum_in_warp(rooms);

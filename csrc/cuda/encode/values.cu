@@ -5,14 +5,6 @@
 
 namespace ibp {
 
-template <typename T, bool COLUMNS> struct ValuesEncoders {
-    template <uint32_t LANES> using Of = DenseValuesEncoder<T, LANES, COLUMNS>;
-};
-
-// kLongestOfFew: size in bytes of the longest row that kFewLanes lanes encode. If each row has fewer lanes, a warp
-// encodes more rows in each step, and the step takes no more time.
-constexpr uint32_t kFewLanes = 4, kLongestOfFew = 256;
-
 // Encodes rows with this encoder if the tables of a block and the stage and scratch of one group fit in shared memory.
 // On some GPUs they do not fit if rows are long; then encode_dense.cu encodes the rows.
 template <class Encoder> static ibp_status encode_if_fits(const Encode &encode)
@@ -27,17 +19,12 @@ template <class Encoder> static ibp_status encode_if_fits(const Encode &encode)
 
 template <typename T, bool COLUMNS> static ibp_status launch(const Encode &encode)
 {
-    using Encoders = ValuesEncoders<T, COLUMNS>;
     const uint32_t row_bytes = codebook_of(encode).row_bytes;
-    if constexpr (COLUMNS) {
-        if (row_bytes > kLongestOfWarp) return encode_dense(encode);
-    } else {
-        if (row_bytes > kLongestOfWarp)
-            return encode_if_fits<typename Encoders::template Of<kMostEncodeThreads>>(encode);
-        if (row_bytes <= kLongestOfFew) return launch_rows<typename Encoders::template Of<kFewLanes>>(encode);
-    }
-    return row_bytes <= kLongestOfPart ? launch_rows<typename Encoders::template Of<kPartLanes>>(encode)
-                                       : launch_rows<typename Encoders::template Of<kWarp>>(encode);
+    if (COLUMNS && row_bytes > kLongestOfWarp) return encode_dense(encode);
+    constexpr uint32_t kFew = COLUMNS ? kPartLanes : kFewLanes, kMany = COLUMNS ? kWarp : kMostEncodeThreads;
+    return by_threads<kFew, kMany>(row_bytes, [&](auto threads) {
+        return encode_if_fits<DenseValuesEncoder<T, decltype(threads)::value, COLUMNS>>(encode);
+    });
 }
 
 ibp_status encode_values(const Encode &encode)

@@ -23,10 +23,10 @@ namespace ibp {
 
 // An encoder of values as described above. COLUMNS: every column has its own entries, and paths are looked up by the
 // ranks of symbols.
-template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS, bool COLUMNS = false>
-struct ValuesEncoder : PlanesCensus<T, LISTED, LANES, FIELDS, false> {
+template <typename T, bool LISTED, uint32_t THREADS, uint32_t FIELDS, bool COLUMNS = false>
+struct ValuesEncoder : PlanesCensus<T, LISTED, THREADS, FIELDS, false> {
     static_assert(sizeof(T) <= 4 && (!COLUMNS || (sizeof(T) >= 2 && !LISTED)), "elements that a word holds");
-    using Base = PlanesCensus<T, LISTED, LANES, FIELDS, false>;
+    using Base = PlanesCensus<T, LISTED, THREADS, FIELDS, false>;
     using Book = typename Base::Book;
     using Group = typename Base::Group;
     using G = Group;
@@ -304,8 +304,8 @@ struct ValuesEncoder : PlanesCensus<T, LISTED, LANES, FIELDS, false> {
         if (plane1 > most_bits) return plane1;
         uint32_t reached = 0, listed = 0;
 #pragma unroll 1
-        for (uint32_t base = 0; base < n; base += kOfLane * LANES) {
-            const uint32_t first = base + kOfLane * G::lane();
+        for (uint32_t base = 0; base < n; base += kOfLane * THREADS) {
+            const uint32_t first = base + kOfLane * G::rank();
             uint32_t words[kOctets][kWords] = {}, path[kOctets][kOctet];
             Octet octets[kOctets];
             if (first < n) load(first, words);
@@ -366,8 +366,8 @@ struct ValuesEncoder : PlanesCensus<T, LISTED, LANES, FIELDS, false> {
         const uint32_t is_raw = has_fourth ? 1u << 8 : 1u;
         uint32_t reached = 0, left = planes.num_planes > 2u ? 0u : n;
 #pragma unroll 1
-        for (uint32_t base = 0; base < n && planes.num_planes > 2u; base += kFour * LANES) {
-            const uint32_t i = base + kFour * G::lane();
+        for (uint32_t base = 0; base < n && planes.num_planes > 2u; base += kFour * THREADS) {
+            const uint32_t i = base + kFour * G::rank();
             uint32_t entries[kFour], code[kFour], first = 0, second = 0, escapes = 0;
 #pragma unroll
             for (uint32_t e = 0; e < kFour; e++) {
@@ -398,7 +398,7 @@ struct ValuesEncoder : PlanesCensus<T, LISTED, LANES, FIELDS, false> {
         G::sync(); // before the list is read
         const uint32_t symbols = plane3 + to_byte(reached * next_width), end = symbols + to_byte(left * symbol_bits);
         if (end > most_bits) return end;
-        for (uint32_t i = G::lane(); i < left; i += LANES)
+        for (uint32_t i = G::rank(); i < left; i += THREADS)
             stage.or_bits(symbols + i * symbol_bits,
                           COLUMNS ? uint32_t{list[i]} & 0xffu : static_cast<uint32_t>(list[i]) >> kKeyAt);
         return end;
@@ -406,9 +406,9 @@ struct ValuesEncoder : PlanesCensus<T, LISTED, LANES, FIELDS, false> {
 };
 
 // An encoder of dense rows that have neither constant columns nor invariant bits.
-template <typename T, uint32_t LANES, bool COLUMNS>
-struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS> {
-    using Base = ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS>;
+template <typename T, uint32_t THREADS, bool COLUMNS>
+struct DenseValuesEncoder : ValuesEncoder<T, false, THREADS, kConsecutive, COLUMNS> {
+    using Base = ValuesEncoder<T, false, THREADS, kConsecutive, COLUMNS>;
     using Group = typename Base::Group;
     using G = Group;
     using Base::columns, Base::kWords, Base::row_bytes;

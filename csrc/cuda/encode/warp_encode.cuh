@@ -39,7 +39,7 @@ __device__ __forceinline__ uint32_t warp_encode_row(const ibp_codebook &cb, cons
     __syncwarp(); // before the scratch is overwritten
     clear<G>(stage, stage_bytes);
     __syncwarp();
-    if (numbered && G::lane() == 0u) stage.or_bits(0, choice.cluster);
+    if (numbered && G::rank() == 0u) stage.or_bits(0, choice.cluster);
     of_cluster(encoder, cb, choice.cluster).encode(plain, stage, numbered ? 8u : 0u, cb.row_bytes - 1u);
     __syncwarp(); // before the stage is read
     copy_out<G>(coded, stage, 0, choice.bytes);

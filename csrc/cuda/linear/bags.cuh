@@ -192,7 +192,7 @@ template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call
 constexpr uint32_t kShortRowBytes = 8u * kLaneBytes;
 template <template <class> class Decoder> using ShortRows = Decoder<Group<8, 1>>;
 template <template <class> class Decoder> using WarpRows = Decoder<Group<kWarp, 1>>;
-template <template <class> class Decoder> using LongRows = Decoder<Group<kWarp, 1, true>>;
+template <template <class> class Decoder> using LongRows = Decoder<Group<kWarp, 1, kDecodesAny>>;
 using Pool = Reducer<1>;
 using LongPool = Reducer<4>;
 

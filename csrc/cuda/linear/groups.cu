@@ -85,9 +85,7 @@ __global__ void __launch_bounds__(kGroupThreads)
     uint32_t bits = number < kWords ? asked[number] : 0u, used = 0,
              slot = block_scan<kGroupThreads>(ibp_popcount(bits), used);
     if (number < kWords) before[number] = slot;
-    for (; bits != 0u; bits &= bits - 1u)
-        held[slot++] =
-            static_cast<uint16_t>(kWarp * number + static_cast<uint32_t>(__ffs(static_cast<int>(bits))) - 1u);
+    for (; bits != 0u; bits &= bits - 1u) held[slot++] = static_cast<uint16_t>(kWarp * number + lowest_of(bits));
     __syncthreads();
     if (blockIdx.x == 0u) {
         for (uint32_t k = number; k < count; k += kGroupThreads) {

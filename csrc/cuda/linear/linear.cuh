@@ -146,7 +146,7 @@ struct GroupStrips {
             const uint32_t number = num_groups + lane_id();
             const uint32_t empty = __ballot_sync(kAllLanes, number >= groups.num_groups || num_vectors(number) == 0u);
             is_end = empty != 0u;
-            num_groups += is_end ? static_cast<uint32_t>(__popc((empty & (0u - empty)) - 1u)) : kWarp;
+            num_groups += is_end ? lowest_of(empty) : kWarp;
         }
     }
     // Returns the number of vectors in a group, or 0 if the group has invalid fields.

@@ -3,12 +3,18 @@
 // operand of `wgmma`.
 //
 // A first kernel copies the vectors to an image in device memory, whose elements have the order of the operands of
-// `wgmma`. A block of the second kernel then takes tiles of 128 or 192 rows, one after the other; the blocks of a
-// cluster divide the columns among themselves. One warp copies the weights of the following steps to shared memory, and
-// another warp copies the image. Groups of four warps multiply 64 rows each: tensor cores multiply half a step while
-// the warps decode the next half. A warp finds escapes in about one of three steps. It puts their true weights into the
-// operands, so the sums need no correction. The blocks of a cluster add up their sums through shared memory. Tensor
-// cores and decoding limit the speed of the kernel.
+// `wgmma`. In a second kernel a block takes tiles of 128 or 192 rows, one after the other; the blocks of a cluster
+// divide the columns among themselves:
+//
+// 1. One warp copies the weights of the following steps of 128 columns to shared memory, and another warp copies the
+//    image, half a step at a time.
+// 2. Groups of four warps multiply 64 rows each. Tensor cores multiply half a step while the warps decode the next
+//    half.
+// 3. A warp finds escapes in about one of three steps. It puts their true weights into the operands, so the sums need
+//    no correction.
+// 4. The blocks of a cluster add up their sums through shared memory, and store the results.
+//
+// Tensor cores and decoding limit the speed of the second kernel.
 #ifndef IBP_LINEAR_TILES_CUH
 #define IBP_LINEAR_TILES_CUH
 

@@ -95,12 +95,11 @@ static __global__ void move_parts(const __grid_constant__ ibp_table table, const
             room = ibp_room_of(table.lengths[r], row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r), table.slot_bytes);
         uint32_t with_room = __ballot_sync(kAllLanes, room != 0u);
         if (with_room == 0u) continue;
-        const uint32_t sum = Group<kWarp, 1>::inclusive_scan(room);
+        const uint32_t sum = Group<kWarp, 1>::scan_in_warp(room);
         const uint64_t to = table.bases[ibp_base_of_row(&table, r - lane_id())] + sum - room,
                        start = room != 0u ? from.bases[r] : 0u;
         for (; with_room != 0u; with_room &= with_room - 1u) {
-            const uint32_t lane = ibp_popcount((with_room & (0u - with_room)) - 1u),
-                           count = __shfl_sync(kAllLanes, room, lane);
+            const uint32_t lane = lowest_of(with_room), count = __shfl_sync(kAllLanes, room, lane);
             const uint64_t source = __shfl_sync(kAllLanes, start, lane), target = __shfl_sync(kAllLanes, to, lane);
             if (ibp_part_in_bounds(source, count, from.table.overflow_bytes) &&
                 ibp_part_in_bounds(target, count, table.overflow_bytes))
