@@ -9,16 +9,15 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 import xxhash
 
 from .. import _core
+from .._common.sequences import in_threads
 from .._machine import memory
 from .._machine.segments import PART_DTYPES
 from .._rows.codebook import AnyCodebook
@@ -54,10 +53,7 @@ _ROWS = ("slots", "overflow")  # The parts of a table that hold its rows.
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which the module mmap of older versions of Python does not have
 _SHOWN_NAMES = 6  # A message shows at most this many names of tensors.
 _PIECE_BYTES = 8 << 20  # Number of bytes that a thread reads at once.
-_THREADS = min(16, os.cpu_count() or 1)  # Number of threads that read at once.
-
-T = TypeVar("T")
-R = TypeVar("R")
+THREADS = min(16, os.cpu_count() or 1)  # Number of threads that read at once.
 
 _buffers = threading.local()
 
@@ -72,16 +68,6 @@ def read_header(path: Path) -> Header:
     """
     with os.fdopen(open_regular(path), "rb") as file:
         return header_of(file, str(path))
-
-
-def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Calls a function for each item, on several threads if there are several items. Yields the results in order. After
-    an exception, no further calls begin."""
-    if len(items) <= 1:
-        yield from map(function, items)
-        return
-    with ThreadPoolExecutor(min(_THREADS, len(items))) as threads:
-        yield from threads.map(function, items)
 
 
 def shown_names(names: Collection[str]) -> str:
@@ -153,7 +139,7 @@ class OpenFile:
         first_end = -(start - self.header.num_bytes) % _PIECE_BYTES or _PIECE_BYTES
         starts = [0, *range(first_end, len(data), _PIECE_BYTES)]
         pieces = list(zip(starts, [*starts[1:], len(data)]))
-        for _ in in_threads(lambda piece: read_into(start + piece[0], data[piece[0] : piece[1]]), pieces):
+        for _ in in_threads(lambda piece: read_into(start + piece[0], data[piece[0] : piece[1]]), pieces, THREADS):
             pass
         return target
 
@@ -317,8 +303,18 @@ class Checks:
             return range(0)
         return range((start - self.start) // self.block_bytes, (end - 1 - self.start) // self.block_bytes + 1)
 
-    def check(self, block: int) -> int:
+    def runs_of(self, blocks: Sequence[int]) -> list[tuple[Checks, Sequence[int]]]:
+        """Divides blocks into runs of as many blocks as one thread should verify at once. Returns these runs, each with
+        this object."""
+        length = max(1, _PIECE_BYTES // self.block_bytes)
+        return [(self, blocks[first : first + length]) for first in range(0, len(blocks), length)]
+
+    def check(self, block: int, is_mapped: bool = False) -> int:
         """Verifies a block, unless it was verified before. Returns the block's size in bytes.
+
+        Args:
+            is_mapped: whether to hash the block where the file is mapped read-only, and not to copy it first. This is
+                for callers that decode the mapped bytes next, which are then in the caches of the calling thread.
 
         Raises:
             ChecksumError: the block does not match its checksum. The message names the block, and the tensors that have
@@ -326,7 +322,11 @@ class Checks:
         """
         start, end = self._bounds(block)
         if not self._is_right[block]:
-            self._compare(block, self._file.hash_of(start, end - start))
+            if is_mapped:
+                found = xxhash.xxh3_64_intdigest(self._file.mapped_read_only(start, end - start).numpy())
+            else:
+                found = self._file.hash_of(start, end - start)
+            self._compare(block, found)
         return end - start
 
     def read_into(self, start: int, data: memoryview) -> None:
@@ -367,7 +367,7 @@ class Checks:
                 self.check(block)
             return bool(self._is_right[block])
 
-        right = in_threads(is_right, range(self.num_blocks))
+        right = in_threads(is_right, range(self.num_blocks), THREADS)
         wrong = [block for block, is_one in enumerate(right) if not is_one]
         return [(self._place_of(block), self._names_in(block)) for block in wrong]
 
