@@ -614,8 +614,7 @@ def range_verifier(file: File, name: str, value: CompressedTensor | torch.Tensor
         if holder is not None and holder.checks is not None:
             start = holder.header.tensors[part].start
             with _naming(name):
-                for block in holder.checks.blocks_of(start + first, start + last):
-                    holder.checks.check(block, is_mapped=isinstance(value, CompressedTensor))
+                holder.checks.check_mapped(start + first, start + last)
 
     if isinstance(value, torch.Tensor):
         return lambda start, end: check(name, start, end)
