@@ -1,14 +1,19 @@
-"""Rounds numbers up to multiples of a unit, cuts sequences into parts, and processes items ahead of the caller."""
+"""Rounds numbers up to multiples of a unit, cuts sequences into parts, and processes items on other threads, ahead of
+the caller."""
 
 from __future__ import annotations
 
+import operator
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+_workers = threading.local()  # Has the attribute `is_one` in the threads of `in_threads`.
 
 
 def rounded_up(number: int, unit: int) -> int:
@@ -67,3 +72,22 @@ def ahead(
     finally:
         for future in coming:
             future.cancel()
+
+
+def in_threads(
+    work: Callable[[Item], Result], items: Iterable[Item], num_threads: int
+) -> Generator[Result, None, None]:
+    """Calls work(item) for each item on up to num_threads threads, each of which works on one item at a time. Yields
+    the results in the order of the items. Before the result of an item is yielded, at most 2 * num_threads later items
+    are begun, which limits the memory that results take. After an exception, or if the generator is closed early, no
+    more calls begin.
+
+    If one thread suffices, the calling thread makes the calls, one after the other. It also does so if it is itself a
+    thread of `in_threads`, because the other cores are then busy with other items of that call.
+    """
+    num_threads = min(num_threads, operator.length_hint(items, num_threads))
+    if num_threads <= 1 or hasattr(_workers, "is_one"):
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(num_threads, "ibp-worker", setattr, (_workers, "is_one", True)) as threads:
+        yield from ahead(threads, work, items, 2 * num_threads)

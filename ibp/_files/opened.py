@@ -20,6 +20,7 @@ from .. import _core
 from .._common import ops as _ops
 from .._common.arguments import near
 from .._common.process import Closing, tqdm
+from .._common.sequences import in_threads
 from .._machine import memory as _memory
 from .._machine.segments import FileRows, segment_of
 from .._machine.staging import to_device
@@ -46,10 +47,10 @@ from .format import (
 )
 from .paths import INDEX_SUFFIX, SUFFIX, PathLike, find_files, is_url, path_text, read_here
 from .reader import (
+    THREADS,
     Checks,
     OpenFile,
     can_pin,
-    in_threads,
     mapped_parts,
     read_parts,
     read_table,
@@ -374,12 +375,12 @@ class File(Mapping[str, Value], Closing):
             blocks: dict[Checks, Sequence[int]] = {checks: range(checks.num_blocks) for checks in of_files}
         else:
             blocks = self._blocks_of(chosen)
-        jobs = [(checks, number) for checks, numbers in blocks.items() for number in numbers]
-        total = 0
-        with tqdm(total=len(jobs), desc="verify", unit="block", disable=not progress) as bar:
-            for num_bytes in in_threads(lambda job: job[0].check(job[1]), jobs):
-                total += num_bytes
-                bar.update()
+        runs = [run for checks, numbers in blocks.items() for run in checks.runs_of(numbers)]
+        total, num_blocks = 0, sum(map(len, blocks.values()))
+        with tqdm(total=num_blocks, desc="verify", unit="block", disable=not progress) as bar:
+            for sizes in in_threads(lambda run: list(map(run[0].check, run[1])), runs, THREADS):
+                total += sum(sizes)
+                bar.update(len(sizes))
         for name in tqdm(chosen if content else (), desc="decode", unit="tensor", disable=not (progress and content)):
             if not self._is_what_it_was(name):
                 raise ChecksumError(f"{self._owners[name].path}: {name!r} decodes to other bytes than were compressed")
@@ -613,8 +614,7 @@ def range_verifier(file: File, name: str, value: CompressedTensor | torch.Tensor
         if holder is not None and holder.checks is not None:
             start = holder.header.tensors[part].start
             with _naming(name):
-                for block in holder.checks.blocks_of(start + first, start + last):
-                    holder.checks.check(block)
+                holder.checks.check_mapped(start + first, start + last)
 
     if isinstance(value, torch.Tensor):
         return lambda start, end: check(name, start, end)

@@ -9,16 +9,16 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 import xxhash
 
 from .. import _core
+from .._common.process import ForkLock
+from .._common.sequences import in_threads
 from .._machine import memory
 from .._machine.segments import PART_DTYPES
 from .._rows.codebook import AnyCodebook
@@ -54,10 +54,7 @@ _ROWS = ("slots", "overflow")  # The parts of a table that hold its rows.
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which the module mmap of older versions of Python does not have
 _SHOWN_NAMES = 6  # A message shows at most this many names of tensors.
 _PIECE_BYTES = 8 << 20  # Number of bytes that a thread reads at once.
-_THREADS = min(16, os.cpu_count() or 1)  # Number of threads that read at once.
-
-T = TypeVar("T")
-R = TypeVar("R")
+THREADS = min(16, os.cpu_count() or 1)  # Number of threads that read at once.
 
 _buffers = threading.local()
 
@@ -72,16 +69,6 @@ def read_header(path: Path) -> Header:
     """
     with os.fdopen(open_regular(path), "rb") as file:
         return header_of(file, str(path))
-
-
-def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Calls a function for each item, on several threads if there are several items. Yields the results in order. After
-    an exception, no further calls begin."""
-    if len(items) <= 1:
-        yield from map(function, items)
-        return
-    with ThreadPoolExecutor(min(_THREADS, len(items))) as threads:
-        yield from threads.map(function, items)
 
 
 def shown_names(names: Collection[str]) -> str:
@@ -153,7 +140,7 @@ class OpenFile:
         first_end = -(start - self.header.num_bytes) % _PIECE_BYTES or _PIECE_BYTES
         starts = [0, *range(first_end, len(data), _PIECE_BYTES)]
         pieces = list(zip(starts, [*starts[1:], len(data)]))
-        for _ in in_threads(lambda piece: read_into(start + piece[0], data[piece[0] : piece[1]]), pieces):
+        for _ in in_threads(lambda piece: read_into(start + piece[0], data[piece[0] : piece[1]]), pieces, THREADS):
             pass
         return target
 
@@ -286,8 +273,8 @@ def _part_of(pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> 
 
 
 class Checks:
-    """The checksums of a file. The constructor verifies the header, and that the checksums are undamaged. `check` and
-    `read_into` verify blocks of data, and remember which blocks they have verified.
+    """The checksums of a file. The constructor verifies the header, and that the checksums are undamaged. `check`,
+    `check_mapped` and `read_into` verify blocks of data, and remember which blocks they have verified.
 
     Raises:
         ChecksumError: the header or the checksums are damaged.
@@ -305,6 +292,7 @@ class Checks:
         file.read_into(entry.start, memoryview(data))
         self._hashes = np.frombuffer(data, "<u8")
         self._is_right = np.zeros(self.num_blocks, bool)
+        self._lock = ForkLock()
         own = xxhash.xxh3_64_intdigest(self._hashes[:-1].tobytes())
         if own != int(self._hashes[-1]):
             raise ChecksumError(f"{self._file.path}: the checksums have another checksum: they are damaged")
@@ -317,8 +305,14 @@ class Checks:
             return range(0)
         return range((start - self.start) // self.block_bytes, (end - 1 - self.start) // self.block_bytes + 1)
 
+    def runs_of(self, blocks: Sequence[int]) -> list[tuple[Checks, Sequence[int]]]:
+        """Divides blocks into runs of as many blocks as one thread should verify at once. Returns these runs, each with
+        this object."""
+        length = max(1, _PIECE_BYTES // self.block_bytes)
+        return [(self, blocks[first : first + length]) for first in range(0, len(blocks), length)]
+
     def check(self, block: int) -> int:
-        """Verifies a block, unless it was verified before. Returns the block's size in bytes.
+        """Reads and verifies a block, unless it was verified before. Returns the block's size in bytes.
 
         Raises:
             ChecksumError: the block does not match its checksum. The message names the block, and the tensors that have
@@ -328,6 +322,20 @@ class Checks:
         if not self._is_right[block]:
             self._compare(block, self._file.hash_of(start, end - start))
         return end - start
+
+    def check_mapped(self, start: int, end: int) -> None:
+        """Verifies the blocks that hold bytes [start, end) of the file, unless they were verified before. They are not
+        read, but hashed where the file is mapped. The caller, who decodes the mapped bytes next, then finds them in the
+        cache of its core. Raises ChecksumError as `check` does.
+
+        Threads that decode adjacent ranges call this function one after the other, so that none hashes the block that
+        their ranges share a second time. They seldom wait, because hashing takes much less time than decoding."""
+        with self._lock:
+            for block in self.blocks_of(start, end):
+                first, last = self._bounds(block)
+                if not self._is_right[block]:
+                    data = self._file.mapped_read_only(first, last - first).numpy()
+                    self._compare(block, xxhash.xxh3_64_intdigest(data.data))
 
     def read_into(self, start: int, data: memoryview) -> None:
         """Reads the file, beginning at byte `start`, until `data` is full, and verifies the blocks that hold these
@@ -367,7 +375,7 @@ class Checks:
                 self.check(block)
             return bool(self._is_right[block])
 
-        right = in_threads(is_right, range(self.num_blocks))
+        right = in_threads(is_right, range(self.num_blocks), THREADS)
         wrong = [block for block, is_one in enumerate(right) if not is_one]
         return [(self._place_of(block), self._names_in(block)) for block in wrong]
 

@@ -25,7 +25,7 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
-from .._common.sequences import ahead
+from .._common.sequences import ahead, in_threads
 from .._files import FileWriter, TableFields, dtype_name
 from .._machine import memory, staging
 from .._machine.staging import Turn
@@ -106,9 +106,8 @@ class Codebooks:
                 self._of_kinds[kind] = self._learned(self._kinds[kind])
         if len(tensors) == 1:
             return
-        with ThreadPoolExecutor(jobs, "ibp-learner") as pool:
-            for _ in pool.map(self.of, tensors):
-                pass
+        for _ in in_threads(self.of, tensors, jobs):
+            pass
 
     def of(self, tensor: SourceTensor) -> AnyCodebook | None:
         """Returns the codebook of a tensor that has been prepared, or None if the tensor is stored uncompressed."""
@@ -287,8 +286,7 @@ def coded_on_cpu(blocks: Iterable[Block], jobs: int) -> Generator[Block, None, N
     """Sets the stored forms of blocks, and yields the blocks in order. Each of `jobs` threads reads, codes and
     fingerprints one block at a time."""
     free: deque[torch.Tensor] = deque()
-    with ThreadPoolExecutor(jobs, "ibp-coder") as threads:
-        yield from ahead(threads, lambda block: _coded(block, free), blocks, 2 * jobs)
+    yield from in_threads(lambda block: _coded(block, free), blocks, jobs)
 
 
 def _coded(block: Block, free: deque[torch.Tensor]) -> Block:

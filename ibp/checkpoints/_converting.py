@@ -14,8 +14,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import torch
 from .._common.arguments import chosen, whole_number
 from .._common.manners import share_saved
 from .._common.process import tqdm
-from .._common.sequences import ahead
+from .._common.sequences import in_threads
 from .._common.whole_files import replaced
 from .._files import (
     SUFFIXES,
@@ -73,11 +72,9 @@ from ._outputs import (
     table_bytes,
     work_directory,
 )
-from ._source import Source, SourceTensor, source_of
+from ._source import BLOCK_BYTES, DECODERS, Source, SourceTensor, source_of
 
 _COMPARED = ("ibp", "planes")  # the schemes that `estimate` compares
-_AHEAD = 2  # number of blocks that have been decoded, and that wait to be written
-_BLOCK_BYTES = 4 << 20  # number of bytes of a tensor that `decompress` decodes at once
 # Number of bytes between two looks at this process's memory. A look takes as long as coding half a megabyte.
 _BETWEEN_BYTES = 64 << 20
 _A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # ".1" does not match, so "llama-3.1" has no suffix
@@ -498,10 +495,9 @@ def write_source(
         names = outputs_of(target, len(parts))
         with (
             tqdm(total=source.num_bytes, desc=what, unit="B", unit_scale=True, disable=not progress) as bar,
-            ThreadPoolExecutor(1, "ibp-decoder") as pool,
             replacing(target, names),
         ):
-            pieces = functools.partial(_pieces, threads=pool, on_bytes=bar.update)
+            pieces = functools.partial(_pieces, on_bytes=bar.update)
             weight_map: dict[str, str] = {}
             with contextlib.ExitStack() as files:  # when this block ends, all files get their names
                 for name, part in zip(names, parts):
@@ -515,14 +511,14 @@ def write_source(
     return [f"{folder}{slash}{name}" for name in names]
 
 
-def _pieces(
-    tensor: SourceTensor, threads: ThreadPoolExecutor, on_bytes: Callable[[int], object]
-) -> Iterator[np.ndarray]:
-    """Yields the bytes of a tensor in order, block by block. While the caller uses a block, the next blocks are read on
-    `threads`. on_bytes: called with the size of each block after the caller has used it."""
-    for piece in ahead(threads, lambda span: tensor.read(*span), tensor.spans(_BLOCK_BYTES), _AHEAD):
-        yield piece
-        on_bytes(piece.size)
+def _pieces(tensors: Iterable[SourceTensor], on_bytes: Callable[[int], object]) -> Generator[np.ndarray, None, None]:
+    """Yields the bytes of tensors in order, block by block. While the caller uses a block, other threads read the next
+    blocks, each thread a whole block. on_bytes: called with the size of each block after the caller has used it."""
+    blocks = ((tensor, span) for tensor in tensors for span in tensor.spans(BLOCK_BYTES))
+    with contextlib.closing(in_threads(lambda block: block[0].read(*block[1]), blocks, DECODERS)) as pieces:
+        for piece in pieces:
+            yield piece
+            on_bytes(piece.size)
 
 
 def format_of_output(target: Path, format: str | None) -> str:

@@ -40,7 +40,7 @@ import torch
 
 from .._common.process import ForkLock
 from .._files import MAX_HEADER_BYTES, MOST_TIMES, STORAGE, View, open_regular
-from ._source import NotTensorsError, Pieces, Source, SourceFormatError, SourceTensor, loaded_tensor
+from ._source import NotTensorsError, Pieces, Source, SourceFormatError, SourceTensor, loaded_tensor, write_pieces
 
 # ---- arrays of numpy ----
 
@@ -205,8 +205,7 @@ def _write_array(file: IO[bytes], tensor: SourceTensor, dtype: np.dtype, pieces:
     """Writes a tensor in the format of an .npy file. dtype: its dtype, as `_dtype_of` returns it."""
     fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tensor.shape}
     np.lib.format.write_array_header_1_0(file, fields)
-    for piece in pieces(tensor):
-        file.write(piece.data)
+    write_pieces(file, pieces, [tensor])
 
 
 # ---- checkpoints of torch ----

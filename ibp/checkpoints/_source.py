@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch
 
 from .. import _core
 from .._common.process import Closing
-from .._common.sequences import ahead, rounded_up
+from .._common.sequences import ahead, in_threads, rounded_up
 from .._files import (
     FORMAT,
     MAX_HEADER_BYTES,
@@ -57,11 +57,16 @@ from .._files import (
 )
 from .._files import open as open_file
 from .._rows.geometry import bytes_of, check_tensor
-from .._tables.changes import decoded_bytes
+from .._rows.handle import new_record
+from .._rows.table import handle_on
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor, decoded_range
 
-_BLOCK_BYTES = 16 << 20  # number of bytes that `SourceTensor.tensor` reads at once
+# Number of bytes of a tensor that a thread reads, and decodes, at once, and the number of threads that do so. A few
+# threads decode faster than a file is written.
+BLOCK_BYTES, DECODERS = 4 << 20, min(4, os.cpu_count() or 1)
+# Number of bytes that one call of `decode_bytes` decodes. It is small enough that the call uses a single thread.
+_DECODED_BYTES = 1 << 19
 
 
 class SourceFormatError(ValueError):
@@ -129,8 +134,12 @@ class SourceTensor:
         """Returns the whole tensor, in new memory on the CPU."""
         data = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
         to = data.numpy()
-        for start, end in self.spans(_BLOCK_BYTES):
-            to[start:end] = self.read(start, end)
+
+        def read(span: tuple[int, int]) -> None:
+            to[slice(*span)] = self.read(*span)
+
+        for _ in in_threads(read, list(self.spans(BLOCK_BYTES)), DECODERS):
+            pass
         return data.view(self.dtype).reshape(self.shape)
 
     def __repr__(self) -> str:
@@ -166,8 +175,8 @@ def _elements(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
     return tensor[item:end].reshape(-1)[first - item * each : last - item * each]
 
 
-# A function that returns the bytes of a tensor in order, block by block.
-Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]
+# A function that yields the bytes of tensors in order, block by block.
+Pieces = Callable[[Iterable[SourceTensor]], Generator[np.ndarray, None, None]]
 
 
 class Source(Closing):
@@ -376,17 +385,30 @@ def _parts_of(whole: Source, file: File) -> tuple[Source, ...]:
 
 def _coded_tensor(name: str, coded: CompressedTensor | WholeTensor) -> SourceTensor:
     """Returns a `SourceTensor` for a table, or for a tensor that a general codec has coded. Ranges are decoded when
-    they are read."""
+    they are read, by the thread that reads them: callers read several ranges at the same time."""
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:
         if start_byte == end_byte:
             return np.empty(0, np.uint8)
         if isinstance(coded, WholeTensor):
             return decoded_range(coded, start_byte, end_byte).numpy()
-        return decoded_bytes(coded, start_byte, end_byte, _CPU).numpy()
+        return _decoded(coded, start_byte, end_byte)
 
     table = None if isinstance(coded, WholeTensor) else lambda: coded
     return SourceTensor(name, coded.dtype, tuple(coded.shape), read, make_table=table)
+
+
+def _decoded(table: CompressedTensor, start_byte: int, end_byte: int) -> np.ndarray:
+    """Returns bytes [start_byte, end_byte) of a table's tensor, which the calling thread decodes alone."""
+    out = torch.empty(end_byte - start_byte, dtype=torch.uint8, device="cpu")
+    handle, fault = handle_on(table, _CPU), new_record(_CPU)
+    step = max(1, _DECODED_BYTES // table.row_bytes) * table.row_bytes
+    for at in range(start_byte - start_byte % step, end_byte, step):
+        start, end = max(at, start_byte), min(at + step, end_byte)
+        to = out[start - start_byte : end - start_byte]
+        torch.ops.ibp.decode_bytes.default(handle.table, start, end, 0, to, fault)
+    handle.faults.raise_for(fault)
+    return out.numpy()
 
 
 def _joined_tensor(name: str, parts: list[SourceTensor]) -> SourceTensor:
@@ -469,8 +491,13 @@ def write_safetensors(file: IO[bytes], source: Source, pieces: Pieces) -> None:
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"the header has {len(text)} bytes; readers of safetensors take at most {MAX_HEADER_BYTES}")
     file.write(len(text).to_bytes(8, "little") + text)
-    for tensor in source.tensors.values():
-        for piece in pieces(tensor):
+    write_pieces(file, pieces, source.tensors.values())
+
+
+def write_pieces(file: IO[bytes], pieces: Pieces, tensors: Iterable[SourceTensor]) -> None:
+    """Writes the bytes of tensors to a file, one tensor after the other."""
+    with contextlib.closing(pieces(tensors)) as found:
+        for piece in found:
             file.write(piece.data)
 
 

@@ -14,7 +14,6 @@ import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 
 from .._common.arguments import near
 from .._common.process import ForkLock
+from .._common.sequences import in_threads
 from .._machine import staging
 from .._rows.geometry import INTEGERS
 from .._rows.handle import CorruptTableError
@@ -186,7 +186,7 @@ class HostCodec(GeneralCodec):
             on_bytes(block.numel())
             return torch.frombuffer(coded, dtype=torch.uint8) if len(coded) < block.numel() else block
 
-        return _by_threads(encode_block, staging.to_host(data).split(block_bytes))
+        return list(in_threads(encode_block, staging.to_host(data).split(block_bytes), torch.get_num_threads()))
 
     def decode(
         self,
@@ -214,7 +214,8 @@ class HostCodec(GeneralCodec):
                 ) from error
             target[:] = np.frombuffer(data, np.uint8)
 
-        _by_threads(decode_block, range(len(targets)))
+        for _ in in_threads(decode_block, range(len(targets)), torch.get_num_threads()):
+            pass
 
 
 # Frames of Zstandard (RFC 8878) include the size of their content. Threads cannot share a coder, so each block gets a
@@ -253,15 +254,6 @@ _HOST_CODECS = (
     HostCodec("zstd", "zstandard", "zstandard", "ZstdError", range(-100, 23), _encode_zstd, _decode_zstd),
     HostCodec("lz4", "lz4", "lz4.block", "LZ4BlockError", range(1, 13), _encode_lz4, _decode_lz4),
 )
-
-
-def _by_threads(work: Any, items: Sequence[Any]) -> list[Any]:
-    """Calls a function for each item, on up to torch.get_num_threads() threads. Returns the results in order."""
-    count = min(torch.get_num_threads(), len(items))
-    if count <= 1:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(count, "ibp-codec") as threads:
-        return list(threads.map(work, items))
 
 
 # ---- codecs of nvCOMP ----

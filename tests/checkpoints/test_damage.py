@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from torch import nn
 import ibp
 from ibp._cli.main import main
 from ibp._files import read_header
-from ibp._files.reader import Checks
-from ibp.checkpoints import _coding
+from ibp._files.reader import Checks, OpenFile
+from ibp.checkpoints import _coding, _converting
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZE = 1024  # of a weight's rows and columns, so that each weight has blocks of its own
 NAMES = {"0": "packed", "1": "slots", "2": "raw", "3": "plain"}  # what each weight is in the file
 PARTS = [
@@ -269,11 +271,41 @@ def test_ranges_are_compared_in_the_blocks_that_hold_them(layout, tmp_path):
 
 
 def test_blocks_are_compared_once(good, tmp_path, monkeypatch):
-    path, compared, compare = tmp_path / "m.safetensors", [], Checks._compare
+    """By several threads, which share the blocks at the ends of their ranges. Only the header, and the block that has
+    the codebook, are read; the other blocks are hashed where they are mapped."""
+    path, compared, compare, hash_of = tmp_path / "m.safetensors", [], Checks._compare, OpenFile.hash_of
     path.write_bytes(good[0])
+    read = []
+    monkeypatch.setattr(OpenFile, "hash_of", lambda self, *range: (read.append(range), hash_of(self, *range))[1])
     monkeypatch.setattr(Checks, "_compare", lambda self, *block: (compared.append(block[0]), compare(self, *block)))
+    monkeypatch.setattr(_converting, "DECODERS", 4)
+    monkeypatch.setattr(_converting, "BLOCK_BYTES", 300_000)
     ibp.checkpoints.decompress(path, tmp_path / "out.safetensors")
+    assert read == [(0, good[1].num_bytes), (good[1].num_bytes, BLOCK_BYTES)]
     assert sorted(compared) == list(range(-(-(len(good[0]) - good[1].num_bytes - 100) // BLOCK_BYTES)))
+
+
+@pytest.mark.parametrize("row_bytes", [4096, 3000, 65536])
+def test_blocks_are_decoded_by_one_thread_each(row_bytes, tmp_path, monkeypatch):
+    """No call decodes so many rows that the operation would use several threads."""
+    (least,) = re.findall(r"kLeastSharedBytes = 1 << (\d+);", (ROOT / "csrc/bindings/torch_tensors.h").read_text())
+    x, calls, decode = torch.randn(700_001).bfloat16(), [], torch.ops.ibp.decode_bytes.default
+    ibp.save(tmp_path / "m.safetensors", {"x": ibp.compress(x, row_bytes=row_bytes, device="cpu")})
+
+    def noting(table, start, end, *others):
+        calls.append((start, end))
+        decode(table, start, end, *others)
+
+    monkeypatch.setattr(torch.ops.ibp.decode_bytes, "default", noting)
+    with ibp.checkpoints.open(tmp_path / "m.safetensors") as source:
+        for start, end in [(0, x.nbytes), (1234, 1_300_000), (5, 6)]:
+            calls.clear()
+            found = torch.from_numpy(source.tensors["x"].read(start, end))
+            assert torch.equal(found, x.view(torch.uint8)[start:end])
+            starts, ends = zip(*calls)
+            assert (starts[0], ends[-1]) == (start, end) and starts[1:] == ends[:-1]
+            rows = [(last - 1) // row_bytes - first // row_bytes + 1 for first, last in calls]
+            assert max(rows) <= (1 << int(least)) // row_bytes
 
 
 def test_no_file_of_a_set_appears(tmp_path, monkeypatch):

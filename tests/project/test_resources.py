@@ -36,6 +36,7 @@ MEETS = {  # by "call(parameter: annotation)", besides paths
 LOCKS = {  # the public call that holds a lock, by the file that makes it
     "ibp/_activations/offload.py": "ibp.offload_activations",
     "ibp/_fetch/host_gather.py": "ibp.index_select",
+    "ibp/_files/reader.py": "ibp.checkpoints.compress",
     "ibp/_machine/segments.py": "ibp.CompressedTensor.share_memory_",
     "ibp/_offload/events.py": "ibp.offload",
     "ibp/adapters.py": "ibp.adapters.ModelLoading",
