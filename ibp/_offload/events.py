@@ -580,18 +580,25 @@ class ExpertsForward:
             slots = slots.to(ids.dtype)
         if current is None:
             return calls.with_slots(module, args, kwargs, slots, held, dict(zip(self.stacks, fetched)))
+        awaited: set[int] = set()  # the numbers of the stacks that the current stream has waited for
         later = {
-            name: functools.partial(self._awaited, number, current, of_stack)
+            name: functools.partial(self._awaited, number, current, of_stack, awaited)
             for number, (name, of_stack) in enumerate(zip(self.stacks, fetched))
         }
+        last = len(fetched) - 1
         try:
             return calls.with_slots(module, args, kwargs, slots, held, later)
         finally:  # the current stream owns `work` and the experts: their memory is used again after the fetches only
-            self._fetcher.wait_for(len(fetched) - 1, current)
+            if last not in awaited:
+                self._fetcher.wait_for(last, current)
 
-    def _awaited(self, number: int, current: torch.cuda.Stream, fetched: torch.Tensor) -> torch.Tensor:
-        """Makes the stream `current` wait for the experts of a stack, and returns them. number: the stack's number."""
+    def _awaited(
+        self, number: int, current: torch.cuda.Stream, fetched: torch.Tensor, awaited: set[int]
+    ) -> torch.Tensor:
+        """Makes the stream `current` wait for the experts of a stack, and returns them. number: the stack's number,
+        which is added to `awaited`."""
         self._fetcher.wait_for(number, current)
+        awaited.add(number)
         return fetched
 
     def _call_without_caches(self, ids: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -32,7 +32,7 @@ from .._fetch.calls import (
 from .._fetch.gather import raise_for
 from .._machine import memory
 from .._rows.geometry import rows_of
-from .._rows.handle import ENTRIES, Handle, new_record
+from .._rows.handle import Handle, new_record
 from .._rows.table import check_can_change, faults_of, handle_on, is_refused
 from .._tables.changes import changed_items
 from .._tables.coded_rows import CodedRows, live_table
@@ -362,10 +362,10 @@ class RowCache(OfThisProcess, TensorManners):
         """Returns the items at `ids`, which must be on a device of the cache. If `out` is given, writes the items to
         `out` and returns `out`."""
         worker, view, way = ids.device, self.view, IN_ORDER if in_order else PLANNED
-        handle = self._handle_on(worker)
+        handle = self._state.handle_on(worker)
         try:
             with self._state.lock:
-                cache = self._described_on(worker)
+                cache = self._state.described_on(worker)
                 if out is None:
                     return torch.ops.ibp.take.default(handle.table, ids, handle.like, sms, way, 0, cache)
                 torch.ops.ibp.take.out(handle.table, ids, out, sms, way, cache)
@@ -379,22 +379,6 @@ class RowCache(OfThisProcess, TensorManners):
             raise refusal(error) from None
 
     _take_outside = outside_of_graphs(_take)
-
-    def _handle_on(self, worker: torch.device) -> Handle:
-        """Returns the handle of the table on a device of the cache. Raises an error that a GPU has noted earlier."""
-        handle = self.view._handles.get(worker)
-        if handle is None:
-            handle = handle_on(self.view, worker)
-        if handle.noted[0] or handle.noted[ENTRIES]:
-            handle.faults.raise_pending(worker)
-        return handle
-
-    def _described_on(self, worker: torch.device, beside: torch.cuda.Stream | None = None) -> torch.Tensor:
-        """Returns the argument `cache` of an operation that looks rows up on a device. The caller must hold the state's
-        lock until it has called the operation. beside: as in `CacheState.in_use`."""
-        generation = self._state.in_use(worker, beside)
-        described = generation.described.get(worker)
-        return generation.describe(worker, self._state.counts[worker]) if described is None else described
 
     @contextmanager
     def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:

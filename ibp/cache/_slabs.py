@@ -34,7 +34,7 @@ from .._machine import memory
 from .._machine.memory import is_capturing
 from .._rows.codebook import AnyCodebook, coding_of
 from .._rows.geometry import bytes_of, default_length, rows_of, stored_sizes
-from .._rows.handle import FaultWords, Handle, Parts, new_record
+from .._rows.handle import ENTRIES, FaultWords, Handle, Parts, new_record
 from .._rows.planes import signed
 from .._rows.table import Table, handle_on, is_refused
 from .._tables import changes
@@ -485,15 +485,19 @@ class CacheState:
         self.is_idle = devices[0].type == "cuda" and is_refused(view) and not view.is_pinned()
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
-    def in_use(self, worker: torch.device, beside: torch.cuda.Stream | None = None) -> Generation:
+    def in_use(
+        self, worker: torch.device, beside: torch.cuda.Stream | None = None, key: Key | None = None
+    ) -> Generation:
         """Returns the generation that is in use. If necessary, makes the current stream of the device `worker` wait for
         other streams before it uses the generation. The caller must hold `lock`. beside: a stream of the device that
-        uses the generation in place of the current one, as in `StreamOrder.read`. Raises RuntimeError if the table has
-        changed since its rows were cached."""
+        uses the generation in place of the current one, as in `StreamOrder.read`. key: the result of `current_key` for
+        these arguments, if the caller has it. Raises RuntimeError if the table has changed since its rows were
+        cached."""
         generation = self.generation
         if generation.codebook is not self.view.codebook or generation.version != self.view.version:
             self.check(generation)
-        key = current_key(worker, beside)
+        if key is None:
+            key = current_key(worker, beside)
         if (
             key is not None
             and (key == ON_CPU or key in generation.streams)
@@ -506,6 +510,25 @@ class CacheState:
         order = self.order.write if self.replaces else self.order.read
         self.hold(generation, worker, order(worker, beside))
         return generation
+
+    def handle_on(self, worker: torch.device) -> Handle:
+        """Returns the table's handle on a device of the cache. Raises the error that a GPU has noted, if there is
+        one."""
+        handle = self.view._handles.get(worker)
+        if handle is None:
+            handle = handle_on(self.view, worker)
+        if handle.noted[0] or handle.noted[ENTRIES]:
+            handle.faults.raise_pending(worker)
+        return handle
+
+    def described_on(
+        self, worker: torch.device, beside: torch.cuda.Stream | None = None, key: Key | None = None
+    ) -> torch.Tensor:
+        """Returns the argument `cache` of an operation that looks rows up on a device. The caller must hold `lock`
+        until it has called the operation. beside, key: as in `in_use`."""
+        generation = self.in_use(worker, beside, key)
+        described = generation.described.get(worker)
+        return generation.describe(worker, self.counts[worker]) if described is None else described
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
         """Keeps the allocator from reusing the memory of the generation and of the counters too early: when the memory

@@ -10,6 +10,7 @@ import torch
 from .._fetch.calls import refusal
 from .._rows.geometry import rows_of
 from ._row_cache import RowCache
+from ._slabs import current_key
 
 _take_matrices = torch.ops.ibp.take_matrices.default
 
@@ -41,10 +42,11 @@ class StackFetcher:
     ) -> None:
         self._caches, self._num_matrices, self._likes, self._max_sms = caches, num_matrices, list(likes), list(max_sms)
         self._num_rows = [cache.view.num_rows // num_matrices for cache in caches]
-        self._devices = frozenset.intersection(*(frozenset(cache._state.serving) for cache in caches))
-        self._lock = caches[0]._state.lock
-        for cache in caches:
-            cache._state.lock = self._lock
+        self._states = [cache._state for cache in caches]
+        self._devices = frozenset.intersection(*(frozenset(state.serving) for state in self._states))
+        self._lock = self._states[0].lock
+        for state in self._states:
+            state.lock = self._lock
         self._beside, self._address = beside, 0 if beside is None else beside.cuda_stream
         # The first event is recorded on the caller's stream, and the others, one for each stack, on the stream beside.
         # A later call may record an event again before an earlier caller has waited for it. This caller then waits for
@@ -79,12 +81,13 @@ class StackFetcher:
             IndexError, CorruptTableError: as in `ibp.index_select`.
         """
         worker = ids.device
-        tables = [cache._handle_on(worker).table for cache in self._caches]
+        tables = [state.handle_on(worker).table for state in self._states]
         try:
             with self._lock:
+                key = current_key(worker, self._beside)
                 return _take_matrices(
                     tables,
-                    [cache._described_on(worker, self._beside) for cache in self._caches],
+                    [state.described_on(worker, self._beside, key) for state in self._states],
                     ids,
                     self._likes,
                     self._num_matrices,
@@ -101,7 +104,7 @@ class StackFetcher:
             raise refusal(error) from None
         except BaseException:  # the call was interrupted, perhaps when the operation had returned
             if current is not None:
-                self.wait_for(len(self._caches) - 1, current)
+                self.wait_for(len(self._states) - 1, current)
             raise
 
     def _raise_for(self, ids: torch.Tensor) -> None:
@@ -113,4 +116,4 @@ class StackFetcher:
     def wait_for(self, number: int, stream: torch.cuda.Stream) -> None:
         """Makes a stream wait for the latest matrices of a stack, and of all stacks before it. number: the number of
         the stack."""
-        stream.wait_event(self._events[1 + number])
+        self._events[1 + number].wait(stream)

@@ -159,14 +159,15 @@ def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> t
     """Returns an object that can be passed as self to the forward of a class, for one call. It has the attributes of
     the module, but those in `values` replace the module's own. A value that is a `functools.partial` is called when it
     is first read; its result is then the attribute."""
-    later = {name: value for name, value in values.items() if isinstance(value, functools.partial)}
-    made = object.__new__(_reading_later(kind) if later else kind)
-    state = vars(made)
-    state.update(vars(module))
+    later: dict[str, functools.partial[Any]] = {}
+    state = {**vars(module), "_read_later": later}
     state.pop("forward", None)
     for held in ("_parameters", "_buffers"):
         state[held] = {name: tensor for name, tensor in state[held].items() if name not in values}
-    state.update({name: value for name, value in values.items() if name not in later}, _read_later=later)
+    for name, value in values.items():
+        (later if isinstance(value, functools.partial) else state)[name] = value
+    made = object.__new__(_reading_later(kind) if later else kind)
+    vars(made).update(state)
     return made
 
 

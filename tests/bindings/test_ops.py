@@ -82,7 +82,7 @@ def samples():
     yield "take_many", ([handle.table] * 2, ids, positions, [0, 2, 3], 0, torch.zeros(3, 60)), {}
     other = ibp.compress(spiky_rows(50, 60), scheme="raw", device="cpu", memory="host")
     caches = [ibp.RowCache(each, 20_000, [0], devices="cpu", policy="lru") for each in (table, other)]
-    described = [cache._described_on(CPU) for cache in caches]
+    described = [cache._state.described_on(CPU) for cache in caches]
     likes = [torch.empty(0, 4, 60), torch.empty_strided((0, 60, 2), (120, 1, 60))]
     stacks = ([handle.table, handle_on(other, CPU).table], described)
     for some in (torch.tensor([[3, 24], [0, 3]]), ids.int() % 25):

@@ -80,6 +80,9 @@ class Event:
     def record(self, stream):
         self.clock = dict(stream.clock)
 
+    def wait(self, stream):
+        stream.wait_event(self)
+
     def query(self):
         return True
 
