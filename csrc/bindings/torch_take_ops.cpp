@@ -18,8 +18,9 @@
 //
 // If an item cannot be fetched, because its id is out of range or a row is corrupt, zeros take its place, and there is
 // a fault. On a GPU `take`, take_many, take_matrices and decode_many note the fault in the table's own record. On the
-// CPU they raise an error. The exception is a call of `take` with `notes` true, as in code that torch.compile has compiled: it notes
-// the fault in the table's record on the CPU, too. `gather_items` notes the fault in `fault` on the CPU and on a GPU.
+// CPU they raise an error. The exception is a call of `take` with `notes` true, as in code that torch.compile has
+// compiled: it notes the fault in the table's record on the CPU, too. `gather_items` notes the fault in `fault` on the
+// CPU and on a GPU.
 #include "huge_pages.h"
 #include "torch_tables.h"
 
@@ -452,7 +453,8 @@ Tensor new_matrices(const Device &device, const Tensor &ids, const Tensor &like,
     for (int64_t d = 1; d < like.dim(); d++) {
         sizes.push_back(like.size(d)), strides.push_back(like.stride(d));
         require(sizes.back() > 0 && strides.back() >= 0, "likes have no elements in a dimension, or count backwards");
-        count = total_bytes(count, sizes.back(), "likes"), last += total_bytes(sizes.back() - 1, strides.back(), "likes");
+        count = total_bytes(count, sizes.back(), "likes"),
+        last += total_bytes(sizes.back() - 1, strides.back(), "likes");
     }
     require(last + 1 == count && strides[0] == count && total_bytes(count, element_bytes, "likes") == matrix_bytes,
             "likes have matrices of ", count, " elements, not dense ones of ", matrix_bytes, " bytes");
@@ -468,17 +470,18 @@ Tensor new_matrices(const Device &device, const Tensor &ids, const Tensor &like,
 // slots: int64, with the sizes of ids: the slot of the matrix that each id asks for.
 // held: int64 [num_slots]: the matrix in each slot, or -1.
 // work: int64 [2 * rows in all slots of all stacks], the memory with which the call works.
-// stack [num_slots, *matrix], for each stack: the matrices in the slots. Unused slots hold the first rows of the stack.
+// stack [num_slots, *matrix], for each stack: the matrices in the slots. Every row of an unused slot is the first row
+//   of the stack.
 //
 // On a GPU the lists are made on the current stream, and the matrices are fetched, one stack after the other, on the
-// stream `beside`, which first waits for the current stream. The results belong to the current stream. Before they are
-// used or freed, it must wait: for events[1 + i] before it reads stack i, and for the last event before memory is freed.
-// If the call raises an error, the current stream waits for everything that the call has queued.
+// stream `beside`, which first waits for the current stream. The results belong to the current stream. It must wait for
+// events[1 + i] before it reads stack i, and for the last event before any of the results is freed. If the call raises
+// an error, the current stream waits for everything that the call has queued.
 //
 // tables: the stacks, whose items are single rows.
 // caches: a cache of each table.
-// likes: for each stack a tensor on the device of ids with the dtype and the strides of the result. Its dimensions after
-//   the first are those of a matrix. A matrix must be dense.
+// likes: for each stack a tensor on the device of ids with the dtype and the strides of the result. Its dimensions
+//   after the first are those of a matrix. A matrix must be dense.
 // num_matrices, num_slots, num_rows, num_spare: as in list_matrices.
 // max_sms: for each stack.
 // beside, events: the addresses of a CUDA stream, and of one CUDA event more than there are stacks. Another call that
@@ -507,14 +510,17 @@ Tensors take_matrices(const Device &device, const ListOf<Source> &tables, const 
         const ibp::TableHandle &handle = tables.each[i];
         const ibp_table &table = handle.table();
         require(rows_per_item_of(table) == 1, "an item of a stack has ", rows_per_item_of(table), " rows");
-        require(num_matrices > 0 && table.num_items / num_matrices == num_rows[i] && table.num_items % num_matrices == 0,
+        require(num_matrices > 0 && table.num_items / num_matrices == num_rows[i] &&
+                    table.num_items % num_matrices == 0,
                 "a stack has ", table.num_items, " rows, not ", num_rows[i], " of each of ", num_matrices, " matrices");
         require(!device.is_cuda() || handle.fault != nullptr, "table is described without a fault record");
         sms_of(max_sms[i]);
         results.push_back(new_matrices(device, ids, likes[i], num_slots, num_rows[i] * table.item_bytes));
     }
     list_in_slots(device, matrices, num_matrices, listed);
-    const auto event = [&](size_t number) { return reinterpret_cast<ibp_event>(static_cast<uintptr_t>(events[number])); };
+    const auto event = [&](size_t number) {
+        return reinterpret_cast<ibp_event>(static_cast<uintptr_t>(events[number]));
+    };
     const auto stream = reinterpret_cast<ibp_stream>(static_cast<uintptr_t>(device.is_cuda() ? beside : 0));
     const auto fetch_all = [&](const Device &where) {
         const int64_t *rows = listed.rows;
