@@ -10,7 +10,6 @@
 //     encode_into     table x buffers row_ids first_row max_sms counts fault is_new
 //     move_parts      table bases overflow
 //     group_vectors   ids num_matrices -> (Tensor, Tensor)
-//     list_matrices   ids num_matrices num_slots num_rows num_spare -> Tensor
 //     select_rows     table ids first lengths_out bases_out rows_out taken fault  (CPU only)
 //     stage_items     table host_slots host_ids stager max_sms out fault          (CUDA only)
 //     decode_bytes    table start end max_sms out fault
@@ -381,42 +380,6 @@ std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids
     return {order, groups};
 }
 
-// Lists the matrices that ids ask for, each matrix once and in the order of their numbers, and gives each matrix a
-// slot. Returns one int64 tensor with three parts, one after the other:
-//
-// slots [ids]: the slot of the matrix that each id asks for.
-// held [num_slots]: the matrix in each slot, or -1.
-// rows [num_slots * num_rows], for each stack: the numbers of the rows of the matrices in the slots, with zeros for
-//   unused slots.
-//
-// Arguments:
-//
-// num_matrices: the number of matrices. An id out of range asks for matrix num_matrices, which no stack has.
-// num_slots: at least the smaller of the number of ids and num_matrices + 1.
-// num_rows: for each of up to 16 stacks the number of rows of a matrix.
-// num_spare: int64 [1], or None; the number of unused slots is added to it.
-Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matrices, int64_t num_slots,
-                     const std::vector<int64_t> &num_rows, const std::optional<Out> &num_spare)
-{
-    const ibp_ids matrices = ids_of(ids);
-    ibp_listed listed{};
-    require(num_rows.size() <= IBP_MOST_LISTED, "num_rows has ", static_cast<int64_t>(num_rows.size()),
-            " numbers, more than ", IBP_MOST_LISTED);
-    require(num_slots >= 0 && num_slots <= INT32_MAX, "num_slots is ", num_slots);
-    listed.num_slots = num_slots, listed.num_stacks = static_cast<uint32_t>(num_rows.size());
-    int64_t total = matrices.count + num_slots;
-    for (size_t i = 0; i < num_rows.size(); i++) {
-        require(num_rows[i] >= 1 && num_rows[i] <= INT32_MAX / (num_slots + 1), "num_rows is ", num_rows[i]);
-        listed.num_rows[i] = num_rows[i], total += num_slots * num_rows[i];
-    }
-    if (num_spare) listed.num_spare = unsigned_longs_of(*num_spare, 1, "num_spare");
-    Tensor numbers = new_tensor(ids, {total}, ScalarType::Long);
-    listed.slots = static_cast<int64_t *>(numbers.data_ptr());
-    listed.held = listed.slots + matrices.count, listed.rows = listed.held + num_slots;
-    run_on(device, "list_matrices", ibp_cuda_list_matrices, ibp_list_matrices, &matrices, num_matrices, &listed);
-    return numbers;
-}
-
 // Copies the stored rows of the items ids[first], ids[first + 1], ..., without decoding them, into a new packed table.
 // It copies as many items as fit in the outputs. Items must be whole rows. Torch's threads measure groups of 32 rows,
 // which share a base, and then copy the groups that fit.
@@ -667,7 +630,6 @@ template <typename Library> void implement(Library &m)
     operation<encode_piece>(m, "encode_piece", "data codebook codec overflow_start max_sms memory");
     operation<decode_piece>(m, "decode_piece", "coded codebook codec overflow_start max_sms out fault");
     operation<group_vectors>(m, "group_vectors", "ids num_matrices");
-    operation<list_matrices>(m, "list_matrices", "ids num_matrices num_slots num_rows num_spare");
 }
 
 } // namespace

@@ -190,6 +190,20 @@ struct Cache : OnCpu, ibp::CacheHandle {
     }
 };
 
+// An argument that is a list of tables or of caches. T: Source, for example.
+template <typename T> struct ListOf : Role<Tensors, kCpu> {
+    std::vector<T> each;
+    explicit ListOf(const Tensors &tensors) : Role(tensors)
+    {
+        for (const Tensor &tensor : tensors) each.emplace_back(tensor);
+    }
+
+    void add_parts(Given &given) const
+    {
+        for (const T &one : each) one.add_parts(given);
+    }
+};
+
 inline ibp_fault *fault_of(const Tensor &fault) { return data_of<ibp_fault>(fault, ScalarType::Long, 4, "fault"); }
 
 // ---- ids ----

@@ -2,11 +2,14 @@
 //
 // Tables and models use `take`: it allocates its result, decides by the table's plan whether to sort the ids first,
 // looks up rows in a cache if there is one, and launches the kernel. `gather_items` launches the same kernel for
-// callers that sort, look up and allocate themselves.
+// callers that sort, look up and allocate themselves. `take_matrices` fetches the matrices of a mixture of experts from
+// several tables that have caches.
 //
 //     take          table ids like max_sms way from_end cache notes -> Tensor
 //     take.out      table ids out max_sms way cache notes
 //     take_many     tables ids positions starts max_sms out
+//     list_matrices ids num_matrices num_slots num_rows num_spare -> Tensor
+//     take_matrices tables caches ids likes num_matrices num_slots num_rows num_spare max_sms beside events -> Tensor[]
 //     decode_many   tables max_sms outs                        (CUDA only)
 //     gather_items  table ids max_sms out fault positions addresses outer_dims entries slabs
 //     partition_ids ids num_items window_bits -> (Tensor, Tensor)
@@ -14,9 +17,10 @@
 // Each operation is documented at its function. torch_tables.h documents the arguments that several files share.
 //
 // If an item cannot be fetched, because its id is out of range or a row is corrupt, zeros take its place, and there is
-// a fault. On a GPU `take`, take_many and decode_many note the fault in the table's own record. On the CPU they raise
-// an error. The exception is a call of `take` with `notes` true, as in code that torch.compile has compiled: it notes
-// the fault in the table's record on the CPU, too. `gather_items` notes the fault in `fault` on the CPU and on a GPU.
+// a fault. On a GPU `take`, take_many, take_matrices and decode_many note the fault in the table's own record. On the
+// CPU they raise an error. The exception is a call of `take` with `notes` true, as in code that torch.compile has
+// compiled: it notes the fault in the table's record on the CPU, too. `gather_items` notes the fault in `fault` on the
+// CPU and on a GPU.
 #include "huge_pages.h"
 #include "torch_tables.h"
 
@@ -157,6 +161,34 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
     return found;
 }
 
+// Fetches items of a table through a cache, in the order of the ids. entries: room for the entries of the items' rows.
+void fetch_cached(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp::CacheHandle &cache,
+                  uint64_t *entries, int64_t max_sms, uint8_t *to, ibp_fault *fault)
+{
+    const ibp_cache found = find(device, table, items, cache, entries, fault);
+    gather(device, table, items, &found, max_sms, to, fault);
+}
+
+// Throws if a fault was noted on the CPU.
+void require_no_fault(const ibp_fault &raised)
+{
+    require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
+}
+
+// Asks for huge pages for a large new result on the CPU.
+void prepare_result(const Device &device, const Tensor &out, int64_t num_bytes)
+{
+    if (!device.is_cuda() && num_bytes >= kLeastHugeBytes)
+        ibp::ask_for_huge_pages(reinterpret_cast<uintptr_t>(out.data_ptr()), static_cast<size_t>(num_bytes));
+}
+
+int32_t dtype_of(const Tensor &tensor)
+{
+    int32_t dtype = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    return dtype;
+}
+
 // Fetches items for `take` and `take.out`. items: the ids, and the position of each item in the buffer `to`. ids: any
 // tensor on the device of the call, because new tensors are made on its device. If the call may sort the ids, `ids`
 // must be the tensor that holds them, because the sorted ids get its dtype.
@@ -185,10 +217,9 @@ void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_id
     } else {
         const int64_t num_rows = total_bytes(items.count, rows_per_item_of(table), "rows");
         const Tensor entries = new_tensor(ids, {num_rows}, ScalarType::Long);
-        const ibp_cache found = find(device, table, items, *cache, static_cast<uint64_t *>(entries.data_ptr()), fault);
-        gather(device, table, items, &found, max_sms, to, fault);
+        fetch_cached(device, table, items, *cache, static_cast<uint64_t *>(entries.data_ptr()), max_sms, to, fault);
     }
-    require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
+    require_no_fault(raised);
 }
 
 // Reads a tensor of ids, [ids] with any strides. If it is not contiguous, `kept` receives a contiguous copy, which must
@@ -219,14 +250,11 @@ Tensor take(const Device &device, const Source &handle, const Tensor &ids, const
     items.from_end = from_end;
     std::vector<int64_t> sizes{items.count};
     for (int64_t d = 1; d < like.dim(); d++) sizes.push_back(like.size(d));
-    int32_t dtype = 0;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-    const Tensor out = new_tensor(ids, sizes, dtype);
+    const Tensor out = new_tensor(ids, sizes, dtype_of(like));
     const int64_t num_bytes = total_bytes(items.count, table.item_bytes, "items");
     require(out.numel() * static_cast<int64_t>(out.element_size()) == num_bytes, "like has items of other bytes than ",
             table.item_bytes);
-    if (!device.is_cuda() && num_bytes >= kLeastHugeBytes)
-        ibp::ask_for_huge_pages(reinterpret_cast<uintptr_t>(out.data_ptr()), static_cast<size_t>(num_bytes));
+    prepare_result(device, out, num_bytes);
     fetch(device, handle, kept ? *kept : ids, items, max_sms, way, cache, notes,
           static_cast<uint8_t *>(out.data_ptr()));
     return out;
@@ -334,7 +362,7 @@ void take_many(const Device &device, const Handles &tables, const Tensor &ids, c
         check(ibp_cuda_gather_tables(gathers.data(), static_cast<int64_t>(gathers.size()), sms_of(max_sms),
                                      device.stream()),
               "take_many");
-    require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
+    require_no_fault(raised);
 }
 
 // Decodes all items of each table t to outs[t]. outs[t] must be contiguous, may have any dtype, and must have exactly
@@ -361,6 +389,170 @@ void decode_many(const Device &device, const Handles &tables, int64_t max_sms, c
         "decode_many");
 }
 
+// ---- matrices of stacks ----
+
+// Makes the arguments of ibp_list_matrices, whose results have no memory yet. *total_rows: the number of rows in all
+// slots of all stacks.
+ibp_listed listing_of(int64_t num_slots, const std::vector<int64_t> &num_rows, const std::optional<Out> &num_spare,
+                      int64_t *total_rows)
+{
+    ibp_listed listed{};
+    require(num_rows.size() <= IBP_MOST_LISTED, "num_rows has ", static_cast<int64_t>(num_rows.size()),
+            " numbers, more than ", IBP_MOST_LISTED);
+    require(num_slots >= 0 && num_slots <= INT32_MAX, "num_slots is ", num_slots);
+    listed.num_slots = num_slots, listed.num_stacks = static_cast<uint32_t>(num_rows.size());
+    for (size_t i = 0; i < num_rows.size(); i++) {
+        require(num_rows[i] >= 1 && num_rows[i] <= INT32_MAX / (num_slots + 1), "num_rows is ", num_rows[i]);
+        listed.num_rows[i] = num_rows[i], *total_rows += num_slots * num_rows[i];
+    }
+    if (num_spare) listed.num_spare = unsigned_longs_of(*num_spare, 1, "num_spare");
+    return listed;
+}
+
+void list_in_slots(const Device &device, const ibp_ids &ids, int64_t num_matrices, const ibp_listed &listed)
+{
+    run_on(device, "list_matrices", ibp_cuda_list_matrices, ibp_list_matrices, &ids, num_matrices, &listed);
+}
+
+// Lists the matrices that ids ask for, each matrix once and in the order of their numbers, and gives each matrix a
+// slot. Returns one int64 tensor with three parts, one after the other:
+//
+// slots [ids]: the slot of the matrix that each id asks for.
+// held [num_slots]: the matrix in each slot, or -1.
+// rows [num_slots * num_rows], for each stack: the numbers of the rows of the matrices in the slots, with zeros for
+//   unused slots.
+//
+// Arguments:
+//
+// num_matrices: the number of matrices. An id out of range asks for matrix num_matrices, which no stack has.
+// num_slots: at least the smaller of the number of ids and num_matrices + 1.
+// num_rows: for each of up to 16 stacks the number of rows of a matrix.
+// num_spare: int64 [1], or None; the number of unused slots is added to it.
+Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matrices, int64_t num_slots,
+                     const std::vector<int64_t> &num_rows, const std::optional<Out> &num_spare)
+{
+    const ibp_ids matrices = ids_of(ids);
+    int64_t total_rows = 0;
+    ibp_listed listed = listing_of(num_slots, num_rows, num_spare, &total_rows);
+    Tensor numbers = new_tensor(ids, {matrices.count + num_slots + total_rows}, ScalarType::Long);
+    listed.slots = static_cast<int64_t *>(numbers.data_ptr());
+    listed.held = listed.slots + matrices.count, listed.rows = listed.held + num_slots;
+    list_in_slots(device, matrices, num_matrices, listed);
+    return numbers;
+}
+
+// Returns a new tensor for matrices in slots, with the dtype, the sizes of a matrix and the strides of `like`.
+// matrix_bytes: the size of a matrix, which must fill its part of the tensor.
+Tensor new_matrices(const Device &device, const Tensor &ids, const Tensor &like, int64_t num_slots,
+                    int64_t matrix_bytes)
+{
+    require(like.dim() > 1, "likes have ", like.dim(), " dimensions, at least 2 are needed");
+    const auto element_bytes = static_cast<int64_t>(like.element_size());
+    std::vector<int64_t> sizes{num_slots}, strides{like.stride(0)};
+    int64_t count = 1, last = 0;
+    for (int64_t d = 1; d < like.dim(); d++) {
+        sizes.push_back(like.size(d)), strides.push_back(like.stride(d));
+        require(sizes.back() > 0 && strides.back() >= 0, "likes have no elements in a dimension, or count backwards");
+        count = total_bytes(count, sizes.back(), "likes"),
+        last += total_bytes(sizes.back() - 1, strides.back(), "likes");
+    }
+    require(last + 1 == count && strides[0] == count && total_bytes(count, element_bytes, "likes") == matrix_bytes,
+            "likes have matrices of ", count, " elements, not dense ones of ", matrix_bytes, " bytes");
+    const int64_t num_bytes = total_bytes(num_slots, matrix_bytes, "likes");
+    Tensor made = empty_tensor(sizes, strides, dtype_of(like), device_type_of(ids), ids.get_device_index());
+    prepare_result(device, made, num_bytes);
+    return made;
+}
+
+// Lists the matrices that ids ask for, as list_matrices does, and fetches them from each of several stacks, through a
+// cache of the stack's rows. Returns [slots, held, work, stack, ...]:
+//
+// slots: int64, with the sizes of ids: the slot of the matrix that each id asks for.
+// held: int64 [num_slots]: the matrix in each slot, or -1.
+// work: int64 [2 * rows in all slots of all stacks], the memory with which the call works.
+// stack [num_slots, *matrix], for each stack: the matrices in the slots. Every row of an unused slot is the first row
+//   of the stack.
+//
+// On a GPU the lists are made on the current stream, and the matrices are fetched, one stack after the other, on the
+// stream `beside`, which first waits for the current stream. The results belong to the current stream. It must wait for
+// events[1 + i] before it reads stack i, and for the last event before any of the results is freed. If the call raises
+// an error, the current stream waits for everything that the call has queued.
+//
+// tables: the stacks, whose items are single rows.
+// caches: a cache of each table.
+// likes: for each stack a tensor on the device of ids with the dtype and the strides of the result. Its dimensions
+//   after the first are those of a matrix. A matrix must be dense.
+// num_matrices, num_slots, num_rows, num_spare: as in list_matrices.
+// max_sms: for each stack.
+// beside, events: the addresses of a CUDA stream, and of one CUDA event more than there are stacks. Another call that
+//   uses one of these events must not run at the same time. The CPU reads neither.
+Tensors take_matrices(const Device &device, const ListOf<Source> &tables, const ListOf<Cache> &caches,
+                      const Tensor &ids, const Tensors &likes, int64_t num_matrices, int64_t num_slots,
+                      const std::vector<int64_t> &num_rows, const std::optional<Out> &num_spare,
+                      const std::vector<int64_t> &max_sms, int64_t beside, const std::vector<int64_t> &events)
+{
+    const size_t num_stacks = tables.each.size();
+    require(caches.each.size() == num_stacks && likes.size() == num_stacks && num_rows.size() == num_stacks &&
+                max_sms.size() == num_stacks,
+            "tables, caches, likes, num_rows and max_sms must have the same length");
+    require(!device.is_cuda() || (beside != 0 && events.size() == num_stacks + 1), "there are ",
+            static_cast<int64_t>(events.size()), " events, or no stream: one for each stack and one more are needed");
+    const ibp_ids matrices = ids_of(ids);
+    int64_t total_rows = 0;
+    ibp_listed listed = listing_of(num_slots, num_rows, num_spare, &total_rows);
+    const Tensor slots = new_tensor(ids, sizes_of(ids), ScalarType::Long),
+                 held = new_tensor(ids, {num_slots}, ScalarType::Long),
+                 work = new_tensor(ids, {2 * total_rows}, ScalarType::Long);
+    listed.slots = static_cast<int64_t *>(slots.data_ptr()), listed.held = static_cast<int64_t *>(held.data_ptr());
+    listed.rows = static_cast<int64_t *>(work.data_ptr());
+    Tensors results{slots, held, work};
+    for (size_t i = 0; i < num_stacks; i++) {
+        const ibp::TableHandle &handle = tables.each[i];
+        const ibp_table &table = handle.table();
+        require(rows_per_item_of(table) == 1, "an item of a stack has ", rows_per_item_of(table), " rows");
+        require(num_matrices > 0 && table.num_items / num_matrices == num_rows[i] &&
+                    table.num_items % num_matrices == 0,
+                "a stack has ", table.num_items, " rows, not ", num_rows[i], " of each of ", num_matrices, " matrices");
+        require(!device.is_cuda() || handle.fault != nullptr, "table is described without a fault record");
+        sms_of(max_sms[i]);
+        results.push_back(new_matrices(device, ids, likes[i], num_slots, num_rows[i] * table.item_bytes));
+    }
+    list_in_slots(device, matrices, num_matrices, listed);
+    const auto event = [&](size_t number) {
+        return reinterpret_cast<ibp_event>(static_cast<uintptr_t>(events[number]));
+    };
+    const auto stream = reinterpret_cast<ibp_stream>(static_cast<uintptr_t>(device.is_cuda() ? beside : 0));
+    const auto fetch_all = [&](const Device &where) {
+        const int64_t *rows = listed.rows;
+        uint64_t *entries = reinterpret_cast<uint64_t *>(listed.rows) + total_rows;
+        for (size_t i = 0; i < num_stacks; i++) {
+            const ibp::TableHandle &handle = tables.each[i];
+            ibp_fault raised{};
+            ibp_ids items{};
+            items.data = rows, items.count = num_slots * num_rows[i], items.id_bytes = sizeof *rows;
+            if (items.count != 0)
+                fetch_cached(where, handle.table(), items, caches.each[i], entries, max_sms[i],
+                             static_cast<uint8_t *>(results[3 + i].data_ptr()),
+                             where.is_cuda() ? handle.fault : &raised);
+            require_no_fault(raised);
+            rows += items.count, entries += items.count;
+            if (where.is_cuda()) check(ibp_cuda_record_event(event(1 + i), stream), "record_event");
+        }
+    };
+    if (!device.is_cuda()) {
+        fetch_all(device);
+        return results;
+    }
+    check(ibp_cuda_wait_for_stream(stream, device.stream(), event(0)), "wait_for_stream");
+    try {
+        fetch_all(Device(device, stream));
+    } catch (...) { // the results, which the fetches may still write, are freed
+        ibp_cuda_wait_for_stream(device.stream(), stream, event(0));
+        throw;
+    }
+    return results;
+}
+
 template <typename Library> void implement(Library &m)
 {
     operation<take>(m, "take", "table ids like max_sms way from_end cache notes");
@@ -368,6 +560,9 @@ template <typename Library> void implement(Library &m)
     operation<take_many>(m, "take_many", "tables ids positions starts max_sms out");
     operation<gather_items>(m, "gather_items",
                             "table ids max_sms out fault positions addresses outer_dims entries slabs");
+    operation<list_matrices>(m, "list_matrices", "ids num_matrices num_slots num_rows num_spare");
+    operation<take_matrices>(m, "take_matrices",
+                             "tables caches ids likes num_matrices num_slots num_rows num_spare max_sms beside events");
     operation<partition_ids>(m, "partition_ids", "ids num_items window_bits");
 }
 

@@ -219,6 +219,8 @@ class Device {
         if (!is_cuda()) require_cpu(first);
         if (is_cuda()) guard_ = std::make_unique<DeviceGuard>(number_);
     }
+    // The CUDA device `here`, with another stream than torch's current one. It is used while `here` lives.
+    Device(const Device &here, ibp_stream stream) : number_(here.number_), stream_(stream) {}
 
     bool is_cuda() const { return number_ >= 0; }
 
@@ -242,9 +244,11 @@ class Device {
         require(tensor.is_cuda() == is_cuda(), "all tensors must be on the CPU, or all on CUDA devices");
     }
 
-    // Returns torch's current stream of the CUDA device.
+    // Returns the stream on which the call works: torch's current stream of the CUDA device, unless the object was made
+    // for another one.
     ibp_stream stream() const
     {
+        if (stream_ != nullptr) return stream_;
         require(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA support");
         void *stream = nullptr;
         require(aoti_torch_get_current_cuda_stream(number_, &stream) == TORCH_SUCCESS, "no current CUDA stream");
@@ -253,6 +257,7 @@ class Device {
 
   private:
     const int32_t number_;               // index of the CUDA device; -1 for the CPU
+    const ibp_stream stream_ = nullptr;  // nullptr: torch's current stream
     std::unique_ptr<DeviceGuard> guard_; // not std::optional, because gcc 12 gives a warning for it
 };
 
@@ -435,12 +440,10 @@ void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fa
 
 // ---- new tensors ----
 
-// Returns a new contiguous tensor whose values are not set. dtype: torch's number for the dtype.
-inline Tensor empty_tensor(const std::vector<int64_t> &sizes, int32_t dtype, int32_t device_type, int32_t device_index)
+// Returns a new tensor whose values are not set. dtype: torch's number for the dtype.
+inline Tensor empty_tensor(const std::vector<int64_t> &sizes, const std::vector<int64_t> &strides, int32_t dtype,
+                           int32_t device_type, int32_t device_index)
 {
-    std::vector<int64_t> strides(sizes.size());
-    int64_t stride = 1;
-    for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(1, sizes[d])) strides[d] = stride;
     AtenTensorHandle made = nullptr;
     // Torch before 2.13 does not pass on its error message. A lack of memory is the only possible cause.
     if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, device_type,
@@ -449,10 +452,20 @@ inline Tensor empty_tensor(const std::vector<int64_t> &sizes, int32_t dtype, int
     return Tensor(made);
 }
 
+// Returns a new contiguous tensor, as empty_tensor does.
+inline Tensor contiguous_tensor(const std::vector<int64_t> &sizes, int32_t dtype, int32_t device_type,
+                                int32_t device_index)
+{
+    std::vector<int64_t> strides(sizes.size());
+    int64_t stride = 1;
+    for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(1, sizes[d])) strides[d] = stride;
+    return empty_tensor(sizes, strides, dtype, device_type, device_index);
+}
+
 // Returns a new tensor, as empty_tensor does, on the device of the tensor `like`.
 inline Tensor new_tensor(const Tensor &like, const std::vector<int64_t> &sizes, int32_t dtype)
 {
-    return empty_tensor(sizes, dtype, device_type_of(like), like.get_device_index());
+    return contiguous_tensor(sizes, dtype, device_type_of(like), like.get_device_index());
 }
 inline Tensor new_tensor(const Tensor &like, const std::vector<int64_t> &sizes, ScalarType dtype)
 {
@@ -476,7 +489,7 @@ inline Tensor contiguous_copy(const Tensor &tensor)
 // Returns the bytes of a struct as a tensor on the CPU.
 template <typename T> Tensor bytes_of_struct(const T &value)
 {
-    const Tensor bytes = empty_tensor({sizeof(T)}, aoti_torch_dtype_uint8(), aoti_torch_device_type_cpu(), 0);
+    const Tensor bytes = contiguous_tensor({sizeof(T)}, aoti_torch_dtype_uint8(), aoti_torch_device_type_cpu(), 0);
     std::memcpy(bytes.data_ptr(), &value, sizeof(T));
     return bytes;
 }
@@ -530,7 +543,7 @@ void call(Result (*function)(const Device &, Parameters...), const char *names, 
     const auto give = [&](const auto &...results) { ((*stack++ = torch::stable::detail::from(results)), ...); };
     if constexpr (std::is_void_v<Result>)
         std::apply(run, given);
-    else if constexpr (std::is_same_v<Result, Tensor>)
+    else if constexpr (std::is_same_v<Result, Tensor> || std::is_same_v<Result, Tensors>)
         give(std::apply(run, given));
     else
         std::apply(give, std::apply(run, given));

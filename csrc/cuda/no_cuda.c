@@ -62,6 +62,8 @@ IBP_WITHOUT_CUDA(ibp_cuda_claim_cached, const ibp_table *table, const ibp_ids *i
 IBP_WITHOUT_CUDA(ibp_cuda_drop_cached, const int64_t *rows, int64_t count, const ibp_cache_map *map, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_set_cached, const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,
                  const ibp_cache_map *map, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_record_event, ibp_event event, ibp_stream stream)
+IBP_WITHOUT_CUDA(ibp_cuda_wait_for_stream, ibp_stream waiting, ibp_stream running, ibp_event event)
 IBP_WITHOUT_CUDA(ibp_cuda_create_stager, uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager)
 IBP_WITHOUT_CUDA(ibp_cuda_destroy_stager, ibp_stager *stager)
 IBP_WITHOUT_CUDA(ibp_cuda_stage_items, ibp_stager *stager, const ibp_table *table, const uint8_t *slots,

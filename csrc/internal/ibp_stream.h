@@ -1,5 +1,5 @@
 /* ibp_stream.h - brings whole tables, or items of tables, from pinned host memory to the GPU with the GPU's copy
- * engine.
+ * engine, and orders the work of two streams.
  *
  *     ibp_status stream_one(const ibp_table *table, const uint64_t *host_bases, uint8_t *ring, int64_t ring_bytes,
  *                           uint8_t *out, ibp_fault *fault, ibp_stream stream)
@@ -23,6 +23,19 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* ---- the order of two streams ------------------------------------------------------------------------------------ */
+
+typedef struct CUevent_st *ibp_event; /* a cudaEvent_t */
+
+/* Records an event on a stream: whoever waits for the event afterwards waits for the work that is queued on the stream
+ * at this time. An event that was recorded before may be recorded again; waits that are queued already are for its
+ * earlier records. */
+IBP_API ibp_status ibp_cuda_record_event(ibp_event event, ibp_stream stream);
+
+/* Makes the stream `waiting` wait for the work that is queued on the stream `running`. The function records `event` on
+ * `running`, and no other thread may record this event until the function has returned. */
+IBP_API ibp_status ibp_cuda_wait_for_stream(ibp_stream waiting, ibp_stream running, ibp_event event);
 
 /* ---- items with the CPU's help ----------------------------------------------------------------------------------- */
 

@@ -9,12 +9,12 @@ csrc/bindings/torch_tables.h. Unless an operation's documentation says otherwise
   host memory as a tensor of the CUDA device (`_machine.memory.device_view`).
 - Memory that an operation writes must not be shared with another argument.
 - An operation raises RuntimeError if arguments break these rules or are inconsistent. It does not check the handles in
-  `table` and `cache`. It does not check addresses either: those of streamers, stagers and deltas, and those in
-  `buffers` and `addresses`.
+  `table` and `cache`. It does not check addresses either: those of streamers, stagers, deltas, streams and events, and
+  those in `buffers` and `addresses`.
 - CPU implementations run on torch's intra-op threads if there is enough work for several threads. CUDA implementations
-  run on the current stream of their tensors' device, whichever device is current. CUDA implementations that write to
-  the caller's tensors do not synchronise, and do not allocate memory. The exceptions are `take.out` and products, which
-  may allocate work memory from torch's allocator.
+  run on the current stream of their tensors' device, whichever device is current; `take_matrices` also uses a stream
+  that the caller gives. CUDA implementations that write to the caller's tensors do not synchronise, and do not allocate
+  memory. The exceptions are `take.out` and products, which may allocate work memory from torch's allocator.
 """
 
 import os
@@ -82,6 +82,12 @@ def _products(x, parts, slot_bytes, _):
     if len(num_rows) == 1:
         return x.new_empty((*x.shape[:-1], num_rows[0]))
     return x.new_empty((x.numel() // x.shape[-1] * sum(num_rows),))
+
+
+def _matrices(tables, caches, ids, likes, num_matrices, num_slots, num_rows, *args):
+    sizes = ids.shape, (num_slots,), (2 * num_slots * sum(num_rows),)
+    stacks = [like.new_empty_strided((num_slots, *like.shape[1:]), like.stride()) for like in likes]
+    return [ids.new_empty(size, dtype=torch.int64) for size in sizes] + stacks
 
 
 def _learned_planes(data, *args):
@@ -238,6 +244,11 @@ _define(
     lambda ids, _, num_slots, num_rows, *args: ids.new_empty(
         (ids.numel() + num_slots * (1 + sum(num_rows)),), dtype=torch.int64
     ),
+)
+_define(
+    "take_matrices(Tensor[] tables, Tensor[] caches, Tensor ids, Tensor[] likes, int num_matrices, int num_slots, "
+    "int[] num_rows, Tensor(a!)? num_spare, int[] max_sms, int beside, int[] events) -> Tensor[]",
+    _matrices,
 )
 _define(
     "select_rows(Tensor table, Tensor ids, int first, "

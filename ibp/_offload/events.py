@@ -17,8 +17,8 @@ Two kinds of modules have another forward, which fetches single rows or experts 
 
     an embedding is called   `looking_up`: the original forward looks the rows up in the table, which fetches only them
     experts are called       `ExpertsForward.call`
-      for few tokens           `Events.note_choice`; fetches only the experts that the router chose, through a cache
-                               for each stacked weight (`CachedStack`)
+      for few tokens           `Events.note_choice`; fetches only the experts that the router chose, by one operation
+                               (`StackFetcher`), through a cache for each stacked weight (`CachedStack`)
       for many tokens          `Events.using_all`: the module begins and ends as above, with the group of all experts
 
 Other hooks do not fetch groups:
@@ -49,9 +49,11 @@ from torch import nn
 
 from .._common.modes import cannot_record, is_transformed, outside_of_graphs, outside_of_modes
 from .._common.process import ForkLock
+from .._fetch.calls import checked_ids
 from .._fetch.streaming import STREAM_SMS
 from ..cache import RowCache
-from ..nn._experts import Calls, are_few, slots_for, stand_in
+from ..cache._stacks import StackFetcher
+from ..nn._experts import Calls, are_few, num_slots_for, slots_for, stand_in
 from ..nn._tables import CodedModule, guard_conversions
 from .fetcher import CudaWeightFetcher, Place, WeightFetcher
 from .plan import Group, OffloadPlan
@@ -512,22 +514,23 @@ class CachedStack:
         table = weight.table
         # Number of rows of an expert, and size of a row in bytes.
         self.num_rows, self.row_bytes = table.num_rows // weight.shape[0], table.row_bytes
-        self._row_shape, self._dtype = table.shape[1:], table.dtype
-        self._expert_shape, self._stride = weight.shape[1:], weight.stride
         self.cache = RowCache(table, cache_bytes, [0], devices=weight.device, policy="lru")
         self.is_cached = self.cache.capacity > 0
         if not self.is_cached:
             self.cache = RowCache(table, table.row_bytes + _BESIDE_ROWS, [0], devices=weight.device)
+        # Has the dtype, the strides and the shape of an expert, but no experts.
+        self.like = torch.empty_strided((0, *weight.shape[1:]), weight.stride, dtype=table.dtype, device=weight.device)
 
-    def room_for(self, rows: torch.Tensor) -> torch.Tensor:
-        """Allocates memory for decoded rows. rows: the numbers of the rows."""
-        return torch.empty((rows.numel(), *self._row_shape), dtype=self._dtype, device=rows.device)
+    @property
+    def max_sms(self) -> int:
+        """The largest number of the GPU's multiprocessors that a fetch keeps busy; 0: all."""
+        return 0 if self.is_cached else STREAM_SMS  # cached rows are faster than the link
 
-    def fetch(self, rows: torch.Tensor, out: torch.Tensor | None = None, max_sms: int | None = None) -> torch.Tensor:
-        """Fetches the rows with the given numbers, which make up whole experts, and returns them as a tensor of
-        experts. out: memory that `room_for` returned. None: new memory is allocated."""
-        fetched, shape = self.cache.index_select(rows, out=out, max_sms=max_sms, in_order=True), self._expert_shape
-        return fetched.as_strided((rows.numel() // self.num_rows, *shape), self._stride)
+    def fetch(self, rows: torch.Tensor) -> torch.Tensor:
+        """Fetches the rows with the given numbers, which make up whole experts, on the current stream, and returns them
+        as a tensor of experts."""
+        fetched, shape = self.cache.index_select(rows, in_order=True), self.like.shape[1:]
+        return fetched.as_strided((rows.numel() // self.num_rows, *shape), self.like.stride())
 
 
 class ExpertsForward:
@@ -546,9 +549,17 @@ class ExpertsForward:
         self.stacks = {
             name: CachedStack(weight, plan.cache_bytes[weight]) for name, weight in plan.held[module].items()
         }
-        self._num_rows = [stack.num_rows for stack in self.stacks.values()]
+        device, stacks = group.weights[0].device, self.stacks.values()
+        self._fetcher = StackFetcher(
+            [stack.cache for stack in stacks],
+            self._num_experts,
+            [stack.like for stack in stacks],
+            [stack.max_sms for stack in stacks],
+            beside := _stream_beside(device),
+        )
+        self._has_stream = beside is not None
         # Number of slots without an expert, over all calls.
-        self.num_spare = torch.zeros(1, dtype=torch.int64, device=group.weights[0].device)
+        self.num_spare = torch.zeros(1, dtype=torch.int64, device=device)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         calls, module, num_experts = self._calls, self.module, self._num_experts
@@ -558,39 +569,44 @@ class ExpertsForward:
                 return calls.kind.forward(module, *args, **kwargs)
         calls.check(ids, num_experts, self._name)
         self._events.note_choice(self._place)
-        slots, held, rows = slots_for(ids, num_experts, self._num_rows, self.num_spare)
-        if rows[0].is_cuda:
-            return self._call_beside(rows, lambda experts: calls.with_slots(module, args, kwargs, slots, held, experts))
-        fetches = {name: functools.partial(stack.fetch, of) for (name, stack), of in zip(self.stacks.items(), rows)}
-        return calls.with_slots(module, args, kwargs, slots, held, fetches)
-
-    def _call_beside(
-        self, rows: Sequence[torch.Tensor], forward: Callable[[dict[str, functools.partial[torch.Tensor]]], Any]
-    ) -> Any:
-        """Calls forward while experts are fetched on a separate stream. Returns the result of forward.
-
-        Args:
-            rows: for each stacked weight, the numbers of the rows that fill the slots.
-            forward: receives a dict that maps the name of each stacked weight to a function, which returns the experts
-                in the slots. The current stream waits for a weight when its function is called, or else when forward
-                has returned.
-        """
-        stacks = [(name, stack, of, stack.room_for(of)) for (name, stack), of in zip(self.stacks.items(), rows)]
-        current, beside = torch.cuda.current_stream(rows[0].device), _stream_beside(rows[0].device)
-        beside.wait_stream(current)
-        left = set(self.stacks)  # names of the weights that the current stream has not waited for
+        if not self._fetcher.serves(ids.device):  # the system refused to pin a stack
+            return self._call_without_caches(ids, args, kwargs)
+        experts = checked_ids(ids).contiguous()
+        num_slots = num_slots_for(ids.numel(), num_experts)
+        current = torch.cuda.current_stream(ids.device) if self._has_stream else None
+        slots, held, work, *fetched = self._fetcher.take(experts, num_slots, self.num_spare, current)
+        if slots.dtype != ids.dtype:
+            slots = slots.to(ids.dtype)
+        if current is None:
+            return calls.with_slots(module, args, kwargs, slots, held, dict(zip(self.stacks, fetched)))
+        awaited: set[int] = set()  # the numbers of the stacks that the current stream has waited for
+        later = {
+            name: functools.partial(self._awaited, number, current, of_stack, awaited)
+            for number, (name, of_stack) in enumerate(zip(self.stacks, fetched))
+        }
+        last = len(fetched) - 1
         try:
-            tensors = {}
-            with torch.cuda.stream(beside):
-                for name, stack, of, out in stacks:
-                    sms = None if stack.is_cached else STREAM_SMS  # cached rows are faster than the link
-                    fetched = stack.fetch(of, out, sms)
-                    ready = functools.partial(current.wait_event, beside.record_event())
-                    tensors[name] = functools.partial(_awaited, fetched, ready, left, name)
-            return forward(tensors)
-        finally:  # the current stream owns the memory, which it may reuse only after the fetches
-            if left:
-                current.wait_stream(beside)
+            return calls.with_slots(module, args, kwargs, slots, held, later)
+        finally:  # the current stream owns `work` and the experts: their memory is used again after the fetches only
+            if last not in awaited:
+                self._fetcher.wait_for(last, current)
+
+    def _awaited(
+        self, number: int, current: torch.cuda.Stream, fetched: torch.Tensor, awaited: set[int]
+    ) -> torch.Tensor:
+        """Makes the stream `current` wait for the experts of a stack, and returns them. number: the stack's number,
+        which is added to `awaited`."""
+        self._fetcher.wait_for(number, current)
+        awaited.add(number)
+        return fetched
+
+    def _call_without_caches(self, ids: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Calls forward on a device that cannot look up rows in the caches. Each stack is fetched when forward first
+        reads it."""
+        num_rows = [stack.num_rows for stack in self.stacks.values()]
+        slots, held, rows = slots_for(ids, self._num_experts, num_rows, self.num_spare)
+        fetches = {name: functools.partial(stack.fetch, of) for (name, stack), of in zip(self.stacks.items(), rows)}
+        return self._calls.with_slots(self.module, args, kwargs, slots, held, fetches)
 
     @property
     def device_bytes(self) -> int:
@@ -614,15 +630,8 @@ class ExpertsForward:
             stack.cache.reset_stats()
 
 
-def _awaited(tensor: torch.Tensor, wait: Callable[[], None], left: set[str], name: str) -> torch.Tensor:
-    """Returns a tensor after `wait` has been called, and removes its name from the names that are left."""
-    wait()
-    left.discard(name)
-    return tensor
-
-
 @functools.cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream on which experts are fetched to a device. Its priority is high, so that the few thread blocks
-    of a fetch are scheduled before those of matrix multiplications."""
-    return torch.cuda.Stream(device, priority=-1)
+def _stream_beside(device: torch.device) -> torch.cuda.Stream | None:
+    """Returns the stream on which experts are fetched to a GPU, or None if the device is the CPU. The stream's priority
+    is high, so that the few thread blocks of a fetch are scheduled before those of matrix multiplications."""
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None

@@ -31,7 +31,7 @@ from .._fetch.calls import (
 from .._fetch.gather import raise_for
 from .._machine import memory
 from .._rows.geometry import rows_of
-from .._rows.handle import ENTRIES, Handle, new_record
+from .._rows.handle import Handle, new_record
 from .._rows.table import check_can_change, faults_of, handle_on, is_refused
 from .._tables.changes import changed_items
 from .._tables.coded_rows import CodedRows, live_table
@@ -360,18 +360,11 @@ class RowCache(OfThisProcess, TensorManners):
     def _take(self, ids: torch.Tensor, sms: int, in_order: bool, out: torch.Tensor | None) -> torch.Tensor:
         """Returns the items at `ids`, which must be on a device of the cache. If `out` is given, writes the items to
         `out` and returns `out`."""
-        worker, state, view = ids.device, self._state, self.view
-        handle, way = view._handles.get(worker), IN_ORDER if in_order else PLANNED
-        if handle is None:
-            handle = handle_on(view, worker)
-        if handle.noted[0] or handle.noted[ENTRIES]:
-            handle.faults.raise_pending(worker)
+        worker, view, way = ids.device, self.view, IN_ORDER if in_order else PLANNED
+        handle = self._state.handle_on(worker)
         try:
-            with state.lock:
-                generation = state.in_use(worker)
-                cache = generation.described.get(worker)
-                if cache is None:
-                    cache = generation.describe(worker, state.counts[worker])
+            with self._state.lock:
+                cache = self._state.described_on(worker)
                 if out is None:
                     return torch.ops.ibp.take.default(handle.table, ids, handle.like, sms, way, 0, cache)
                 torch.ops.ibp.take.out(handle.table, ids, out, sms, way, cache)

@@ -34,7 +34,7 @@ from .._machine import memory
 from .._machine.memory import is_capturing
 from .._rows.codebook import AnyCodebook, coding_of
 from .._rows.geometry import bytes_of, default_length, rows_of, stored_sizes
-from .._rows.handle import FaultWords, Handle, Parts, new_record
+from .._rows.handle import ENTRIES, FaultWords, Handle, Parts, new_record
 from .._rows.planes import signed
 from .._rows.table import Table, handle_on, is_refused
 from .._tables import changes
@@ -125,10 +125,11 @@ class StreamOrder:
         self._users: dict[Key, torch.cuda.Stream] = {}  # streams used since the last write, including the writer's
         self._writer: torch.cuda.Stream | None = None
 
-    def read(self, device: torch.device) -> torch.cuda.Stream | None:
+    def read(self, device: torch.device, beside: torch.cuda.Stream | None = None) -> torch.cuda.Stream | None:
         """Makes the device's current stream wait for the last write, and returns the stream. Must be called before the
-        stream reads. On the CPU, or while a graph is captured, does nothing and returns None."""
-        current = _stream_of(device)
+        stream reads. On the CPU, or while a graph is captured, does nothing and returns None. beside: a stream that
+        takes the place of the current one, and that a capture of the current one includes."""
+        current = _stream_of(device, beside)
         if current is None or key_of(current) in self._users:
             return current
         if self._writer is not None:
@@ -136,10 +137,11 @@ class StreamOrder:
         self._users[key_of(current)] = current
         return current
 
-    def write(self, device: torch.device) -> torch.cuda.Stream | None:
+    def write(self, device: torch.device, beside: torch.cuda.Stream | None = None) -> torch.cuda.Stream | None:
         """Makes the device's current stream wait for all earlier reads and writes, and returns the stream. Must be
-        called before the stream writes. On the CPU, or while a graph is captured, does nothing and returns None."""
-        current = _stream_of(device)
+        called before the stream writes. On the CPU, or while a graph is captured, does nothing and returns None.
+        beside: as in `read`."""
+        current = _stream_of(device, beside)
         if current is None:
             return None
         for stream in self._users.values():
@@ -157,20 +159,21 @@ def key_of(stream: torch.cuda.Stream) -> Key:
     return stream.device.index, stream.cuda_stream
 
 
-def current_key(device: torch.device) -> Key | None:
-    """Returns the key of a device's current stream. Returns None if the device is not the current one, or if the stream
-    captures a CUDA graph."""
+def current_key(device: torch.device, beside: torch.cuda.Stream | None = None) -> Key | None:
+    """Returns the key of a device's current stream, or that of the stream `beside` if it is given. Returns None if the
+    device is not the current one, or if its current stream captures a CUDA graph."""
     if device.type != "cuda":
         return ON_CPU
     if torch.cuda.current_device() != device.index or torch.cuda.is_current_stream_capturing():
         return None
-    return device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    address = torch._C._cuda_getCurrentRawStream(device.index) if beside is None else beside.cuda_stream
+    return device.index, address
 
 
-def _stream_of(device: torch.device) -> torch.cuda.Stream | None:
+def _stream_of(device: torch.device, beside: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
     if device.type != "cuda" or is_capturing(device):
         return None
-    return torch.cuda.current_stream(device)
+    return torch.cuda.current_stream(device) if beside is None else beside
 
 
 # ---- slabs ----
@@ -482,14 +485,19 @@ class CacheState:
         self.is_idle = devices[0].type == "cuda" and is_refused(view) and not view.is_pinned()
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
-    def in_use(self, worker: torch.device) -> Generation:
+    def in_use(
+        self, worker: torch.device, beside: torch.cuda.Stream | None = None, key: Key | None = None
+    ) -> Generation:
         """Returns the generation that is in use. If necessary, makes the current stream of the device `worker` wait for
-        other streams before it uses the generation. The caller must hold `lock`. Raises RuntimeError if the table has
-        changed since its rows were cached."""
+        other streams before it uses the generation. The caller must hold `lock`. beside: a stream of the device that
+        uses the generation in place of the current one, as in `StreamOrder.read`. key: the result of `current_key` for
+        these arguments, if the caller has it. Raises RuntimeError if the table has changed since its rows were
+        cached."""
         generation = self.generation
         if generation.codebook is not self.view.codebook or generation.version != self.view.version:
             self.check(generation)
-        key = current_key(worker)
+        if key is None:
+            key = current_key(worker, beside)
         if (
             key is not None
             and (key == ON_CPU or key in generation.streams)
@@ -499,8 +507,28 @@ class CacheState:
         if not generation.is_captured and is_capturing(worker):
             generation.is_captured = True
             self.captured.append(generation)  # the graph that is being captured reads it even after refills
-        self.hold(generation, worker, self.order.write(worker) if self.replaces else self.order.read(worker))
+        order = self.order.write if self.replaces else self.order.read
+        self.hold(generation, worker, order(worker, beside))
         return generation
+
+    def handle_on(self, worker: torch.device) -> Handle:
+        """Returns the table's handle on a device of the cache. Raises the error that a GPU has noted, if there is
+        one."""
+        handle = self.view._handles.get(worker)
+        if handle is None:
+            handle = handle_on(self.view, worker)
+        if handle.noted[0] or handle.noted[ENTRIES]:
+            handle.faults.raise_pending(worker)
+        return handle
+
+    def described_on(
+        self, worker: torch.device, beside: torch.cuda.Stream | None = None, key: Key | None = None
+    ) -> torch.Tensor:
+        """Returns the argument `cache` of an operation that looks rows up on a device. The caller must hold `lock`
+        until it has called the operation. beside, key: as in `in_use`."""
+        generation = self.in_use(worker, beside, key)
+        described = generation.described.get(worker)
+        return generation.describe(worker, self.counts[worker]) if described is None else described
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
         """Keeps the allocator from reusing the memory of the generation and of the counters too early: when the memory

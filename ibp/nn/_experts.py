@@ -69,6 +69,12 @@ def are_few(ids: torch.Tensor | None, num_experts: int) -> TypeGuard[torch.Tenso
     return ids is not None and ids.numel() < MOST_CHOICES * num_experts and num_experts <= MOST_STACKED
 
 
+def num_slots_for(num_choices: int, num_experts: int) -> int:
+    """Returns the number of slots of a call. There are at least two: with one slot, `torch.histc`, with which
+    transformers counts the tokens of each expert, would wait for the GPU."""
+    return max(2, min(num_choices, num_experts + 1))
+
+
 def slots_for(
     ids: torch.Tensor, num_experts: int, num_rows: Sequence[int] = (), num_spare: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -84,12 +90,10 @@ def slots_for(
         of each slot, -1 in slots that are left over. rows: for each table, int64 [slots * num_rows], the numbers of the
         rows of the experts in the slots, 0 in slots that are left over.
 
-        Slots hold the experts in increasing order. Ids that are out of range become `num_experts`. There are at least
-        two slots: with one slot, `torch.histc`, with which transformers counts the tokens of each expert, would wait
-        for the GPU.
+        Slots hold the experts in increasing order. Ids that are out of range become `num_experts`.
     """
     experts, count = checked_ids(ids).reshape(-1), ids.numel()
-    num_slots = max(2, min(count, num_experts + 1))
+    num_slots = num_slots_for(count, num_experts)
     numbers = torch.ops.ibp.list_matrices.default(experts, num_experts, num_slots, num_rows, num_spare)
     sizes = [count, num_slots, *(num_slots * number for number in num_rows)]
     slots, held, *rows = numbers.split_with_sizes(sizes)
@@ -155,14 +159,15 @@ def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> t
     """Returns an object that can be passed as self to the forward of a class, for one call. It has the attributes of
     the module, but those in `values` replace the module's own. A value that is a `functools.partial` is called when it
     is first read; its result is then the attribute."""
-    later = {name: value for name, value in values.items() if isinstance(value, functools.partial)}
-    made = object.__new__(_reading_later(kind) if later else kind)
-    state = vars(made)
-    state.update(vars(module))
+    later: dict[str, functools.partial[Any]] = {}
+    state = {**vars(module), "_read_later": later}
     state.pop("forward", None)
     for held in ("_parameters", "_buffers"):
         state[held] = {name: tensor for name, tensor in state[held].items() if name not in values}
-    state.update({name: value for name, value in values.items() if name not in later}, _read_later=later)
+    for name, value in values.items():
+        (later if isinstance(value, functools.partial) else state)[name] = value
+    made = object.__new__(_reading_later(kind) if later else kind)
+    vars(made).update(state)
     return made
 
 

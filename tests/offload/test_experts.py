@@ -5,8 +5,10 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
+from counted import calls_of
 from helpers import assert_same_bits, embedding, in_threads
 from ibp._offload.plan import plan_for
 
@@ -357,6 +359,53 @@ def test_a_shared_stack():
     first, second = Experts(), Experts()
     second.up_proj = first.up_proj
     assert not is_taken(nn.ModuleList([first, second]))
+
+
+# ---- the way into the operation ----
+
+MOST_OF_EXPERTS = 43  # functions of ibp that a call of a layer of experts enters, if both stacks are cached
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of the operations that run on a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Reading(Experts):
+    """Reads its weights and computes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        del self.bias
+
+    def forward(self, hidden, index, weights):
+        return [self.up_proj, self.down_proj]
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+@torch.no_grad()
+def test_one_operation_fetches_the_experts_of_a_layer(request, is_on_gpu):
+    device = request.getfixturevalue("cuda") if is_on_gpu else torch.device("cpu")
+    experts = Reading()
+    x, index, weights = tokens(1).to(device), torch.tensor([[1, 5]], device=device), torch.ones(1, 2, device=device)
+    wanted = [getattr(experts, name)[[1, 5]] for name in ("up_proj", "down_proj")]
+    with ibp.offload(experts, device, resident_bytes=EXPERTS * EXPERT_BYTES * 3 // 4, **SIZES):
+        call = functools.partial(experts, x, index, weights)
+        for found, right in zip(call(), wanted, strict=True):
+            assert_same_bits(found.cpu(), right)
+        entered = calls_of(call)
+        assert len(entered) <= MOST_OF_EXPERTS, entered
+        with Operations() as operations:
+            call()
+    checks = ["aten.view.default", "aten.aminmax.default", *2 * ["aten._local_scalar_dense.default"]]
+    assert operations.names == [*([] if is_on_gpu else checks), "ibp.take_matrices.default"]
 
 
 # ---- GPUs ----

@@ -1,6 +1,7 @@
 """The streams and events of `ibp.offload` on a GPU, without one: see stream_clocks.py."""
 
 import contextlib
+import ctypes
 import itertools
 
 import pytest
@@ -14,8 +15,8 @@ from helpers import assert_same_bits, embedding
 from ibp._offload import events
 from ibp._offload.fetcher import CudaWeightFetcher
 from ibp._rows.table import handle_on
-from ibp.nn._experts import slots_for
-from stream_clocks import Event, Gpu, clocked_gpu
+from ibp.cache import _stacks
+from stream_clocks import Gpu, clocked_gpu
 from test_experts import SIZES, Experts
 
 WIDTH = 32
@@ -212,39 +213,117 @@ def test_damage_is_raised_by_the_use_of_a_weight(gpu):
         assert_same_bits(model(x), wanted)
 
 
-@pytest.mark.parametrize("missing", ["", "wait_event", "wait_stream"])
-def test_experts_come_on_a_stream_of_their_own(monkeypatch, missing):
-    """The caller's stream waits for a weight when it reads it, and for the others before it uses their memory again."""
-    gpu, fetch, memory = clocked_gpu(monkeypatch), events.CachedStack.fetch, []
+class Reading(Experts):
+    """Experts whose forward reads some of the stacks on the current stream, and may then fail."""
+
+    gpu, reads, fails = None, (), False
+
+    def forward(self, hidden, index, weights):
+        values = []
+        for name in self.reads:
+            value = getattr(self, name)
+            self.gpu.use(value, writes=False)
+            values.append(value[index])
+        if self.fails:
+            raise ZeroDivisionError
+        return values
+
+
+def clock_experts(monkeypatch, gpu, beside, has_fork=True, is_interrupted=False):
+    """Lets clocks follow the operation that fetches experts. Returns a list that receives all memory of its results."""
+    take, memory = _stacks._take_matrices, []
+
+    def clocked(*arguments):
+        *_, address, events = arguments
+        assert address == beside.cuda_stream
+        first, *others = (ctypes.cast(event, ctypes.py_object).value for event in events)
+        slots, held, work, *stacks = results = take(*arguments)
+        memory.extend(results)
+        for part in results:
+            gpu.use(part, writes=True)  # an earlier owner of the memory, or the lists
+        first.record(gpu.current)
+        if has_fork:
+            beside.wait_event(first)
+        with gpu.on(beside):
+            for event, stack in zip(others, stacks, strict=True):
+                gpu.use(work, writes=True)
+                gpu.use(stack, writes=True)
+                event.record(beside)
+        if is_interrupted:
+            raise KeyboardInterrupt
+        return results
+
+    monkeypatch.setattr(_stacks, "_take_matrices", clocked)
+    return memory
+
+
+INDEX, GATES = torch.tensor([[1, 5]]), torch.ones(1, 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("reads", [(), ("up_proj",), ("down_proj",), ("up_proj", "down_proj")], ids=str)
+@pytest.mark.parametrize("missing", ["", "fork", "stacks", "end"])
+def test_experts_come_on_a_stream_of_their_own(monkeypatch, reads, fails, missing):
+    """The caller's stream waits for a weight when it reads it, and for the others before it uses their memory again,
+    even if forward fails. Every missing wait is seen."""
+    gpu = clocked_gpu(monkeypatch)
     beside = Gpu.Stream(gpu)
-
-    def record_event(stream):
-        event = Event()
-        event.record(stream)
-        return event
-
-    def clocked_fetch(stack, rows, out, max_sms):
-        gpu.use(out, writes=True)
-        memory.append(out)
-        return fetch(stack, rows, out, max_sms)
-
-    monkeypatch.setattr(Gpu.Stream, "record_event", record_event, raising=False)
     monkeypatch.setattr(events, "_stream_beside", lambda device: beside)
-    monkeypatch.setattr(events.CachedStack, "fetch", clocked_fetch)
-    if missing:
-        monkeypatch.setattr(Gpu.Stream, missing, lambda stream, other: None)
-    model = Experts()
-    wanted = model.up_proj[[1, 5]]
+    memory = clock_experts(monkeypatch, gpu, beside, has_fork=missing != "fork")
+    model = Reading()
+    model.gpu, model.reads, model.fails = gpu, reads, fails
+    wanted = [getattr(model, name)[INDEX] for name in reads]
+    wait_for = _stacks.StackFetcher.wait_for
     with ibp.offload(model, "cpu", **SIZES) as offloaded:
         (forward,) = offloaded._experts
-        _, _, rows = slots_for(torch.tensor([[1, 5]]), 8, forward._num_rows, forward.num_spare)
+        calls = []
 
-        def read_one(weights):
-            value = weights["up_proj"]()
-            gpu.use(value, writes=False)
-            return value
+        def counted(fetcher, number, stream):
+            calls.append(number)
+            is_end = len(calls) > len(reads)
+            if missing != ("end" if is_end else "stacks"):
+                wait_for(fetcher, number, stream)
 
-        with pytest.raises(AssertionError, match="races") if missing else contextlib.nullcontext():
-            assert_same_bits(forward._call_beside(rows, read_one), wanted)
+        monkeypatch.setattr(_stacks.StackFetcher, "wait_for", counted)
+
+        def call():
+            for part in memory:
+                gpu.use(part, writes=True)  # the memory is used again
+            memory.clear()
+            with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+                for value, right in zip(forward.call(torch.ones(1, 4), INDEX, GATES), wanted, strict=True):
+                    assert_same_bits(value, right)
             for part in memory:
                 gpu.use(part, writes=True)
+
+        needed = {"": False, "fork": True, "stacks": bool(reads), "end": "down_proj" not in reads}
+        with pytest.raises(AssertionError, match="races") if needed[missing] else contextlib.nullcontext():
+            for _ in range(2):
+                call()
+                awaited = [("up_proj", "down_proj").index(name) for name in reads]
+                assert calls == (awaited if 1 in awaited else [*awaited, 1])
+                calls.clear()
+
+
+def test_an_interrupted_fetch_of_experts(monkeypatch):
+    """The caller's stream waits also if an interrupt comes when the operation has queued its work."""
+    gpu = clocked_gpu(monkeypatch)
+    beside = Gpu.Stream(gpu)
+    monkeypatch.setattr(events, "_stream_beside", lambda device: beside)
+    memory = clock_experts(monkeypatch, gpu, beside, is_interrupted=True)
+    with ibp.offload(Experts(), "cpu", **SIZES) as offloaded:
+        with pytest.raises(KeyboardInterrupt):
+            offloaded._experts[0].call(torch.ones(1, 4), INDEX, GATES)
+        assert memory
+        for part in memory:
+            gpu.use(part, writes=True)
+
+
+def test_experts_without_caches(monkeypatch):
+    """If the system has refused to pin a stack, no cache serves, and each stack is read from its table."""
+    model, x = Experts(), torch.randn(1, 256).bfloat16()
+    wanted = model(x, INDEX, GATES)
+    with ibp.offload(model, "cpu", **SIZES) as offloaded:
+        monkeypatch.setattr(_stacks.StackFetcher, "serves", lambda fetcher, device: False)
+        assert_same_bits(model(x, INDEX, GATES), wanted)
+        assert int(offloaded._experts[0].num_spare) == 0

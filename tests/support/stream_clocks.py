@@ -73,8 +73,15 @@ class Event:
     def __init__(self, enable_timing=False):
         self.clock, self.is_timed = None, enable_timing
 
+    @property
+    def cuda_event(self):
+        return id(self)
+
     def record(self, stream):
         self.clock = dict(stream.clock)
+
+    def wait(self, stream):
+        stream.wait_event(self)
 
     def query(self):
         return True
