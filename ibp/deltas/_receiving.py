@@ -298,6 +298,8 @@ def bases_of_rows(places: Sequence[tuple[TensorRows, Sequence[BasePart]]], dtype
 
     - If the region has rows of a single tensor, and each memory is a tensor that holds all of these rows, each memory
       is a separate base. So a tensor with several names has several bases.
+    - If the parts of the region lie one after the other in memory, as views of one buffer do, there is one base, which
+      is a view of them.
     - Otherwise there is one base (`SplitBase`), which consists of all parts.
     - If this process holds none of the rows, there is no base.
 
@@ -317,8 +319,12 @@ def bases_of_rows(places: Sequence[tuple[TensorRows, Sequence[BasePart]]], dtype
         offset += rows.shape.numel()
         there = {(part.offset, part.size): math.prod(part.size) for part in found}
         num_missing += max(0, rows.shape.numel() - sum(there.values()))
+    if not parts:
+        return []
     shape = places[0][0].shape if len(places) == 1 else torch.Size((offset,))
-    return [SplitBase(parts, shape, dtype, not num_missing)] if parts else []
+    split = SplitBase(parts, shape, dtype, not num_missing)
+    view = split.as_tensor()
+    return [split if view is None else view]
 
 
 def _written(base: Base, change: Change) -> list[tuple[BasePart, torch.Tensor]]:
