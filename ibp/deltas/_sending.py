@@ -116,7 +116,7 @@ class Sender:
         # It takes several microseconds for each tensor to divide weights into regions. So the division is kept for the
         # next push, whose weights mostly have the same layout.
         self._layout: list[list[Any]] = []  # the shards that are divided, and the result of `_layout_of` for them
-        self._division: list[tuple[bytes, list[_Span], int]] = []  # the result of `_divided`
+        self._division: list[tuple[bytes, list[_Extent], int]] = []  # the result of `_divided`
         self.version = 0
         if weights is not None:
             regions = self._regions(weights)
@@ -249,11 +249,11 @@ _JOINED_SHARE = 16
 _Shard = tuple[str, torch.Size, int, bool]
 
 
-class _Span(NamedTuple):
-    """The elements that `torch.as_strided` selects, with the arguments size, strides and offset, from the storage of
-    the tensor with the given index among those of a push."""
+class _Extent(NamedTuple):
+    """The elements that `torch.as_strided` selects, with the arguments size, strides and offset, from the storage of a
+    tensor. source: the index of the tensor among those of a push."""
 
-    index: int
+    source: int
     size: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
@@ -263,33 +263,35 @@ class OwnRegion(NamedTuple):
     """A region that this process sends.
 
     rows: as in `Region`.
-    spans: where the elements are. There are several spans if the region joins tensors that do not lie one after the
+    extents: where the elements are. There are several extents if the region joins tensors that do not lie one after the
         other in memory.
     nbytes: the size of the elements in bytes.
     sent: the tensors of the push. Each has the rows of one tensor that this process sends.
     """
 
     rows: bytes
-    spans: list[_Span]
+    extents: list[_Extent]
     nbytes: int
     sent: list[torch.Tensor]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.sent[self.spans[0].index].dtype
+        return self.sent[self.extents[0].source].dtype
 
     @property
     def device(self) -> torch.device:
-        return self.sent[self.spans[0].index].device
+        return self.sent[self.extents[0].source].device
 
     @property
     def is_gathered(self) -> bool:
         """Whether `values` returns a copy."""
-        return len(self.spans) > 1
+        return len(self.extents) > 1
 
     def values(self) -> torch.Tensor:
-        """Returns the values of the rows. If there are several spans, the result is a copy of their elements, 1-D."""
-        found = [self.sent[index].detach().as_strided(*place) for index, *place in self.spans]
+        """Returns the values of the rows. If there are several extents, the result is a copy of their elements, 1-D."""
+        found = [
+            self.sent[each.source].detach().as_strided(each.size, each.strides, each.offset) for each in self.extents
+        ]
         if not self.is_gathered:
             return found[0]
         bits = [bits_of(tensor) if tensor.dim() == 1 else bits_of(tensor).reshape(-1) for tensor in found]
@@ -299,7 +301,7 @@ class OwnRegion(NamedTuple):
 def _layout_of(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     """Returns lists that describe tensors and their places in memory, as far as `_divided` depends on them. They are
     equal for tensors in other memory, if the same tensors are tied, and the same ones lie one after the other."""
-    pointers, offsets = [each.data_ptr() for each in tensors], [each.storage_offset() for each in tensors]
+    pointers, offsets = [each.data_ptr() for each in tensors], [int(each.storage_offset()) for each in tensors]
     storages = [pointer - offset * each.itemsize for pointer, offset, each in zip(pointers, offsets, tensors)]
     return [
         [each.shape for each in tensors],
@@ -322,7 +324,7 @@ def _numbered(addresses: Sequence[int]) -> list[int]:
 
 def _divided(
     shards: Sequence[_Shard], tensors: Sequence[torch.Tensor], most_bytes: int
-) -> list[tuple[bytes, list[_Span], int]]:
+) -> list[tuple[bytes, list[_Extent], int]]:
     """Divides the weights that a process sends into regions. The division depends only on names, shapes and places in
     memory (`_layout_of`).
 
@@ -363,34 +365,35 @@ def _divided(
     return [
         (
             json.dumps([rows for rows, _ in region]).encode(),
-            _spans_of(region, shards, tensors),
+            _extents_of(region, shards, tensors),
             sum(rows.shape.numel() * tensors[index].itemsize for rows, index in region),
         )
         for region in (*regions, *small.values())
     ]
 
 
-def _spans_of(
+def _extents_of(
     region: Sequence[tuple[TensorRows, int]], shards: Sequence[_Shard], tensors: Sequence[torch.Tensor]
-) -> list[_Span]:
+) -> list[_Extent]:
     """Returns where the elements of a region are. Joined tensors that lie one after the other in memory, as views of
-    one buffer do, become one span, so that they need not be copied."""
-    spans: list[_Span] = []
-    end = None  # (address of the storage of the last span, index of the element after the span)
-    for rows, index in region:
+    one buffer do, become one extent, so that they need not be copied."""
+    extents: list[_Extent] = []
+    end = None  # (address of the storage of the last extent, index of the element after the extent)
+    # A tensor without elements must not be the source of other elements, because its address does not tell its storage.
+    for rows, index in [each for each in region if each[0].shape.numel()] or region[:1]:
         values, (_, _, start, _) = tensors[index], shards[index]
-        size, strides, offset = tuple(rows.shape), values.stride(), values.storage_offset()
+        size, strides, offset = tuple(rows.shape), values.stride(), int(values.storage_offset())
         offset += strides[0] * (rows.start - start) if strides else 0
         if len(region) == 1 or not values.is_contiguous() or values.is_conj() or values.is_neg():
-            spans.append(_Span(index, size, strides, offset))
+            extents.append(_Extent(index, size, strides, offset))
             end = None
             continue
         count, storage = rows.shape.numel(), values.untyped_storage().data_ptr()
-        first = spans.pop().offset if (storage, offset) == end else offset
+        first = extents.pop().offset if (storage, offset) == end else offset
         # The storage of the later tensor certainly has the elements of the earlier ones, too.
-        spans.append(_Span(index, (offset + count - first,), (1,), first))
+        extents.append(_Extent(index, (offset + count - first,), (1,), first))
         end = storage, offset + count
-    return spans
+    return extents
 
 
 def _cut(rows: TensorRows, num_bytes: int, most_bytes: int) -> Iterator[TensorRows]:

@@ -450,16 +450,19 @@ def test_views_of_one_buffer(is_joined_there, is_joined_here):
 
 
 def test_weights_in_another_order_than_their_buffer():
-    """Only neighbours in order become one tensor; a weight that moves out of the buffer is copied again."""
+    """Only neighbours in order become one tensor; a weight that moves out of the buffer is copied again. A tensor
+    without elements stands in nobody's way, wherever its storage is."""
     weights = in_one_buffer({name: torch.full((2, 3), float(number)) for number, name in enumerate("abcd")})
-    order = {name: weights[name] for name in "bcda"}
+    order = {"b": weights["b"], "none": weights["b"][:0], "c": weights["c"], "d": weights["d"], "a": weights["a"]}
     sender = Sender()
     (region,) = sender._regions(order)
-    assert [span.size for span in region.spans] == [(18,), (6,)]
+    assert [extent.size for extent in region.extents] == [(18,), (6,)]
+    order["none"] = torch.empty(0, 3)
+    (region,) = sender._regions(order)
     assert region.values().tolist() == [1.0] * 6 + [2.0] * 6 + [3.0] * 6 + [0.0] * 6
     order["c"] = order["c"].clone()
     (region,) = sender._regions(order)
-    assert [span.size for span in region.spans] == [(6,)] * 4
+    assert [extent.size for extent in region.extents] == [(6,)] * 4
     assert region.values().tolist() == [1.0] * 6 + [2.0] * 6 + [3.0] * 6 + [0.0] * 6
 
 
