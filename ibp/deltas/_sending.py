@@ -84,8 +84,9 @@ class Sender:
         piece_bytes: the size in bytes of a piece. One message holds the changes of at most this many bytes of weights;
             only a single row may be larger. Tensors of at most 1/64 of this size are coded together. A push takes
             memory for more than its messages, because a GPU measures the next piece while a message is made: it takes
-            memory for the changes of two pieces, and for copies of their tensors that are coded together. If the
-            sender's copy is in host memory, the push also takes memory for two pieces of this copy.
+            memory for the changes of two pieces, and for copies of their tensors that are coded together, unless these
+            are views of one buffer, one after the other. If the sender's copy is in host memory, the push also takes
+            memory for two pieces of this copy.
         device: the device on which messages are made. None: the device of the weights.
 
     Attributes:

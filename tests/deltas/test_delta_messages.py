@@ -197,6 +197,20 @@ def test_a_lost_message_of_a_push():
     assert_same_weights(link.here, link.versions[3])
 
 
+def test_a_message_that_does_not_fit_has_not_come():
+    """It is refused at once, and may come again; what has come stays."""
+    link = Link()
+    first, *others = link.pushes[1]
+    assert len(others) > 1
+    assert not link.receiver.apply(others[0])
+    link.receiver._bases.clear()
+    away = link.receiver._weights.pop("embed")
+    link.refuses([first], "there is no tensor 'embed' here", KeyError)
+    link.receiver._weights["embed"] = away
+    assert applied(link.receiver, [first, *others[1:]])
+    assert_same_weights(link.here, link.versions[2])
+
+
 def test_pieces_of_a_push_that_are_lost_before_the_first_version():
     link = Link()
     other = Receiver(copies(link.versions[1]))
