@@ -9,16 +9,19 @@ all layers, computed by their bytes. Arms: `all weights` sends them as they are.
 `Receiver.apply`, which check fingerprints before and after. `index and value` compares bits with a kept copy and sends
 an int32 index and the new value of each change; torch finds and applies them in one list for each 256 MiB of weights.
 
-`link` is `sockets` (TCP) or `shared memory` (on one machine, with pinned memory on both sides). For 100 and 400 Gb/s
-the times are computed: making and applying as measured with shared memory, and the messages' bytes at that rate.
-`make_ms` is the time until the messages are in device memory, `move_ms` until they are in the engine's, `apply_ms`
-until the engine has the weights, and `ms` is their sum. They are medians by the wall clock. `changed` is the share of
-weights that changed, `mib` the size of messages, and `fewer` the bytes of `index and value` over theirs. GB/s count
-weights. The ideal is the link's rate over the share of the bytes that is sent; the rate of a link on one machine is
-that of all weights. After every step of every arm the engine's weights must have the trainer's fingerprints.
+`link` is `sockets` (TCP) or `shared memory` (on one machine, with pinned memory on both sides). The engine takes each
+message as soon as it has come, while the next one is on its way. For 100 and 400 Gb/s the times are computed: making
+and applying as measured with shared memory, and the messages' bytes at that rate, or the time that the engine takes for
+all messages but the last one and waits for the first one, if this is longer. `make_ms` is the time until the messages
+are in device memory, `move_ms` until the last one is in the engine's, `apply_ms` from then until the engine has the
+weights, and `ms` is their sum. They are medians by the wall clock. `changed` is the share of weights that changed,
+`mib` the size of messages, and `fewer` the bytes of `index and value` over theirs. GB/s count weights. The ideal is the
+link's rate over the share of the bytes that is sent; the rate of a link on one machine is that of all weights. After
+every step of every arm the engine's weights must have the trainer's fingerprints.
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import socket
 import statistics
@@ -149,9 +152,8 @@ class IbpEngine:
     def __init__(self, weights):
         self.receiver = ibp.deltas.Receiver(weights.tensors)
 
-    def take(self, messages):
-        for message in messages:
-            self.receiver.apply(message)
+    def take(self, message):
+        self.receiver.apply(message)
 
 
 class PlainTrainer:
@@ -170,11 +172,14 @@ class PlainTrainer:
 
 class PlainEngine:
     def __init__(self, weights):
-        self.weights = weights
+        self.flats, self.indices = itertools.cycle(weights.flats), None
 
-    def take(self, messages):
-        for flat, indices, values in zip(self.weights.flats, messages[::2], messages[1::2]):
-            flat.index_copy_(0, indices.view(torch.int32).long(), values.view(torch.bfloat16))
+    def take(self, message):
+        if self.indices is None:
+            self.indices = message.view(torch.int32)
+        else:
+            next(self.flats).index_copy_(0, self.indices.long(), message.view(torch.bfloat16))
+            self.indices = None
 
 
 class AllTrainer:
@@ -187,11 +192,10 @@ class AllTrainer:
 
 class AllEngine:
     def __init__(self, weights):
-        self.weights = weights
+        self.flats = itertools.cycle(weights.flats)
 
-    def take(self, messages):
-        for flat, message in zip(self.weights.flats, messages):
-            flat.copy_(message.view(torch.bfloat16))
+    def take(self, message):
+        next(self.flats).copy_(message.view(torch.bfloat16))
 
 
 ARMS = {ALL: (AllTrainer, AllEngine), IBP: (IbpTrainer, IbpEngine), PLAIN: (PlainTrainer, PlainEngine)}
@@ -270,14 +274,15 @@ def serve(kind, shape, pipe, port, memory, semaphores):
         elif what == "arm":
             engine = ARMS[value][1](weights)
         elif what == "take":
-            messages = [torch.empty(size, dtype=torch.uint8, device=device) for size in value]
-            for message in messages:
+            seconds = []
+            for message in [torch.empty(size, dtype=torch.uint8, device=device) for size in value]:
                 link.receive(message)
-            synchronize(on_gpu)
-            came = time.perf_counter()
-            engine.take(messages)
-            synchronize(on_gpu)
-            pipe.send(time.perf_counter() - came)
+                synchronize(on_gpu)
+                came = time.perf_counter()
+                engine.take(message)
+                synchronize(on_gpu)
+                seconds.append(time.perf_counter() - came)
+            pipe.send((sum(seconds[:-1]), seconds[-1]))
             continue
         pipe.send(weights.prints() if what == "prints" else None)
 
@@ -316,7 +321,8 @@ class Engine:
         return self.pipe.recv()
 
     def step(self, trainer, weights, link):
-        """Returns the seconds of making, moving and applying, and the bytes of the messages."""
+        """Returns the seconds of making, moving and applying, and those of taking all messages but the last; and the
+        number and the bytes of the messages."""
         synchronize(self.on_gpu)
         started = time.perf_counter()
         messages = trainer.make(weights)
@@ -325,9 +331,9 @@ class Engine:
         self.pipe.send(("take", [message.numel() for message in messages]))
         for message in messages:
             self.links[link].send(message)
-        applying = self.pipe.recv()
-        ended = time.perf_counter()
-        return made - started, ended - made - applying, applying, sum(message.numel() for message in messages)
+        taking, applying = self.pipe.recv()
+        moving = time.perf_counter() - made - applying
+        return made - started, moving, applying, taking, len(messages), sum(message.numel() for message in messages)
 
     def end(self):
         with contextlib.suppress(OSError):
@@ -354,20 +360,19 @@ class SyncCase:
 
     def measure(self, arm):
         for link in (SOCKETS, SHARED):
-            if (arm, link) in self.before:
-                parts, num_bytes = self.before[arm, link]
-            else:
-                parts, num_bytes = self._measured(arm, link)
+            found = self.before.get((arm, link)) or self._measured(arm, link)
+            *parts, taking, count, num_bytes = found
             if arm == ALL:
-                self.before[arm, link] = parts, num_bytes
+                self.before[arm, link] = found
                 self.link_gbps[link] = self.old.num_bytes * 1e-9 / parts[1]
             self._record(arm, link, parts, num_bytes)
         for gbits in GBITS:
-            moving = num_bytes * 1e-9 / (gbits / 8)
+            on_link = num_bytes * 1e-9 / (gbits / 8)
+            moving = max(on_link, on_link / count + taking)
             self._record(arm, f"{gbits} Gb/s", (parts[0], moving, parts[2]), num_bytes)
 
     def _measured(self, arm, link):
-        """Returns medians of the parts of a step, and the bytes of its messages."""
+        """Returns medians of the results of `Engine.step`."""
         self.engine.ask("link", link)
         self.engine.ask("arm", arm)
         trainer, found = ARMS[arm][0](self.old), []
@@ -376,8 +381,7 @@ class SyncCase:
             found.append(self.engine.step(trainer, self.new if is_new else self.old, link))
             if self.engine.ask("prints") != self.prints[is_new]:
                 raise AssertionError(f"{arm} over {link}: the engine has other weights than the trainer")
-        *parts, num_bytes = (statistics.median(values) for values in zip(*found[1:]))
-        return parts, num_bytes
+        return [statistics.median(values) for values in zip(*found[1:])]
 
     def _record(self, arm, link, parts, num_bytes):
         seconds, shape, weight_bytes = sum(parts), self.shape, self.old.num_bytes

@@ -151,6 +151,20 @@ class SplitBase:
     def device(self) -> torch.device:
         return self.parts[0].memory.device
 
+    def as_tensor(self) -> torch.Tensor | None:
+        """Returns a view of the elements, if they lie in memory as those of one contiguous tensor do: they are whole
+        views of one buffer, in the buffer's order. Otherwise returns None."""
+        if self._flats is None:
+            return None
+        filled = [flat for flat in self._flats if flat.numel()]
+        ends = [(flat.untyped_storage().data_ptr(), flat.storage_offset() + flat.numel()) for flat in filled]
+        begins = [(flat.untyped_storage().data_ptr(), flat.storage_offset()) for flat in filled]
+        if not filled or begins[1:] != ends[:-1]:
+            return None
+        # The storage of the last view certainly has the elements of the other views, too.
+        bits = filled[-1].as_strided(self.shape, _strides_of(self.shape), filled[0].storage_offset())
+        return bits.view(self.dtype)
+
     def read(self) -> torch.Tensor:
         """Returns all elements, 1-D. Elements that are in no part are 0."""
         make = torch.empty if self.is_whole else torch.zeros
@@ -195,6 +209,11 @@ def memory_of(x: Version | SplitBase) -> tuple[Any, ...]:
         return x.key
     if isinstance(x, CompressedTensor) or x.numel() == 0:
         return (id(x),)
+    return place_of(x)
+
+
+def place_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """Returns the result of `memory_of` for a tensor that has elements."""
     return x.device, x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 

@@ -21,7 +21,7 @@ from .._common.manners import Movable
 from .._common.sequences import cut, one_ahead
 from .._fetch.streaming import decompress
 from .._machine import memory, staging
-from .._rows.geometry import bytes_of
+from .._rows.geometry import Geometry, bytes_of
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import apart, apply_all, memory_of
 from ._coding import (
@@ -515,11 +515,9 @@ class Making:
                 made.append(None)
                 continue
             groups = slice(first // _core.ROWS_PER_BASE, self._firsts[i + 1] // _core.ROWS_PER_BASE)
-            table = CompressedTensor(
-                shape=like.shape,
-                dtype=like.dtype,
+            table = CompressedTensor.of_parts(
+                Geometry(like.shape, like.dtype, ROW_BYTES),
                 scheme="planes",
-                row_bytes=ROW_BYTES,
                 slot_bytes=0,
                 slots=overflow[:0],
                 overflow=overflow[starts[i] : starts[i] + sizes[i]],

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,12 +35,16 @@ class OutOfSyncError(DeltaMismatchError):
     dtypes."""
 
 
+# A region of a message, its change, and its bases. The change is None if the region has not changed.
+_Arrival = tuple[Region, Change | None, list[Base]]
+
+
 class _Arrived(NamedTuple):
     """The messages of a push that have come from one sender. `head` is the head of the message that came first. `came`
-    maps the number of each message to (its head, the buffer with the parts of its changes)."""
+    maps the number of each message to its regions."""
 
     head: PushHead
-    came: dict[int, tuple[PushHead, torch.Tensor]]
+    came: dict[int, list[_Arrival]]
 
 
 class Receiver:
@@ -48,8 +52,9 @@ class Receiver:
 
     The messages of a push may come in any order. When the last of them has come, all changes are applied to the weights
     in place. If the call fails or is interrupted, the changes are undone, so the weights are never a mixture of two
-    versions. Until the push is complete, the receiver keeps a copy of each message, on the device of the message. So
-    the caller may reuse a message's memory as soon as `apply` has returned.
+    versions. Until the push is complete, the receiver keeps a copy of each message, on the device of the weights if the
+    message has coded changes, otherwise on the device of the message. So the caller may reuse a message's memory as
+    soon as `apply` has returned.
 
     Example:
         >>> there, here = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
@@ -106,18 +111,20 @@ class Receiver:
         self._check_agreement(head)
         self._check_order(head)
         part, (number, _) = head.part[0], head.piece
-        arrived = self._pending.get(part)
-        if arrived is None or arrived.head.version != head.version or arrived.head.sender != head.sender:
-            self._pending = {of: each for of, each in self._pending.items() if each.head.version == head.version}
-            arrived = self._pending[part] = _Arrived(head, {})
-        all_parts = self._pending.values()
-        num_wanted = sum(each.head.piece[1] - len(each.came) for each in all_parts)
+        all_parts = {of: each for of, each in self._pending.items() if each.head.version == head.version}
+        arrived = all_parts.get(part)
+        if arrived is None or arrived.head.sender != head.sender:
+            arrived = all_parts[part] = _Arrived(head, {})
+        num_wanted = sum(each.head.piece[1] - len(each.came) for each in all_parts.values())
         is_last = len(all_parts) == head.part[1] and num_wanted == 1
-        arrived.came[number] = head, data if is_last else data.clone()  # the caller may overwrite its message
+        # The caller may overwrite its message. What the changes need is prepared now, while other messages may still be
+        # on their way. If this fails, the message has not come.
+        arrived.came[number] = self._changes(head, data if is_last else data.clone())
+        self._pending = all_parts
         if not is_last:
             return False
         try:
-            self._become([came for each in all_parts for came in each.came.values()])
+            self._become([arrival for each in all_parts.values() for came in each.came.values() for arrival in came])
             self._senders = {part: each.head.sender for part, each in self._pending.items()}
             self.version = head.version
         finally:
@@ -166,17 +173,17 @@ class Receiver:
                     f"and others are of {other.piece[1]}, and of version {other.base}; {_WANTED}"
                 )
 
-    def _become(self, came: list[tuple[PushHead, torch.Tensor]]) -> None:
-        """Applies all changes of a push, given all of its messages. If an error is raised, the weights are
-        unchanged."""
+    def _become(self, arrivals: list[_Arrival]) -> None:
+        """Applies all changes of a push, given the regions of all of its messages. If an error is raised, the weights
+        are unchanged."""
         jobs: list[tuple[str, Delta, Base]] = []
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         results: dict[bytes, int] = {}
-        rows = frozenset(region.rows for head, _ in came for region in head.regions)
+        rows = frozenset(region.rows for region, _, _ in arrivals)
         if rows != self._whole:  # most pushes have the same rows as the previous push
-            _check_whole(region for head, _ in came for region in head.regions)
+            _check_whole(region for region, _, _ in arrivals)
         self._whole = rows
-        for region, change, bases in self._changes(came):
+        for region, change, bases in arrivals:
             _check_result(region, change)
             if results.setdefault(region.rows, region.result) != region.result:
                 raise ValueError(f"two senders have sent {_name(region)}, and not the same")
@@ -200,21 +207,21 @@ class Receiver:
             raise OutOfSyncError(f"{error}; {_WANTED}") from error
         self._known = results
 
-    def _changes(self, came: list[tuple[PushHead, torch.Tensor]]) -> Iterator[tuple[Region, Change | None, list[Base]]]:
-        """Yields (region, its change, its bases) for all regions of the given messages. The change is None if the
-        region has not changed. If a message has tables, the parts of all its changes are first copied to the device of
-        the weights."""
-        for head, data in came:
-            new = [region for region in head.regions if (region.rows, region.dtype) not in self._bases]
-            self._bases |= {(region.rows, region.dtype): found for region, found in zip(new, self.bases_of(new))}
-            bases = [self._bases[region.rows, region.dtype] for region in head.regions]
-            heads = [region.change for region in head.regions if region.change is not None]
-            targets = [base for found in bases for base in found]
-            if targets and any(each.fields is not None for each in heads):
-                data = data.to(targets[0].device)
-            changes = iter(opened(heads, data))
-            for region, found in zip(head.regions, bases):
-                yield region, None if region.change is None else next(changes), found
+    def _changes(self, head: PushHead, data: torch.Tensor) -> list[_Arrival]:
+        """Returns the regions of a message. If the message has tables, the parts of all its changes are first copied to
+        the device of the weights. data: the buffer with the parts."""
+        new = [region for region in head.regions if (region.rows, region.dtype) not in self._bases]
+        self._bases |= {(region.rows, region.dtype): found for region, found in zip(new, self.bases_of(new))}
+        bases = [self._bases[region.rows, region.dtype] for region in head.regions]
+        heads = [region.change for region in head.regions if region.change is not None]
+        targets = [base for found in bases for base in found]
+        if targets and any(each.fields is not None for each in heads):
+            data = data.to(targets[0].device)
+        changes = iter(opened(heads, data))
+        return [
+            (region, None if region.change is None else next(changes), found)
+            for region, found in zip(head.regions, bases)
+        ]
 
     def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
         """Returns a list of the bases of each region. It has one base, or several if a tensor has several names.
@@ -298,6 +305,8 @@ def bases_of_rows(places: Sequence[tuple[TensorRows, Sequence[BasePart]]], dtype
 
     - If the region has rows of a single tensor, and each memory is a tensor that holds all of these rows, each memory
       is a separate base. So a tensor with several names has several bases.
+    - If the parts of the region lie one after the other in memory, as views of one buffer do, there is one base, which
+      is a view of them.
     - Otherwise there is one base (`SplitBase`), which consists of all parts.
     - If this process holds none of the rows, there is no base.
 
@@ -317,8 +326,12 @@ def bases_of_rows(places: Sequence[tuple[TensorRows, Sequence[BasePart]]], dtype
         offset += rows.shape.numel()
         there = {(part.offset, part.size): math.prod(part.size) for part in found}
         num_missing += max(0, rows.shape.numel() - sum(there.values()))
+    if not parts:
+        return []
     shape = places[0][0].shape if len(places) == 1 else torch.Size((offset,))
-    return [SplitBase(parts, shape, dtype, not num_missing)] if parts else []
+    split = SplitBase(parts, shape, dtype, not num_missing)
+    view = split.as_tensor()
+    return [split if view is None else view]
 
 
 def _written(base: Base, change: Change) -> list[tuple[BasePart, torch.Tensor]]:

@@ -21,8 +21,9 @@ from .._common.arguments import whole_number
 from .._common.sequences import cut, one_ahead
 from .._machine import memory as _memory
 from .._machine import staging
-from ._applying import memory_of
-from ._coding import Version, bits_of, check_source, fingerprint
+from .._rows.geometry import check_tensor
+from ._applying import place_of
+from ._coding import Version, bits_of, fingerprint
 from ._delta import CheckpointDelta, Delta, begin_differences
 from ._messages import (
     Change,
@@ -83,8 +84,9 @@ class Sender:
         piece_bytes: the size in bytes of a piece. One message holds the changes of at most this many bytes of weights;
             only a single row may be larger. Tensors of at most 1/64 of this size are coded together. A push takes
             memory for more than its messages, because a GPU measures the next piece while a message is made: it takes
-            memory for the changes of two pieces, and for copies of their tensors that are coded together. If the
-            sender's copy is in host memory, the push also takes memory for two pieces of this copy.
+            memory for the changes of two pieces, and for copies of their tensors that are coded together, unless these
+            are views of one buffer, one after the other. If the sender's copy is in host memory, the push also takes
+            memory for two pieces of this copy.
         device: the device on which messages are made. None: the device of the weights.
 
     Attributes:
@@ -112,10 +114,10 @@ class Sender:
         self._device = None if device is None else _memory.canonical(device)
         self._id = uuid.uuid4().hex
         self._kept: dict[bytes, torch.Tensor] = {}  # the copy of each region, by OwnRegion.rows
-        # How weights are divided into regions takes several microseconds for each tensor, so the division is kept for
-        # the next push, which mostly has the same weights.
-        self._shards: list[_Shard] = []  # the weights that are divided
-        self._members: list[tuple[bytes, list[_Member]]] = []  # for each region, the JSON of its rows, and its members
+        # It takes several microseconds for each tensor to divide weights into regions. So the division is kept for the
+        # next push, whose weights mostly have the same layout.
+        self._layout: list[list[Any]] = []  # the shards that are divided, and the result of `_layout_of` for them
+        self._division: list[tuple[bytes, list[_Extent], int]] = []  # the result of `_divided`
         self.version = 0
         if weights is not None:
             regions = self._regions(weights)
@@ -180,23 +182,20 @@ class Sender:
         for name, tensor in named(weights).items():
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
-            shard = _shard_of(name, tensor.detach(), self._part)
-            if shard is not None:
-                rows, values = shard
-                check_source(values, name)
-                is_alone = self._part[1] > 1 and values.shape == tensor.shape
-                memory = memory_of(values) if values.numel() else (name, values.dtype, values.device)
-                shards.append((rows, is_alone, memory))
+            start, values = (0, tensor) if not hasattr(tensor, "device_mesh") else _shard_of(name, tensor, self._part)
+            if values is not None:
+                if values.layout != torch.strided or values.is_nested:
+                    check_tensor(values, name)
+                full_shape = tensor.shape
+                shards.append((name, full_shape, start, self._part[1] > 1 and values.shape == full_shape))
                 tensors.append(values)
-        if shards != self._shards:
-            self._members = _divided(shards, tensors, max(1, self._piece_bytes // _REGIONS_OF_PIECE))
-            self._shards = shards
-
-        def values_of(rows: TensorRows, index: int) -> torch.Tensor:
-            values, start = tensors[index], shards[index][0].start
-            return values if values.shape == rows.shape else values[rows.start - start : rows.end - start]
-
-        return [OwnRegion(text, [values_of(*member) for member in members]) for text, members in self._members]
+        layout = [shards, *_layout_of(tensors)]
+        if layout != self._layout:
+            for (name, *_), values in zip(shards, tensors):
+                check_tensor(values, name)
+            self._division = _divided(shards, tensors, max(1, self._piece_bytes // _REGIONS_OF_PIECE))
+            self._layout = layout
+        return [OwnRegion(*place, tensors) for place in self._division]
 
     def _like(self, region: OwnRegion, kept: dict[bytes, torch.Tensor]) -> torch.Tensor | None:
         """Takes the copy of a region out of `kept`, so that its memory is freed as soon as a new copy replaces it.
@@ -225,7 +224,7 @@ class Sender:
         the device of the weights, and the change is a delta, `old` already has the new values."""
         if old is not None and isinstance(change, Delta) and (self._is_pinned is None or change.is_empty):
             return old
-        if region.is_joined and self._is_pinned is None:
+        if region.is_gathered and self._is_pinned is None:
             return values
         if old is None and self._is_pinned:
             old = staging.pinned_like(values)
@@ -245,84 +244,157 @@ _ROW_STEP = 16
 _JOINED_SHARE = 16
 
 
+# Says which rows of a tensor this process sends: (the name of the tensor, its shape, the index of the first row that is
+# sent, is_alone). is_alone: whether other senders may send the same rows. Such rows are not joined with others, because
+# each sender could join them with different ones.
+_Shard = tuple[str, torch.Size, int, bool]
+
+
+class _Extent(NamedTuple):
+    """The elements that `torch.as_strided` selects, with the arguments size, strides and offset, from the storage of a
+    tensor. source: the index of the tensor among those of a push."""
+
+    source: int
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
 class OwnRegion(NamedTuple):
     """A region that this process sends.
 
     rows: as in `Region`.
-    tensors: for each tensor of the region, the values of its rows.
+    extents: where the elements are. There are several extents if the region joins tensors that do not lie one after the
+        other in memory.
+    nbytes: the size of the elements in bytes.
+    sent: the tensors of the push. Each has the rows of one tensor that this process sends.
     """
 
     rows: bytes
-    tensors: list[torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+    extents: list[_Extent]
+    nbytes: int
+    sent: list[torch.Tensor]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.tensors[0].dtype
+        return self.sent[self.extents[0].source].dtype
 
     @property
     def device(self) -> torch.device:
-        return self.tensors[0].device
+        return self.sent[self.extents[0].source].device
 
     @property
-    def is_joined(self) -> bool:
-        return len(self.tensors) > 1
+    def is_gathered(self) -> bool:
+        """Whether `values` returns a copy."""
+        return len(self.extents) > 1
 
     def values(self) -> torch.Tensor:
-        """Returns the values of the rows. If tensors are joined, the result is a copy of their elements, 1-D."""
-        if not self.is_joined:
-            return self.tensors[0]
-        return torch.cat([bits_of(tensor).reshape(-1) for tensor in self.tensors]).view(self.dtype)
+        """Returns the values of the rows. If there are several extents, the result is a copy of their elements, 1-D."""
+        found = [
+            self.sent[each.source].detach().as_strided(each.size, each.strides, each.offset) for each in self.extents
+        ]
+        if not self.is_gathered:
+            return found[0]
+        bits = [bits_of(tensor) if tensor.dim() == 1 else bits_of(tensor).reshape(-1) for tensor in found]
+        return torch.cat(bits).view(self.dtype)
 
 
-# Says which rows of a tensor this process sends: (rows, is_alone, memory).
-# is_alone: whether other senders may send the same rows. Such rows are not joined with others, because each sender
-#     could join them with different ones.
-# memory: a key that identifies the values in memory (`memory_of`). A tensor without elements has no memory, so its
-#     name, dtype and device identify it.
-_Shard = tuple[TensorRows, bool, tuple[Any, ...]]
-_Member = tuple[TensorRows, int]  # rows of one tensor in a region, and the index of the tensor among the shards
+def _layout_of(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Returns lists that describe tensors and their places in memory, as far as `_divided` depends on them. They are
+    equal for tensors in other memory, if the same tensors are tied, and the same ones lie one after the other."""
+    pointers, offsets = [each.data_ptr() for each in tensors], [int(each.storage_offset()) for each in tensors]
+    storages = [pointer - offset * each.itemsize for pointer, offset, each in zip(pointers, offsets, tensors)]
+    return [
+        [each.shape for each in tensors],
+        [each.stride() for each in tensors],
+        [each.dtype for each in tensors],
+        [each.device for each in tensors],
+        [each.is_conj() for each in tensors],
+        [each.is_neg() for each in tensors],
+        offsets,
+        _numbered(pointers),
+        _numbered(storages),
+    ]
+
+
+def _numbered(addresses: Sequence[int]) -> list[int]:
+    """Returns a number for each address: 0 for the first one, and 1, 2, ... for those that differ from all before."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(address, len(numbers)) for address in addresses]
 
 
 def _divided(
     shards: Sequence[_Shard], tensors: Sequence[torch.Tensor], most_bytes: int
-) -> list[tuple[bytes, list[_Member]]]:
+) -> list[tuple[bytes, list[_Extent], int]]:
     """Divides the weights that a process sends into regions. The division depends only on names, shapes and places in
-    memory.
+    memory (`_layout_of`).
 
     Args:
         tensors: the values of each shard.
         most_bytes: a region has at most this many bytes; the exception is a region of one row that is larger.
 
     Returns:
-        For each region, (the JSON of its rows, its members).
+        For each region, (the JSON of its rows, the places of its elements, its size in bytes).
     """
     names: dict[tuple[Any, ...], list[str]] = {}  # the names of the tensors in a place in memory
     first: dict[tuple[Any, ...], int] = {}  # the index of the first of these tensors
-    for index, (shard, _, memory) in enumerate(shards):
-        names.setdefault(memory, []).extend(shard.names)
+    alone: set[tuple[Any, ...]] = set()
+    for index, ((name, _, _, is_alone), values) in enumerate(zip(shards, tensors)):
+        # A tensor without elements has no memory, so its name, dtype and device identify it.
+        memory = place_of(values) if values.numel() else (name, values.dtype, values.device)
+        names.setdefault(memory, []).append(name)
         first.setdefault(memory, index)
-    alone = {memory for _, is_alone, memory in shards if is_alone}
-    regions: list[list[_Member]] = []
-    small: dict[tuple[Any, ...], list[_Member]] = {}  # the members of the joined region that is not full yet
+        if is_alone:
+            alone.add(memory)
+    regions: list[list[tuple[TensorRows, int]]] = []  # for each region, its rows, and the indices of their shards
+    small: dict[tuple[Any, ...], list[tuple[TensorRows, int]]] = {}  # the joined region that is not full yet
     sizes: dict[tuple[Any, ...], int] = {}
     for memory in sorted(first, key=lambda memory: memory not in alone):
-        index, tensor = first[memory], tensors[first[memory]]
-        shard, kind = shards[index][0]._replace(names=tuple(names[memory])), (tensor.dtype, tensor.device)
-        for rows in _cut(shard, tensor.nbytes, most_bytes):
-            num_bytes = rows.shape.numel() * tensor.itemsize
+        index, values = first[memory], tensors[first[memory]]
+        _, full_shape, start, _ = shards[index]
+        rows, kind = TensorRows(tuple(names[memory]), full_shape, start, values.shape), (values.dtype, values.device)
+        for part in _cut(rows, values.nbytes, most_bytes):
+            num_bytes = part.shape.numel() * values.itemsize
             if memory in alone or num_bytes * _JOINED_SHARE > most_bytes:
-                regions.append([(rows, index)])
+                regions.append([(part, index)])
                 continue
             if sizes.get(kind, 0) + num_bytes > most_bytes:
                 regions.append(small.pop(kind))
                 sizes[kind] = 0
-            small.setdefault(kind, []).append((rows, index))
+            small.setdefault(kind, []).append((part, index))
             sizes[kind] = sizes.get(kind, 0) + num_bytes
-    return [(json.dumps([rows for rows, _ in each]).encode(), each) for each in (*regions, *small.values())]
+    return [
+        (
+            json.dumps([rows for rows, _ in region]).encode(),
+            _extents_of(region, shards, tensors),
+            sum(rows.shape.numel() * tensors[index].itemsize for rows, index in region),
+        )
+        for region in (*regions, *small.values())
+    ]
+
+
+def _extents_of(
+    region: Sequence[tuple[TensorRows, int]], shards: Sequence[_Shard], tensors: Sequence[torch.Tensor]
+) -> list[_Extent]:
+    """Returns where the elements of a region are. Joined tensors that lie one after the other in memory, as views of
+    one buffer do, become one extent, so that they need not be copied."""
+    extents: list[_Extent] = []
+    end = None  # (address of the storage of the last extent, index of the element after the extent)
+    # A tensor without elements must not be the source of other elements, because its address does not tell its storage.
+    for rows, index in [each for each in region if each[0].shape.numel()] or region[:1]:
+        values, (_, _, start, _) = tensors[index], shards[index]
+        size, strides, offset = tuple(rows.shape), values.stride(), int(values.storage_offset())
+        offset += strides[0] * (rows.start - start) if strides else 0
+        if len(region) == 1 or not values.is_contiguous() or values.is_conj() or values.is_neg():
+            extents.append(_Extent(index, size, strides, offset))
+            end = None
+            continue
+        count, storage = rows.shape.numel(), values.untyped_storage().data_ptr()
+        first = extents.pop().offset if (storage, offset) == end else offset
+        # The storage of the later tensor certainly has the elements of the earlier ones, too.
+        extents.append(_Extent(index, (offset + count - first,), (1,), first))
+        end = storage, offset + count
+    return extents
 
 
 def _cut(rows: TensorRows, num_bytes: int, most_bytes: int) -> Iterator[TensorRows]:
@@ -337,14 +409,13 @@ def _cut(rows: TensorRows, num_bytes: int, most_bytes: int) -> Iterator[TensorRo
         yield rows._replace(start=start, shape=torch.Size((min(step, rows.end - start), *rows.shape[1:])))
 
 
-def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[TensorRows, torch.Tensor] | None:
-    """Returns (the rows of a tensor that this process sends, their values). Returns None if only other ranks send rows
-    of the tensor."""
-    if not hasattr(tensor, "device_mesh"):
-        return TensorRows((name,), tensor.shape, 0, tensor.shape), tensor
+def _shard_of(name: str, tensor: Any, part: tuple[int, int]) -> tuple[int, torch.Tensor | None]:
+    """For a DTensor, returns (the index of the first row that this process sends, the values of these rows). The values
+    are None if only other ranks send rows of the tensor."""
     from torch.distributed.tensor import DTensor, Shard
 
     assert isinstance(tensor, DTensor)
+    tensor = tensor.detach()
     mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if mesh.size() > part[1]:
         raise ValueError(
@@ -352,18 +423,18 @@ def _shard_of(name: str, tensor: torch.Tensor, part: tuple[int, int]) -> tuple[T
             "part=(torch.distributed.get_rank(), torch.distributed.get_world_size())"
         )
     if at is None:
-        return None
+        return 0, None
     split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     by_rows = [placement for placement in tensor.placements if type(placement) is Shard and placement.dim == 0]
     if len(split) > 1 or len(by_rows) < len(split):
         whole = tensor.full_tensor()
-        return None if any(at) else (TensorRows((name,), whole.shape, 0, whole.shape), whole)
+        return 0, None if any(at) else whole
     local, start = tensor.to_local(), 0
     if split:
         num_rows = tensor.shape[0]
         start = min(-(-num_rows // mesh.size(split[0])) * at[split[0]], num_rows)  # as torch.chunk cuts
     is_sent = not any(at[dim] for dim in range(mesh.ndim) if dim not in split) and (local.numel() or not start)
-    return (TensorRows((name,), tensor.shape, start, local.shape), local) if is_sent else None
+    return start, local if is_sent else None
 
 
 # ---- broadcasts ----

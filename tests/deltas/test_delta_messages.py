@@ -197,6 +197,20 @@ def test_a_lost_message_of_a_push():
     assert_same_weights(link.here, link.versions[3])
 
 
+def test_a_message_that_does_not_fit_has_not_come():
+    """It is refused at once, and may come again; what has come stays."""
+    link = Link()
+    first, *others = link.pushes[1]
+    assert len(others) > 1
+    assert not link.receiver.apply(others[0])
+    link.receiver._bases.clear()
+    away = link.receiver._weights.pop("embed")
+    link.refuses([first], "there is no tensor 'embed' here", KeyError)
+    link.receiver._weights["embed"] = away
+    assert applied(link.receiver, [first, *others[1:]])
+    assert_same_weights(link.here, link.versions[2])
+
+
 def test_pieces_of_a_push_that_are_lost_before_the_first_version():
     link = Link()
     other = Receiver(copies(link.versions[1]))
@@ -377,17 +391,93 @@ def test_the_plan_of_a_push_follows_the_weights():
 
 def test_weights_are_divided_once(monkeypatch):
     """Unless something changes that decides which tensors share a region: here the dtype of a tensor without
-    elements."""
+    elements. That the weights lie in other memory does not matter."""
     weights = {"a": torch.randn(4), "empty": torch.empty(0, 8), "b": torch.randn(5)}
     sender, divided, divide = Sender(piece_bytes=4 * 4096), [], _sending._divided
     monkeypatch.setattr(_sending, "_divided", lambda *args: divided.append(1) or divide(*args))
     for _ in range(3):
-        (region,) = sender._regions({name: tensor.view(tensor.shape) for name, tensor in weights.items()})
-        assert region.values().numel() == 9
+        moved = {name: tensor.clone() for name, tensor in weights.items()}
+        (region,) = sender._regions(moved)
+        assert torch.equal(region.values(), torch.cat([moved["a"], moved["b"]]))
     assert len(divided) == 1
     weights["empty"] = weights["empty"].half()
     assert sorted(str(region.dtype) for region in sender._regions(weights)) == ["torch.float16", "torch.float32"]
     assert len(divided) == 2
+
+
+def in_one_buffer(weights):
+    """The same values as views of one buffer, one after the other, which begin at any element of its memory."""
+    sizes = [tensor.numel() for tensor in weights.values()]
+    buffer = torch.cat([torch.zeros(3).to(next(iter(weights.values()))), *map(torch.flatten, weights.values())])
+    return {name: part.view(tensor.shape) for (name, tensor), part in zip(weights.items(), buffer[3:].split(sizes))}
+
+
+def some_matrices():
+    shapes = {"a": (20, 8), "b": (33,), "none": (0, 4), "c": (), "d": (5, 3, 7), "e": (700, 8), "f": (9,), "g": (2, 2)}
+    return {name: torch.randn(shape).mul(0.02).bfloat16() for name, shape in shapes.items()}
+
+
+def push_between_buffers(device, is_joined_there, is_joined_here):
+    """Pushes from and to weights that are views of one buffer, or not. Joined regions of views are not copied."""
+    matrices = {name: tensor.to(device) for name, tensor in some_matrices().items()}
+    there, here = (
+        in_one_buffer(matrices) if is_joined else copies(matrices) for is_joined in (is_joined_there, is_joined_here)
+    )
+    sender, receiver = Sender(there, piece_bytes=1 << 16), Receiver(here)
+    joined, alone = sorted(sender._regions(there), key=lambda region: region.nbytes)
+    assert alone.values().data_ptr() == there["e"].data_ptr() and joined.nbytes == 2 * (160 + 33 + 1 + 105 + 9 + 4)
+    assert joined.is_gathered  # "e" lies between the others
+    for share in (0.05, 1, 0, 0.05):
+        for tensor in there.values():
+            tensor.copy_(changed(tensor.cpu(), share, 2))
+        assert applied(receiver, sender.push(there))
+        assert_same_weights(copies_on_cpu(here), copies_on_cpu(there))
+    del there["e"], here["e"]  # whose place in the buffer is now a gap
+    there, here = (
+        in_one_buffer(weights) if is_joined else copies(weights)
+        for weights, is_joined in ((there, is_joined_there), (here, is_joined_here))
+    )
+    sender, receiver = Sender(there, piece_bytes=1 << 16), Receiver(here)
+    (region,) = sender._regions(there)
+    assert region.is_gathered != is_joined_there
+    assert (region.values().data_ptr() == there["a"].data_ptr()) == is_joined_there
+    train(there) if device == "cpu" else train_on_gpu(there, 0.05)
+    before, messages = copies(here), sender.push(there)
+    assert applied(receiver, messages)
+    assert_same_weights(copies_on_cpu(here), copies_on_cpu(there))
+    ((base,),) = receiver._bases.values()
+    assert isinstance(base, torch.Tensor) == is_joined_here
+    again, wrong = Receiver(here), copies(here)
+    with pytest.raises(OutOfSyncError, match="a, joined with 6 others, has fingerprint"):
+        again.apply(messages[0])
+    assert_same_weights(copies_on_cpu(here), copies_on_cpu(wrong))
+    for name, tensor in here.items():
+        tensor.copy_(before[name])
+    assert again.apply(messages[0])
+    assert_same_weights(copies_on_cpu(here), copies_on_cpu(there))
+
+
+@pytest.mark.parametrize("is_joined_here", [False, True])
+@pytest.mark.parametrize("is_joined_there", [False, True])
+def test_views_of_one_buffer(is_joined_there, is_joined_here):
+    push_between_buffers("cpu", is_joined_there, is_joined_here)
+
+
+def test_weights_in_another_order_than_their_buffer():
+    """Only neighbours in order become one tensor; a weight that moves out of the buffer is copied again. A tensor
+    without elements stands in nobody's way, wherever its storage is."""
+    weights = in_one_buffer({name: torch.full((2, 3), float(number)) for number, name in enumerate("abcd")})
+    order = {"b": weights["b"], "none": weights["b"][:0], "c": weights["c"], "d": weights["d"], "a": weights["a"]}
+    sender = Sender()
+    (region,) = sender._regions(order)
+    assert [extent.size for extent in region.extents] == [(18,), (6,)]
+    order["none"] = torch.empty(0, 3)
+    (region,) = sender._regions(order)
+    assert region.values().tolist() == [1.0] * 6 + [2.0] * 6 + [3.0] * 6 + [0.0] * 6
+    order["c"] = order["c"].clone()
+    (region,) = sender._regions(order)
+    assert [extent.size for extent in region.extents] == [(6,)] * 4
+    assert region.values().tolist() == [1.0] * 6 + [2.0] * 6 + [3.0] * 6 + [0.0] * 6
 
 
 def test_a_part_of_a_push_is_not_the_whole():
@@ -742,6 +832,12 @@ def test_joined_tensors_on_a_gpu(cuda, share):
     assert_same_weights(copies_on_cpu(here), before)
     assert applied(receiver, sender.push(there, full=True))
     assert_same_weights(copies_on_cpu(here), copies_on_cpu(there))
+
+
+@pytest.mark.parametrize("is_joined_here", [False, True])
+@pytest.mark.parametrize("is_joined_there", [False, True])
+def test_views_of_one_buffer_on_a_gpu(cuda, is_joined_there, is_joined_here):
+    push_between_buffers("cuda", is_joined_there, is_joined_here)
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
