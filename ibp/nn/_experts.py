@@ -219,8 +219,7 @@ class ExpertTables:
             x: [tokens, columns], BF16.
             ids: [tokens, choices], the experts of each token.
         """
-        is_small = 0 < ids.numel() <= MOST_GROUPED and self.num_experts <= MOST_STACKED
-        return is_small and self._escapes(x) is not None
+        return self._escapes(x, ids) is not None
 
     def multiply(
         self,
@@ -247,7 +246,7 @@ class ExpertTables:
         Raises:
             ValueError: the kernel does not support these arguments.
         """
-        escapes = self._escapes(x)
+        escapes = self._escapes(x, ids)
         if escapes is None:
             raise ValueError("the kernel does not multiply x by these experts: ask `multiplies` first")
         return self._products(escapes, x, ids, weights, (activate, None), biases, absent)
@@ -257,8 +256,10 @@ class ExpertTables:
         tables = (self.up, self.down)
         return [matrix_of(table, torch.device(device)).view(self.num_experts, -1, table.shape[1]) for table in tables]
 
-    def _escapes(self, x: torch.Tensor) -> list[Escapes] | None:
-        """Returns the escapes of both tables, or None if the kernel cannot multiply vectors such as x by them."""
+    def _escapes(self, x: torch.Tensor, ids: torch.Tensor) -> list[Escapes] | None:
+        """Returns the escapes of both tables, or None if the kernel cannot multiply x by the experts in ids."""
+        if not 0 < ids.numel() <= MOST_GROUPED or self.num_experts > MOST_STACKED:
+            return None
         tables = [self.up, self.down]
         return escapes_for_groups(x, tables, [table.shape[0] // self.num_experts for table in tables])
 
@@ -364,7 +365,7 @@ class Experts(CodedModule):
                 wrong number is NaN.
         """
         ids = self._calls.ids_of(args, kwargs)
-        if len(args) == 3 and ids is not None and 0 < ids.numel() <= MOST_GROUPED:
+        if len(args) == 3 and ids is not None:
             products = self._multiplied(*args)
             if products is not None:
                 return products
@@ -377,7 +378,7 @@ class Experts(CodedModule):
             return None
         up, down = "gate_up_proj" if self.has_gate else "up_proj", "down_proj"
         biases = (f"{up}_bias", f"{down}_bias") if self.has_bias else ()
-        if self.stacks.keys() != {up, down} or self.num_experts > MOST_STACKED:
+        if self.stacks.keys() != {up, down}:
             return None
         if {*self._parameters, *self._buffers} != {up, down, *biases}:
             return None
@@ -387,7 +388,7 @@ class Experts(CodedModule):
             if any(x.requires_grad for x in (hidden, weights, *others)):
                 return None
         tables = ExpertTables(self.stacks[up].weight, self.stacks[down].weight, self.num_experts)
-        escapes = tables._escapes(hidden)
+        escapes = tables._escapes(hidden, ids)
         if escapes is None:
             return None
         gate = functools.partial(self._kind._apply_gate, self) if self.has_gate else self.act_fn

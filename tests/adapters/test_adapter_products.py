@@ -109,5 +109,8 @@ def test_what_the_kernel_does_not_take(monkeypatch):
         for number in (0, 1025):
             assert not held.multiplies(x, torch.zeros(number, 1).long())
         assert not held.multiplies(x.float(), ids)
+        many = torch.zeros(1025, 1).long()
+        with pytest.raises(ValueError, match="ask `multiplies` first"):
+            held.multiply(torch.randn(1025, HIDDEN).bfloat16(), many, torch.ones(1025, 1), activate)
     for decoded, wanted in zip(held.decoded("cpu"), stacks):
         assert_same_bits(decoded, wanted)
