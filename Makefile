@@ -12,7 +12,7 @@ ifeq ($(HAS_GPU),)
 test-all test-slow test-gpu sanitize-gpu bench: export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 
-.PHONY: help demo test test-all test-slow test-gpu sanitize-gpu bench reproduce docs lint format install uninstall \
+.PHONY: help demo test test-all test-slow test-gpu sanitize-gpu bench reproduce stale docs lint format install uninstall \
     clean FORCE
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make sanitize-gpu   every family of kernels under the tools of compute-sanitizer (SANITIZE_ARGS=...)"
 	@echo "make bench   python -m benchmarks (BENCH_ARGS=...)"
 	@echo "make reproduce   all measurements of docs/reproduction.md, and its tables (BENCH_ARGS=...)"
+	@echo "make stale   which of those figures are older than the code that they measure"
 	@echo "make docs    the site of the documentation, into build/site"
 	@echo "make lint    clang-format, ruff and mypy in check mode"
 	@echo "make format  what make lint asks of the layout of the code"
@@ -46,7 +47,7 @@ test: $(VENV)/.ibp $(VENV)/.test
 test-all: $(VENV)/.ibp $(VENV)/.test $(VENV)/.frameworks
 	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
 
-# Tests of drawn examples are in both: here they draw five times as many.
+# Tests of drawn examples are in both: here they draw three times as many.
 test-slow: $(VENV)/.ibp $(VENV)/.test $(VENV)/.frameworks
 	$(PYTEST) -m 'slow or hypothesis or frameworks' --hypothesis-profile=full $(PYTEST_ARGS)
 
@@ -64,6 +65,10 @@ reproduce: $(VENV)/.ibp $(VENV)/.demo $(VENV)/.bench
 	$(RUN) -m benchmarks --papers $(BENCH_ARGS)
 	$(RUN) -m benchmarks.claims
 
+# Which figures are older than the code that they measure.
+stale: $(VENV)/.ibp
+	$(RUN) -m benchmarks.stale
+
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
@@ -73,8 +78,7 @@ $(VENV)/.build: tools/make_venv.py tools/requirements.py pyproject.toml
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.build
-	$(PYTHON) tools/make_venv.py $(VENV) test
-	$(PYTHON) tools/make_venv.py $(VENV) test-workers --optional
+	$(PYTHON) tools/make_venv.py $(VENV) test --optional test-workers
 	@touch $@
 
 $(VENV)/.demo $(VENV)/.docs $(VENV)/.lint: $(VENV)/.build
@@ -83,7 +87,7 @@ $(VENV)/.demo $(VENV)/.docs $(VENV)/.lint: $(VENV)/.build
 
 # Host frameworks, and codecs that the benchmarks compare with: what cannot be had is left out, with its tests and arms.
 $(VENV)/.frameworks $(VENV)/.bench: $(VENV)/.build
-	$(PYTHON) tools/make_venv.py $(VENV) $(@F:.%=%) --optional
+	$(PYTHON) tools/make_venv.py $(VENV) --optional $(@F:.%=%)
 	@touch $@
 
 # The library is built again when what it is built with changes.

@@ -24,7 +24,7 @@ torch.set_num_threads(1)  # Something may have imported torch before.
 hypothesis.settings.register_profile(
     "fast", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("fast"), max_examples=150)
+hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("fast"), max_examples=90)
 hypothesis.settings.load_profile("fast")
 
 

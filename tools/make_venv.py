@@ -1,13 +1,14 @@
 """Prepares the virtual environment that the targets of the Makefile run in.
 
-    python tools/make_venv.py VENV GROUP [--optional]
+    python tools/make_venv.py VENV GROUP ... [--optional GROUP ...]
 
-Makes VENV if it does not exist, then installs the requirements of a group (tools/requirements.py) that it lacks, and
+Makes VENV if it does not exist, then installs the requirements of the groups (tools/requirements.py) that it lacks, and
 nothing else. If it lacks none, no network is used. If the Python that runs this script imports a torch that is new
-enough, VENV sees that Python's packages; otherwise a pinned torch is installed. With --optional, requirements that
-cannot be installed are left out.
+enough, VENV sees that Python's packages; otherwise a pinned torch is installed. Requirements of the groups after
+--optional that cannot be installed are left out.
 """
 
+import argparse
 import importlib
 import json
 import os
@@ -74,9 +75,9 @@ def add_packages(directory, python):
     (site_packages / "parent_environment.pth").write_text("".join(path + "\n" for path in missing))
 
 
-def missing(python, group):
-    """Returns the requirements of a group that the venv lacks."""
-    done = subprocess.run([python, requirements.__file__, group], check=True, stdout=subprocess.PIPE, text=True)
+def missing(python, groups):
+    """Returns the requirements of groups that the venv lacks."""
+    done = subprocess.run([python, requirements.__file__, *groups], check=True, stdout=subprocess.PIPE, text=True)
     return [PINNED.get(requirement.partition(">")[0], requirement) for requirement in done.stdout.split()]
 
 
@@ -91,20 +92,28 @@ def main():
             f"ibp: Python {'.'.join(map(str, MIN_PYTHON))} or newer is needed, {sys.executable} is "
             f"{sys.version.split()[0]}: name another one, for example `make test PYTHON=python3.12`."
         )
-    directory, group, optional = Path(sys.argv[1]).resolve(), sys.argv[2], "--optional" in sys.argv[3:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("venv", type=Path)
+    parser.add_argument("groups", nargs="*")
+    parser.add_argument("--optional", nargs="+", default=[])
+    arguments = parser.parse_args()
+    directory = arguments.venv.resolve()
     python = str(directory / "bin" / "python")
     if not os.path.exists(python):
         make_venv(directory)
-    wanted = missing(python, group)
-    if not wanted:
+    wanted = missing(python, arguments.groups)
+    optional = [requirement for requirement in missing(python, arguments.optional) if requirement not in wanted]
+    if not wanted + optional:
         return
-    print("installing", *wanted, "(torch is large)" if PINNED["torch"] in wanted else "", flush=True)
-    if optional:
-        left_out = [requirement for requirement in wanted if not install(python, [requirement])]
-        if left_out:
-            print(f"ibp: going on without {' '.join(left_out)}, which could not be installed", flush=True)
-    elif not install(python, wanted):
+    print("installing", *wanted, *optional, "(torch is large)" if PINNED["torch"] in wanted else "", flush=True)
+    # One call for all takes less time than one for each. If it fails, it says why, and has installed nothing.
+    if install(python, wanted + optional):
+        return
+    if wanted and not install(python, wanted):
         sys.exit(f"ibp: these packages could not be installed: {' '.join(wanted)}.")
+    left_out = [requirement for requirement in optional if not install(python, [requirement])]
+    if left_out:
+        print(f"ibp: going on without {' '.join(left_out)}, which could not be installed", flush=True)
 
 
 if __name__ == "__main__":

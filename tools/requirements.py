@@ -1,8 +1,9 @@
 """Reads the requirements that pyproject.toml lists, and tells which of them the running Python lacks.
 
-    python tools/requirements.py GROUP        prints the missing ones, one a line
+    python tools/requirements.py GROUP ...    prints the missing ones, one a line
 
-GROUP is `build` (what is needed to build and import ibp) or one of the optional dependencies (test, demo, bench, lint).
+A GROUP is `build` (what is needed to build and import ibp) or one of the optional dependencies (test, demo, bench,
+lint).
 """
 
 import ast
@@ -44,9 +45,10 @@ def is_met(requirement):
     return found == numbers(wanted) if operator == "==" else found >= numbers(wanted)
 
 
-def missing(group):
-    return [requirement for requirement in read(group) if not is_met(requirement)]
+def missing(*groups):
+    """Returns the requirements of the groups that the running Python lacks, each of them once."""
+    return [requirement for requirement in dict.fromkeys(sum(map(read, groups), [])) if not is_met(requirement)]
 
 
 if __name__ == "__main__":
-    print(*missing(sys.argv[1]), sep="\n")
+    print(*missing(*sys.argv[1:]), sep="\n")

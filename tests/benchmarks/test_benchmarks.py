@@ -648,7 +648,7 @@ def test_targets_are_said_beside_rates():
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch, tmp_path):
     """Even fewer cells, each timed once, by one thread: several wait for each other on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -669,6 +669,7 @@ def small(monkeypatch):
     monkeypatch.setattr(activations, "QUICK_CASES", activations.QUICK_CASES[2:])
     monkeypatch.setattr(spill, "CASES", spill.CASES[3:4])
     monkeypatch.setattr(compress, "SMALL_ELEMENTS", (64, 1000))
+    monkeypatch.setattr(dcp, "TMPFS", tmp_path / "none")
     yield
     torch.set_num_threads(threads)
 

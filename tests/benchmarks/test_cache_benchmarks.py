@@ -106,6 +106,7 @@ def test_gains_and_capacities(tmp_path):
     assert list(gnn_cache.shortfalls(lines_of(tmp_path / "gnn_cache.csv"))) == []
 
 
+@pytest.mark.slow
 def test_steps_beside_pages(tmp_path, monkeypatch):
     """kv_pages --decoding: what it measures without a GPU, and that it sees wrong tokens and wrong pages."""
     pytest.importorskip("transformers")

@@ -21,11 +21,10 @@ def test_the_pages_say_what_the_csvs_say():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", ["1", "2"])
-def test_every_reader_writes_the_same_pages(seed):
-    """Whatever order sets have in a process."""
+def test_every_reader_writes_the_same_pages():
+    """Whatever order sets have in a process: here another one than in the process of the test before."""
     command = [sys.executable, "-m", "benchmarks.claims", "--check"]
-    done = subprocess.run(command, cwd=harness.ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True)
+    done = subprocess.run(command, cwd=harness.ROOT, env={**os.environ, "PYTHONHASHSEED": "1"}, capture_output=True)
     assert done.returncode == 0, done.stdout.decode() + done.stderr.decode()
 
 

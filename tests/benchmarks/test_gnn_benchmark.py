@@ -285,6 +285,7 @@ def gnn_pyg():
     return importlib.import_module("benchmarks.gnn_pyg")
 
 
+@pytest.mark.slow
 def test_pygs_batches_hold_neighbours(gnn_pyg):
     """Seeds come first, then the nodes of each hop, none twice, and every node has the neighbours of its edges."""
     graph = gnn.Graph(500, 5_000, CPU)

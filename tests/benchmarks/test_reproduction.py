@@ -193,6 +193,7 @@ def test_a_table_comes_in_pieces(two_sets, tmp_path, monkeypatch):
         transfers.measure_pieces(case, "coded", ByteCoder())
 
 
+@pytest.mark.slow
 def test_rows_alone_say_where_auto_is_slower(two_sets, tmp_path, monkeypatch):
     """Rows of 128 B come with --rows alone, and rows of other arms stay beside them."""
     monkeypatch.setattr(transfers, "all_sets", lambda data, more=None: iter([("keys", two_sets[0])]))
@@ -620,6 +621,7 @@ def test_the_papers_code_beside_ours(tmp_path, monkeypatch):
     assert {row["savings"] for row in rows[2::3]} == {"0.5000"}
 
 
+@pytest.mark.slow
 def test_a_request_of_opt_by_the_papers_code(tmp_path, monkeypatch, capsys):
     """Its arms stand between raw rows and ours; rows of other runs stay; wrong rows are found, and no clone is said."""
     monkeypatch.delenv("IBP_REFERENCE", raising=False)

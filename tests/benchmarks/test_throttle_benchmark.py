@@ -19,6 +19,7 @@ def throttled(tmp_path, *options):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_steps_by_numbers_of_sms_and_their_energy(tmp_path, monkeypatch, capsys):
     """Rows of one option stay beside those of another; a counter that is not there is named."""
     monkeypatch.setattr(throttle, "SMS", (8, 64))
@@ -41,6 +42,7 @@ def test_steps_by_numbers_of_sms_and_their_energy(tmp_path, monkeypatch, capsys)
         assert float(row["joules"]) == pytest.approx(watts * 1e-3 * float(row["step_ms"]), rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_slowest_of_several_gpus_counts(tmp_path, monkeypatch):
     """Each process writes what it measured; here one, then two of which the second is twice as slow."""
 

@@ -238,6 +238,7 @@ def test_warnings_are_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "ibp: warning: memory is pageable\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error():
     """stdout is a pipe that nobody reads from."""
     reader, writer = os.pipe()

@@ -62,7 +62,7 @@ def applied(receiver, messages):
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.3, 1])
 @pytest.mark.parametrize("most", [1, 1 << 62])
-@pytest.mark.parametrize("piece_bytes", [1000, 5000, 1 << 20])
+@pytest.mark.parametrize("piece_bytes", [pytest.param(1000, marks=pytest.mark.slow), 5000, 1 << 20])
 def test_any_change(share, most, piece_bytes):
     there = some_weights()
     here, sender = copies(there), Sender(there, piece_bytes=piece_bytes)
@@ -258,6 +258,7 @@ def test_a_new_sender_goes_on_where_the_old_one_ended():
     link.refuses(link.pushes[0], "has fingerprint")
 
 
+@pytest.mark.slow
 @hypothesis.given(st.randoms(use_true_random=False), st.integers(1_000, 20_000))
 @hypothesis.settings(max_examples=10)  # each is up to a hundred messages
 def test_any_order_within_a_push(rng, piece_bytes):
@@ -520,6 +521,7 @@ OTHER_VALUES = [None, True, -1, 0, 1, 5, 2**40, 2**70, 0.5, "w", [], {}, ["tuple
 OTHER_VALUES += [["size", [3]], ["list", []], ["dict", []], ["tensor", "uint8", [0], 0]]
 
 
+@pytest.mark.slow
 @hypothesis.given(st.integers(0, 1 << 20), st.sampled_from(OTHER_VALUES), st.booleans(), st.integers(0, 2))
 @hypothesis.settings(max_examples=30)  # each learns several codebooks
 def test_any_head(place, value, full, number):

@@ -154,6 +154,7 @@ def test_without_the_class_a_sentence_says_so(monkeypatch, tmp_path, capsys):
     forget()
 
 
+@pytest.mark.slow
 def test_arms_of_the_benchmark(make, tmp_path, monkeypatch, capsys):
     """A cache of 2 % of the rows has about as much of uniform ids. Batches that it cannot hold are left out, and wrong
     rows are found."""

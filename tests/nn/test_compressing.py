@@ -300,6 +300,7 @@ def test_modules_of_torch_that_hold_layers():
     assert_same_bits(model(x), wanted)
 
 
+@pytest.mark.slow
 def test_one_plain_weight_at_a_time():
     """Each weight is gone before the next one is coded."""
     model = Net()
