@@ -165,7 +165,11 @@ def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> t
     for held in ("_parameters", "_buffers"):
         state[held] = {name: tensor for name, tensor in state[held].items() if name not in values}
     for name, value in values.items():
-        (later if isinstance(value, functools.partial) else state)[name] = value
+        if isinstance(value, functools.partial):
+            state.pop(name, None)  # otherwise `__getattr__` would not be called
+            later[name] = value
+        else:
+            state[name] = value
     made = object.__new__(_reading_later(kind) if later else kind)
     vars(made).update(state)
     return made

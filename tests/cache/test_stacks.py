@@ -27,7 +27,7 @@ class Stacks:
 
     def __init__(self, device=CPU, cache_bytes=1 << 16, beside=None):
         self.values = [x.to(device) for x in stacks_of()]
-        home = {"device": "cpu", "memory": "host"} if device == CPU else {"memory": "host"}
+        home = {"device": "cpu", "memory": "host"} if device == CPU else {"memory": "pinned"}
         self.tables = [ibp.compress(x, **home) for x in self.values]
         options = {"policy": "lru"} if cache_bytes else {}
         self.caches = [

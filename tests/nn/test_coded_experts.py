@@ -1,6 +1,7 @@
 """`ibp.nn.Experts`: stacked experts with tables, compared with the plain module; in a mixture, by `ibp.nn.compress`."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import ibp
 from helpers import assert_same_bits, embedding
-from ibp.nn._experts import slots_for
+from ibp.nn._experts import slots_for, stand_in
 from products import kernels_on_the_cpu, lists
 
 WIDTH, INNER, EXPERTS, CHOICES = 128, 64, 8, 2
@@ -460,3 +461,13 @@ def test_a_cuda_graph(cuda, number):
         coded(x, index, weights)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_an_attribute_that_is_read_later():
+    """A function's result takes the place of a module's attribute, also of a stand-in's own, when it is first read."""
+    module, calls = nn.Linear(2, 3), []
+    first = stand_in(module, {"weight": torch.ones(3, 2), "extra": 1}, nn.Linear)
+    later = functools.partial(lambda: calls.append("weight") or 2 * first.weight)
+    second = stand_in(first, {"weight": later}, nn.Linear)
+    assert not calls and second.extra == 1 and second.bias is module.bias
+    assert second.weight.eq(2).all() and second.weight is second.weight and calls == ["weight"]
