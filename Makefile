@@ -12,8 +12,8 @@ ifeq ($(HAS_GPU),)
 test-all test-slow test-gpu sanitize-gpu bench: export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 
-.PHONY: help demo test test-all test-slow test-gpu sanitize-gpu bench reproduce stale docs lint format install uninstall \
-    clean FORCE
+.PHONY: help demo test test-all test-slow test-gpu sanitize-gpu bench reproduce stale docs lint format \
+    install uninstall clean FORCE
 
 help:
 	@echo "make demo    compress the shipped tensors, check every bit, print a table, draw build/demo.png"
