@@ -431,17 +431,19 @@ def rows_of_kind(results, label):
 
 
 def transfer_gains(results):
-    """Returns, by the paper's columns, the lowest and highest gain of a column's sets: of ibp, of auto and of the best
-    other codec."""
+    """Returns, by the paper's columns, the lowest and highest gain of a column's sets: of ibp, of auto, and of the
+    other codec that is the best one for each set."""
     parts = []
     for label in SETS_OF_TRANSFERS:
         rows = rows_of_kind(results, label)
-        gains = means(rows, "arm", "gain")
-        others = (arm for arm in gains if arm.startswith((NVCOMP, ratio.NDZIP)) and not arm.endswith("by row"))
-        shown = ["ibp", "auto", *sorted(others, key=gains.get)[-1:]]
-        spans = (span([row["gain"] for row in rows if row["arm"] == arm]) for arm in shown)
+        gains = [[row["gain"] for row in rows if row["arm"] == arm] for arm in ("ibp", "auto")]
+        others = [row for row in rows if row["arm"].startswith((NVCOMP, ratio.NDZIP))]
+        others = [row for row in others if row["gain"] and not row["arm"].endswith("by row")]
+        best = [max(of.values(), key=lambda row: row["gain"]) for of in by_arm(others).values()]
         if rows:
-            parts.append(f"{label} {', '.join(spans)} ({shown[-1].removeprefix(NVCOMP)})")
+            spans = [span(found) for found in (*gains, [row["gain"] for row in best]) if found]
+            names = f" ({', '.join(in_order(row['arm'].removeprefix(NVCOMP) for row in best))})" if best else ""
+            parts.append(f"{label} {', '.join(spans)}{names}")
     return listed(["ibp, auto, the best other codec (copied, then decoded, if not pipelined):", *parts])
 
 

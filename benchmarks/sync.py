@@ -348,6 +348,13 @@ class Engine:
 # ---- the trainer's process ----
 
 
+def reckoned_moving(on_link, count, taking):
+    """Returns the seconds until the last of several messages of equal size is in the engine's memory: until all have
+    passed the link, or until the first has passed it and the engine has taken all but the last, if this is later.
+    on_link: seconds of all messages on the link. taking: seconds of taking all messages but the last."""
+    return max(on_link, on_link / count + taking)
+
+
 class SyncCase:
     """A model's shape, a share of changes, both versions of the weights, and the run that records measurements. before:
     earlier measurements of the shape that do not depend on the changes, by arm and link."""
@@ -367,8 +374,7 @@ class SyncCase:
                 self.link_gbps[link] = self.old.num_bytes * 1e-9 / parts[1]
             self._record(arm, link, parts, num_bytes)
         for gbits in GBITS:
-            on_link = num_bytes * 1e-9 / (gbits / 8)
-            moving = max(on_link, on_link / count + taking)
+            moving = reckoned_moving(num_bytes * 1e-9 / (gbits / 8), count, taking)
             self._record(arm, f"{gbits} Gb/s", (parts[0], moving, parts[2]), num_bytes)
 
     def _measured(self, arm, link):

@@ -14,7 +14,8 @@ csrc/bindings/torch_tables.h. Unless an operation's documentation says otherwise
 - CPU implementations run on torch's intra-op threads if there is enough work for several threads. CUDA implementations
   run on the current stream of their tensors' device, whichever device is current; `take_matrices` also uses a stream
   that the caller gives. CUDA implementations that write to the caller's tensors do not synchronise, and do not allocate
-  memory. The exceptions are `take.out` and products, which may allocate work memory from torch's allocator.
+  memory. The exceptions are `take.out` and products, which may allocate work memory from torch's allocator, and
+  `list_matrices` and `take_matrices`, which allocate their results.
 """
 
 import os

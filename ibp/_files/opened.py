@@ -614,7 +614,8 @@ def range_verifier(file: File, name: str, value: CompressedTensor | torch.Tensor
         if holder is not None and holder.checks is not None:
             start = holder.header.tensors[part].start
             with _naming(name):
-                holder.checks.check_mapped(start + first, start + last)
+                for block in holder.checks.blocks_of(start + first, start + last):
+                    holder.checks.check(block)
 
     if isinstance(value, torch.Tensor):
         return lambda start, end: check(name, start, end)

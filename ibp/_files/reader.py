@@ -17,7 +17,6 @@ import torch
 import xxhash
 
 from .. import _core
-from .._common.process import ForkLock
 from .._common.sequences import in_threads
 from .._machine import memory
 from .._machine.segments import PART_DTYPES
@@ -273,8 +272,8 @@ def _part_of(pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> 
 
 
 class Checks:
-    """The checksums of a file. The constructor verifies the header, and that the checksums are undamaged. `check`,
-    `check_mapped` and `read_into` verify blocks of data, and remember which blocks they have verified.
+    """The checksums of a file. The constructor verifies the header, and that the checksums are undamaged. `check`
+    and `read_into` verify blocks of data, and remember which blocks they have verified.
 
     Raises:
         ChecksumError: the header or the checksums are damaged.
@@ -292,7 +291,6 @@ class Checks:
         file.read_into(entry.start, memoryview(data))
         self._hashes = np.frombuffer(data, "<u8")
         self._is_right = np.zeros(self.num_blocks, bool)
-        self._lock = ForkLock()
         own = xxhash.xxh3_64_intdigest(self._hashes[:-1].tobytes())
         if own != int(self._hashes[-1]):
             raise ChecksumError(f"{self._file.path}: the checksums have another checksum: they are damaged")
@@ -322,20 +320,6 @@ class Checks:
         if not self._is_right[block]:
             self._compare(block, self._file.hash_of(start, end - start))
         return end - start
-
-    def check_mapped(self, start: int, end: int) -> None:
-        """Verifies the blocks that hold bytes [start, end) of the file, unless they were verified before. They are not
-        read, but hashed where the file is mapped. The caller, who decodes the mapped bytes next, then finds them in the
-        cache of its core. Raises ChecksumError as `check` does.
-
-        Threads that decode adjacent ranges call this function one after the other, so that none hashes the block that
-        their ranges share a second time. They seldom wait, because hashing takes much less time than decoding."""
-        with self._lock:
-            for block in self.blocks_of(start, end):
-                first, last = self._bounds(block)
-                if not self._is_right[block]:
-                    data = self._file.mapped_read_only(first, last - first).numpy()
-                    self._compare(block, xxhash.xxh3_64_intdigest(data.data))
 
     def read_into(self, start: int, data: memoryview) -> None:
         """Reads the file, beginning at byte `start`, until `data` is full, and verifies the blocks that hold these

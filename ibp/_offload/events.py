@@ -29,9 +29,9 @@ Other hooks do not fetch groups:
 
 A stacked weight is one tensor with the weights of all experts. In its table, an expert is a fixed number of consecutive
 rows. The experts of a call are decoded into slots, with which the module's original forward computes
-(`nn/_experts.py`). The host never waits for the GPU. A GPU fetches experts on a separate stream; the caller's stream
-waits for a stacked weight only when the forward first reads the weight. So `down_proj` is fetched while `gate_up_proj`
-is multiplied.
+(`nn/_experts.py`). The CPU decodes all stacked weights first. The host never waits for the GPU. A GPU fetches experts
+on a separate stream; the caller's stream waits for a stacked weight only when the forward first reads the weight. So
+`down_proj` is fetched while `gate_up_proj` is multiplied.
 """
 
 from __future__ import annotations
@@ -574,21 +574,19 @@ class ExpertsForward:
         experts = checked_ids(ids).contiguous()
         num_slots = num_slots_for(ids.numel(), num_experts)
         current = torch.cuda.current_stream(ids.device) if self._has_stream else None
-        slots, held, work, *fetched = self._fetcher.take(experts, num_slots, self.num_spare, current)
-        if slots.dtype != ids.dtype:
-            slots = slots.to(ids.dtype)
-        if current is None:
-            return calls.with_slots(module, args, kwargs, slots, held, dict(zip(self.stacks, fetched)))
         awaited: set[int] = set()  # the numbers of the stacks that the current stream has waited for
-        later = {
-            name: functools.partial(self._awaited, number, current, of_stack, awaited)
-            for number, (name, of_stack) in enumerate(zip(self.stacks, fetched))
-        }
-        last = len(fetched) - 1
         try:
-            return calls.with_slots(module, args, kwargs, slots, held, later)
-        finally:  # the current stream owns `work` and the experts: their memory is used again after the fetches only
-            if last not in awaited:
+            slots, held, work, *fetched = self._fetcher.take(experts, num_slots, self.num_spare, current)
+            stacks: dict[str, Any] = dict(zip(self.stacks, fetched))
+            if current is not None:
+                stacks = {
+                    name: functools.partial(self._awaited, number, current, of_stack, awaited)
+                    for number, (name, of_stack) in enumerate(stacks.items())
+                }
+            return calls.with_slots(module, args, kwargs, slots.to(ids.dtype), held, stacks)
+        finally:  # The current stream owns the results of `take`. Their memory is used again only after the fetches.
+            last = len(self.stacks) - 1
+            if current is not None and last not in awaited:
                 self._fetcher.wait_for(last, current)
 
     def _awaited(

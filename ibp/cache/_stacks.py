@@ -16,8 +16,8 @@ _take_matrices = torch.ops.ibp.take_matrices.default
 
 
 class StackFetcher:
-    """Fetches matrices, by their numbers, from several stacks of as many matrices each. Each stack is a table whose
-    items are single rows, with a cache on one device; the rows of a matrix follow one another.
+    """Fetches matrices, by their numbers, from several stacks, which all have the same number of matrices. Each stack
+    is a table whose items are single rows, with a cache on one device; the rows of a matrix follow one another.
 
     A GPU fetches on a stream beside the caller's. `wait_for` makes the caller's stream wait for the matrices of a
     stack. The caller's stream must wait for the last stack before the memory of results is used again.
@@ -67,7 +67,7 @@ class StackFetcher:
 
         Args:
             ids: the numbers, int32 or int64 of any shape, contiguous, on the device of the caches.
-            num_slots: number of slots, at least the number of different ids, where all ids out of range count as one.
+            num_slots: number of slots, at least the smaller of the number of ids and num_matrices + 1.
             num_spare: an int64 counter, to which the number of slots that are left over is added. None: it is not
                 counted.
             current: the device's current stream; None on the CPU.
@@ -79,6 +79,7 @@ class StackFetcher:
 
         Raises:
             IndexError, CorruptTableError: as in `ibp.index_select`.
+            RuntimeError: num_slots is too small.
         """
         worker = ids.device
         tables = [state.handle_on(worker).table for state in self._states]

@@ -72,9 +72,10 @@ from ._outputs import (
     table_bytes,
     work_directory,
 )
-from ._source import BLOCK_BYTES, DECODERS, Source, SourceTensor, source_of
+from ._source import BLOCK_BYTES, Source, SourceTensor, source_of
 
 _COMPARED = ("ibp", "planes")  # the schemes that `estimate` compares
+_MOST_DECODERS = 4  # number of threads that decode for one thread that writes
 # Number of bytes between two looks at this process's memory. A look takes as long as coding half a megabyte.
 _BETWEEN_BYTES = 64 << 20
 _A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # ".1" does not match, so "llama-3.1" has no suffix
@@ -515,7 +516,8 @@ def _pieces(tensors: Iterable[SourceTensor], on_bytes: Callable[[int], object]) 
     """Yields the bytes of tensors in order, block by block. While the caller uses a block, other threads read the next
     blocks, each thread a whole block. on_bytes: called with the size of each block after the caller has used it."""
     blocks = ((tensor, span) for tensor in tensors for span in tensor.spans(BLOCK_BYTES))
-    with contextlib.closing(in_threads(lambda block: block[0].read(*block[1]), blocks, DECODERS)) as pieces:
+    num_threads = min(_MOST_DECODERS, torch.get_num_threads())
+    with contextlib.closing(in_threads(lambda block: block[0].read(*block[1]), blocks, num_threads)) as pieces:
         for piece in pieces:
             yield piece
             on_bytes(piece.size)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from .. import _core
-from .._common.process import Closing
+from .._common.process import Closing, ForkLock
 from .._common.sequences import ahead, in_threads, rounded_up
 from .._files import (
     FORMAT,
@@ -62,9 +62,7 @@ from .._rows.table import handle_on
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor, decoded_range
 
-# Number of bytes of a tensor that a thread reads, and decodes, at once, and the number of threads that do so. A few
-# threads decode faster than a file is written.
-BLOCK_BYTES, DECODERS = 4 << 20, min(4, os.cpu_count() or 1)
+BLOCK_BYTES = 4 << 20  # number of bytes of a tensor that a thread reads, and decodes, at once
 # Number of bytes that one call of `decode_bytes` decodes. It is small enough that the call uses a single thread.
 _DECODED_BYTES = 1 << 19
 
@@ -138,7 +136,7 @@ class SourceTensor:
         def read(span: tuple[int, int]) -> None:
             to[slice(*span)] = self.read(*span)
 
-        for _ in in_threads(read, list(self.spans(BLOCK_BYTES)), DECODERS):
+        for _ in in_threads(read, list(self.spans(BLOCK_BYTES)), torch.get_num_threads()):
             pass
         return data.view(self.dtype).reshape(self.shape)
 
@@ -432,12 +430,17 @@ def _view_tensor(name: str, view: View, base: SourceTensor) -> SourceTensor:
     view.check(math.prod(base.shape))
     start = view.offset * base.dtype.itemsize
     loaded = functools.cache(lambda: loaded_tensor(name, view.of(base.tensor()), base.name))
+    lock = ForkLock()  # `functools.cache` would let each of several threads decode the base
     is_contiguous = (
         torch.empty(0, dtype=torch.uint8, device="meta").as_strided(view.shape, view.strides).is_contiguous()
     )
 
     def read(first: int, last: int) -> np.ndarray:
-        return base.read(start + first, start + last) if is_contiguous else loaded().read(first, last)
+        if is_contiguous:
+            return base.read(start + first, start + last)
+        with lock:
+            whole = loaded()
+        return whole.read(first, last)
 
     return SourceTensor(name, base.dtype, view.shape, read, base=base, view=view)
 

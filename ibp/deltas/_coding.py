@@ -80,12 +80,20 @@ def mix(x: int) -> int:
 
 
 def check_source(x: object, name: str) -> None:
-    """Raises TypeError unless x is a table, or a tensor whose bytes can be read. name: the name of x in the message."""
+    """Raises TypeError unless x is a table, or a tensor whose bytes can be read. An `ibp.nn.TableParameter`, for
+    example, has no memory. name: the name of x in the message."""
     if isinstance(x, CompressedTensor):
         return
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; wanted a torch.Tensor or an ibp.CompressedTensor")
     geometry.check_tensor(x, name)
+    if x.is_conj() or x.is_neg():
+        raise TypeError(f"{name} is a conjugated or negated view; wanted its resolve_conj() or resolve_neg()")
+    if x.numel() and not x.data_ptr():
+        raise TypeError(
+            f"{name} is a {type(x).__name__} without memory of its own; wanted a tensor of state_dict(), or "
+            "the table of its compressed weight"
+        )
 
 
 def byte_blocks(x: torch.Tensor | CompressedTensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -119,7 +119,7 @@ class Receiver:
         is_last = len(all_parts) == head.part[1] and num_wanted == 1
         # The caller may overwrite its message. What the changes need is prepared now, while other messages may still be
         # on their way. If this fails, the message has not come.
-        arrived.came[number] = self._changes(head, data if is_last else data.clone())
+        arrived.came[number] = self._changes(head, data, copies=not is_last)
         self._pending = all_parts
         if not is_last:
             return False
@@ -207,16 +207,21 @@ class Receiver:
             raise OutOfSyncError(f"{error}; {_WANTED}") from error
         self._known = results
 
-    def _changes(self, head: PushHead, data: torch.Tensor) -> list[_Arrival]:
+    def _changes(self, head: PushHead, data: torch.Tensor, copies: bool) -> list[_Arrival]:
         """Returns the regions of a message. If the message has tables, the parts of all its changes are first copied to
-        the device of the weights. data: the buffer with the parts."""
+        the device of the weights.
+
+        Args:
+            data: the buffer with the parts.
+            copies: whether the changes must not use the memory of `data`.
+        """
         new = [region for region in head.regions if (region.rows, region.dtype) not in self._bases]
         self._bases |= {(region.rows, region.dtype): found for region, found in zip(new, self.bases_of(new))}
         bases = [self._bases[region.rows, region.dtype] for region in head.regions]
         heads = [region.change for region in head.regions if region.change is not None]
         targets = [base for found in bases for base in found]
-        if targets and any(each.fields is not None for each in heads):
-            data = data.to(targets[0].device)
+        has_tables = targets and any(each.fields is not None for each in heads)
+        data = data.to(targets[0].device if has_tables else data.device, copy=copies)
         changes = iter(opened(heads, data))
         return [
             (region, None if region.change is None else next(changes), found)

@@ -23,7 +23,7 @@ from .._machine import memory as _memory
 from .._machine import staging
 from .._rows.geometry import check_tensor
 from ._applying import place_of
-from ._coding import Version, bits_of, fingerprint
+from ._coding import Version, bits_of, check_source, fingerprint
 from ._delta import CheckpointDelta, Delta, begin_differences
 from ._messages import (
     Change,
@@ -188,11 +188,11 @@ class Sender:
                     check_tensor(values, name)
                 full_shape = tensor.shape
                 shards.append((name, full_shape, start, self._part[1] > 1 and values.shape == full_shape))
-                tensors.append(values)
+                tensors.append(values.detach())  # This decodes weights of `ibp.offload` that rest.
         layout = [shards, *_layout_of(tensors)]
         if layout != self._layout:
             for (name, *_), values in zip(shards, tensors):
-                check_tensor(values, name)
+                check_source(values, name)
             self._division = _divided(shards, tensors, max(1, self._piece_bytes // _REGIONS_OF_PIECE))
             self._layout = layout
         return [OwnRegion(*place, tensors) for place in self._division]
@@ -265,9 +265,9 @@ class OwnRegion(NamedTuple):
 
     rows: as in `Region`.
     extents: where the elements are. There are several extents if the region joins tensors that do not lie one after the
-        other in memory.
+        other in memory, or of which one is not contiguous.
     nbytes: the size of the elements in bytes.
-    sent: the tensors of the push. Each has the rows of one tensor that this process sends.
+    sent: the tensors of the push, detached. Each has the rows of one tensor that this process sends.
     """
 
     rows: bytes
@@ -290,9 +290,7 @@ class OwnRegion(NamedTuple):
 
     def values(self) -> torch.Tensor:
         """Returns the values of the rows. If there are several extents, the result is a copy of their elements, 1-D."""
-        found = [
-            self.sent[each.source].detach().as_strided(each.size, each.strides, each.offset) for each in self.extents
-        ]
+        found = [self.sent[each.source].as_strided(each.size, each.strides, each.offset) for each in self.extents]
         if not self.is_gathered:
             return found[0]
         bits = [bits_of(tensor) if tensor.dim() == 1 else bits_of(tensor).reshape(-1) for tensor in found]
@@ -385,7 +383,7 @@ def _extents_of(
         values, (_, _, start, _) = tensors[index], shards[index]
         size, strides, offset = tuple(rows.shape), values.stride(), int(values.storage_offset())
         offset += strides[0] * (rows.start - start) if strides else 0
-        if len(region) == 1 or not values.is_contiguous() or values.is_conj() or values.is_neg():
+        if len(region) == 1 or not values.is_contiguous():
             extents.append(_Extent(index, size, strides, offset))
             end = None
             continue
@@ -394,6 +392,9 @@ def _extents_of(
         # The storage of the later tensor certainly has the elements of the earlier ones, too.
         extents.append(_Extent(index, (offset + count - first,), (1,), first))
         end = storage, offset + count
+    if len(region) > len(extents) == 1 and end is None:
+        # The others have no elements. A second extent without elements makes `OwnRegion.values` return a 1-D copy.
+        extents.append(_Extent(extents[0].source, (0,), (1,), 0))
     return extents
 
 

@@ -36,3 +36,10 @@ def test_bytes_of_all_layers():
     """As many weights as the models have: 8.2 and 30.5 billion."""
     dense, experts = (shape.num_bytes(shape.of_layers) / 2e9 for shape in sync.FULL)
     assert 8.1 < dense < 8.3 and 30.4 < experts < 30.6
+
+
+def test_reckoned_links():
+    """The link binds, or the engine, which begins when the first message has come."""
+    assert sync.reckoned_moving(4.0, 4, 2.5) == 4.0
+    assert sync.reckoned_moving(4.0, 4, 3.5) == 4.5
+    assert sync.reckoned_moving(4.0, 1, 0.0) == 4.0

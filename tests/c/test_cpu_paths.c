@@ -296,7 +296,7 @@ void test_cpu_paths(void)
     const int num_rounds = is_quick ? 1 : 3;
     for (int round = 0; round < num_rounds; round++)
         for (uint32_t columns = 1; columns <= 80; columns++) check_planes(&r, columns);
-    static const uint32_t many_columns[] = {127, 128, 511, 1433, 1000, 32767, 65536};
+    static const uint32_t many_columns[] = {127, 128, 1433, 65536, 511, 1000, 32767, 32768};
     const size_t num_many = is_quick ? 4 : sizeof many_columns / sizeof *many_columns;
     for (size_t i = 0; i < num_many; i++) check_planes(&r, many_columns[i]);
     for (uint32_t row_bytes = 1; row_bytes <= 160; row_bytes++) check_masks(&r, row_bytes);

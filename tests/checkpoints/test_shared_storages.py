@@ -5,10 +5,12 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ibp
 from helpers import assert_same_bits
 from ibp._cli.main import main
+from ibp.checkpoints import _converting, _source
 from ibp.checkpoints._inputs import open_source
 
 
@@ -79,6 +81,19 @@ def test_whole_views_share_a_table(tmp_path):
     ibp.checkpoints.compress(tmp_path / "plain.pt", tmp_path / "coded.safetensors", device="cpu")
     with ibp.open(tmp_path / "coded.safetensors") as file:
         assert file["head"] is file["embed"] and file.info("embed").stored_bytes == 0
+
+
+def test_threads_decode_a_base_once(tmp_path, monkeypatch):
+    """The base of a view that is not contiguous, of which several threads read ranges at the same time."""
+    w, decoded, tensor = torch.randn(700, 300), [], _source.SourceTensor.tensor
+    torch.save({"w": w, "turned": w.t()}, tmp_path / "x.pt")
+    ibp.checkpoints.compress(tmp_path / "x.pt", tmp_path / "x.safetensors", device="cpu")
+    monkeypatch.setattr(_source.SourceTensor, "tensor", lambda self: (decoded.append(self.name), tensor(self))[1])
+    monkeypatch.setattr(_converting, "BLOCK_BYTES", 50_000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    ibp.checkpoints.decompress(tmp_path / "x.safetensors", tmp_path / "out.safetensors")
+    assert decoded == ["w"]
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["turned"], w.t())
 
 
 def test_views_go_to_other_formats_and_into_new_files(tmp_path):

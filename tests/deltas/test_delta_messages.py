@@ -8,6 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 import ibp
@@ -456,6 +457,41 @@ def push_between_buffers(device, is_joined_there, is_joined_here):
         tensor.copy_(before[name])
     assert again.apply(messages[0])
     assert_same_weights(copies_on_cpu(here), copies_on_cpu(there))
+
+
+def test_a_joined_tensor_that_is_not_contiguous_among_empty_ones():
+    """What is left of the region is not contiguous, and the message has its elements in a row."""
+    there = {"a": torch.randn(6, 4).t(), "b": torch.empty(0), "c": torch.empty(3, 0)}
+    here = {name: torch.zeros(tensor.shape) for name, tensor in there.items()}
+    sender, receiver = Sender(), Receiver(here)
+    for _ in range(3):
+        assert [receiver.apply(message) for message in sender.push(there)] == [True]
+        assert_same_bits(here["a"], there["a"])
+        there["a"][0, 1] += 1
+
+
+def test_offloaded_parameters_are_sent_with_their_values():
+    """Weights that rest share memory, which has no values."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).bfloat16().requires_grad_(False)
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    here = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    with ibp.offload(model, "cpu", resident_bytes=0, min_bytes=0):
+        messages = Sender().push(model.named_parameters())
+    assert [Receiver(here).apply(message) for message in messages] == [True]
+    for name, tensor in wanted.items():
+        assert_same_bits(here[name], tensor)
+
+
+@pytest.mark.parametrize("use", [lambda weights: Sender().push(weights), Receiver], ids=["Sender", "Receiver"])
+def test_tensors_without_readable_memory_are_refused(use):
+    model = nn.Linear(1024, 1024, bias=False).bfloat16().requires_grad_(False)
+    ibp.nn.compress(model, min_bytes=0)
+    with pytest.raises(TypeError, match="weight is a TableParameter without memory of its own"):
+        use(dict(model.named_parameters()))
+    turned = torch.randn(2, 3, dtype=torch.complex64).conj()
+    for tensor in (turned, turned.imag):
+        with pytest.raises(TypeError, match="x is a conjugated or negated view; wanted its resolve_conj"):
+            use({"x": tensor})
 
 
 @pytest.mark.parametrize("is_joined_here", [False, True])

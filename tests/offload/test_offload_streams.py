@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
 from helpers import assert_same_bits, embedding
@@ -314,6 +315,27 @@ def test_an_interrupted_fetch_of_experts(monkeypatch):
     with ibp.offload(Experts(), "cpu", **SIZES) as offloaded:
         with pytest.raises(KeyboardInterrupt):
             offloaded._experts[0].call(torch.ones(1, 4), INDEX, GATES)
+        assert memory
+        for part in memory:
+            gpu.use(part, writes=True)
+
+
+def test_a_failure_before_forward(monkeypatch):
+    """The caller's stream waits also if slots of another dtype find no memory."""
+
+    class NoMemory(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if operation is torch.ops.aten._to_copy.default:
+                raise torch.OutOfMemoryError("no memory for slots")
+            return operation(*args, **(kwargs or {}))
+
+    gpu = clocked_gpu(monkeypatch)
+    beside = Gpu.Stream(gpu)
+    monkeypatch.setattr(events, "_stream_beside", lambda device: beside)
+    memory = clock_experts(monkeypatch, gpu, beside)
+    with ibp.offload(Experts(), "cpu", **SIZES) as offloaded:
+        with pytest.raises(torch.OutOfMemoryError, match="slots"), NoMemory():
+            offloaded._experts[0].call(torch.ones(1, 4), INDEX.int(), GATES)
         assert memory
         for part in memory:
             gpu.use(part, writes=True)

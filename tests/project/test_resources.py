@@ -36,12 +36,12 @@ MEETS = {  # by "call(parameter: annotation)", besides paths
 LOCKS = {  # the public call that holds a lock, by the file that makes it
     "ibp/_activations/offload.py": "ibp.offload_activations",
     "ibp/_fetch/host_gather.py": "ibp.index_select",
-    "ibp/_files/reader.py": "ibp.checkpoints.compress",
     "ibp/_machine/segments.py": "ibp.CompressedTensor.share_memory_",
     "ibp/_offload/events.py": "ibp.offload",
     "ibp/adapters.py": "ibp.adapters.ModelLoading",
     "ibp/cache/_slabs.py": "ibp.RowCache",
     "ibp/checkpoints/_other_files.py": "ibp.checkpoints.compress",
+    "ibp/checkpoints/_source.py": "ibp.checkpoints.compress",
     "ibp/codecs/_codec.py": "ibp.codecs.WholeTensor.decompress",
     "ibp/kv/_engines.py": "ibp.kv.KeyedPages",
     "ibp/kv/_store.py": "ibp.kv.KVStore",
