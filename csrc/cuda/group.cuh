@@ -24,14 +24,14 @@ constexpr uint32_t kMostJoined = 512;
 //     kDecodesAny     they decode rows of any length
 //     kEncodes        they encode rows of any length
 //
-// In kernels that decode, all lanes of a warp must call every function of a group together, even if some groups of the
-// warp have nothing to do. The same is true of all functions that call one of these functions or a collective of the
-// warp, unless their comment says otherwise. In kernels that encode, the groups of one warp may diverge, so the masks
-// of collectives have only the lanes of the group.
+// In kernels that decode, all lanes of a warp must call the collectives of a group together, which are sync and all
+// functions that exchange values between lanes, even if some groups of the warp have nothing to do. The same is true of
+// all functions that call a collective, and their comments do not repeat it. In kernels that encode, the groups of one
+// warp may diverge, so the masks of collectives have only the lanes of the group.
 enum GroupUse { kDecodesTile, kDecodesAny, kEncodes };
 
 // A group of LANES lanes of a warp (WARPS == 1), or of WARPS whole warps. All threads of a group must call every
-// function together.
+// collective together.
 template <uint32_t LANES, uint32_t WARPS, GroupUse USE = kDecodesTile> struct Group {
     static_assert((WARPS == 1 && kWarp % LANES == 0) || LANES == kWarp, "a group is a part of a warp, or whole warps");
     static constexpr uint32_t kLanes = LANES, kWarps = WARPS, kThreads = LANES * WARPS;

@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
 
 template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call)
 {
-    static_assert(is_decoder<Decoder>(), "the contract of decoder.cuh");
+    static_assert(is_decoder<Decoder>(), "the decoder must keep the contract of decoder.cuh");
     using G = typename Decoder::Group;
     static_assert(G::kWarps == 1, "a group must not have several warps");
     static_assert(most_bag_threads<Decoder, Sums>() / kTeamThreads <= 15u, "each team must have a barrier of its own");
