@@ -8,7 +8,7 @@
 //     dense row       a row that stores the values of all its live columns
 //     listed row      a row that stores the values of only those elements that differ from the default value, and says
 //                     which elements these are
-//     escape          a digit whose bits are all ones. The element's symbol has no entry in this plane
+//     escape          a digit whose bits are all ones. No entry of this plane or an earlier one is the element's symbol
 //     reach           an element reaches a plane if its digits in all earlier planes are escapes; all elements reach
 //                     plane 0. An element that has an escape in every plane has a raw symbol
 //     raw symbol      a symbol that is stored as it is. `raw` alone stands for raw symbols where values are decoded or
