@@ -1,5 +1,7 @@
-// digits.cuh - spreads digits of scheme planes of two or three bits to nibbles, so that they can be the selector of
-// `prmt`; finds and numbers escapes; spreads residuals over elements; and reads shared memory at any byte or bit.
+// digits.cuh - functions for the digits of scheme planes. They spread digits of two or three bits to nibbles (digits of
+// any width: DigitSpread in decode/decode_dense.cuh), find and number escapes, which are digits whose bits are all
+// ones, spread residuals over elements, and read shared memory at any byte or bit. Digits in nibbles can select bytes,
+// because the instruction `prmt` (permute_bytes in warp.cuh) selects each byte of its result by a nibble.
 #ifndef IBP_DIGITS_CUH
 #define IBP_DIGITS_CUH
 

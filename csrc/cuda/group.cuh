@@ -7,25 +7,31 @@
 
 namespace ibp {
 
-constexpr uint32_t kLaneBytes = 64;                    // size in bytes of a lane's part of a row
-constexpr uint32_t kWarpRowBytes = kWarp * kLaneBytes; // size in bytes of a warp's part of a row
-constexpr uint32_t kMostWarps = 8;                     // largest number of warps in a group
+// kLaneBytes, kWarpRowBytes: size in bytes of the largest part of a row that a lane and a warp have if a group consists
+// of whole warps and its use is kDecodesTile. kMostWarps: number of warps in a group that decodes rows of any length. A
+// group has more warps only if it is a whole block (kWholeBlock in decode/gather.cuh), or if it encodes.
+constexpr uint32_t kLaneBytes = 64;
+constexpr uint32_t kWarpRowBytes = kWarp * kLaneBytes;
+constexpr uint32_t kMostWarps = 8;
 // The largest number of threads in a block whose groups have several warps and call any, sum, scan or broadcast.
 constexpr uint32_t kMostJoined = 512;
 
 // What groups do.
 //
-//     kDecodesTile    they decode rows of which a lane has at most kLaneBytes bytes
+//     kDecodesTile    they decode rows of which a lane has at most kLaneBytes bytes or, if the group is a part of a
+//                     warp, at most Decoder::kLaneVectors vectors of 16 bytes, which are up to 96 bytes. (The
+//                     decoder of listed rows has such a group, although it decodes rows of any length)
 //     kDecodesAny     they decode rows of any length
 //     kEncodes        they encode rows of any length
 //
-// If groups decode, all lanes of a warp must call every function together, even if some groups of the warp have nothing
-// to do. If groups encode, the groups of one warp may diverge, so the masks of collectives have only the lanes of the
-// group.
+// In kernels that decode, all lanes of a warp must call the collectives of a group together, which are sync and all
+// functions that exchange values between lanes, even if some groups of the warp have nothing to do. The same is true of
+// all functions that call a collective, and their comments do not repeat it. In kernels that encode, the groups of one
+// warp may diverge, so the masks of collectives have only the lanes of the group.
 enum GroupUse { kDecodesTile, kDecodesAny, kEncodes };
 
 // A group of LANES lanes of a warp (WARPS == 1), or of WARPS whole warps. All threads of a group must call every
-// function together.
+// collective together.
 template <uint32_t LANES, uint32_t WARPS, GroupUse USE = kDecodesTile> struct Group {
     static_assert((WARPS == 1 && kWarp % LANES == 0) || LANES == kWarp, "a group is a part of a warp, or whole warps");
     static constexpr uint32_t kLanes = LANES, kWarps = WARPS, kThreads = LANES * WARPS;
@@ -176,7 +182,7 @@ template <uint32_t LANES, uint32_t WARPS, GroupUse USE = kDecodesTile> struct Gr
     }
 
   private:
-    static constexpr uint32_t kMostGroups = kMostJoined / kThreads; // of a block
+    static constexpr uint32_t kMostGroups = kMostJoined / kThreads; // the largest number of groups in a block
 
     // Does what exchange does for each of N numbers, in static shared memory, and ends with a barrier, so that it can
     // be called again at once. of_warp: this warp's numbers. before, total: receive the sums. Shuffles add up the

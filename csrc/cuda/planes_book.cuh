@@ -2,10 +2,34 @@
 // into elements, and stores the elements (FORMAT.md section 6). The template parameter T is the type of an element; all
 // fields of a codebook except the size of elements are read at run time.
 //
-// The values of a dense row, each part padded to a byte:
+// include/ibp_codebook.h explains codebooks: planes, entries, symbols, residuals, digits, constant and live columns.
+// All decoders and encoders of scheme planes use these terms, too:
+//
+//     dense row       a row that stores the values of all its live columns
+//     listed row      a row that stores the values of only those elements that differ from the default value, and says
+//                     which elements these are
+//     escape          a digit whose bits are all ones. No entry of this plane or an earlier one is the element's symbol
+//     reach           an element reaches a plane if its digits in all earlier planes are escapes; all elements reach
+//                     plane 0. An element that has an escape in every plane has a raw symbol
+//     raw symbol      a symbol that is stored as it is. `raw` alone stands for raw symbols where values are decoded or
+//                     encoded, and for raw rows, which are not coded at all, where rows are fetched or placed
+//     rank            the index of an entry among the codebook's entries or, if every column has its own entries, among
+//                     those of its column. The entries of plane 0 come first, then those of plane 1, and so on
+//     absent plane    one of the IBP_MAX_PLANES planes that the codebook does not have. Decoders treat it as a plane
+//                     whose digits have no bits and are all escapes
+//     cluster         one of the codebooks of a table (FORMAT.md section 7). In launch.cuh, a cluster of thread blocks
+//
+// The values of n elements, which are all live elements of a dense row, or the listed elements of a listed row. Each
+// part is padded to a byte:
 //
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
+//
+// A listed row, each part padded to a byte. If the row is closed, all its listed elements equal planes.closed_value,
+// and no values follow:
+//
+//     | header, 1 to 3 bytes: k in the low bits, is_closed in the highest bit | positions of the k listed elements |
+//     | highest bits of the others, with signed_default | values of the listed elements, unless is_closed |
 #ifndef IBP_PLANES_BOOK_CUH
 #define IBP_PLANES_BOOK_CUH
 
@@ -14,8 +38,8 @@
 
 namespace ibp {
 
-// Returns a word in which the lowest bit of each digit is set if the digit is an escape, that is, if all its bits are
-// set. num_bits: number of bits of a digit: 1, 3 or 4. (escaped_pairs is for digits of two bits.)
+// Returns a word in which the lowest bit of each digit is set if the digit is an escape. num_bits: number of bits of a
+// digit: 1, 3 or 4. (escaped_pairs is for digits of two bits.)
 __device__ __forceinline__ uint64_t escapes_in(uint64_t digits, uint32_t num_bits)
 {
     switch (num_bits) {
@@ -30,9 +54,10 @@ struct DigitRange {
     uint32_t from, to;
 };
 
-// The bit positions in shared memory at which the parts of a row's values begin. An absent plane has no bits, and all
-// its digits count as escapes, so digits[IBP_MAX_PLANES] is always where the raw symbols begin. mine[p]: the digits of
-// plane p that this warp reads; mine[IBP_MAX_PLANES]: the raw symbols that it reads.
+// The bit positions in shared memory at which the parts of a row's values begin. An absent plane has no bits, so
+// digits[IBP_MAX_PLANES] is always where the raw symbols begin. (In PlanesCensus::Parts, digits[num_planes] is.)
+// mine[p]: the digits of plane p that this warp reads; mine[IBP_MAX_PLANES]: the raw symbols that it reads. find_parts
+// sets these ranges for all tiles of the warp; TileDecoder::decode then narrows them to one tile after the other.
 struct ValueParts {
     uint32_t residuals, digits[IBP_MAX_PLANES + 1], end;
     DigitRange mine[IBP_MAX_PLANES + 1];
@@ -129,6 +154,10 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         return first;
     }
 
+    // Returns the element that has this symbol and this residual. turned() stands for a rotation to the right by one
+    // bit among the coded bits, which are all bits except the invariant ones, if the codebook rotates elements:
+    //
+    //     element = turned(symbol << residual_bits | residual) << invariant_bits | invariant_value
     __device__ __forceinline__ T join(T symbol, T residual) const
     {
         const uint32_t inv = invariant_bits(planes), at = inv + planes.residual_bits;
@@ -140,14 +169,14 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         return static_cast<T>((element & static_cast<T>(~uint64_t{0} << inv)) |
                               static_cast<T>(invariant_value(planes)));
     }
+    // Returns the num_bits bits of shared memory that begin at bit `position`.
     static __device__ __forceinline__ T shared_field(uint32_t position, uint32_t num_bits)
     {
         if (sizeof(T) < 8) return static_cast<T>(low_bits(shared_bits(position), num_bits));
         return static_cast<T>(low_bits(shared_bits64(position), num_bits));
     }
 
-    // Returns the number of escapes among the digits of a range. start: the bit at which the plane's digits begin. All
-    // lanes of a warp must call this together.
+    // Returns the number of escapes among the digits of a range. start: the bit at which the plane's digits begin.
     template <class G>
     static __device__ __forceinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
@@ -209,7 +238,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
 // The constants for combining a word of symbols and a word of residuals into a word of elements. A symbol or residual
 // lies in the low bits of its element's field of the word.
 template <typename T> struct WordJoin {
-    static_assert(sizeof(T) <= 4, "elements of a word");
+    static_assert(sizeof(T) <= 4, "a word must hold whole elements");
     static constexpr uint32_t kBits = 8u * sizeof(T), kOnes = ~0u >> (32u - kBits);
     static constexpr uint32_t kEach = ~0u / kOnes; // the lowest bit of every element
     // of_symbol, of_residual, to_top: the powers of two by which symbols, residuals and elements are multiplied, to
@@ -311,7 +340,7 @@ struct RawPlace {
 };
 // Stores the elements of a lane's vector that have raw symbols. Bit STRIDE * e of `raws` is set if element first + e
 // has a raw symbol. Returns place.before plus the number of raw symbols of all lanes of the group; this is `before` in
-// the next call's RawPlace. All lanes of a warp must call this together.
+// the next call's RawPlace.
 template <typename T, class G, uint32_t STRIDE>
 static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb, Window window, RawPlace place,
                                                          uint32_t first, uint32_t raws)
@@ -327,14 +356,13 @@ static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb,
     }
     return place.before + G::last_lane(sums);
 }
-// Copies the bytes of a codebook's row template that lie in the window. Not inlined, so that a kernel contains the copy
-// once.
+// Copies the bytes of a codebook's row template that lie in the window.
 template <class G> static __device__ __noinline__ void copy_template(const uint8_t *from, Window window)
 {
     group_copy<G>(window.dst, from + window.low, window.high - window.low);
 }
 // If the codebook has constant columns, copies its row template to the rows of active groups. Call this before the live
-// elements are stored. All lanes of a warp must call this together.
+// elements are stored.
 template <class G>
 __device__ __forceinline__ void put_template(const ibp_planes &planes, bool active, const Window &window)
 {

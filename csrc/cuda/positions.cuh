@@ -8,7 +8,7 @@
 namespace ibp {
 
 constexpr uint32_t kListForms = IBP_MAX_LOW_BITS + 1u, kPositionForms = 1u + 2u * kListForms;
-static_assert(kPositionForms <= kWarp, "a lane looks at a form");
+static_assert(kPositionForms <= kWarp, "each lane of a warp must have at most one form to try");
 
 // Returns form i, in the order in which ibp_choose_position_form tries the forms.
 __device__ __forceinline__ ibp_position_form position_form_at(uint32_t i, uint32_t k, uint32_t columns)
@@ -18,8 +18,9 @@ __device__ __forceinline__ ibp_position_form position_form_at(uint32_t i, uint32
     return ibp_list_form(k, columns, complement, i - 1u - complement * kListForms);
 }
 
-// Returns what ibp_choose_position_form returns. Each lane computes the size of one form. All lanes of a warp must call
-// this together, with the same arguments.
+// Returns what ibp_choose_position_form returns. Each lane computes the size of one form. If several forms are equally
+// short, the minimum is that of the earliest form. All lanes of a warp must call this together, with the same
+// arguments.
 __device__ __forceinline__ ibp_position_form choose_position_form(uint32_t k, uint32_t columns)
 {
     if (ibp_is_bitmap_shortest(k, columns)) return ibp_bitmap_form(k, columns);

@@ -1,5 +1,8 @@
 // warp.cuh - functions that all kernels share: scans, byte and bit operations, access to shared memory and to the rows
 // staged there, stores of rows, faults, and waiting for earlier kernels.
+//
+// Many functions of kernels are not inlined (`__noinline__`). Unless the comment of such a function gives another
+// reason, the reason is that a kernel then contains its code once.
 #ifndef IBP_WARP_CUH
 #define IBP_WARP_CUH
 

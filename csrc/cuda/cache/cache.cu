@@ -102,7 +102,8 @@ struct Tally {
     __device__ __forceinline__ void put(ibp_cache_counts *counts) const
     {
         constexpr uint32_t kNumbers = sizeof(ibp_cache_counts) / sizeof(uint64_t);
-        static_assert(kNumbers == IBP_MAX_SLABS + 2u, "hits, misses, bytes");
+        static_assert(kNumbers == IBP_MAX_SLABS + 2u,
+                      "the counts must be the hits of each slab, the misses and their bytes");
         __shared__ unsigned long long of_warps[kWarps][kNumbers];
         if (counts == nullptr) return;
         const uint32_t i = lane_id();

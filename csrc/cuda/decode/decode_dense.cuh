@@ -1,23 +1,23 @@
 // decode_dense.cuh - decodes dense rows of scheme planes (FORMAT.md section 6) of any codebook. It is used where
-// decode_fast.cuh and decode_pairs.cuh are not.
+// decode_fast.cuh and decode_pairs.cuh are not. Digits may have 1 to 4 bits.
 //
-// It works as decode_pairs.cuh does, but digits may have 1 to 4 bits. tiles.cuh describes the bytes of a row and the
-// levels, which are arrays of names in shared memory. For each of its tiles, a warp does the following:
+// tiles.cuh explains tiles, names and levels. Its three phases are as follows here:
 //
-// 1. The warp visits planes 0 to 3 in order. A lane spreads its digits of planes 0 and 1 to nibbles, and counts
-//    escapes, because their number says where the next plane begins. It keeps the nibbles of plane 0 in shared memory,
-//    and the first chunk of plane 1 in registers; further chunks are loaded again in part 2. Elements that reach plane
-//    2, plane 3 or raw symbols get their names one at a time: the names of all elements of plane 2 go to level 2, and a
-//    list holds the elements that have no name yet.
-// 2. The warp returns to plane 1. A lane takes 16 digits at a time, whose nibbles select bytes of the plane's names
-//    (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says which bytes.
-// 3. The warp returns to plane 0, where names are found in the same way, with level 1 in place of level 2. In each step
-//    a lane makes 16 bytes of output: it combines symbols with their residuals, and stores the result.
+// 1. The group visits planes 0 to 3 in order. A lane spreads its digits of planes 0 and 1 to nibbles, and counts
+//    escapes. It keeps the nibbles of plane 0 in shared memory, and the first chunk of plane 1 in registers. Of further
+//    chunks it only counts the escapes, and loads the digits once more in phase 2. Elements that reach plane 2 or 3 get
+//    their names one at a time: the names of all elements of plane 2 go to level 2, and a list holds the elements that
+//    have no name yet.
+// 2. Raw symbols complete level 2. Then the group returns to plane 1. A lane takes 16 digits at a time, whose nibbles
+//    select bytes of the plane's names (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the
+//    nibbles says which bytes.
+// 3. The group returns to plane 0, where names are found in the same way, with level 1 in place of level 2. In each
+//    step a lane makes 16 bytes of output: it combines symbols with their residuals, and stores the result.
 //
 // A name is a symbol if elements have less than eight bytes and all columns share entries of up to eight bits.
-// Otherwise it is a rank, which is the index of the symbol's entry, or kRawRank if the symbol is raw. If names are
-// ranks, each step looks up their symbols. After a step has stored its 16 bytes, the step stores the elements with raw
-// symbols a second time, one element at a time and with the right symbols.
+// Otherwise it is a rank, or kRawRank if the symbol is raw. If names are ranks, each step looks up their symbols. After
+// a step has stored its 16 bytes, the step stores the elements with raw symbols a second time, one element at a time
+// and with the right symbols.
 //
 // The rate at which integer instructions are issued limits the decoder.
 #ifndef IBP_DECODE_DENSE_CUH
@@ -67,7 +67,7 @@ __device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t abo
 }
 
 // The Digits of TileDecoder for digits of 1 to 4 bits. A lane spreads them to nibbles, which are in shared memory for
-// plane 0. The digits of an absent plane have no bits, and all of them are escapes.
+// plane 0.
 template <typename T, class G> struct AnyDigits {
     using Element = T;
     using Group = G;
@@ -97,10 +97,12 @@ template <typename T, class G> struct AnyDigits {
         // above: as in DigitSpread. low, high: eight bytes, one for each digit below 8. The byte at the escape is 0xff,
         // and all others are 0.
         uint32_t above, low, high;
-        uint32_t wide; // not 0 if digits may have four bits
+        uint32_t wide; // not 0 if a digit fills its nibble: it has four bits, or the plane is absent
 
         // Returns the names of eight digits, one byte each; some digits may be escapes. from: the shared byte at which
-        // the names of the escaped digits begin; the function advances it past these names.
+        // the names of the escaped digits begin; the function advances it past these names. In `order`, each nibble is
+        // the number of escapes in lower nibbles: an escape's bit 3 times 2 is bit 0 of the next nibble, so the product
+        // adds 1 to every higher nibble.
         __device__ __forceinline__ uint2 of(uint32_t digits, uint32_t &from) const
         {
             const uint32_t escaped = escaped_digits(digits, above), order = escaped * 0x22222222u;
@@ -118,6 +120,8 @@ template <typename T, class G> struct AnyDigits {
             const uint2 a = of(chunk.digits[0], from), b = of(chunk.digits[1], from);
             return make_uint4(a.x, a.y, b.x, b.y);
         }
+        // Returns the names of the lowest four of `digits`, which fill their nibbles. escaped: the result of
+        // escaped_digits. below: the names that the digits take if they are escapes.
         __device__ __forceinline__ uint32_t of_wide(uint32_t digits, uint32_t escaped, uint32_t below) const
         {
             const uint32_t seven = digits & 0x7777u, upper = permute_bytes(0xff00u, 0, digits >> 3 & 0x1111u);
@@ -185,7 +189,7 @@ template <typename T, class G> struct AnyDigits {
         Counts counts;
         uint32_t escaped = 0, *const kept = kept_digits(decoder.names());
         // If a warp has several groups, every group goes through the steps of a complete row, even if the group has no
-        // row.
+        // row, because store_vectors calls collectives of the warp in each step.
         tile.num_steps = ((G::kPerWarp > 1 ? book.columns : range.to - range.from) + kStep - 1u) / kStep;
 #pragma unroll 1
         for (uint32_t s = tile.num_steps; s-- > 0u;) {
@@ -214,8 +218,7 @@ template <typename T, class G> struct AnyDigits {
         const Levels levels = decoder.levels();
         return p == 2u ? levels.template name<true>(n, digit) : levels.template name<false>(n, digit);
     }
-    // Returns the number of escapes among the digits `range` of a plane. Not inlined, so that a kernel contains this
-    // code once.
+    // Returns the number of escapes among the digits `range` of a plane. Not inlined (warp.cuh).
     static __device__ __noinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
         return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);
@@ -271,8 +274,7 @@ template <class DIGITS, bool BLOCK> struct AnyNames {
         fill(cb, 0, names);
     }
     // Writes the names for the digits of a cluster's planes, and the entries, to shared memory. names: the shared byte
-    // at which the names begin. Not inlined, so that a kernel contains this code once, and because registers are scarce
-    // if rows have clusters.
+    // at which the names begin. Not inlined, because registers are scarce if rows have clusters.
     static __device__ __noinline__ void fill(const ibp_codebook &cb, uint32_t cluster, uint32_t names)
     {
         const PlanesBook<T> book(cb, cluster);
@@ -314,7 +316,7 @@ template <class DIGITS, bool BLOCK> struct AnyNames {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
     // Does what look_up does, for a codebook in which every column has its own entries. column: the vector's first
-    // column. Not inlined, so that a kernel contains this code once.
+    // column. Not inlined (warp.cuh).
     static __device__ __noinline__ uint4 look_up_columns(const ibp_codebook &cb, const uint8_t *entries,
                                                          uint32_t column, uint4 ranks)
     {
@@ -368,13 +370,18 @@ template <class DIGITS, bool BLOCK> struct AnyNames {
         for (uint32_t k = 0; k < kNames; k++) mask |= highest_bits(ranks[k]) << 4u * k;
         return mask;
     }
-    // What is known about a codebook and its rows when store_vectors is compiled. With all values except kNothing, rows
-    // are stored in units of 16 bytes. kSymbols: names are symbols. kHalves: names are symbols, and elements have one
-    // byte with residuals of four bits. kEntries: names are ranks of entries that all columns share.
+    // What is known about a codebook and its rows when store_vectors is compiled.
+    //
+    //     kNothing    nothing
+    //     kSymbols    names are symbols
+    //     kHalves     names are symbols, and elements have one byte with residuals of four bits
+    //     kEntries    names are ranks of entries that all columns share
+    //
+    // Unless the value is kNothing, the complete row is wanted and is stored in vectors of 16 bytes (Window::is_units).
     enum Known { kNothing, kSymbols, kHalves, kEntries };
 
     // Finds the names of a tile's elements from plane 0 and level 1, and stores the tile's vectors. units: the result
-    // of window.is_units; false if there are constant columns. All lanes of a warp must call this together.
+    // of window.is_units; false if there are constant columns.
     template <Known KNOWN>
     static __device__ __forceinline__ void store_vectors(const Decoder &decoder, const PlanesBook<T> &book,
                                                          const ValueParts &parts, const Tile &tile, uint32_t tile_start,
@@ -427,7 +434,7 @@ template <class DIGITS, bool BLOCK> struct AnyNames {
                 place.before = put_raw_elements<T, G, 1>(cb, window, place, i, raws);
         }
     }
-    // Stores a tile's elements (TileDecoder). All lanes of a warp must call this together.
+    // Stores a tile's elements (TileDecoder).
     static __device__ __forceinline__ void store(const Decoder &decoder, const PlanesBook<T> &book,
                                                  const ValueParts &parts, const Tile &tile, uint32_t tile_start,
                                                  uint32_t n, const Window &window)

@@ -5,8 +5,8 @@
 //
 //     | residuals, r bits for each element | digits, 4 bits for each element | raw symbols of escaped elements |
 //
-// 1. A lane's part of a tile is kSteps vectors of 16 bytes. The lane loads the digits of these vectors and counts their
-//    escapes (load_tile).
+// 1. A tile is the elements of one row that the lanes of a group in one warp decode at a time. A lane's part of it is
+//    kSteps vectors of 16 bytes. The lane loads the digits of these vectors and counts their escapes (load_tile).
 // 2. The number of escapes in the row says where the row ends. The decoder checks that the row does end there.
 // 3. A symbol is first_symbol plus its digit, and residuals lie at known positions. So a lane makes 16 bytes of the row
 //    from a word or half a word of digits with arithmetic, shifts and permutes alone (store_tile).
@@ -22,7 +22,7 @@
 namespace ibp {
 
 template <typename T, class G> struct FastDecoder : NoBlockMemory {
-    static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements of words");
+    static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements must have two or four bytes");
     using Group = G;
     static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : G::kWarps > 8 ? 1024 : 768;
     static constexpr uint32_t kVectors = G::kAnyLength ? 8 : 4;
@@ -55,8 +55,10 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     // ---- digits ----
 
     // The digits of a lane's vectors in a tile, one in each nibble. Nibbles past the row's last element are 0.
+    // num_escaped: number of the lane's own escapes, unlike in the Tiles of tiles.cuh, where it is the number of the
+    // whole group's escapes.
     struct Tile {
-        uint32_t digits[kSteps], num_escaped; // num_escaped: number of the lane's escapes
+        uint32_t digits[kSteps], num_escaped;
     };
     static __device__ __forceinline__ uint32_t first_element(uint32_t tile_start, uint32_t step)
     {
@@ -173,8 +175,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
         return PlanesBook<T>::template count_escapes<G>(digits, {from, to}, kDigitBits);
     }
 
-    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
-    // Returns whether the coded row takes exactly coded_bytes bytes.
+    // Rebuilds a row (decoder.cuh).
     __device__ __forceinline__ bool decode(uint32_t, bool active, Stage, uint32_t start_bit, uint32_t coded_bytes,
                                            const Window &window) const
     {

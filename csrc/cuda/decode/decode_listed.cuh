@@ -1,27 +1,28 @@
 // decode_listed.cuh - decodes listed rows of scheme planes (FORMAT.md section 6). One warp decodes a row.
-//
-// A coded row in shared memory, each part padded to a byte:
-//
-//     | header: is_closed, k | positions of the k listed elements | highest bits of the others, with signed_default |
-//     | values of the listed elements: residuals | plane 0 | plane 1 | plane 2 | plane 3 | raw symbols |
+// planes_book.cuh shows the bytes of a listed row, and explains the terms of scheme planes.
 //
 // 1. Count. The warp counts the escapes of every plane. These counts say where each part begins, and whether the row
-//    has the right length.
-// 2. Positions. A bitmap is used as it is. A list is turned into an array of columns if at most one column in eight is
-//    listed and there is no signed_default; otherwise into a bitmap.
-// 3. The warp goes through tiles of columns. It finds the ranks of a tile's listed elements; a rank is the index of an
-//    entry. In plane 0 a lane takes eight digits at a time, and the elements whose digits are escapes go to another
-//    list, the list of escaped elements. In the other planes a lane takes one element of this list at a time. Then each
-//    entry or raw symbol is combined with its residual (joined); a lane joins eight elements at a time.
-// 4. A lane makes 16 bytes of output at a time. The bits of the bitmap say which of its columns are listed, and a
-//    prefix sum over the counts of these bits says which listed elements belong to these columns. All other columns get
-//    the default. If there is an array of columns, the default is written to all columns, and then each listed element
-//    is stored in its column.
+//    has the right length. If all listed elements of the row fit in one batch, the warp finds their ranks at the same
+//    time.
+// 2. Positions. A bitmap is used as it is. A list of the listed columns is turned into an array of columns if at most
+//    one column in eight is listed and there is no signed_default. Any other list, such as a list of the columns that
+//    are not listed, is turned into a bitmap.
+// 3. Elements. The listed elements are joined in batches: each entry or raw symbol is combined with its residual. If a
+//    row has several batches, the ranks of a batch are found first. In plane 0 a lane takes eight digits at a time, and
+//    the elements whose digits are escapes go to the list of escaped elements. In the other planes a lane takes one
+//    element of this list at a time. A lane joins eight elements at a time.
+// 4. Columns. The warp goes through tiles of columns. A lane makes 16 bytes of output at a time. The bits of the bitmap
+//    say which of its columns are listed, and a prefix sum over the counts of these bits says which listed elements
+//    belong to these columns. All other columns get the default. If there is an array of columns, the default is
+//    written to all columns, and then each listed element is stored in its column.
 //
-// Listed elements are joined in batches. A batch has room for 1,024 elements, or for 256 if rows have more than 8 KiB.
-// If all listed elements of the row fit in one batch, their ranks are found during the count, and they are joined only
-// once. Otherwise the listed elements of each tile are a batch. If there is an array of columns, the batches do not
-// follow tiles; each batch except the last one is full.
+// A batch has room for 1,024 elements or, if a row has fewer columns, for this number rounded up to a multiple of 16.
+// If rows have more than 8 KiB, a batch has room for 256 elements. If all listed elements of a row fit in one batch,
+// they are joined only once, before the first tile. Otherwise the listed elements of each tile are a batch. If there is
+// an array of columns, the batches do not follow tiles; each batch except the last one is full.
+//
+// In this file, a tile consists of columns, listed or not; in tiles.cuh it consists of elements. `list` alone stands
+// for a list of positions. The number of an element is its index in its batch.
 #ifndef IBP_DECODE_LISTED_CUH
 #define IBP_DECODE_LISTED_CUH
 
@@ -46,16 +47,17 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     // memory.
     static constexpr uint32_t kLongRow = 8192, kBatchOfLong = 256;
     static constexpr uint32_t kOctet = 8; // number of elements that a lane takes at a time
-    // If at most one column in kSparse is listed, the listed elements are stored one by one.
+    // If at most one column in kSparse is listed, and their positions are stored as a list, the listed elements are
+    // stored one by one. decode() has all conditions (is_sparse).
     static constexpr uint32_t kSparse = 8;
     static constexpr uint64_t kSign = uint64_t{1} << (8u * sizeof(T) - 1u);
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // number of elements in a vector
     static constexpr uint32_t kEntries = 64, kMostEntries = IBP_MAX_PLANES * ((1u << IBP_MAX_DIGIT_BITS) - 1u);
-    static_assert(kMostEntries < kEntries, "the entries and the rank behind them, of raw symbols");
+    static_assert(kMostEntries < kEntries, "a rank is needed after those of all entries, for raw symbols");
     // kDigits: the byte of the scratch at which the bit positions of the next digits begin. kRanks: the byte of the
     // scratch at which the ranks begin.
     static constexpr uint32_t kDigits = kEntries * static_cast<uint32_t>(sizeof(T)), kRanks = kDigits + 16u;
-    static_assert(4u * IBP_MAX_PLANES <= 16u, "a word a plane");
+    static_assert(4u * IBP_MAX_PLANES <= 16u, "each plane must have a word for the position of its next digits");
 
     const ibp_codebook &cb;
     const uint32_t scratch; // the shared byte at which the warp's scratch begins
@@ -126,8 +128,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     // ---- ranks ----
 
     // Writes the ranks of n elements according to their digits of plane 0, and fills the list of escaped elements with
-    // the numbers of the elements whose digits are escapes. plane: the bit at which the first element's digit begins.
-    // Returns the number of escapes.
+    // the numbers of the elements whose digits are escapes. An escape gets the rank 2^num_bits - 1, which is the rank
+    // of the first entry of plane 1. plane: the bit at which the first element's digit begins. Returns the number of
+    // escapes.
     __device__ __forceinline__ uint32_t name_first(uint32_t plane, uint32_t n, uint32_t num_bits) const
     {
         const DigitSpread spread(num_bits);
@@ -148,7 +151,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             for (uint32_t e = 0; e < kOctet; e++) {
                 if (escaped >> (4u * e + 3u) & 1u)
                     *reinterpret_cast<uint16_t *>(shared_bytes() + to) = static_cast<uint16_t>(i + e);
-                // The test is repeated, so that the compiler adds to the register in place.
+                // A second `if` with the same test makes the compiler add to the register of `to` in place.
                 if (escaped >> (4u * e + 3u) & 1u) to += 2u;
             }
             num_escaped += G::last_lane(sums);
@@ -156,14 +159,15 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return num_escaped;
     }
     // Does what name_first does, for the n elements in the list of escaped elements, according to their digits of plane
-    // 1, 2 or 3. first: the rank of the plane's first entry.
+    // 1, 2 or 3. first: the rank of the plane's first entry. An escape again gets the rank of the next plane's first
+    // entry. So after the last plane, the rank num_entries marks the elements with raw symbols.
     __device__ __forceinline__ uint32_t name_next(uint32_t plane, uint32_t n, uint32_t num_bits, uint32_t first) const
     {
         const uint32_t escape = (1u << num_bits) - 1u, position = plane + lane_id() * num_bits;
         Cursor digits{&shared_word(position / 32u), position}; // a warp's 32 digits fill num_bits words
         const uint16_t *list = numbers() + lane_id();
         uint32_t num_escaped = 0;
-        __syncwarp(); // before the list is read
+        __syncwarp(); // before the list of escaped elements is read
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kWarp, digits.words += num_bits, list += kWarp) {
             const bool active = lane_id() < n - base;
@@ -172,7 +176,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             if (active) ranks()[j] = static_cast<uint8_t>(first + digit);
             const bool open = active && digit == escape;
             const uint32_t escaped = G::ballot(open);
-            __syncwarp(); // before the list is overwritten
+            __syncwarp(); // before the list of escaped elements is overwritten
             if (open) numbers()[num_escaped + ibp_popcount(escaped & G::lanes_below())] = static_cast<uint16_t>(j);
             num_escaped += ibp_popcount(escaped);
         }
@@ -185,7 +189,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     }
 
     // residuals, raws: the bits at which the residuals and the raw symbols of the next elements begin. num_raws: number
-    // of raw symbols in the batch.
+    // of raw symbols in the batch. While find_values goes through the planes, raws is the bit at which the next plane
+    // begins, and num_raws is the number of elements that reach it.
     struct Values {
         uint32_t residuals, raws, num_raws;
     };
@@ -255,16 +260,16 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     };
 
-    // Joins the n elements of a batch. A lane takes eight elements at a time. If kEntries leaves room for all raw
-    // symbols after the codebook's entries, raw symbols become entries. Otherwise elements with raw symbols are joined
-    // once more, one by one. All lanes of the warp must call this together.
+    // Joins the n elements of a batch. A lane takes eight elements at a time. If there are planes, and kEntries leaves
+    // room for all raw symbols after the codebook's entries, raw symbols become entries. Otherwise elements with raw
+    // symbols are joined once more, one by one.
     __device__ __forceinline__ void join_batch(const Book &book, const Values &values, uint32_t n) const
     {
         const uint32_t r = cb.planes.residual_bits, raw_ranks = cb.planes.num_entries * 0x01010101u;
         const bool few = values.num_raws <= kEntries - cb.planes.num_entries && cb.planes.num_planes != 0u;
         const ResidualJoin with(cb.planes);
         uint32_t raw = 0;
-        __syncwarp(); // before the ranks and the list are read
+        __syncwarp(); // before the ranks and the list of escaped elements are read
         if (few) {    // raw symbols become entries
 #pragma unroll 1
             for (uint32_t i = lane_id(); i < values.num_raws; i += kWarp) {
@@ -272,7 +277,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                 entries()[rank] = raw_element(book, values, i);
                 ranks()[numbers()[i]] = static_cast<uint8_t>(rank);
             }
-            __syncwarp(); // before the ranks are read, and the list is overwritten
+            __syncwarp(); // before the ranks are read and elements overwrite the list
         }
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kOctet * kWarp) {
@@ -357,10 +362,13 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // Calls take(rank, position) for every position of a list of positions, where rank is the position's index in the
     // list. Returns whether the list is valid: it has form.num_positions positions, and these increase and are below
-    // `columns`. Each 1 among the upper bits of the list stands for one position (FORMAT.md section 6). Each lane takes
-    // some consecutive upper bits and decodes the positions that their ones stand for, one by one. start: the bit of
-    // shared memory at which the list begins; the list lies in the stage. All lanes of the warp must call this
-    // together.
+    // `columns`. take is not called for a position that is not valid. start: the bit of shared memory at which the list
+    // begins; the list lies in the stage.
+    //
+    // The list has the form of Elias and Fano (FORMAT.md section 6): each 1 among the upper bits stands for one
+    // position. If upper bit b is a 1 and j ones lie below it, it stands for the position (b - j) << low_bits | low
+    // field j. Each lane takes some consecutive upper bits and decodes the positions that their ones stand for, one by
+    // one.
     template <class Take>
     __device__ __forceinline__ bool walk_list(const ibp_position_form &form, uint32_t columns, uint32_t start,
                                               const Take &take) const
@@ -402,7 +410,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             good = good && next != ~0u && first >= (lane_id() == 0u ? edge : below);
             edge = __shfl_sync(kAllLanes, next, kWarp - 1u);
         }
-        __syncwarp(); // before the bitmap is read
+        __syncwarp(); // before the bitmap or the array of columns is read
         return __all_sync(kAllLanes, good) && found == form.num_positions;
     }
 
@@ -417,8 +425,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             return low_bits(stage.bits_at(start + first) ^ inverted, ibp_min_u32(columns - first, 32u));
         }
     };
-    // Finds the bitmap of a row's listed positions in the stage or, if the positions are a list, makes a bitmap of
-    // them. start: the bit at which the positions begin. Returns false if the list is not valid.
+    // Finds the bitmap of a row's listed positions in the stage or, if the positions are a list, makes a bitmap of them
+    // in the scratch. map.stage then stands for the scratch, and limits reads to it. start: the bit at which the
+    // positions begin. Returns false if the list is not valid.
     __device__ __forceinline__ bool find_bitmap(Stage stage, const ibp_position_form &form, uint32_t columns,
                                                 uint32_t start, Bitmap &map) const
     {
@@ -436,8 +445,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- columns ----
 
-    // Writes a default row. Not inlined, so that a kernel contains this code once, and the code takes no registers from
-    // the loops around its call.
+    // Writes a default row. Not inlined, so that the code takes no registers from the loops around its call.
     static __device__ __noinline__ void fill(const ibp_codebook &cb, Window window)
     {
         fill_default<G>(cb, window.dst, window.low, window.high);
@@ -475,7 +483,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
-    // A tile of a row's columns. Each lane holds the bits of 32 columns.
+    // A tile of a row's columns, listed or not. Each lane holds the bits of 32 columns.
     struct Tile {
         uint32_t first, held; // the index of the first column, and the number of columns
         // listed: a bit for each of the lane's own columns, set if the column is listed.
@@ -608,7 +616,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     __device__ __forceinline__ bool store_row(const Book &book, const Listed &row, Values &values, Stage stage,
                                               const Window &window) const
     {
-        Bitmap map{};
+        Bitmap map{}; // without columns: no column is listed
         if (row.num_listed != 0u && G::any_in_warp(!find_positions(row, stage, map))) return false;
         if (row.is_sparse) {
             store_each(book, row, values, window);
@@ -640,8 +648,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return found == row.num_listed;
     }
 
-    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
-    // Returns whether the coded row is valid and takes exactly coded_bytes bytes.
+    // Rebuilds a row (decoder.cuh).
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {

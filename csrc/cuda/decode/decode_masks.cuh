@@ -27,7 +27,7 @@ namespace ibp {
 // each step moves some of these bits (Warren, Hacker's Delight, section 7-5). The block computes once, for every word,
 // which bits each step moves. Without MOVES, gaps (format.h) are inserted into a word one after the other.
 template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
-    static_assert(!MOVES || WORDS == 4, "moves are read by vectors");
+    static_assert(!MOVES || WORDS == 4, "moves are read as vectors of four words");
     using Group = G;
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static constexpr uint32_t kSteps = 2, kStepWords = G::kLanes * WORDS, kTileWords = kSteps * kStepWords;
@@ -253,8 +253,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         return !active || G::kWarps > 1 || (position + 7u) / 8u == coded_bytes;
     }
 
-    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
-    // Returns whether the coded row takes exactly coded_bytes bytes.
+    // Rebuilds a row (decoder.cuh).
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {

@@ -3,19 +3,18 @@
 // invariant bits. Most tables of floats have such rows. If elements are bytes, digits of plane 0 may have three bits,
 // as they often do for integers.
 //
-// tiles.cuh describes the bytes of a row and the levels, which are arrays of names in shared memory.
+// tiles.cuh explains tiles, names and levels. Its three phases are as follows here:
 //
-// 1. The warp visits planes 0 to 3 in this order and counts escapes, because their number says where the next plane
-//    begins. A lane keeps its digits of planes 0 and 1 in registers, two bits each. The few elements that reach plane
-//    2, plane 3 or raw symbols get their names one at a time: the names of all elements of plane 2 go to level 2, and a
-//    list holds the elements that have no name yet.
-// 2. The warp returns to plane 1. A lane takes 16 digits at a time, and spreads them to nibbles, which select bytes of
-//    the plane's entries (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says
-//    which bytes.
-// 3. The warp returns to plane 0, where names are found in the same way, with level 1 in place of level 2. In each step
-//    a lane makes 16 bytes of output: it combines symbols with their residuals, and stores the result.
+// 1. The group visits planes 0 to 3 in order, and counts escapes. A lane keeps its digits of plane 0 and of the first
+//    chunk of plane 1 in registers. The few elements that reach plane 2 or 3 get their names one at a time: the names
+//    of all elements of plane 2 go to level 2, and a list holds the elements that have no name yet.
+// 2. Raw symbols complete level 2. Then the group returns to plane 1. A lane takes 16 digits at a time, and spreads
+//    them to nibbles, which select bytes of the plane's entries (`prmt`). Escaped elements take bytes of level 2
+//    instead; a prefix sum over the nibbles says which bytes.
+// 3. The group returns to plane 0, where names are found in the same way, with level 1 in place of level 2. In each
+//    step a lane makes 16 bytes of output: it combines symbols with their residuals, and stores the result.
 //
-// If every column has its own entries, names are the ranks of entries, and part 3 has two loops over the tile. The
+// If every column has its own entries, names are the ranks of entries, and phase 3 has two loops over the tile. The
 // first loop finds the ranks of all steps. The second loop looks up the symbols of each step, puts in raw symbols, and
 // combines symbols with residuals.
 //
@@ -34,7 +33,8 @@ namespace ibp {
 // The Digits of TileDecoder if digits of plane 0 have FIRST bits, and digits of all other planes two bits. A lane keeps
 // its digits of planes 0 and 1 in registers. STEPS: number of vectors of 16 bytes that a lane has in a tile.
 template <typename T, class G, uint32_t FIRST, uint32_t STEPS> struct PairDigits {
-    static_assert(FIRST == 2 || (FIRST == 3 && sizeof(T) == 1), "the digits that there are");
+    static_assert(FIRST == 2 || (FIRST == 3 && sizeof(T) == 1),
+                  "digits of plane 0 have two bits, or three bits if elements are bytes");
     using Element = T;
     using Group = G;
     static constexpr uint32_t kFirstBits = FIRST;
@@ -237,7 +237,8 @@ template <class DIGITS, bool COLUMNS> struct PairNames {
     using Decoder = TileDecoder<PairNames>;
     using Tile = typename Digits::Tile;
     using PlaneNames = typename Digits::PlaneNames;
-    static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS), "the joins that there are");
+    static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS),
+                  "elements have one, two or four bytes; bytes have no entries for each column");
     // Shared memory has room for only two groups that decode rows of any length, so 512 threads are enough, and each
     // thread can have more registers. A group of more than 8 warps is a whole block. Decoders that need at most 72
     // registers get blocks of more threads.
@@ -334,8 +335,7 @@ template <class DIGITS, bool COLUMNS> struct PairNames {
         uint32_t raw_before[kSteps];
         bool any_raw;
     };
-    // Returns the ranks of a lane's elements. raw: the tile's range of the row's raw symbols. All lanes of a warp must
-    // call this together.
+    // Returns the ranks of a lane's elements. raw: the tile's range of the row's raw symbols.
     static __device__ __forceinline__ Ranks ranks_of(const Decoder &decoder, uint32_t columns, const Tile &tile,
                                                      DigitRange raw)
     {
@@ -513,7 +513,7 @@ template <class DIGITS, bool COLUMNS> struct PairNames {
         }
     }
 
-    // Stores a tile's elements (TileDecoder). All lanes of a warp must call this together.
+    // Stores a tile's elements (TileDecoder).
     static __device__ __forceinline__ void store(const Decoder &decoder, const PlanesBook<T> &book,
                                                  const ValueParts &parts, const Tile &tile, uint32_t tile_start,
                                                  uint32_t n, const Window &window)

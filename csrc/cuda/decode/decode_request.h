@@ -63,7 +63,7 @@ struct Parts {
     Part parts[kMostParts];
     uint32_t ends[kMostParts]; // ends[k]: index of the last block of request k, plus 1
 };
-static_assert(sizeof(Parts) <= 32760u, "parameters of a kernel");
+static_assert(sizeof(Parts) <= 32760u, "the parameters of a kernel must hold Parts");
 
 // A request to launch. If `together` is not NULL and the decoder can take several requests in one launch, nothing is
 // launched: `*together` receives the function that launches several requests at once.

@@ -1,5 +1,5 @@
 // decoder.cuh - the contract between kernels and decoders. Kernels fetch coded rows; decoders are structs that rebuild
-// the rows.
+// the rows. include/ibp_codebook.h explains codebooks, with their planes, entries, symbols, residuals and digits.
 //
 // A decoder is a struct for one kind of codebook and one group of threads (group.cuh):
 //
@@ -7,6 +7,7 @@
 //         using Group = G;
 //         static constexpr uint32_t kMostThreads;
 //         static constexpr uint32_t kVectors, kOwnVectors;
+//         static constexpr uint32_t kLaneVectors, kLeastLanes;
 //         static uint32_t block_bytes(const ibp_codebook &);
 //         static uint32_t scratch_bytes(const ibp_codebook &);
 //         SomeDecoder(const ibp_codebook &, uint32_t scratch);
@@ -20,6 +21,10 @@
 //                    decodes this row
 //     kOwnVectors    number of further vectors that a lane loads if its group is a part of a warp, for rows whose coded
 //                    form is nearly as long as the row
+//     kLaneVectors   the largest number of vectors of 16 bytes of a row that a lane decodes if its group is a part of a
+//                    warp
+//     kLeastLanes    number of lanes of the smallest group that may be used, 2 or 4. kLaneVectors and kLeastLanes say
+//                    which group suits a row (launch_by_warp in gather.cuh)
 //     block_bytes    size in bytes of the block's own shared memory, which begins at byte 0; a multiple of 16
 //     scratch_bytes  size in bytes of a group's scratch: the shared memory that it needs besides its stage
 //     scratch        the byte of shared memory at which the group's scratch begins and its stage ends; a multiple of 4
@@ -27,7 +32,9 @@
 // A decoder may rely on this:
 //
 //   - The fields of the codebook are checked (ibp_check_codebook_fields). The content of its arrays is not.
-//   - All threads of a block call the constructor once. A barrier of the block follows before the first row.
+//   - All threads of a block call the constructor once, and a barrier of the block follows before the first row. The
+//     exception is warp_rows.cuh: there one warp calls the constructor for each row, and __syncwarp follows. Decoders
+//     that are used there have no block memory; their block_bytes is 0.
 //   - All lanes of a warp, and all warps of a group, call decode together. `active` is false in groups without a row;
 //     such groups still take part in the collectives of their warp.
 //   - The coded row lies in shared memory. It has coded_bytes bytes and begins at bit start_bit, which is the first bit
@@ -59,8 +66,7 @@
 
 namespace ibp {
 
-// The limits of groups that are parts of a warp. Such groups decode short rows. A group has at least kLeastLanes lanes,
-// and each lane takes at most kLaneVectors vectors of a row.
+// The limits of groups that are parts of a warp, for decoders without limits of their own.
 struct FourLanes {
     static constexpr uint32_t kLaneVectors = 4, kLeastLanes = 4, kOwnVectors = 0;
 };
@@ -74,16 +80,19 @@ struct NoBlockMemory : FourLanes {
 template <class Decoder> constexpr bool is_decoder()
 {
     using G = typename Decoder::Group;
-    static_assert(Decoder::kMostThreads <= 1024u && Decoder::kMostThreads % kWarp == 0, "a block of whole warps");
-    static_assert(Decoder::kMostThreads >= G::kThreads, "a block of a group at least");
-    static_assert(Decoder::kVectors >= 1u, "vectors on their way");
+    static_assert(Decoder::kMostThreads <= 1024u && Decoder::kMostThreads % kWarp == 0,
+                  "a block must consist of whole warps");
+    static_assert(Decoder::kMostThreads >= G::kThreads, "a block must have room for a group");
+    static_assert(Decoder::kVectors >= 1u, "a thread must prefetch at least one vector");
     static_assert(std::is_constructible<Decoder, const ibp_codebook &, uint32_t>::value,
-                  "made of a codebook and a shared byte");
-    static_assert(std::is_same<decltype(Decoder::block_bytes(ibp_codebook())), uint32_t>::value, "bytes of a block");
-    static_assert(std::is_same<decltype(Decoder::scratch_bytes(ibp_codebook())), uint32_t>::value, "bytes of a group");
+                  "a decoder must be constructible from a codebook and a byte of shared memory");
+    static_assert(std::is_same<decltype(Decoder::block_bytes(ibp_codebook())), uint32_t>::value,
+                  "block_bytes must return a uint32_t");
+    static_assert(std::is_same<decltype(Decoder::scratch_bytes(ibp_codebook())), uint32_t>::value,
+                  "scratch_bytes must return a uint32_t");
     static_assert(std::is_same<bool (Decoder::*)(uint32_t, bool, Stage, uint32_t, uint32_t, const Window &) const,
                                decltype(&Decoder::decode)>::value,
-                  "decode");
+                  "decode must have the signature that this file describes");
     return true;
 }
 

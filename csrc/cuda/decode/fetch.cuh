@@ -20,8 +20,9 @@
 //     ^ multiple of 16                                       ^ multiple of 16
 //
 // Irregular rows are not prefetched. A separate function, fetch_irregular, fetches such a row in step 4, before it is
-// decoded. A row is irregular if its id is out of range, if it is a default row, if only a part of it is wanted, if its
-// vectors would reach outside the table's memory, or if its overflow part is not aligned.
+// decoded. A row is irregular if its id or its position in the output is out of range, if it is a default row, if only
+// a part of it is wanted, if its vectors would reach outside the table's memory, or if it has an overflow part and
+// either its slot or this part is not aligned to 16 bytes.
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
 
@@ -126,7 +127,9 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
     }
     const int64_t row_start = job.row * row_bytes;
     if (row_start >= end) {
-        job.in_range = true; // the item touches fewer rows than rows_per_item
+        // The item touches fewer rows than rows_per_item, so this job has no row, and is not refused. If the id is out
+        // of range, the item's first job is.
+        job.in_range = true;
         return job;
     }
     job.window.low = static_cast<uint32_t>(max(start - row_start, int64_t{0}));
@@ -137,8 +140,8 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
     return job;
 }
 
-// If `refused`, writes zeros to the output of a row, and records the fault. All lanes of a warp must call this
-// together: if only some lanes called it, the compiler would add code that checks before every shuffle whether the
+// If `refused`, writes zeros to the output of a row, and records the fault. Lanes whose row is not refused must call
+// this, too: if only some lanes called it, the compiler would add code that checks before every shuffle whether the
 // lanes have converged.
 template <class G>
 static __device__ __noinline__ void refuse(const ibp_table &table, const Request &request, uint8_t *out,
@@ -231,7 +234,8 @@ struct Row {
     __device__ __forceinline__ Kind kind() const { return static_cast<Kind>(what >> 24 & 7u); }
 };
 constexpr uint32_t kHasRest = 1u << 27; // bit of `what`: the row's last vectors lie in overflow
-static_assert(IBP_MAX_ROW_BYTES / 16u + 1u < 1u << 16, "the fields of Entry::what");
+static_assert(IBP_MAX_ROW_BYTES / 16u + 1u < 1u << 16,
+              "the number of a row's vectors must fit in 16 bits of Entry::what");
 __device__ __forceinline__ uint32_t what_of(uint32_t num_bytes, uint32_t shift, Kind kind)
 {
     const uint32_t num_vectors = (shift + num_bytes + 15u) / 16u;
@@ -314,7 +318,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     // shared memory.
     const uint32_t first_stage, group_bytes;
 
-    // Returns the row that lane i has looked up. All lanes of a warp must call this together.
+    // Returns the row that lane i has looked up.
     __device__ __forceinline__ Row row_of(const Entry &entry, uint32_t i) const
     {
         return {TO_OUT ? out : of_lane(entry.dst, i), __shfl_sync(kAllLanes, entry.what, i)};
@@ -392,8 +396,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = 0; k < kVectors; k++)
             if (wanted[k]) vectors[k] = *places[k];
     }
-    // Issues the loads of the rows that lanes i, i + 1, ... have looked up. All lanes of a warp must call this
-    // together.
+    // Issues the loads of the rows that lanes i, i + 1, ... have looked up.
     __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors]) const
     {
         const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(0));
@@ -406,7 +409,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     }
 
     // Stores the prefetched vectors in the stage or the output. Then fetches the vectors for which there was no
-    // register. All lanes of a warp must call this together.
+    // register.
     __device__ __forceinline__ void receive(const Row &row, const Entry &entry, uint32_t i,
                                             const uint4 (&vectors)[kVectors]) const
     {
@@ -502,8 +505,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         if (!any_coded) G::sync(); // before the next row is staged
         return any_coded;
     }
-    // Decodes the row that has been received, and records a fault if it is corrupt. All lanes of a warp must call this
-    // together.
+    // Decodes the row that has been received, and records a fault if it is corrupt.
     __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Row row, ibp_fault *fault) const
     {
         Window window{row.dst, 0, table.codebook.row_bytes};

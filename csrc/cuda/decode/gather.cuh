@@ -173,7 +173,7 @@ template <class Decoder>
 ibp_status plan(const void *kernel, const Gather *const *gathers, uint32_t num_gathers, Launch *launch,
                 uint32_t *group_bytes)
 {
-    static_assert(is_decoder<Decoder>(), "the contract of decoder.cuh");
+    static_assert(is_decoder<Decoder>(), "the decoder must keep the contract of decoder.cuh");
     using G = typename Decoder::Group;
     uint32_t block_bytes = *group_bytes = 0;
     int64_t num_jobs = 0;

@@ -1,38 +1,38 @@
 // tiles.cuh - the decoder of dense rows (TileDecoder). It decodes a row tile by tile, and each tile plane by plane.
-// decode_dense.cuh and decode_pairs.cuh say how digits and names are kept.
+// decode_dense.cuh and decode_pairs.cuh say how digits and names are kept. planes_book.cuh shows the values of a dense
+// row, and explains escapes, ranks, absent planes, and when an element reaches a plane.
 //
-// The values of a dense row in shared memory, each part padded to a byte:
+// A tile is the elements of one row that the lanes of a group in one warp decode at a time. Each warp of a larger group
+// has tiles of its own. Where this file speaks of the lanes of a group, or of what a group takes at a time, it means
+// the group's lanes in one warp. In each step of a tile, every lane has 16 bytes of the row:
 //
-//     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
-//     | plane 3 | raw symbols: one for each escape of the last plane |
-//
-// A tile is the elements that a warp decodes at a time. In each step of a tile, every lane has 16 bytes of the row:
-//
-//     step 0    | elements of lane 0 | elements of lane 1 | ... | elements of lane 31 |
-//     step 1    | elements of lane 0 | elements of lane 1 | ... | elements of lane 31 |
+//     step 0    | elements of lane 0 | elements of lane 1 | ... | elements of the last lane |
+//     step 1    | elements of lane 0 | elements of lane 1 | ... | elements of the last lane |
 //     ...
 //
-// 1. The warp goes down the planes, which means from plane 0 to plane 3 (visit), because each plane begins where the
-//    digits of the plane before it end.
-// 2. It goes up again, from the raw symbols back to plane 0, and finds the names of elements (store).
-// 3. From plane 0 on, it turns names into elements, and stores them (Names::store).
+// A tile is decoded in three phases:
+//
+// 1. The group goes down the planes, from plane 0 to plane 3 (visit), because each plane begins where the digits of the
+//    plane before it end, and counts escapes. The elements that reach planes 2 and 3 get their names.
+// 2. It goes up again, from the raw symbols, which complete level 2, to plane 1, and makes level 1 (store).
+// 3. In plane 0 it finds the names of all elements, turns the names into elements, and stores these (Names::store).
 //
 // Where a plane begins depends on the number of escapes in the whole row. If each warp has a single tile, the visits of
 // this tile also count its escapes. Otherwise the escapes of the whole row are counted first, and then each tile is
 // visited to find its digits.
 //
 // Every element gets a name, which is one byte: a symbol, or the rank of an entry. An element whose digit in a plane is
-// an escape takes its name from the level below that plane:
+// an escape takes its name from the level below that plane. A level is an array of names in shared memory:
 //
-//     level 1    the names of the elements that have escapes in plane 0
-//     level 2    the names of the elements that have escapes in plane 0 and plane 1. These names come from plane 2,
-//                plane 3 and raw symbols
+//     level 1    the names of the elements that reach plane 1
+//     level 2    the names of the elements that reach plane 2. These names come from plane 2, plane 3 and raw symbols
 //
 // An example: digits have two bits, so that 3 is the escape, and the names are a, b, c in plane 0, d, e, f in plane 1,
 // and g, h, i in plane 2.
 //
 //     plane 0    2 3 0 3 3 1        names      c d a h f b
 //     plane 1      0   3 2          level 1      d   h f
+//     plane 2          1            level 2          h
 //     plane 2          1            level 2          h
 #ifndef IBP_DECODE_TILES_CUH
 #define IBP_DECODE_TILES_CUH
@@ -98,9 +98,9 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     }
 };
 
-// A chunk of plane 1. digits: a lane's digits, in WORDS words; digits past the plane's last one are 0. before: number
-// of escapes among the digits of lower lanes. num_escaped: number of escapes among the digits of all lanes of the
-// group.
+// A chunk, which is the digits of plane 1 that the group takes at a time. (Chunks in scheme ibp are something else.)
+// digits: a lane's digits, in WORDS words; digits past the tile's last one are 0. before: number of escapes among the
+// digits of lower lanes. num_escaped: number of escapes among the digits of all lanes of the group.
 template <class G, uint32_t WORDS> struct PlaneChunk {
     uint32_t digits[WORDS], before, num_escaped;
 
@@ -112,12 +112,12 @@ template <class G, uint32_t WORDS> struct PlaneChunk {
     }
 };
 
-// If names are ranks: the rank that marks a raw symbol, and four such ranks.
+// kRawRank: the name of an element with a raw symbol if names are ranks. kRawRanks: four such names, one in each byte.
 constexpr uint32_t kRawRank = 0x80, kRawRanks = 0x80808080;
 constexpr uint32_t kMostColumnTable = 32u << 10; // largest size in bytes of a block's table of all columns' entries
 
-// Returns the names of word k of a vector, which are symbols, each in the low bits of its element. T: the
-// type of an element.
+// Returns the symbols of word k of a vector, each in the low bits of its element. names: the names of the vector's
+// elements, which are symbols, one byte each. T: the type of an element.
 template <typename T> __device__ __forceinline__ uint32_t symbols_of_word(uint4 names, uint32_t k)
 {
     if (sizeof(T) == 1) return k < 2u ? k == 0u ? names.x : names.y : k == 2u ? names.z : names.w;
@@ -138,6 +138,7 @@ struct NamedDigit {
 //     | list, 2 * most bytes; later level 1, most bytes | 16 bytes | level 2, most bytes | 16 bytes |
 //
 // STEPS: number of vectors of 16 bytes that a lane has in a tile. PARTS: number of vectors, of 16 names each, that a
+// lane writes to level 1 at a time.
 // lane writes to level 1 at a time.
 template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLevels {
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // number of elements in a vector of 16 bytes
@@ -250,13 +251,14 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
 // Names::Digits says how digits are kept and how they select names. decode_dense.cuh and decode_pairs.cuh define all
 // Digits and Names.
 //
-// Digits is a struct of static functions for elements of type Element:
+// Digits is a struct of static functions for elements of type Element, which a Group decodes:
 //
 //     Levels, Tile, Chunk     the levels, and what a lane knows of a tile and of a chunk of plane 1
 //     kFirstBits              number of bits of a digit of plane 0; there must be a further plane, and all further
 //                             planes must have digits of two bits. 0: digits of any width, in any number of planes
 //     kNameBytes, kKeptBytes  sizes in bytes of two parts of a warp's scratch: the names of all digits, and the digits
 //                             of plane 0 in a tile; 0 if these digits are in registers
+//     width_of                returns the number of bits of a plane's digits; 0 if plane 0 or plane 1 is absent
 //     load_tile               loads a tile's digits of plane 0; returns the number of escapes among them
 //     load_chunk              loads a chunk of plane 1
 //     name_digits             writes the names of elements that reach plane 2 or 3 to level 2, and fills the list with
@@ -266,6 +268,8 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
 //
 // Names is a struct of static functions, too. Besides constants of the contract of decoder.cuh it has:
 //
+//     kConstantColumns        whether the codebook may have constant columns; if so, decode() copies its row template
+//                             first
 //     begin, fill             write the names that belong to the digits of a cluster to the warp's scratch
 //     has_table, TableEntry   whether a block has a table of the entries of all columns, provided that there is one
 //                             cluster and the table is not too large; the type of the table's entries
@@ -317,10 +321,13 @@ template <class Names> struct TileDecoder {
     {
         return G::kWarps * warp_bytes(cb) + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
     }
+    // Returns the size in bytes of the first part of the scratch, which is still read while elements are stored
+    // (decoder.cuh). If digits of plane 0 are in registers, this part ends with level 1.
     static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb)
     {
         if (Digits::kKeptBytes != 0u) return scratch_bytes(cb);
-        static_assert(Digits::kKeptBytes != 0u || (G::kWarps == 1 && !G::kAnyLength), "one tile");
+        static_assert(Digits::kKeptBytes != 0u || (G::kWarps == 1 && !G::kAnyLength),
+                      "only a row of a single tile may have its window in the scratch");
         return Digits::kNameBytes + Levels::kept_bytes(cb);
     }
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
@@ -346,7 +353,8 @@ template <class Names> struct TileDecoder {
 
     // Visits plane p of a tile. In planes 0 and 1 it loads the digits, and in planes 2 and 3 it names elements. start:
     // the bit at which the plane begins. range: the tile's digits in this plane. Returns the number of escapes among
-    // these digits.
+    // these digits; all digits of an absent plane are escapes. Of plane 1, only the first chunk stays loaded; in the
+    // other chunks the function only counts escapes.
     __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
     {
@@ -360,8 +368,8 @@ template <class Names> struct TileDecoder {
                Digits::count_escapes(start, {range.from + ibp_min_u32(n, kChunk), range.to}, width);
     }
 
-    // Finds the names of a tile's elements, from raw symbols back to plane 0, and stores the elements. parts.mine has
-    // the ranges of the tile's digits. All lanes of a warp must call this together.
+    // Finds the names of a tile's elements, from raw symbols back to plane 0, and stores the elements (phases 2 and 3).
+    // parts.mine has the ranges of the tile's digits.
     __device__ __forceinline__ void store(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                           uint32_t tile_start, uint32_t n, const Window &window) const
     {
@@ -381,9 +389,8 @@ template <class Names> struct TileDecoder {
         Names::store(*this, book, parts, tile, tile_start, n, window);
     }
 
-    // Rebuilds the coded row that begins at bit start_bit of shared memory. Groups that are not active rebuild nothing.
-    // Returns whether the coded row takes exactly coded_bytes bytes. If a warp has a single tile, it visits the tile
-    // while the parts of the row are found. Otherwise it counts escapes first, and visits each tile afterwards.
+    // Rebuilds a row (decoder.cuh). If a warp has a single tile, it visits the tile while the parts of the row are
+    // found. Otherwise it counts escapes first, and visits each tile afterwards.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {
@@ -420,6 +427,7 @@ template <class Names> struct TileDecoder {
 #pragma unroll
             for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
                 const bool present = (Digits::kFirstBits != 0u && p < 2u) || p < book.planes.num_planes;
+                // If there is one tile, only absent planes 0 and 1 have not been visited yet.
                 if (one_tile && (present || p >= 2u)) continue;
                 mine[p + 1].to = mine[p + 1].from + (present || p < 2u ? visit(book, p, parts.digits[p], mine[p], tile)
                                                                        : mine[p].to - mine[p].from);

@@ -86,8 +86,7 @@ struct StagedRow {
     uint32_t scratch, cluster, start, num_bytes;
     Window window;
 
-    // Constructs the decoder, which fills the scratch, and decodes the row. Not inlined, so that a kernel contains each
-    // decoder once.
+    // Constructs the decoder, which fills the scratch, and decodes the row. Not inlined (warp.cuh).
     template <class Decoder> static __device__ __noinline__ bool decode(const StagedRow &row)
     {
         const Decoder decoder(row.cb, row.scratch + row_stage_bytes(row.cb.row_bytes));
@@ -100,7 +99,7 @@ struct StagedRow {
 
 using OneWarp = Group<kWarp, 1>;
 
-// Copies bytes. All lanes of the warp must call it together. Not inlined, so that a kernel contains this code once.
+// Copies bytes. Not inlined (warp.cuh).
 static __device__ __noinline__ void copy_staged(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     group_copy<OneWarp>(dst, src, num_bytes);

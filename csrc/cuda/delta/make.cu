@@ -24,7 +24,7 @@ struct DeltaCounts {
     uint32_t reaching[IBP_MAX_PLANES + 1];
     uint32_t closed;
 };
-static_assert(sizeof(DeltaCounts) / 4 <= IBP_DELTA_COUNTS, "they are kept");
+static_assert(sizeof(DeltaCounts) / 4 <= IBP_DELTA_COUNTS, "the memory for counts must hold DeltaCounts");
 
 // Measures and codes rows of differences with a codebook whose entries are -1, 1, -2, 2, ... T: an unsigned integer
 // that has the size of an element. One warp processes a row; all its lanes must call the functions together.

@@ -1,11 +1,8 @@
 // census.cuh - counts the elements of a row that reach each plane (FORMAT.md section 6). These counts say how long each
-// part of the coded row is, so they are all that is needed to measure a row. The encoders of planes.cuh, values.cuh and
-// encode_listed.cuh are derived from the census. T is the type of an element, LISTED says whether rows are listed, and
-// FIELDS says which PlanesFields a codebook may use. All other properties of a codebook are known only at run time.
-//
-//     | header | positions | highest bits of unlisted elements, with signed_default |       in listed rows only
-//     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
-//     | plane 3 | raw symbols: one for each escape of the last plane |
+// part of the coded row is, so they are all that is needed to measure a row (encoder.cuh). The encoders of planes.cuh,
+// values.cuh and encode_listed.cuh are derived from the census. T is the type of an element, LISTED says whether rows
+// are listed, and FIELDS says which PlanesFields a codebook may use. All other properties of a codebook are known only
+// at run time. planes_book.cuh shows the bytes of coded rows, and explains the terms of scheme planes.
 //
 // 1. The block fills its table of codes once (the constructor).
 // 2. Step by step, each lane of the group loads elements of the row, looks up their codes, and adds up their escapes.
@@ -14,8 +11,10 @@
 //    is the shortest (choose_form).
 //
 // A symbol's *code* is a word that describes it in all planes: bits 8p + 4 to 8p + 7 are its digit in plane p, and bit
-// 8p is set if this digit is an escape. A lane has at most 16 elements in a step. So the sum of the escape bits of
-// their codes has the number of escapes of each plane in a separate byte. Sums over lanes have 16 bits for each plane.
+// 8p is set if this digit is an escape. A lane adds the escape bits of at most 64 codes, and then splits the sum, which
+// has the number of escapes of each plane in a separate byte. The lane's counts for the row, and their sums over the
+// lanes of a warp or a part of a warp, have 16 bits for each plane. In groups of several warps, which have longer rows,
+// the sum for each plane is a whole word.
 //
 // If a table has the codes of all symbols, a warp executes about 55 instructions to measure one step, which is 512
 // bytes of 16-bit elements. The rate at which instructions are issued limits measuring.
@@ -38,6 +37,8 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
     using Book = PlanesBook<T, FIELDS>;
     using Group = EncodeGroup<THREADS>;
     using G = Group;
+    // To measure listed rows, five blocks of kEncodeThreads threads must fit on an SM. Of its 65,536 registers each
+    // thread can then have at most 48.
     static constexpr uint32_t kBlocks = MEASURES && LISTED ? 5 : 1;
     using Book::columns, Book::entries, Book::planes, Book::symbol_bits;
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),
@@ -56,7 +57,8 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
     const uint32_t free; // the code of symbols without an entry
     bool has_all, is_hashed, has_ranks;
     // If true, take_census counts the escapes of all elements, and then subtracts those of the elements that are not
-    // coded.
+    // coded. It can do so if all elements that are not coded have the same symbol. With signed_default, this is so only
+    // if the residual contains the sign.
     bool counts_all;
 
     // ---- the codebook ----
@@ -248,6 +250,7 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
     {
         return column_of(row, ibp_min_u32(__ldg(planes.live_columns + column), row_bytes / sizeof(T) - 1u));
     }
+    // Returns the element of any column. Bytes past the valid ones are zeros.
     static __device__ __noinline__ T column_of(PlainRow row, uint32_t number)
     {
         uint64_t value = 0;
@@ -382,7 +385,7 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
     // Returns the lowest bits of all elements of N words, packed from bit 0. All other bits of the elements must be 0.
     template <uint32_t N> static __device__ __forceinline__ uint32_t bits_of(const uint32_t (&ones)[N])
     {
-        static_assert(N * kPerWord <= 32u, "a word holds them");
+        static_assert(N * kPerWord <= 32u, "a word must hold one bit for each element");
         constexpr uint32_t kRun = N < 8u ? N : 8u;
         uint32_t bits = 0;
 #pragma unroll
@@ -431,7 +434,9 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
     }
     // Adds the escape bits of the first NUM elements of `words` to `escapes`. The words hold elements as they are in
     // the row. If the codebook rotates elements, elements of one byte are rotated here first. Larger elements are not
-    // rotated: their residual contains the sign, so the symbol can be taken from where it lies before the rotation.
+    // rotated, because their residual contains the sign: symbols with a table of all codes have at most kMostCodeBits
+    // bits, so the elements have residual bits, of which the rotation makes the sign the lowest one. Therefore the
+    // symbol can be taken from where it lies before the rotation.
     template <uint32_t NUM, uint32_t WORDS>
     __device__ __forceinline__ void add_escapes(uint32_t (&words)[WORDS], uint32_t &escapes) const
     {
@@ -520,7 +525,8 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
     }
 
     // The counts of a row. reaching[p]: number of elements with a digit in plane p; reaching[num_planes]: number of
-    // elements with a raw symbol. closed: there are listed elements, and all of them equal the closed value.
+    // elements with a raw symbol; the counts after it are 0. closed: there are listed elements, and all of them equal
+    // the closed value.
     struct Census {
         uint32_t reaching[IBP_MAX_PLANES + 1];
         bool closed;
@@ -574,12 +580,13 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
                 for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) sums[2 + p] -= (escapes >> 8 * p & 1u) * others;
             }
         }
+        // The elements of a closed row need not have the invariant bits, because their values are not coded.
         const bool closed = LISTED && sums[0] < kOpen && k > 0u;
         return {{k, sums[2], sums[3], sums[4], sums[5]}, closed, constants && (closed || sums[0] % kOpen == 0u)};
     }
 
-    // Returns the shortest form of the positions, as ibp_choose_position_form does. If several forms are equally short,
-    // returns the first of them. Each lane computes the sizes of some forms.
+    // Returns what ibp_choose_position_form returns: the shortest form of the positions or, if several forms are
+    // equally short, the first of them. Each lane computes the sizes of some forms.
     __device__ __forceinline__ ibp_position_form choose_form(uint32_t k) const
     {
         if (ibp_is_bitmap_shortest(k, columns)) return ibp_bitmap_form(k, columns);
@@ -590,7 +597,8 @@ struct PlanesCensus : PlanesBook<T, FIELDS> {
     }
 
     // The bit positions in the stage at which the parts of the values begin. digits[p]: the digits of plane p;
-    // digits[num_planes]: the raw symbols. end: where the last part ends.
+    // digits[num_planes]: the raw symbols. (In the ValueParts of decoders, digits[IBP_MAX_PLANES] is always the raw
+    // symbols.) end: where the last part ends.
     struct Parts {
         uint32_t residuals, digits[IBP_MAX_PLANES + 1], end;
     };

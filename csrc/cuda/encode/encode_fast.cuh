@@ -20,7 +20,7 @@
 namespace ibp {
 
 template <typename T, uint32_t THREADS> struct FastEncoder {
-    static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements that have residuals of whole bytes");
+    static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements must have two or four bytes");
     using Group = EncodeGroup<THREADS>;
     using G = Group;
     static constexpr uint32_t kBlocks = 1;
@@ -120,7 +120,7 @@ template <typename T, uint32_t THREADS> struct FastEncoder {
     // Returns the number of escaped symbols.
     static __device__ __noinline__ uint32_t append_escaped(uint4 symbols, uint4 escaped, uint8_t *to, uint32_t room)
     {
-        static_assert(kSteps * kWords <= 4u, "a vector holds them");
+        static_assert(kSteps * kWords <= 4u, "a vector must hold the symbols of all steps");
         const uint32_t of_symbols[4] = {symbols.x, symbols.y, symbols.z, symbols.w},
                        of_escaped[4] = {escaped.x, escaped.y, escaped.z, escaped.w};
         uint32_t counts[1] = {}, before[1], total[1];

@@ -1,9 +1,6 @@
 // encode_listed.cuh - encodes listed rows of scheme planes (FORMAT.md section 6) of up to 8 KiB, with elements of up to
 // four bytes. There must be a table of the codes of all symbols (census.cuh). The codebook must have neither invariant
-// bits nor constant columns.
-//
-//     | header: is_closed, k | positions of the k listed elements | highest bits of the others, with signed_default |
-//     | values of the listed elements: residuals | plane 0 | plane 1 | plane 2 | plane 3 | raw symbols |
+// bits nor constant columns. planes_book.cuh shows the bytes of a listed row.
 //
 // 1. The listed elements are stored in consecutive elements of shared memory, and a bitmap of their columns is made
 //    (gather_listed).
@@ -18,7 +15,7 @@ namespace ibp {
 
 template <typename T, uint32_t THREADS, uint32_t FIELDS>
 struct ListedEncoder : ValuesEncoder<T, true, THREADS, FIELDS> {
-    static_assert(sizeof(T) <= 4, "the comparisons that there are");
+    static_assert(sizeof(T) <= 4, "elements must have at most four bytes");
     using Base = ValuesEncoder<T, true, THREADS, FIELDS>;
     using Book = typename Base::Book;
     using Group = typename Base::Group;

@@ -1,8 +1,10 @@
 // encoder.cuh - the contract of encoders, and the functions that encoders share. A group of lanes loads a row, which
 // may lie at any address, in vectors of 16 bytes. The group assembles the coded row in its stage, which is a part of
-// shared memory:
+// shared memory. The spare words at its end take bits that would lie past the coded row (BitStage).
 //
 //     | index of the cluster, if there are several: 1 byte | coded row | zeros: padding | spare words |
+//
+// To measure a row is to find the size of its coded form without writing it.
 //
 // An encoder is a struct for one kind of codebook and a number of threads:
 //
@@ -46,7 +48,7 @@
 //
 //   - End the constructor with a barrier of the block if it fills the table.
 //   - Return from measure, in all lanes, the size of the coded row in bits. Rounded up to bytes, it must equal the
-//     result of ibp_coded_row_bytes.
+//     result of ibp_coded_row_bytes (internal/ibp_coding.h) for a codebook that has only the selected cluster.
 //   - Leave the coded row in the stage, beginning at bit start_bit, and return from encode, in all lanes, the byte at
 //     which the coded row ends. If the result is more than most_bytes, or kNoCodedForm, the stage may hold anything,
 //     because the coded row is not stored then.
@@ -72,7 +74,7 @@ namespace ibp {
 // the larger blocks that are used if the caller limits the SMs, if the block's table is large, or if a block encodes
 // one row at a time. kVector: size of a vector in bytes.
 constexpr uint32_t kEncodeThreads = 256, kMostEncodeThreads = 512, kVector = 16;
-static_assert(kMostEncodeThreads <= kMostJoined, "groups of several warps add up numbers");
+static_assert(kMostEncodeThreads <= kMostJoined, "groups of several warps must be able to add up numbers");
 
 constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 
@@ -217,7 +219,7 @@ constexpr bool kLikely = true;
 // was measured, or has no coded form.
 struct BitStage {
     uint32_t *words;
-    uint32_t num_words; // number of words of the stage, minus 1
+    uint32_t num_words; // index of the last word of the stage; later positions are limited to it
 
     __device__ __forceinline__ void or_word(uint32_t w, uint32_t bits) const
     {
@@ -239,7 +241,7 @@ struct BitStage {
     template <uint32_t N> __device__ __forceinline__ uint32_t *at(uint32_t position) const
     {
         constexpr uint32_t kMost = 6;
-        static_assert(N <= kMost, "words that a stage has behind a row");
+        static_assert(N <= kMost, "a stage must have enough spare words");
         return words + ibp_min_u32(position / 32u, num_words - kMost);
     }
     // ORs N words of bits into the stage, beginning at bit `position`. Words that are zero are skipped, unless LIKELY.
@@ -257,7 +259,8 @@ struct BitStage {
 };
 
 // Writes consecutive bits of one lane to a stage. Words that have bits of this lane alone are stored. The first and the
-// last word, in which other lanes may have bits, are ORed.
+// last word, in which other lanes may have bits, are ORed. word: index of the word that is being filled. bits: its bits
+// so far. filled: number of these bits. is_shared: whether another lane may have bits in this word.
 struct BitWriter {
     const BitStage &stage;
     uint64_t bits = 0;
@@ -371,14 +374,17 @@ __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const E
 // Checks the parts of the contract that a compiler can check.
 template <class Encoder> constexpr bool is_encoder()
 {
-    static_assert(kBlockThreads<typename Encoder::Group> <= kMostEncodeThreads, "blocks of whole groups");
+    static_assert(kBlockThreads<typename Encoder::Group> <= kMostEncodeThreads,
+                  "a block must not have more threads than an encoder may use");
     static_assert(std::is_constructible<Encoder, const ibp_codebook &, uint32_t *>::value,
-                  "made of a codebook and shared memory");
-    static_assert(std::is_same<decltype(Encoder::table_bytes(ibp_codebook())), uint32_t>::value, "bytes of a block");
-    static_assert(std::is_same<decltype(Encoder::scratch_bytes(ibp_codebook())), uint32_t>::value, "bytes of a group");
+                  "an encoder must be constructible from a codebook and shared memory");
+    static_assert(std::is_same<decltype(Encoder::table_bytes(ibp_codebook())), uint32_t>::value,
+                  "table_bytes must return a uint32_t");
+    static_assert(std::is_same<decltype(Encoder::scratch_bytes(ibp_codebook())), uint32_t>::value,
+                  "scratch_bytes must return a uint32_t");
     static_assert(std::is_same<uint32_t (Encoder::*)(const PlainRow &, const BitStage &, uint32_t, uint32_t) const,
                                decltype(&Encoder::encode)>::value,
-                  "encode");
+                  "encode must have the signature that this file describes");
     return true;
 }
 

@@ -34,8 +34,9 @@ struct PlanesEncoder : PlanesCensus<T, LISTED, THREADS, FIELDS, false> {
     // Returns the size in bytes of the scratch that a group needs besides its stage.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
 
-    // Counts over the elements before a lane, or over the elements of all lanes. values: number of coded elements.
-    // escapes: number of escapes in each plane.
+    // Counts over the elements before a lane, or over the elements of all lanes. values: number of coded elements; in
+    // dense rows, scan leaves it 0 and encode takes the lane's column instead. escapes: number of escapes in each
+    // plane.
     struct Running {
         uint32_t values, escapes[IBP_MAX_PLANES];
     };

@@ -297,7 +297,7 @@ constexpr uint32_t kLargeTable = 16u << 10;
 
 template <class Encoder> ibp_status launch_rows(const Encode &encode)
 {
-    static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
+    static_assert(is_encoder<Encoder>(), "the encoder must keep the contract of encoder.cuh");
     const ibp_codebook &cb = codebook_of(encode);
     const auto kernel = encode.is_measured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
     using G = typename Encoder::Group;

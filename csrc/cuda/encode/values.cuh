@@ -1,8 +1,7 @@
 // values.cuh - encodes the values of consecutive elements of scheme planes (FORMAT.md section 6). The block must have a
-// table of the codes of all symbols, or of the ranks of all symbols in each column (census.cuh).
-//
-//     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
-//     | plane 3 | raw symbols: one for each escape of the last plane |
+// table of the codes of all symbols, or of the ranks of all symbols in each column (census.cuh). planes_book.cuh shows
+// the parts of the values, and explains the terms of scheme planes. A closed row has no values, so this file has no
+// part in it.
 //
 // 1. In each step, a lane loads one or two octets, which are eight elements each, and writes their residuals.
 // 2. It looks up the *path* of each symbol. A path is a word with all that planes 0 and 1 need: the symbol's digits in
@@ -22,16 +21,18 @@
 namespace ibp {
 
 // An encoder of values as described above. COLUMNS: every column has its own entries, and paths are looked up by the
-// ranks of symbols.
+// ranks of symbols. Symbols must then have at most eight bits, which has_values() in encode.cu ensures.
 template <typename T, bool LISTED, uint32_t THREADS, uint32_t FIELDS, bool COLUMNS = false>
 struct ValuesEncoder : PlanesCensus<T, LISTED, THREADS, FIELDS, false> {
-    static_assert(sizeof(T) <= 4 && (!COLUMNS || (sizeof(T) >= 2 && !LISTED)), "elements that a word holds");
+    static_assert(sizeof(T) <= 4 && (!COLUMNS || (sizeof(T) >= 2 && !LISTED)),
+                  "a word must hold whole elements; entries for each column require dense rows of two or four bytes");
     using Base = PlanesCensus<T, LISTED, THREADS, FIELDS, false>;
     using Book = typename Base::Book;
     using Group = typename Base::Group;
     using G = Group;
     using Base::codes, Base::own_codes, Base::columns, Base::kBits, Base::kPerWord, Base::planes, Base::ranks,
         Base::symbol_bits;
+    // Of the 65,536 registers of an SM each thread of two blocks of kMostEncodeThreads threads can have at most 64.
     static constexpr uint32_t kBlocks = 2;
     static constexpr bool kFillsStage = false;
     // kOctets: number of octets that a lane takes in each step: two, or one if rows are listed or elements have four
@@ -59,7 +60,7 @@ struct ValuesEncoder : PlanesCensus<T, LISTED, THREADS, FIELDS, false> {
                                        : sizeof(T) == 1 ? 0
                                                         : 4,
                               kDigitAt = sizeof(T) == 1 ? 8 : 0;
-    static_assert(kMostCodeBits + 4u <= 16u && kMostRankEntries <= 255u, "an entry has two bytes");
+    static_assert(kMostCodeBits + 4u <= 16u && kMostRankEntries <= 255u, "two bytes must hold an entry of the list");
     const uint32_t *paths; // the paths of all symbols, or of all ranks; they follow the tables of Base
 
     // ---- the codebook ----
@@ -72,6 +73,8 @@ struct ValuesEncoder : PlanesCensus<T, LISTED, THREADS, FIELDS, false> {
         : Base(cb, table), paths(table + Base::table_bytes(cb) / 4u)
     {
         uint32_t *const to = table + Base::table_bytes(cb) / 4u;
+        // There is no hash table, so `table` begins with the codes. The index of a code is a rank if COLUMNS, and
+        // otherwise a symbol in its low bits and the index of the cluster in the bits above.
         for (uint32_t i = threadIdx.x; i < Base::num_codes(cb); i += blockDim.x)
             to[i] = path_of(COLUMNS ? i : low_bits(i, symbol_bits), table[i]);
         __syncthreads();
@@ -84,6 +87,8 @@ struct ValuesEncoder : PlanesCensus<T, LISTED, THREADS, FIELDS, false> {
                    goes_on = reaches && (!has_second || (code & 1u << 8) != 0u);
         const uint32_t first = has_first ? code >> 4 & 15u : 0u,
                        second = has_second ? (code >> 12 & 15u) << (32u - this->width_of(1)) : 0u;
+        // Symbols of no bits can only go on if there are no planes. Then nothing is stored of them, so the list leaves
+        // them out.
         return first << kDigitAt | key << kKeyAt | (reaches ? kReaches : 0u) |
                (goes_on && symbol_bits != 0u ? kGoesOn : 0u) | second;
     }
@@ -317,6 +322,8 @@ struct ValuesEncoder : PlanesCensus<T, LISTED, THREADS, FIELDS, false> {
             const Octet &last = octets[kOctets - 1u];
             put_digits(stage, plane0 + first * width, octets[0].first, last.first, kOctet * width);
             const uint32_t sum = octets[0].counts + (kOctets > 1u ? last.counts : 0u);
+            // The low half has the number of elements that reach plane 1, and the high half those that go on to the
+            // list.
             const uint32_t counts[1] = {(sum & 31u) | sum >> 5 << 16};
             uint32_t before[1], total[1];
             G::scan(counts, before, total);
@@ -380,6 +387,7 @@ struct ValuesEncoder : PlanesCensus<T, LISTED, THREADS, FIELDS, false> {
                 if (code[e] & 1u) second = __funnelshift_l(code[e] << (20u - next_width), second, next_width);
                 escapes += code[e] & 0x101u;
             }
+            // The low half has the number of escapes of plane 2, and the high half the number of raw symbols.
             const uint32_t counts[1] = {permute_bytes(escapes, 0, has_fourth ? 0x4140 : 0x4040)};
             uint32_t before[1], total[1];
             G::scan(counts, before, total);
@@ -440,7 +448,7 @@ struct DenseValuesEncoder : ValuesEncoder<T, false, THREADS, kConsecutive, COLUM
         }
     }
 
-    // Encodes a row as PlanesEncoder::encode does.
+    // Encodes a row (encoder.cuh).
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {

@@ -84,7 +84,7 @@ constexpr uint32_t kTogether = 4; // number of rows whose loads a thread can iss
 template <uint32_t TURN, uint32_t TURNS> struct Rows {
     uint32_t first, pitch, next, notes;
     static constexpr bool kIsEven = TURNS == 1u; // all rows are pitch bytes apart
-    static_assert(TURN % kTogether == 0u && TURNS <= 2u, "rows that are added at a time are of one turn");
+    static_assert(TURN % kTogether == 0u && TURNS <= 2u, "rows that are added at a time must belong to one turn");
 
     __device__ __forceinline__ uint8_t *row(uint32_t j) const
     {
@@ -205,7 +205,7 @@ struct TeamMemory {
                (num_notes * static_cast<uint32_t>(sizeof(Note)) + 15u) / 16u * 16u;
     }
 };
-static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
+static_assert(sizeof(Share) == sizeof(uint4), "the share at the start must be one vector of 16 bytes");
 
 // Computes the sums of a team's bags. Several threads share a bag. Their number is the smallest power of two that is at
 // least 4 and at least the number of units in a row, but it is at most kTeamThreads. Each thread takes up to UNITS
@@ -242,7 +242,7 @@ template <uint32_t UNITS> struct Reducer {
     static __device__ __forceinline__ uint32_t bits_of_lanes(uint32_t row_bytes)
     {
         constexpr uint32_t kMostLaneBits = 7;
-        static_assert(1u << kMostLaneBits == kTeamThreads, "at most all threads of a team");
+        static_assert(1u << kMostLaneBits == kTeamThreads, "a bag must have at most all threads of a team");
         const int num_units = static_cast<int>((row_bytes + kUnitBytes - 1u) / kUnitBytes);
         return ibp_min_u32(max(32u - static_cast<uint32_t>(__clz(num_units - 1)), kLeastLaneBits), kMostLaneBits);
     }

@@ -85,7 +85,7 @@ template <class Decoder, uint32_t TURNS> struct GroupRows {
 
     explicit GroupRows(const ibp_codebook &cb)
     {
-        static_assert(TURNS <= 2u, "one row before");
+        static_assert(TURNS <= 2u, "a round must have one or two turns");
         const uint32_t stage = row_stage_bytes(cb.row_bytes), row_bytes = (cb.row_bytes + 15u) / 16u * 16u;
         last = stage + (Decoder::kept_bytes(cb) + 15u) / 16u * 16u;
         before = std::max(stage + (Decoder::scratch_bytes(cb) + 15u) / 16u * 16u, last + row_bytes);
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
     // Each lane of a warp looks up one row of the warp's next turns. These turns are whole rounds.
     const uint32_t of_warp = threadIdx.x % kTeamThreads / kWarp * G::kPerWarp, turn_of_lane = lane_id() / G::kPerWarp,
                    ahead = of_warp + turn_of_lane * kTurn + lane_id() % G::kPerWarp;
-    static_assert(kWarp / G::kPerWarp % kTurns == 0u, "whole rounds");
+    static_assert(kWarp / G::kPerWarp % kTurns == 0u, "the turns that a warp looks up must be whole rounds");
     uint32_t first = share.first, i = 0;
     uint4 vectors[F::kVectors] = {};
     Sample sample = look_up_sample(table, request, bags, first + ahead, share.last);
@@ -170,10 +170,10 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
 
 template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call)
 {
-    static_assert(is_decoder<Decoder>(), "the contract of decoder.cuh");
+    static_assert(is_decoder<Decoder>(), "the decoder must keep the contract of decoder.cuh");
     using G = typename Decoder::Group;
-    static_assert(G::kWarps == 1, "teams of whole groups");
-    static_assert(most_bag_threads<Decoder, Sums>() / kTeamThreads <= 15u, "a barrier a team");
+    static_assert(G::kWarps == 1, "a group must not have several warps");
+    static_assert(most_bag_threads<Decoder, Sums>() / kTeamThreads <= 15u, "each team must have a barrier of its own");
     constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kTurns = kTurnsOfRound<Decoder, Sums>;
     const ibp_codebook &cb = call.table.codebook;
     const auto kernel = sum_bags<Decoder, Sums>;

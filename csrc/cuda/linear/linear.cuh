@@ -52,7 +52,7 @@ __device__ __forceinline__ void multiply_elements(float (&sums)[4], const Elemen
 struct LinearBlock {
     static constexpr uint32_t kWarps = 8, kStages = 3, kThreads = (kWarps + 1u) * kWarp;
     static constexpr uint32_t kBlocksAnSm = 2;
-    static_assert(2u * kWarps == kPieces, "a warp has two pieces");
+    static_assert(2u * kWarps == kPieces, "each warp must have two pieces");
     static constexpr uint32_t kSums = kWarps * kMostVectors * kStripRows; // number of sums of a strip
     static constexpr uint32_t kSumsStart = kWarps * kStages * StripStep::kBytes;
     static constexpr uint32_t kSharedBytes = kSumsStart + 2u * kSums * sizeof(float);
