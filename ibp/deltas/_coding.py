@@ -87,13 +87,19 @@ def check_source(x: object, name: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; wanted a torch.Tensor or an ibp.CompressedTensor")
     geometry.check_tensor(x, name)
-    if x.is_conj() or x.is_neg():
-        raise TypeError(f"{name} is a conjugated or negated view; wanted its resolve_conj() or resolve_neg()")
     if x.numel() and not x.data_ptr():
         raise TypeError(
             f"{name} is a {type(x).__name__} without memory of its own; wanted a tensor of state_dict(), or "
             "the table of its compressed weight"
         )
+
+
+def check_weight(x: object, name: str) -> None:
+    """Raises TypeError unless x can be pushed, or changed by a push: as `check_source`, and a tensor must not be a view
+    that conjugates or negates another one."""
+    check_source(x, name)
+    if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()):
+        raise TypeError(f"{name} is a conjugated or negated view; wanted its resolve_conj() or resolve_neg()")
 
 
 def byte_blocks(x: torch.Tensor | CompressedTensor) -> Iterator[tuple[int, torch.Tensor]]:

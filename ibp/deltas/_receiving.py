@@ -21,7 +21,7 @@ import torch
 from .._rows.handle import CorruptTableError
 from .._tables.compressed_tensor import CompressedTensor
 from ._applying import Base, BasePart, SplitBase, apart, apply_all
-from ._coding import DeltaMismatchError, check_source, fingerprint
+from ._coding import DeltaMismatchError, check_weight, fingerprint
 from ._delta import Delta, make
 from ._messages import Change, Named, PushHead, Region, TensorRows, named, opened, read_message
 
@@ -81,7 +81,7 @@ class Receiver:
     def __init__(self, weights: Named) -> None:
         self._weights = named(weights)
         for name, weight in self._weights.items():
-            check_source(weight, name)
+            check_weight(weight, name)
         self.version: int | None = None
         self._senders: dict[int, str] = {}  # for each part, the PushHead.sender that sent the present version
         self._pending: dict[int, _Arrived] = {}  # for each part, its messages for the next version

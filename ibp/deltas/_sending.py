@@ -23,7 +23,7 @@ from .._machine import memory as _memory
 from .._machine import staging
 from .._rows.geometry import check_tensor
 from ._applying import place_of
-from ._coding import Version, bits_of, check_source, fingerprint
+from ._coding import Version, bits_of, check_weight, fingerprint
 from ._delta import CheckpointDelta, Delta, begin_differences
 from ._messages import (
     Change,
@@ -192,7 +192,7 @@ class Sender:
         layout = [shards, *_layout_of(tensors)]
         if layout != self._layout:
             for (name, *_), values in zip(shards, tensors):
-                check_source(values, name)
+                check_weight(values, name)
             self._division = _divided(shards, tensors, max(1, self._piece_bytes // _REGIONS_OF_PIECE))
             self._layout = layout
         return [OwnRegion(*place, tensors) for place in self._division]

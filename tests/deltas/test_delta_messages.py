@@ -484,7 +484,7 @@ def test_offloaded_parameters_are_sent_with_their_values():
 
 @pytest.mark.parametrize("use", [lambda weights: Sender().push(weights), Receiver], ids=["Sender", "Receiver"])
 def test_tensors_without_readable_memory_are_refused(use):
-    model = nn.Linear(1024, 1024, bias=False).bfloat16().requires_grad_(False)
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False)).bfloat16().requires_grad_(False)
     ibp.nn.compress(model, min_bytes=0)
     with pytest.raises(TypeError, match="weight is a TableParameter without memory of its own"):
         use(dict(model.named_parameters()))

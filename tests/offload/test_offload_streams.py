@@ -332,10 +332,10 @@ def test_a_failure_before_forward(monkeypatch):
     gpu = clocked_gpu(monkeypatch)
     beside = Gpu.Stream(gpu)
     monkeypatch.setattr(events, "_stream_beside", lambda device: beside)
-    memory = clock_experts(monkeypatch, gpu, beside)
+    memory, x, index = clock_experts(monkeypatch, gpu, beside), torch.ones(1, 4), INDEX.int()
     with ibp.offload(Experts(), "cpu", **SIZES) as offloaded:
         with pytest.raises(torch.OutOfMemoryError, match="slots"), NoMemory():
-            offloaded._experts[0].call(torch.ones(1, 4), INDEX.int(), GATES)
+            offloaded._experts[0].call(x, index, GATES)
         assert memory
         for part in memory:
             gpu.use(part, writes=True)
