@@ -17,6 +17,7 @@ pytest.importorskip("flexgen")
 from flexgen import flex_opt, pytorch_backend  # noqa: E402
 from flexgen.utils import cpu_mem_stats  # noqa: E402
 
+import ibp  # noqa: E402
 import ibp.integrations.flexgen as adapter  # noqa: E402
 from benchmarks import flexgen_opt as host  # noqa: E402
 from helpers import assert_same_bits  # noqa: E402
@@ -143,11 +144,9 @@ def test_weights_elsewhere_stay(env, weights, tmp_path):
 def test_a_layer_is_decoded_in_one_call(env, weights, monkeypatch):
     adapter.enable(**ON_CPU)
     model, calls = load(env, weights), []
-    decompress = adapter.decompress
+    decompress = ibp.decompress
     monkeypatch.setattr(
-        adapter,
-        "decompress",
-        lambda tables, **others: calls.append(len(tables)) or decompress(tables, **others),
+        ibp, "decompress", lambda tables, **others: calls.append(len(tables)) or decompress(tables, **others)
     )
     prompts = np.full((2, 4), 7)
     model.generate(prompts, max_new_tokens=1)
