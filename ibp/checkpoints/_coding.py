@@ -271,9 +271,10 @@ def coder_on(device: torch.device, jobs: int) -> Coder:
     return CudaCoder(device, jobs).coded if device.type == "cuda" else functools.partial(coded_on_cpu, jobs=jobs)
 
 
-def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: int) -> Iterator[Block]:
-    """Yields the blocks of a tensor. Each block except the last one has block_bytes bytes, rounded down to whole groups
-    of 32 rows, but at least one group. Without a codebook, a row counts as one byte."""
+def blocks_of(tensor: SourceTensor, books: Codebooks) -> Iterator[Block]:
+    """Yields the blocks of a tensor. Each block except the last one has the size for the device of `books`, rounded
+    down to whole groups of 32 rows, but at least one group. Without a codebook, a row counts as one byte."""
+    codebook, block_bytes = books.of(tensor), _BLOCK_BYTES[books.device.type]
     group = _core.ROWS_PER_BASE * (1 if codebook is None else codebook.row_bytes)
     for start, end in tensor.spans(max(1, block_bytes // group) * group):
         yield Block(tensor, start, end, codebook)
@@ -483,23 +484,42 @@ def write_file(
     Raises:
         BlockingIOError: another call is writing the same file.
     """
-    tensors, block_bytes = list(shard.tensors.values()), _BLOCK_BYTES[books.device.type]
+    tensors = list(shard.tensors.values())
     books.prepare(tensors, jobs)
     room = header_bytes(tensors, shard.metadata, filter(None, map(books.of, tensors)))
-    reports: list[TensorReport] = []
     with FileWriter(path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace) as writer:
-        blocks = (block for tensor in tensors for block in blocks_of(tensor, books.of(tensor), block_bytes))
-        with (
-            contextlib.closing(_written_to(writer, shard.path, reports)) as writing,
-            contextlib.closing(coder(blocks)) as coded,
-            ThreadPoolExecutor(1, "ibp-writer") as thread,
-            contextlib.closing(ahead(thread, writing.send, coded, _AHEAD)) as written,
-        ):
-            next(writing)
-            for num_bytes in written:
-                on_bytes(num_bytes)
+        blocks = (block for tensor in tensors for block in blocks_of(tensor, books))
+        reports = write_blocks(writer, shard.path, blocks, coder, on_bytes)
         fields = {"names": writer.names, "data_bytes": writer.data_bytes}
     return {**fields, "tensors": [report.as_dict() for report in reports]}
+
+
+def write_blocks(
+    writer: FileWriter,
+    file: str,
+    blocks: Iterable[Block],
+    coder: Coder,
+    on_bytes: Callable[[int], object] = lambda _: None,
+) -> list[TensorReport]:
+    """Codes blocks, and writes them on another thread. Returns the reports of their tensors.
+
+    Args:
+        writer: the writer of the file.
+        file: the file's path within the directory of the output, for the reports.
+        blocks: all blocks of a tensor in order, then those of the next tensor.
+        coder, on_bytes: as in `write_file`.
+    """
+    reports: list[TensorReport] = []
+    with (
+        contextlib.closing(_written_to(writer, file, reports)) as writing,
+        contextlib.closing(coder(blocks)) as coded,
+        ThreadPoolExecutor(1, "ibp-writer") as thread,
+        contextlib.closing(ahead(thread, writing.send, coded, _AHEAD)) as written,
+    ):
+        next(writing)
+        for num_bytes in written:
+            on_bytes(num_bytes)
+    return reports
 
 
 def _written_to(writer: FileWriter, file: str, reports: list[TensorReport]) -> Generator[int, Block, None]:
