@@ -247,7 +247,7 @@ def _write_tensors(path: Path, tensors: Sequence[tuple[MetadataIndex, torch.Tens
     """Writes tensors to a file, in order. Each of a few threads codes blocks of tensors in host memory, and the calling
     thread codes tensors on a GPU, while another thread writes what is coded."""
     sources = [loaded_tensor(_name_of(index), tensor, path) for index, tensor in tensors]
-    on_gpu = {source: given for source, given in zip(sources, tensors) if given[1].is_cuda}
+    on_gpu = {source: given for source, given in zip(sources, tensors) if not given[1].is_cpu}
     on_host = [source for source in sources if source not in on_gpu]
     num_threads = min(_CODERS, torch.get_num_threads())
     books = Codebooks(checked_options(Options(device="cpu")), on_host)
