@@ -63,7 +63,7 @@ class Writer(FileSystemWriter):
     stored uncompressed. Python objects, tensor subclasses, and tensors with a dtype that safetensors lacks are stored
     as torch stores them. Tensors of the same kind, such as the same weight in all layers, share a codebook. A tensor on
     a GPU is compressed on that GPU, and a tensor on the CPU is compressed on the CPU, by up to 4 threads, but no more
-    than torch uses. The file also has the fingerprint of each compressed tensor.
+    than torch uses.
 
     Every save writes files with new names. A file appears under its name only when it is complete. So an earlier
     checkpoint in the same directory stays complete until the new metadata replace the old metadata. Then the old files
@@ -261,7 +261,7 @@ def _write_tensors(path: Path, tensors: Sequence[tuple[MetadataIndex, torch.Tens
                 # this thread's current stream.
                 yield from (_coded_on_gpu(block, *on_gpu[block.tensor], compressor) for block in some)
             else:
-                yield from coded_on_cpu(some, num_threads)
+                yield from coded_on_cpu(some, num_threads, content=False)
 
     blocks = (
         block
@@ -285,9 +285,7 @@ def _coded_on_gpu(block: Block, index: MetadataIndex, x: torch.Tensor, compresso
     if table is None or table.codebook is None:
         block.data = bytes_of(x.cpu()).numpy()
         return block
-    total = torch.zeros(1, dtype=torch.int64, device=x.device)
-    torch.ops.ibp.sum_words.default(bytes_of(x), 0, total)
-    block.codebook, block.words = table.codebook, int(total)
+    block.codebook, block.words = table.codebook, None
     block.data, block.lengths = table.overflow.numpy(), table.lengths.numpy()
     return block
 

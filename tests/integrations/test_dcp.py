@@ -128,7 +128,7 @@ def test_tensors_of_several_blocks(tmp_path, monkeypatch, num_threads):
     file = ibp.open(tensors_of(tmp_path))
     assert list(file) == list(state)
     assert set(file.tables) == state.keys() - {"random"}
-    assert all(file.fields(name).content == ibp.deltas.fingerprint(state[name]) for name in file.tables)
+    assert all(file.fields(name).content is None for name in file.tables)  # To compute it takes a pass of its own.
 
 
 def test_what_is_compressed(tmp_path):
@@ -470,6 +470,6 @@ def test_on_a_gpu(tmp_path):
         torch.cuda._sleep(50_000_000)
         state = {"x": x.cuda(), "small": torch.ones(3, device="cuda"), "on the host": x + 1}
         save(tmp_path, state)
-    ibp.open(tensors_of(tmp_path)).verify(content=True)
+    ibp.open(tensors_of(tmp_path)).verify()
     assert_loaded(tmp_path, state)
     assert_loaded(tmp_path, {"x": x, "small": torch.ones(3), "on the host": x + 1})
