@@ -255,9 +255,7 @@ class Block:
     # The stored form, which a coder sets.
     data: np.ndarray = field(init=False)  # uint8, valid until `release` is called
     lengths: np.ndarray = field(init=False)  # one for each row (FORMAT.md section 2); not set without a codebook
-    # The contribution of the block's original bytes to its tensor's fingerprint; 0 without a codebook. None: the file
-    # does not get the fingerprint.
-    words: int | None = 0
+    words: int = 0  # the contribution of the block's original bytes to its tensor's fingerprint; 0 without a codebook
     release: Callable[[], object] = lambda: None  # lets another block use the memory of `data`; any thread may call it
     # What `CudaCoder` needs while it codes the block.
     read: Future[np.ndarray] = field(init=False)  # the block's original bytes, which a thread reads
@@ -273,10 +271,9 @@ def coder_on(device: torch.device, jobs: int) -> Coder:
     return CudaCoder(device, jobs).coded if device.type == "cuda" else functools.partial(coded_on_cpu, jobs=jobs)
 
 
-def blocks_of(tensor: SourceTensor, books: Codebooks) -> Iterator[Block]:
-    """Yields the blocks of a tensor. Each block except the last one has the size for the device of `books`, rounded
-    down to whole groups of 32 rows, but at least one group. Without a codebook, a row counts as one byte."""
-    codebook, block_bytes = books.of(tensor), _BLOCK_BYTES[books.device.type]
+def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: int) -> Iterator[Block]:
+    """Yields the blocks of a tensor. Each block except the last one has block_bytes bytes, rounded down to whole groups
+    of 32 rows, but at least one group. Without a codebook, a row counts as one byte."""
     group = _core.ROWS_PER_BASE * (1 if codebook is None else codebook.row_bytes)
     for start, end in tensor.spans(max(1, block_bytes // group) * group):
         yield Block(tensor, start, end, codebook)
@@ -285,16 +282,16 @@ def blocks_of(tensor: SourceTensor, books: Codebooks) -> Iterator[Block]:
 # ---- coding on the CPU ----
 
 
-def coded_on_cpu(blocks: Iterable[Block], jobs: int, content: bool = True) -> Generator[Block, None, None]:
+def coded_on_cpu(blocks: Iterable[Block], jobs: int) -> Generator[Block, None, None]:
     """Sets the stored forms of blocks, and yields the blocks in order. Each of `jobs` threads reads, codes and
-    fingerprints one block at a time. content: whether the file gets the fingerprints of tensors."""
+    fingerprints one block at a time."""
     free: deque[torch.Tensor] = deque()
-    yield from in_threads(lambda block: _coded(block, free, content), blocks, jobs)
+    yield from in_threads(lambda block: _coded(block, free), blocks, jobs)
 
 
-def _coded(block: Block, free: deque[torch.Tensor], content: bool) -> Block:
+def _coded(block: Block, free: deque[torch.Tensor]) -> Block:
     """Reads a block, and codes it if it has a codebook. Returns the block. free: buffers for coded bytes. Takes one of
-    them if there is one; the block gives its buffer back when it is released. content: as in `coded_on_cpu`."""
+    them if there is one; the block gives its buffer back when it is released."""
     block.data = data = block.tensor.read(block.start, block.end)
     if block.codebook is None:
         return block
@@ -309,11 +306,10 @@ def _coded(block: Block, free: deque[torch.Tensor], content: bool) -> Block:
     rows, words = as_tensor(data), block.codebook.words(_CPU)
     index, sizes = (lengths, none, words, block.codebook.codec), (0, 0, 1, size)
     Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # packed, to `buffer`
-    for at in range(0, size, _HASHED_BYTES) if content else ():
+    for at in range(0, size, _HASHED_BYTES):
         part, number = rows[at : at + _HASHED_BYTES], (block.start + at) // _WORD_BYTES
         torch.ops.ibp.sum_words.default(part, number, counts[1:])
-    stored, words = counts.tolist()
-    block.words = words if content else None
+    stored, block.words = counts.tolist()
     block.data, block.lengths = buffer[:stored].numpy(), lengths.numpy()
     block.release = lambda: free.append(buffer)
     return block
@@ -487,42 +483,23 @@ def write_file(
     Raises:
         BlockingIOError: another call is writing the same file.
     """
-    tensors = list(shard.tensors.values())
+    tensors, block_bytes = list(shard.tensors.values()), _BLOCK_BYTES[books.device.type]
     books.prepare(tensors, jobs)
     room = header_bytes(tensors, shard.metadata, filter(None, map(books.of, tensors)))
+    reports: list[TensorReport] = []
     with FileWriter(path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace) as writer:
-        blocks = (block for tensor in tensors for block in blocks_of(tensor, books))
-        reports = write_blocks(writer, shard.path, blocks, coder, on_bytes)
+        blocks = (block for tensor in tensors for block in blocks_of(tensor, books.of(tensor), block_bytes))
+        with (
+            contextlib.closing(_written_to(writer, shard.path, reports)) as writing,
+            contextlib.closing(coder(blocks)) as coded,
+            ThreadPoolExecutor(1, "ibp-writer") as thread,
+            contextlib.closing(ahead(thread, writing.send, coded, _AHEAD)) as written,
+        ):
+            next(writing)
+            for num_bytes in written:
+                on_bytes(num_bytes)
         fields = {"names": writer.names, "data_bytes": writer.data_bytes}
     return {**fields, "tensors": [report.as_dict() for report in reports]}
-
-
-def write_blocks(
-    writer: FileWriter,
-    file: str,
-    blocks: Iterable[Block],
-    coder: Coder,
-    on_bytes: Callable[[int], object] = lambda _: None,
-) -> list[TensorReport]:
-    """Codes blocks, and writes them on another thread. Returns the reports of their tensors.
-
-    Args:
-        writer: the writer of the file.
-        file: the file's path within the directory of the output, for the reports.
-        blocks: all blocks of a tensor in order, then those of the next tensor.
-        coder, on_bytes: as in `write_file`.
-    """
-    reports: list[TensorReport] = []
-    with (
-        contextlib.closing(_written_to(writer, file, reports)) as writing,
-        contextlib.closing(coder(blocks)) as coded,
-        ThreadPoolExecutor(1, "ibp-writer") as thread,
-        contextlib.closing(ahead(thread, writing.send, coded, _AHEAD)) as written,
-    ):
-        next(writing)
-        for num_bytes in written:
-            on_bytes(num_bytes)
-    return reports
 
 
 def _written_to(writer: FileWriter, file: str, reports: list[TensorReport]) -> Generator[int, Block, None]:
@@ -547,7 +524,7 @@ def _written_to(writer: FileWriter, file: str, reports: list[TensorReport]) -> G
             while True:
                 write(block.data)
                 block.release()
-                total, num_bytes = total + (block.words or 0), block.end - block.start
+                total, num_bytes = total + block.words, block.end - block.start
                 if codebook is not None:
                     of_blocks.append(block.lengths)
                 if block.end == tensor.num_bytes:
@@ -563,7 +540,7 @@ def _written_to(writer: FileWriter, file: str, reports: list[TensorReport]) -> G
                 with writer.part(f"{tensor.name}:bases", "U64") as write:
                     write(index[:-1])
             form = dtype_name(tensor.dtype), tensor.shape, codebook.scheme, codebook.row_bytes
-            content = None if block.words is None else finished(total, tensor.num_bytes)
+            content = finished(total, tensor.num_bytes)
             writer.table(tensor.name, TableFields(*form, codebook=writer.codebook(codebook), content=content))
             scheme, stored = codebook.scheme, writer.data_bytes - start
         reports.append(TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, file))

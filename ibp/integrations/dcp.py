@@ -15,10 +15,9 @@ of ranks can load a checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import uuid
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,7 @@ from torch.futures import Future
 
 import ibp
 
-from .._files import FileWriter, header_room
-from .._rows.geometry import bytes_of
-from .._rows.learning import Options
 from ..adapters import WeightCompressor
-from ..checkpoints._coding import Block, Codebooks, blocks_of, checked_options, coded_on_cpu, write_blocks
-from ..checkpoints._source import loaded_tensor
 
 __all__ = ["Reader", "Writer"]
 
@@ -53,7 +47,6 @@ __all__ = ["Reader", "Writer"]
 # finds no extension with this name, and raises a ValueError that contains the name.
 _DESCRIPTOR = "ibp.integrations.dcp/1"
 _SUFFIX = ".ibp.safetensors"
-_CODERS = 4  # largest number of threads that code blocks; a few threads code faster than a file is written
 
 
 class Writer(FileSystemWriter):
@@ -62,8 +55,7 @@ class Writer(FileSystemWriter):
     Loaded tensors have the same bits as saved ones. Tensors that would not get smaller, or have less than 4 KiB, are
     stored uncompressed. Python objects, tensor subclasses, and tensors with a dtype that safetensors lacks are stored
     as torch stores them. Tensors of the same kind, such as the same weight in all layers, share a codebook. A tensor on
-    a GPU is compressed on that GPU, and a tensor on the CPU is compressed on the CPU, by up to 4 threads, but no more
-    than torch uses.
+    a GPU is compressed on that GPU, and a tensor on the CPU is compressed on the CPU.
 
     Every save writes files with new names. A file appears under its name only when it is complete. So an earlier
     checkpoint in the same directory stays complete until the new metadata replace the old metadata. Then the old files
@@ -106,22 +98,18 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # The name differs in every save, so that no file of an earlier checkpoint is overwritten.
         prefix = f"{plan.storage_data.prefix}{uuid.uuid4().hex}_"
-        tensors: list[tuple[MetadataIndex, torch.Tensor]] = []
+        coded: list[WriteItem] = []
         others: list[WriteItem] = []
+        takes = ibp.checkpoints.CheckpointWriter.takes
         for item in plan.items:
-            if item.type != WriteItemType.BYTE_IO:
-                tensor = planner.resolve_data(item)
-                assert isinstance(tensor, torch.Tensor)
-                if ibp.checkpoints.CheckpointWriter.takes(item.index.fqn, tensor):
-                    tensors.append((item.index, tensor.detach()))
-                    continue
-            others.append(item)
+            is_coded = item.type != WriteItemType.BYTE_IO and takes(item.index.fqn, _tensor_of(item, planner))
+            (coded if is_coded else others).append(item)
         results: list[WriteResult] = []
         if others:
             storage = dataclasses.replace(plan.storage_data, prefix=prefix)
             results += super().write_data(dataclasses.replace(plan, items=others, storage_data=storage), planner).wait()
-        if tensors:
-            results += _write_tensors(Path(self.path) / f"{prefix}tensors{_SUFFIX}", tensors)
+        if coded:
+            results += _write_tensors(Path(self.path) / f"{prefix}tensors{_SUFFIX}", coded, planner)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -243,51 +231,34 @@ def _name_of(index: MetadataIndex) -> str:
 # ---- writing ----
 
 
-def _write_tensors(path: Path, tensors: Sequence[tuple[MetadataIndex, torch.Tensor]]) -> list[WriteResult]:
-    """Writes tensors to a file, in order. Each of a few threads codes blocks of tensors in host memory, and the calling
-    thread codes tensors on a GPU, while another thread writes what is coded."""
-    sources = [loaded_tensor(_name_of(index), tensor, path) for index, tensor in tensors]
-    on_gpu = {source: given for source, given in zip(sources, tensors) if not given[1].is_cpu}
-    on_host = [source for source in sources if source not in on_gpu]
-    num_threads = min(_CODERS, torch.get_num_threads())
-    books = Codebooks(checked_options(Options(device="cpu")), on_host)
-    books.prepare(on_host, num_threads)
+def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def _write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    """Writes tensors to a file. While a thread writes a tensor, the next tensor is compressed."""
+    shapes = {_name_of(item.index): item.tensor_data.size if item.tensor_data else () for item in items}
     compressor = WeightCompressor({"memory": "host"})
 
-    def coded(blocks: Iterable[Block]) -> Generator[Block, None, None]:
-        for is_on_gpu, some in itertools.groupby(blocks, lambda block: block.tensor in on_gpu):
-            if is_on_gpu:
-                # This runs in the caller's thread, because work that fills a tensor on a GPU may still be queued on
-                # this thread's current stream.
-                yield from (_coded_on_gpu(block, *on_gpu[block.tensor], compressor) for block in some)
+    def compressed() -> Iterator[tuple[str, ibp.CompressedTensor | torch.Tensor]]:
+        # This runs in the caller's thread, because work that fills a tensor on a GPU may still be queued on this
+        # thread's current stream. A tensor in host memory is compressed there, because the GPU may be busy training.
+        for item in items:
+            tensor = _tensor_of(item, planner).detach()
+            if compressor.takes(tensor):
+                table = compressor.compress(item.index.fqn, tensor, device=tensor.device)
+                yield _name_of(item.index), tensor.cpu() if table.scheme == "raw" else table
             else:
-                yield from coded_on_cpu(some, num_threads, content=False)
+                yield _name_of(item.index), tensor.cpu()
 
-    blocks = (
-        block
-        for source in sources
-        for block in ([Block(source, 0, source.num_bytes, None)] if source in on_gpu else blocks_of(source, books))
-    )
-    # `header_room` alone suffices for at most 8 dimensions.
-    room = header_room([source.name for source in sources], None, len(sources)) + 32 * sum(x.dim() for _, x in tensors)
-    with FileWriter(path, header_bytes=room) as writer:
-        stored = [report.stored_bytes for report in write_blocks(writer, path.name, blocks, coded)]
+    with ibp.checkpoints.CheckpointWriter(path, shapes) as writer:
+        stored = writer.write_all(compressed())
     return [
-        WriteResult(index, size, _StorageInfo(path.name, 0, size, [_DESCRIPTOR]))
-        for (index, _), size in zip(tensors, stored)
+        WriteResult(item.index, stored[name], _StorageInfo(path.name, 0, stored[name], [_DESCRIPTOR]))
+        for item, name in zip(items, shapes)
     ]
-
-
-def _coded_on_gpu(block: Block, index: MetadataIndex, x: torch.Tensor, compressor: WeightCompressor) -> Block:
-    """Codes a block that is a whole tensor on a GPU. Returns the block, whose stored form is in host memory.
-    `compressor` remembers the codebooks."""
-    table = compressor.compress(index.fqn, x, device=x.device) if compressor.takes(x) else None
-    if table is None or table.codebook is None:
-        block.data = bytes_of(x.cpu()).numpy()
-        return block
-    block.codebook, block.words = table.codebook, None
-    block.data, block.lengths = table.overflow.numpy(), table.lengths.numpy()
-    return block
 
 
 # ---- reading ----

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import pickle
 import resource
-import threading
 import warnings
 
 import pytest
@@ -19,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import ibp
 from helpers import assert_same_bits, embedding
-from ibp._rows.handle import Handle
 from ibp.integrations.dcp import Reader, Writer
 from ranks import Ranks
 
@@ -91,44 +89,6 @@ def tensors_of(directory):
 def test_all_kinds(tmp_path):
     save(tmp_path, states())
     assert_loaded(tmp_path, states())
-
-
-@pytest.fixture
-def num_threads(request):
-    """Sets the number of torch's threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("num_threads", [1, 3], indirect=True)
-def test_tensors_of_several_blocks(tmp_path, monkeypatch, num_threads):
-    """Each thread codes a whole block alone. The caller's thread codes only if torch has no other."""
-    coders, encode = [], Handle.encode
-
-    def watched(self, *arguments, **options):
-        coders.append(threading.current_thread())
-        return encode(self, *arguments, **options)
-
-    monkeypatch.setattr(Handle, "encode", watched)
-    rows = 5000  # of 2 KiB: two whole blocks, and a part
-    state = {f"layers.{k}.weight": embedding(rows, 1024, BF16, seed=k) for k in range(3)}
-    state["transposed"] = embedding(1024, rows, BF16, seed=3).t()
-    state["random"] = torch.randint(256, (9 << 20,), dtype=torch.uint8)
-    state["of zeros"] = torch.zeros(rows, 1024)
-    state["odd"] = embedding(rows, 1025)[:, 1:].flatten()[:-3]
-    save(tmp_path, state)
-    if num_threads == 1:
-        assert set(coders) == {threading.current_thread()}
-    else:
-        assert len(set(coders)) <= num_threads and threading.current_thread() not in coders
-    assert len(coders) == 3 * 3 + 3 + 2 * 5  # "random" is not coded
-    assert_loaded(tmp_path, state)
-    file = ibp.open(tensors_of(tmp_path))
-    assert list(file) == list(state)
-    assert set(file.tables) == state.keys() - {"random"}
-    assert all(file.fields(name).content is None for name in file.tables)  # To compute it takes a pass of its own.
 
 
 def test_what_is_compressed(tmp_path):
@@ -470,6 +430,5 @@ def test_on_a_gpu(tmp_path):
         torch.cuda._sleep(50_000_000)
         state = {"x": x.cuda(), "small": torch.ones(3, device="cuda"), "on the host": x + 1}
         save(tmp_path, state)
-    ibp.open(tensors_of(tmp_path)).verify()
     assert_loaded(tmp_path, state)
     assert_loaded(tmp_path, {"x": x, "small": torch.ones(3), "on the host": x + 1})
