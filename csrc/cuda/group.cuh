@@ -24,10 +24,10 @@ constexpr uint32_t kMostJoined = 512;
 //     kDecodesAny     they decode rows of any length
 //     kEncodes        they encode rows of any length
 //
-// In kernels that decode, all lanes of a warp must call the collectives of a group together, which are sync and all
-// functions that exchange values between lanes, even if some groups of the warp have nothing to do. The same is true of
-// all functions that call a collective, and their comments do not repeat it. In kernels that encode, the groups of one
-// warp may diverge, so the masks of collectives have only the lanes of the group.
+// Collectives are `sync` and all functions that exchange values between lanes. In kernels that decode, all lanes of a
+// warp must call a collective together, even if some groups of the warp have nothing to do. They must also call
+// together every function that calls a collective. The comments of such functions do not say this again. In kernels
+// that encode, the groups of one warp may diverge, so the masks of collectives have only the lanes of the group.
 enum GroupUse { kDecodesTile, kDecodesAny, kEncodes };
 
 // A group of LANES lanes of a warp (WARPS == 1), or of WARPS whole warps. All threads of a group must call every

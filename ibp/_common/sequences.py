@@ -77,13 +77,12 @@ def ahead(
 def in_threads(
     work: Callable[[Item], Result], items: Iterable[Item], num_threads: int
 ) -> Generator[Result, None, None]:
-    """Calls work(item) for each item on up to num_threads threads, each of which works on one item at a time. Yields
-    the results in the order of the items. Before the result of an item is yielded, at most 2 * num_threads later items
-    are begun, which limits the memory that results take. After an exception, or if the generator is closed early, no
-    more calls begin.
+    """Calls work(item) for each item, on up to num_threads threads. Yields the results in the order of the items.
+    Before the result of an item is yielded, at most 2 * num_threads later items are begun, so that results take
+    little memory. After an exception, or if the generator is closed early, no more calls begin.
 
-    If one thread suffices, the calling thread makes the calls, one after the other. It also does so if it is itself a
-    thread of `in_threads`, because the other cores are then busy with other items of that call.
+    If num_threads or the number of items is 1, the calling thread makes the calls. If the calling thread was itself
+    started by `in_threads`, it also makes the calls, because other threads of that call are working at the same time.
     """
     num_threads = min(num_threads, operator.length_hint(items, num_threads))
     if num_threads <= 1 or hasattr(_workers, "is_one"):

@@ -10,7 +10,7 @@
 // 2. The number of escapes in the row says where the row ends. The decoder checks that the row does end there.
 // 3. A symbol is first_symbol plus its digit, and residuals lie at known positions. So a lane makes 16 bytes of the row
 //    from a word or half a word of digits with arithmetic, shifts and permutes alone (store_tile).
-// 4. Escapes are rare. If a warp has any, it overwrites the escaped elements with the right values, one at a time.
+// 4. Escapes are rare. If a warp has any, each lane then stores the right values of its escaped elements.
 //
 // Device memory limits the decoder. If rows are in pinned memory, the link to the host limits it.
 #ifndef IBP_DECODE_FAST_CUH

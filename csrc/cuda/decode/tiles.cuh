@@ -98,7 +98,7 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     }
 };
 
-// A chunk, which is the digits of plane 1 that the group takes at a time. (Chunks in scheme ibp are something else.)
+// The group decodes the digits of plane 1 in chunks, and this is one of them. Scheme ibp has chunks of another kind.
 // digits: a lane's digits, in WORDS words; digits past the tile's last one are 0. before: number of escapes among the
 // digits of lower lanes. num_escaped: number of escapes among the digits of all lanes of the group.
 template <class G, uint32_t WORDS> struct PlaneChunk {

@@ -32,7 +32,8 @@ struct ValuesEncoder : PlanesCensus<T, LISTED, THREADS, FIELDS, false> {
     using G = Group;
     using Base::codes, Base::own_codes, Base::columns, Base::kBits, Base::kPerWord, Base::planes, Base::ranks,
         Base::symbol_bits;
-    // Of the 65,536 registers of an SM each thread of two blocks of kMostEncodeThreads threads can have at most 64.
+    // The kernel asks for two blocks on an SM. An SM has 65,536 registers, so a thread of a block of kMostEncodeThreads
+    // threads then has at most 64.
     static constexpr uint32_t kBlocks = 2;
     static constexpr bool kFillsStage = false;
     // kOctets: number of octets that a lane takes in each step: two, or one if rows are listed or elements have four
@@ -73,8 +74,9 @@ struct ValuesEncoder : PlanesCensus<T, LISTED, THREADS, FIELDS, false> {
         : Base(cb, table), paths(table + Base::table_bytes(cb) / 4u)
     {
         uint32_t *const to = table + Base::table_bytes(cb) / 4u;
-        // There is no hash table, so `table` begins with the codes. The index of a code is a rank if COLUMNS, and
-        // otherwise a symbol in its low bits and the index of the cluster in the bits above.
+        // `table` begins with the codes, because only other encoders put a hash table before them. If COLUMNS, codes
+        // are indexed by rank. Otherwise the low bits of the index are a symbol, and the high bits are a
+        // cluster.
         for (uint32_t i = threadIdx.x; i < Base::num_codes(cb); i += blockDim.x)
             to[i] = path_of(COLUMNS ? i : low_bits(i, symbol_bits), table[i]);
         __syncthreads();
