@@ -49,9 +49,9 @@ class Stacks:
         first, second = (x.view(MATRICES, rows, -1)[numbers] for x, rows in zip(self.values, ROWS))
         return first, second.mT
 
-    def take(self, ids, num_slots=None, current=None):
+    def take(self, ids, num_slots=None):
         num_slots = max(2, ids.numel()) if num_slots is None else num_slots
-        return self.fetcher.take(ids, num_slots, self.num_spare, current)
+        return self.fetcher.take(ids, num_slots, self.num_spare)
 
     def check(self, ids, found):
         """Checks the results of a call whose ids are in range."""
@@ -185,7 +185,7 @@ def test_gpu_matrices_are_ordered(cuda, cache_bytes):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(200_000 * (number % 3))
             ids = torch.randint(0, MATRICES, (4, 2), generator=draws, pin_memory=True).to(cuda, non_blocking=True)
-            slots, held, work, *found = stacks.take(ids, current=stream)
+            slots, held, work, *found = stacks.take(ids)
             copies = []
             for place, stack in enumerate(found):
                 stacks.fetcher.wait_for(place, stream)
@@ -205,7 +205,7 @@ def test_gpu_counts_and_bits_are_those_of_the_cpu(cuda):
     current = torch.cuda.current_stream(cuda)
     for number in range(20):
         ids = torch.randint(0, MATRICES, (1 + number % 3, 2), generator=draws)
-        found = near.take(ids.to(cuda), current=current)
+        found = near.take(ids.to(cuda))
         near.fetcher.wait_for(1, current)
         for mine, wanted in zip(found[:2], far.take(ids)[:2]):
             assert torch.equal(mine.cpu(), wanted)
@@ -220,11 +220,11 @@ def test_gpu_graphs(cuda):
     stacks, ids = on_gpu(cuda), torch.zeros(3, 2, dtype=torch.int64, device=cuda)
     stream = torch.cuda.Stream(cuda)
     with torch.cuda.stream(stream):
-        stacks.take(ids, current=stream)
+        stacks.take(ids)
         stacks.fetcher.wait_for(1, stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        found = stacks.take(ids, current=stream)
+        found = stacks.take(ids)
         for place in (0, 1):
             stacks.fetcher.wait_for(place, stream)
     for seed in range(6):
@@ -232,7 +232,7 @@ def test_gpu_graphs(cuda):
         graph.replay()
         stacks.check(ids, found)
         current = torch.cuda.current_stream(cuda)
-        other = stacks.take(ids.flip(0).contiguous(), current=current)
+        other = stacks.take(ids.flip(0).contiguous())
         stacks.fetcher.wait_for(1, current)
         stacks.check(ids.flip(0), other)
         torch.cuda.synchronize(cuda)
@@ -247,7 +247,7 @@ def test_gpu_threads(cuda):
         with torch.cuda.stream(stream):
             for _ in range(30):
                 ids = torch.randint(0, MATRICES, (3, 2), generator=draws).to(cuda)
-                found = stacks.take(ids, current=stream)
+                found = stacks.take(ids)
                 stacks.fetcher.wait_for(1, stream)
                 stacks.check(ids, found)
 
@@ -277,7 +277,7 @@ def test_gpu_needs_a_stream_and_events(cuda):
 
 def test_gpu_notes_matrices_that_are_not_there(cuda):
     stacks, current = on_gpu(cuda), torch.cuda.current_stream(cuda)
-    _, held, _, *found = stacks.take(torch.tensor([3, MATRICES], device=cuda), current=current)
+    _, held, _, *found = stacks.take(torch.tensor([3, MATRICES], device=cuda))
     stacks.fetcher.wait_for(1, current)
     assert held.tolist() == [3, MATRICES]
     for stack, wanted, cache in zip(found, stacks.wanted([3]), stacks.caches):
