@@ -45,9 +45,9 @@ class StackFetcher:
         self._num_rows = [cache.view.num_rows // num_matrices for cache in caches]
         self._states = [cache._state for cache in caches]
         self._devices = frozenset.intersection(*(frozenset(state.serving) for state in self._states))
-        self._lock = self._states[0].lock
-        for state in self._states:
-            state.lock = self._lock
+        first, *others = self._states
+        for state in others:
+            state.use_lock_of(first)
         self._beside, self._address = beside, 0 if beside is None else beside.cuda_stream
         # The first event is recorded on the caller's stream, and the others, one for each stack, on the stream beside.
         # A later call may record an event again before an earlier caller has waited for it. This caller then waits for
@@ -82,7 +82,7 @@ class StackFetcher:
         worker = ids.device
         tables = [state.handle_on(worker).table for state in self._states]
         try:
-            with self._lock:
+            with self._states[0].lock:
                 key = current_key(worker, self._beside)
                 return _take_matrices(
                     tables,
