@@ -122,11 +122,19 @@ def test_matrices_that_are_not_there(bad):
         stacks.take(torch.tensor([1, bad]))
 
 
+def for_a_gpu(handle):
+    """A handle that says that its table is for the first GPU."""
+    numbers = handle.clone()
+    numbers.view(torch.int64)[1] = 0
+    return numbers
+
+
 def wrong_arguments():
     """(what the message says, place of the argument, wrong value as a function of the right one)."""
     yield "same length", 0, lambda tables: tables[:1]
     yield "same length", 1, lambda caches: caches[:1]
     yield "fault and fault share memory", 0, lambda tables: [tables[0], tables[0]]
+    yield "must be on the CPU", 0, lambda tables: [for_a_gpu(tables[0]), tables[1]]
     yield "cache and cache share memory", 1, lambda caches: [caches[0], caches[0]]
     yield "ids must be int32 or int64", 2, lambda ids: ids.short()
     yield "ids is not contiguous", 2, lambda ids: ids.t()
