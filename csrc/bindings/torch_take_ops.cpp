@@ -436,15 +436,18 @@ Tensor new_matrices(const Device &device, const Tensor &ids, const Tensor &like,
     require(like.dim() > 1, "likes have ", like.dim(), " dimensions, at least 2 are needed");
     const auto element_bytes = static_cast<int64_t>(like.element_size());
     std::vector<int64_t> sizes{num_slots}, strides{like.stride(0)};
-    int64_t count = 1, last = 0;
+    int64_t count = 1;
+    Steps steps;
     for (int64_t d = 1; d < like.dim(); d++) {
         sizes.push_back(like.size(d)), strides.push_back(like.stride(d));
         require(sizes.back() > 0 && strides.back() >= 0, "likes have no elements in a dimension, or count backwards");
-        count = total_bytes(count, sizes.back(), "likes"),
-        last += total_bytes(sizes.back() - 1, strides.back(), "likes");
+        count = total_bytes(count, sizes.back(), "likes");
+        if (sizes.back() > 1) steps.push_back({strides.back(), sizes.back()});
     }
-    require(last + 1 == count && strides[0] == count && total_bytes(count, element_bytes, "likes") == matrix_bytes,
-            "likes have matrices of ", count, " elements, not dense ones of ", matrix_bytes, " bytes");
+    const int64_t num_wanted = total_bytes(count, element_bytes, "likes");
+    require(num_wanted == matrix_bytes, "likes have matrices of ", num_wanted, " bytes, ", matrix_bytes, " are needed");
+    require(bytes_of_items(steps, 1) == count && strides[0] == count,
+            "likes have strides that leave gaps or overlap: dense matrices, one after the other, are needed");
     const int64_t num_bytes = total_bytes(num_slots, matrix_bytes, "likes");
     Tensor made = empty_tensor(sizes, strides, dtype_of(like), device_type_of(ids), ids.get_device_index());
     prepare_result(device, made, num_bytes);

@@ -140,9 +140,16 @@ def wrong_arguments():
     yield "ids is not contiguous", 2, lambda ids: ids.t()
     yield "likes have 1 dimensions", 3, lambda likes: [likes[0], torch.empty(0)]
     yield "no elements in a dimension", 3, lambda likes: [torch.empty(0, 0, 60), likes[1]]
-    yield "not dense ones of 720 bytes", 3, lambda likes: [torch.empty(0, 4, 60), likes[1]]
-    yield "not dense ones of 720 bytes", 3, lambda likes: [torch.empty_strided((0, 3, 60), (240, 80, 1)), likes[1]]
-    yield "not dense ones of 720 bytes", 3, lambda likes: [likes[0].bfloat16(), likes[1]]
+    yield "960 bytes, 720 are needed", 3, lambda likes: [torch.empty(0, 4, 60), likes[1]]
+    yield "360 bytes, 720 are needed", 3, lambda likes: [likes[0].bfloat16(), likes[1]]
+    for sizes, strides in (
+        ((3, 60), (240, 80, 1)),
+        ((3, 60), (240, 60, 1)),
+        ((3, 60), (180, 0, 1)),
+        ((3, 3, 20), (180, 40, 40, 1)),
+    ):
+        like = torch.empty_strided((0, *sizes), strides)
+        yield "leave gaps or overlap", 3, lambda likes, like=like: [like, likes[1]]
     yield "a stack has 36 rows", 4, lambda number: number + 1
     yield "a stack has 36 rows", 4, lambda number: 0
     yield "list_matrices: an argument is outside", 5, lambda slots: 1
